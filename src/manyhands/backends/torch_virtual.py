@@ -1,0 +1,208 @@
+"""Numbered CPU devices for PyTorch, so that code for several GPUs runs, and fails, as it would there.
+
+PyTorch knows ``torch.device("cpu", 1)`` as a name, but a tensor made there is on plain ``cpu``. Here a
+:class:`VirtualTensor` is a tensor that says it is on ``cpu:1`` and holds a plain tensor inside; every
+operation is computed on what is inside, and its results are wrapped again. Operands on different
+devices are refused in PyTorch's own words, as with GPUs (a scalar from the host may join anywhere).
+
+Two hooks, set when virtual devices are asked for, let tensors come into being: a dispatch mode
+sees every ``torch.ones(..., device="cpu:1")``, ``x.to("cpu:1")`` and ``Module.to``, also in a backward
+pass; a function mode sees ``torch.tensor([...], device="cpu:1")``, which never reaches the dispatcher
+with its device. Both hold for the thread that set them; :func:`place` works in every thread.
+
+This shows correctness, not speed: an operation costs some microseconds more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+_count = 0
+_HOST = torch.device("cpu")
+
+_aten = torch.ops.aten
+# Operations that take tensors of two devices on GPUs too.
+_ACROSS_DEVICES = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+
+
+def start(number: int) -> None:
+    """Make the devices ``cpu:0`` to ``cpu:<number - 1>``."""
+    global _count
+    _count = number
+    # Module.to() then swaps parameters in place, so that an optimizer made before still holds them.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    _Births().__enter__()
+    _FromData().__enter__()
+
+
+def count() -> int:
+    return _count
+
+
+def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor's content on another device, with gradients that flow back; works in every thread."""
+    if tensor.device.type == "cpu" and device.type == "cpu":
+        return tensor if tensor.device == device else _Place.apply(tensor, device)  # type: ignore[no-untyped-call,no-any-return]
+    return tensor.to(device)
+
+
+class VirtualTensor(torch.Tensor):
+    """A tensor on a virtual device: its metadata here, its numbers in ``_inner`` on the host."""
+
+    _inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, device: torch.device) -> VirtualTensor:
+        made: VirtualTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=device,
+            requires_grad=False,
+        )
+        made._inner = inner
+        return made
+
+    def __init__(self, inner: torch.Tensor, device: torch.device) -> None:
+        super().__init__()
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
+        return ["_inner"], self.device
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], device: torch.device, size: object, stride: object
+    ) -> VirtualTensor:
+        return VirtualTensor(inner["_inner"], device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _compute(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        with torch.no_grad():
+            return f"{self.detach()._inner!r}"[:-1] + f", device='{self.device}')"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def tolist(self) -> Any:
+        return self.detach()._inner.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first."
+        )
+
+    def __array__(self, dtype: object = None) -> Any:
+        return self.numpy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            with torch.no_grad():
+                made: torch.Tensor = VirtualTensor(self.detach()._inner.clone(), self.device)
+            if isinstance(self, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, self.requires_grad)
+            else:
+                made.requires_grad_(self.requires_grad)
+            if self.grad is not None:
+                made.grad = self.grad.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            memo[id(self)] = made
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+
+class _Place(torch.autograd.Function):
+    """A move between the host and a virtual device, or between two; the gradient moves back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        ctx.source = tensor.device
+        inner = tensor._inner if isinstance(tensor, VirtualTensor) else tensor
+        return _wrapped(inner.clone(), device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return place(gradients[0], ctx.source), None
+
+
+class _Births(TorchDispatchMode):
+    """Sees operations without a virtual operand that shall give a tensor on a virtual device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is None or device.type != "cpu" or device.index is None:
+            return func(*args, **kwargs)
+        return _compute(func, args, kwargs)
+
+
+class _FromData(TorchFunctionMode):
+    """Sees ``torch.tensor(data, device=...)``: made on the host, then placed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FROM_DATA and kwargs.get("device") is not None:
+            device = torch.device(kwargs["device"])
+            if device.type == "cpu" and device.index is not None:
+                requires_grad = kwargs.pop("requires_grad", False)
+                made = place(func(*args, **{**kwargs, "device": _HOST}), device)
+                return made.detach().requires_grad_() if requires_grad else made
+        return func(*args, **kwargs)
+
+
+def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one operation on what is inside, and wrap what comes out."""
+    wanted = kwargs.get("device")
+    if wanted is not None:
+        _check_exists(wanted)
+        kwargs = {**kwargs, "device": _HOST if wanted.type == "cpu" else wanted}
+    target = wanted if wanted is not None else _common_device(func, args, kwargs)
+    inner_args, inner_kwargs = tree_map_only(VirtualTensor, _inner, (args, kwargs))
+    result = func(*inner_args, **inner_kwargs)
+    # What an operation gives back of its own arguments (in-place, out=) is the argument, not a new tensor.
+    given = {id(value): value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)}
+    given |= {id(value._inner): value for value in given.values() if isinstance(value, VirtualTensor)}
+    return tree_map_only(torch.Tensor, lambda t: given[id(t)] if id(t) in given else _wrapped(t, target), result)
+
+
+def _inner(tensor: VirtualTensor) -> torch.Tensor:
+    return tensor._inner
+
+
+def _wrapped(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu" or device.index is None or isinstance(tensor, VirtualTensor):
+        return tensor
+    return VirtualTensor(tensor, device)
+
+
+def _common_device(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.device:
+    """The device that the result is on; operands on several are refused as with GPUs."""
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+    virtual = dict.fromkeys(tensor.device for tensor in tensors if isinstance(tensor, VirtualTensor))
+    if func in _ACROSS_DEVICES:
+        return tensors[0].device
+    host = any(not isinstance(tensor, VirtualTensor) and tensor.dim() > 0 for tensor in tensors)
+    if len(virtual) > 1 or host:
+        found = [str(device) for device in virtual] + (["cpu"] if host else [])
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(found[:2])}!"
+        )
+    return next(iter(virtual))
+
+
+def _check_exists(device: torch.device) -> None:
+    if device.type == "cpu" and device.index is not None and device.index >= _count:
+        raise RuntimeError(f"there is no virtual device {device}: this process has {_count} of them")

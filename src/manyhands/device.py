@@ -1,0 +1,95 @@
+"""The neutral words for devices: a value for the core, the command and reports.
+
+Users hold their framework's own devices (``torch.device``, ``jax.Device``, ...). Where one name has
+to mean the same in all frameworks (a command line, a table, an error) it is a :class:`Device`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from manyhands.errors import BadDevice, DuplicateDevices
+
+Kind = Literal["cpu", "gpu", "virtual"]
+
+_NAME = re.compile(r"(?P<kind>[a-z]+)(?::(?P<index>[0-9]+))?\Z")
+_KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "virtual": "virtual"}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Device:
+    """A place that holds tensors and computes: ``cpu``, ``gpu:0``, ``virtual:1``."""
+
+    kind: Kind
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        check_index(self.index)
+
+    def __str__(self) -> str:
+        return "cpu" if self.kind == "cpu" and self.index == 0 else f"{self.kind}:{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Read ``cpu``, ``gpu`` (that is ``gpu:0``), ``gpu:1``, ``cuda:1`` or ``virtual:1``."""
+        match = _NAME.match(text.strip().lower())
+        kind = _KINDS.get(match["kind"]) if match else None
+        if match is None or kind is None:
+            raise BadDevice(
+                f"{text!r} is not the name of a device: write 'cpu', 'gpu' (the first), 'gpu:1' or 'virtual:1'"
+            )
+        return cls(kind, int(match["index"] or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a device's memory: all there is, and what nobody uses now."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRecord:
+    """What is known of one device, as :func:`devices` lists it."""
+
+    device: Device
+    name: str
+    uuid: str | None
+    memory: Memory
+    capability: str | None
+
+    @property
+    def kind(self) -> Kind:
+        return self.device.kind
+
+    @property
+    def index(self) -> int:
+        return self.device.index
+
+
+def check_index(index: object) -> int:
+    """The index if it can be one; the error that teaches if not."""
+    if isinstance(index, bool) or not hasattr(index, "__index__"):
+        raise BadDevice(f"a device is numbered 0, 1, 2, ...; {index!r} is not a number of that kind")
+    number = cast(int, index).__index__()
+    if number < 0:
+        raise BadDevice(
+            f"a device is numbered 0, 1, 2, ...; {number} is none of these (there is no counting from the end)"
+        )
+    return number
+
+
+def check_distinct(names: list[str]) -> None:
+    """Refuse an empty list of devices, and one that names a device twice."""
+    if not names:
+        raise BadDevice("the list of devices is empty: give at least one, for example try_all_gpus()")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DuplicateDevices(
+            f"{', '.join(twice)} stands more than once in [{', '.join(names)}]: two replicas or shards on one device "
+            "would be one and the same memory. Name each device once; for several devices on a machine "
+            "without GPUs set MANYHANDS_VIRTUAL_DEVICES=2"
+        )

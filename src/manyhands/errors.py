@@ -1,0 +1,90 @@
+"""Every error of manyhands, in one tree.
+
+::
+
+    ManyhandsError
+     +- DeviceError
+     |   +- BadDevice            a name or a number that cannot be a device        (ValueError)
+     |   +- NoSuchDevice         a device that this machine does not have          (RuntimeError)
+     |   +- DuplicateDevices     one device twice in a list                        (ValueError)
+     |   +- DeviceMismatch       tensors that must be together are not             (RuntimeError)
+     |   +- SeveralDevices       one device was asked for, there are several       (RuntimeError)
+     |   +- PlacementFailed      the framework put a tensor somewhere else         (RuntimeError)
+     |   +- VirtualDevicesError  virtual devices cannot be made (any more)         (RuntimeError)
+     +- DataError
+     |   +- ForeignTensor        an array of another framework                     (TypeError)
+     |   +- NotATensor           no tensor where one is needed                     (TypeError)
+     |   +- BadBatch             a batch that cannot be split or put together      (ValueError)
+     |   +- BadShares            shares that are no shares                         (ValueError)
+     |   +- ChangedInFlight      a source was written to while it was being copied (RuntimeError)
+     +- FrameworkMissing         the framework of this door is not installed       (ImportError)
+
+Each is also the built-in exception that a caller would think of first. A message says what was
+asked, why it cannot be, and what to write instead.
+"""
+
+from __future__ import annotations
+
+
+class ManyhandsError(Exception):
+    """The root: ``except ManyhandsError`` catches all that this library raises on purpose."""
+
+
+class DeviceError(ManyhandsError):
+    """Something about devices."""
+
+
+class BadDevice(DeviceError, ValueError):
+    """A name or a number that cannot be a device, here or anywhere."""
+
+
+class NoSuchDevice(DeviceError, RuntimeError):
+    """A device that could exist, but does not on this machine."""
+
+
+class DuplicateDevices(DeviceError, ValueError):
+    """One device twice in a list: two replicas on it would be one and the same tensor."""
+
+
+class DeviceMismatch(DeviceError, RuntimeError):
+    """Tensors that must be on one device are on several."""
+
+
+class SeveralDevices(DeviceError, RuntimeError):
+    """A single device was asked for, but the value lives on several."""
+
+
+class PlacementFailed(DeviceError, RuntimeError):
+    """The framework accepted a placement and put the tensor somewhere else."""
+
+
+class VirtualDevicesError(DeviceError, RuntimeError):
+    """Virtual devices were asked for too late, twice, or in a number that cannot be."""
+
+
+class DataError(ManyhandsError):
+    """Something about tensors, batches and trees."""
+
+
+class ForeignTensor(DataError, TypeError):
+    """An array of another framework."""
+
+
+class NotATensor(DataError, TypeError):
+    """A tensor is needed and something else was given."""
+
+
+class BadBatch(DataError, ValueError):
+    """A batch that cannot be split, or shards that cannot be put together."""
+
+
+class BadShares(DataError, ValueError):
+    """Shares that are negative, all zero, not numbers, or not one per device."""
+
+
+class ChangedInFlight(DataError, RuntimeError):
+    """The source of an asynchronous move was written to before the move was over."""
+
+
+class FrameworkMissing(ManyhandsError, ImportError):
+    """The framework behind a door is not installed."""

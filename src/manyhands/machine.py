@@ -1,0 +1,186 @@
+"""Facts about the machine that no framework is needed for: the host, and NVIDIA's GPUs.
+
+The host's are read through psutil and the kernel, the GPUs' through ``nvidia-ml-py`` (optional). Nothing
+is read at import, and a machine without a driver is an ordinary machine: its list of GPUs is empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.device import Memory
+
+# What makes low precision fast, in the kernel's words for x86 and for Arm.
+_TELLING_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "sve2", "sve", "asimd")
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    name: str
+    cores: int
+    usable_cores: int
+    memory: Memory
+    load_percent: float
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One GPU as the driver tells it; ``uuid`` is what frameworks are matched by."""
+
+    index: int
+    uuid: str
+    name: str
+    memory: Memory
+    load_percent: float | None
+    temperature: int | None
+    capability: str | None
+    driver: str
+
+
+def host_memory() -> Memory:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return Memory(total=memory.total, free=memory.available)
+
+
+@functools.cache
+def host_name() -> str:
+    """The processor's name as the kernel gives it."""
+    fields = _cpuinfo()
+    if "model name" in fields:
+        return fields["model name"]
+    part = f" part {fields['CPU part']}" if "CPU part" in fields else ""
+    return (platform.processor() or platform.machine()) + part
+
+
+@functools.cache
+def host_features() -> tuple[str, ...]:
+    """Those of the processor's instruction sets that matter here."""
+    fields = _cpuinfo()
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    return tuple(flag for flag in _TELLING_FLAGS if flag in flags)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use (a container may have fewer than the machine)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host() -> HostFacts:
+    import psutil
+
+    return HostFacts(
+        name=host_name(),
+        cores=os.cpu_count() or 1,
+        usable_cores=usable_cores(),
+        memory=host_memory(),
+        load_percent=psutil.cpu_percent(interval=0.1),
+        features=host_features(),
+    )
+
+
+def gpus() -> list[GpuFacts]:
+    """Every GPU that the driver knows; empty without a driver or without ``nvidia-ml-py``."""
+    with _driver() as nvml:
+        if nvml is None:
+            return []
+        driver = _text(nvml.nvmlSystemGetDriverVersion())
+        return [_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount())]
+
+
+def why_no_gpus() -> str | None:
+    """A sentence that says why :func:`gpus` is empty, or None where it is not."""
+    try:
+        import pynvml
+    except ImportError:
+        return "GPU facts need nvidia-ml-py: pip install 'manyhands[gpu]'"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"no NVIDIA driver answers ({error})"
+    count = pynvml.nvmlDeviceGetCount()
+    pynvml.nvmlShutdown()
+    return None if count else "the NVIDIA driver sees no GPU"
+
+
+def visible_uuid(ordinal: int) -> str | None:
+    """The UUID of the GPU that CUDA numbers ``ordinal`` in this process.
+
+    ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so the driver's numbers are not CUDA's.
+    """
+    facts = gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return facts[ordinal].uuid if ordinal < len(facts) else None
+    chosen = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    if ordinal >= len(chosen):
+        return None
+    entry = chosen[ordinal]
+    if entry.isdecimal():
+        return facts[int(entry)].uuid if int(entry) < len(facts) else None
+    return next((gpu.uuid for gpu in facts if gpu.uuid.startswith(entry)), None)
+
+
+@contextmanager
+def _driver() -> Iterator[Any]:
+    """NVML while it is open, or None where there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # not installed, no driver, a driver of another version: all mean "no GPU facts"
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int, driver: str) -> GpuFacts:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    utilization = _optional(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    capability = _optional(nvml, lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    return GpuFacts(
+        index=index,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        memory=Memory(total=memory.total, free=memory.free),
+        load_percent=None if utilization is None else float(utilization),
+        temperature=_optional(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        capability=None if capability is None else "{}.{}".format(*capability),
+        driver=driver,
+    )
+
+
+def _optional(nvml: Any, ask: Any) -> Any:
+    """A fact that some GPUs (MIG slices, old cards) do not tell."""
+    try:
+        return ask()
+    except nvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+@functools.cache
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's fields of ``/proc/cpuinfo``; empty where there is no such file."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,0 +1,91 @@
+"""The few things that the contract suite must do in each framework's own way."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+
+class Own:
+    """A framework's own hands: make a tensor, read it, compare memory, build a model."""
+
+    def __init__(self, framework: str) -> None:
+        self.framework = framework
+        self.backend = importlib.import_module(f"manyhands.backends.{framework}")
+        getattr(self, f"_{framework}")()
+
+    def tensor(self, values: Any) -> Any:
+        """A float32 tensor on the host."""
+        return self._tensor(values)
+
+    def values(self, tensor: Any) -> Any:
+        """Nested lists of what the tensor holds."""
+        return self._values(tensor)
+
+    def address(self, tensor: Any) -> int:
+        """Where its memory is."""
+        return self._address(tensor)
+
+    def model(self) -> Any:
+        """A model of the framework with parameters made, on the host; its first is a weight."""
+        return self._model()
+
+    def _torch(self) -> None:
+        import torch
+
+        self._tensor = lambda values: torch.tensor(values, dtype=torch.float32)
+        self._values = lambda tensor: tensor.detach().cpu().tolist()
+        self._address = lambda tensor: getattr(tensor, "_inner", tensor).data_ptr()
+        self._model = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+    def _jax(self) -> None:
+        import jax.numpy as jnp
+        import numpy as np
+        from flax import nnx
+
+        self._tensor = lambda values: jnp.asarray(values, dtype=jnp.float32)
+        self._values = lambda tensor: np.asarray(tensor).tolist()
+        self._address = lambda tensor: tensor.unsafe_buffer_pointer()
+        self._model = lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+
+    def _tensorflow(self) -> None:
+        import keras
+        import tensorflow as tf
+
+        def model() -> Any:
+            made = keras.Sequential([keras.layers.Dense(4), keras.layers.BatchNormalization()])
+            made.build((None, 3))
+            return made
+
+        self._tensor = lambda values: tf.constant(values, dtype=tf.float32)
+        self._values = lambda tensor: tensor.numpy().tolist()
+        self._address = lambda tensor: tensor.__array__().__array_interface__["data"][0]
+        self._model = model
+
+    def _mxnet(self) -> None:
+        import mxnet as mx
+
+        def model() -> Any:
+            made = mx.gluon.nn.Dense(4, in_units=3)
+            made.initialize(ctx=mx.cpu())
+            return made
+
+        self._tensor = lambda values: mx.nd.array(values, dtype="float32")
+        self._values = lambda tensor: tensor.asnumpy().tolist()
+        self._address = lambda tensor: tensor.to_dlpack_for_read()
+        self._model = model
+
+
+@pytest.fixture(scope="session")
+def own(framework: str, mh: Any) -> Own:
+    return Own(framework)
+
+
+@pytest.fixture
+def two(mh: Any) -> list[Any]:
+    """Two devices; skipped where there is only one."""
+    if mh.num_gpus() < 2:
+        pytest.skip("needs two devices: MANYHANDS_VIRTUAL_DEVICES=3")
+    return [mh.gpu(0), mh.gpu(1)]
