@@ -46,7 +46,8 @@ class Verbs(Generic[T, D]):
         return self._backend.cpu()
 
     def gpu(self, i: int = 0) -> D:
-        """GPU number ``i``; that it exists is checked when it is used (:func:`try_gpu` falls back)."""
+        """GPU number ``i``. One that does not exist is an error when it is used (in JAX at once, as there
+        is no such object to give); :func:`try_gpu` falls back to the CPU."""
         return self._backend.gpu(check_index(i))
 
     def num_gpus(self) -> int:
@@ -139,10 +140,9 @@ class Verbs(Generic[T, D]):
             return self._place.start_move(x, native)
         if backend.is_tensor(x):
             return x if backend.is_on(x, native) else self._place.move(x, native)  # type: ignore[arg-type,return-value]
-        leaves, structure = tree.flatten(x)
-        is_tensor, is_on = backend.is_tensor, backend.is_on
-        if all(is_tensor(leaf) and is_on(leaf, native) for leaf in leaves):
+        if backend.all_on(tree.plain_leaves(x), native):
             return x
+        leaves, structure = tree.flatten(x)
         move = once_each(functools.partial(self._place.to_leaf, native=native))
         moved = [move(leaf) for leaf in leaves]
         if all(new is old for new, old in zip(moved, leaves, strict=True)):
@@ -156,7 +156,7 @@ class Verbs(Generic[T, D]):
         """
         target = None if device is None else self._place.existing(device)
 
-        def duplicate(leaf: object) -> object:
+        def duplicate(leaf: Any) -> Any:
             if not self._place.is_tensor(leaf):
                 self._place.refuse_model(leaf, "copy.deepcopy(net), then mh.to(net, device)")
                 return leaf
@@ -183,7 +183,7 @@ class Verbs(Generic[T, D]):
         wrong = [path for (path, _), name in zip(placed, neutral, strict=True) if name != most]
         root = next(name for name in arguments if wrong[0] == name or wrong[0].startswith((name + "[", name + ".")))
         variable = root if root in named else "x"
-        target = most if most == "cpu" else most.replace("virtual", "gpu")
+        target = most if most.startswith("cpu") else most.replace("virtual", "gpu")
         raise DeviceMismatch(
             f"tensors that must be on one device are on {len(set(neutral))}:\n{self._place.listing(placed)}\n"
             f'Write {variable} = mh.to({variable}, "{target}") before'
@@ -203,9 +203,7 @@ class Verbs(Generic[T, D]):
 
     # Batches
 
-    def split(
-        self, batch: X, devices: Sequence[D | Device | str], shares: Sequence[float] | None = None
-    ) -> list[X]:
+    def split(self, batch: X, devices: Sequence[D | Device | str], shares: Sequence[float] | None = None) -> list[X]:
         """Cut a batch (a tensor or a tree of tensors) into one shard per device, each placed there.
 
         The shards stand in order and are together exactly the batch. Sizes are as even as can be, or

@@ -58,8 +58,9 @@ class Arrival(Generic[V]):
     def result(self) -> V:
         """The value, safe to use on its device.
 
-        For a value that goes to the host this waits until it is there. For one that goes to a GPU
-        the host does not wait: work issued on the device from now on comes after the copy.
+        For a value that goes to the host this waits until it is there, unless the framework's own
+        reading does (JAX, MXNet). For one that goes to a GPU the host does not wait: work issued on
+        the device from now on comes after the copy.
         """
         if self._finish is not None:
             self._value = self._finish()
@@ -108,6 +109,9 @@ class Backend(Protocol[T, D]):
     def device_of(self, tensor: T, /) -> D: ...
 
     def is_on(self, tensor: T, device: D, /) -> bool: ...
+
+    def all_on(self, values: Sequence[object], device: D, /) -> bool:
+        """Whether all of them are tensors on that device: one tight loop, for large trees."""
 
     def move(self, tensor: T, device: D, /) -> T:
         """A tensor on another device with the same content, complete when this returns."""

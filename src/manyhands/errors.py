@@ -17,7 +17,17 @@
      |   +- BadBatch             a batch that cannot be split or put together      (ValueError)
      |   +- BadShares            shares that are no shares                         (ValueError)
      |   +- ChangedInFlight      a source was written to while it was being copied (RuntimeError)
+     |   +- BadDataFile          a data file that is damaged or not what it should be  (ValueError)
+     |   +- DataNotFound         data files that are not where they were said to be  (FileNotFoundError)
+     +- NotJson                  a value that JSON cannot hold exactly             (ValueError)
+     +- BadRunFolder             a folder that is no run, or a run with bad files  (ValueError)
+     +- CheckpointError
+     |   +- BadCheckpoint        something that cannot be saved as a checkpoint    (ValueError)
+     |   +- NoCheckpoint         nothing to load                                   (FileNotFoundError)
+     |   +- CheckpointDamaged    a file of a checkpoint is missing or was changed  (ValueError)
+     |   +- CheckpointNotWritten no space or another refusal of the disk           (OSError)
      +- FrameworkMissing         the framework of this door is not installed       (ImportError)
+     +- PackageMissing           an optional package is not installed              (ImportError)
 
 Each is also the built-in exception that a caller would think of first. A message says what was
 asked, why it cannot be, and what to write instead.
@@ -86,5 +96,45 @@ class ChangedInFlight(DataError, RuntimeError):
     """The source of an asynchronous move was written to before the move was over."""
 
 
+class BadDataFile(DataError, ValueError):
+    """A file of a data set that is damaged, or is not what its place or its header says."""
+
+
+class DataNotFound(DataError, FileNotFoundError):
+    """The files of a data set are not in the place that was given."""
+
+
+class NotJson(ManyhandsError, ValueError):
+    """A value that would come back from JSON as another one, or not at all."""
+
+
+class BadRunFolder(ManyhandsError, ValueError):
+    """A folder that is not a run's, or a file in a run's folder that cannot be read."""
+
+
+class CheckpointError(ManyhandsError):
+    """Something about checkpoints."""
+
+
+class BadCheckpoint(CheckpointError, ValueError):
+    """A step, a blob's name or a number of checkpoints to keep that cannot be."""
+
+
+class NoCheckpoint(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was to be loaded from."""
+
+
+class CheckpointDamaged(CheckpointError, ValueError):
+    """A file of a checkpoint is missing, truncated, edited, or of another format."""
+
+
+class CheckpointNotWritten(CheckpointError, OSError):
+    """The disk refused; older checkpoints are still there, and training can go on."""
+
+
 class FrameworkMissing(ManyhandsError, ImportError):
     """The framework behind a door is not installed."""
+
+
+class PackageMissing(ManyhandsError, ImportError):
+    """A package that only some features need is not installed."""

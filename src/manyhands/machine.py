@@ -20,6 +20,9 @@ from manyhands.device import Memory
 # What makes low precision fast, in the kernel's words for x86 and for Arm.
 _TELLING_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "sve2", "sve", "asimd")
 
+# Part numbers of Arm's own server cores, from the MIDR_EL1 pages of their reference manuals.
+_ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
+
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
@@ -58,8 +61,9 @@ def host_name() -> str:
     fields = _cpuinfo()
     if "model name" in fields:
         return fields["model name"]
-    part = f" part {fields['CPU part']}" if "CPU part" in fields else ""
-    return (platform.processor() or platform.machine()) + part
+    part = fields.get("CPU part", "")
+    core = _ARM_CORES.get(part, f"part {part}") if fields.get("CPU implementer") == "0x41" else ""
+    return f"{platform.processor() or platform.machine()} {core}".strip()
 
 
 @functools.cache
@@ -115,9 +119,12 @@ def why_no_gpus() -> str | None:
 def visible_uuid(ordinal: int) -> str | None:
     """The UUID of the GPU that CUDA numbers ``ordinal`` in this process.
 
-    ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so the driver's numbers are not CUDA's.
+    ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so the driver's numbers are not CUDA's. Where GPUs differ CUDA also puts
+    the fastest first unless told otherwise; which is which cannot be said then, and None is honest.
     """
     facts = gpus()
+    if len({gpu.name for gpu in facts}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return facts[ordinal].uuid if ordinal < len(facts) else None

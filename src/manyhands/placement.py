@@ -58,9 +58,10 @@ class Placement(Generic[T, D]):
         native: D = device if self.backend.is_device(device) else self.named(device)  # type: ignore[assignment,arg-type]
         neutral = self.backend.neutral(native)
         if neutral.kind != "cpu" and neutral.index >= self.backend.num_gpus():
-            have = ", ".join(str(self.backend.neutral(d)) for d in [self.backend.cpu(), *map(self.backend.gpu, range(self.backend.num_gpus()))])
+            all_of_them = [self.backend.cpu(), *map(self.backend.gpu, range(self.backend.num_gpus()))]
+            have = ", ".join(dict.fromkeys(str(self.backend.neutral(one)) for one in all_of_them))
             raise NoSuchDevice(
-                f"there is no {neutral}: {self.backend.name} sees {', '.join(dict.fromkeys(have.split(', ')))}. "
+                f"there is no {neutral}: {self.backend.name} sees {have}. "
                 f"mh.try_gpu({neutral.index}) falls back to the CPU"
             )
         return native
@@ -188,7 +189,7 @@ class Placement(Generic[T, D]):
         if not self.is_tensor(column[0]):
             return column[0]
         parts = [self.to_leaf(part, native) for part in column]
-        return parts[0] if len(parts) == 1 else self.backend.join(parts)
+        return parts[0] if len(parts) == 1 else self.verified(self.backend.join(parts), native)
 
 
 def once_each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -232,7 +233,11 @@ def _framework_of(leaf: object) -> str | None:
 
 def require(framework: str) -> None:
     """Say what to install where a door's framework is missing."""
-    if importlib.util.find_spec(framework) is None:
+    try:
+        found = importlib.util.find_spec(framework) is not None
+    except ValueError:  # the name is blocked: sys.modules[framework] is None
+        found = False
+    if not found:
         raise FrameworkMissing(
             f"manyhands.{framework} needs {framework}, which is not installed: pip install 'manyhands[{framework}]'",
             name=framework,

@@ -1,7 +1,7 @@
 """The TensorFlow door: ``from manyhands import tensorflow as mh``.
 
-Its devices are names that ``with mh.try_gpu():`` and ``tf.device(...)`` accept. Every name here is the same in all four doors; what each does is
-written once, in :mod:`manyhands.api`.
+Its devices are names that ``with mh.try_gpu():`` and ``tf.device(...)`` accept. Every name here is the
+same in all four doors; what each does is written once, in :mod:`manyhands.api`.
 """
 
 from manyhands.placement import require

@@ -17,6 +17,7 @@ import optree
 from manyhands.errors import BadBatch
 
 _NAMESPACE = "manyhands"
+_ENDLESS = "the tree is nested too deeply, or contains itself: it has no last leaf"
 _seen: set[type] = set()
 
 Structure = optree.PyTreeSpec
@@ -24,13 +25,38 @@ Structure = optree.PyTreeSpec
 
 def flatten(tree: object) -> tuple[list[Any], Structure]:
     """The leaves in order, and the structure that puts them together again (``unflatten``)."""
+    branch: Any = tree
     try:
-        leaves, structure = optree.tree_flatten(tree, namespace=_NAMESPACE)  # type: ignore[arg-type]
+        leaves, structure = optree.tree_flatten(branch, namespace=_NAMESPACE)
         while not _seen.issuperset(types := set(map(type, leaves))) and _register_dataclasses(types):
-            leaves, structure = optree.tree_flatten(tree, namespace=_NAMESPACE)  # type: ignore[arg-type]
+            leaves, structure = optree.tree_flatten(branch, namespace=_NAMESPACE)
     except RecursionError:
-        raise BadBatch("the tree is nested too deeply, or contains itself: it has no last leaf") from None
+        raise BadBatch(_ENDLESS) from None
     return leaves, structure
+
+
+def plain_leaves(tree: object) -> list[Any]:
+    """The leaves as far as plain lists, tuples and dicts go; what else there is counts as a leaf.
+
+    Several times quicker than :func:`flatten`: enough to see that nothing has to be done.
+    """
+    found: list[Any] = []
+    try:
+        _collect((tree,), found)
+    except RecursionError:
+        raise BadBatch(_ENDLESS) from None
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[Any]) -> None:
+    for value in values:
+        kind = value.__class__
+        if kind is dict:
+            _collect(value.values(), found)
+        elif kind is list or kind is tuple:
+            _collect(value, found)
+        else:
+            found.append(value)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:
@@ -70,8 +96,8 @@ def _register(cls: type) -> bool:
 
     try:
         optree.register_pytree_node(
-            cls,  # type: ignore[arg-type]
-            take_apart,  # type: ignore[arg-type]
+            cls,
+            take_apart,
             put_together,  # type: ignore[arg-type]
             path_entry_type=optree.GetAttrEntry,
             namespace=_NAMESPACE,

@@ -41,31 +41,59 @@ class Own:
         self._model = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 
     def _jax(self) -> None:
-        import jax.numpy as jnp
+        import jax
         import numpy as np
         from flax import nnx
 
-        self._tensor = lambda values: jnp.asarray(values, dtype=jnp.float32)
+        def model() -> Any:
+            with jax.default_device(self.backend.cpu()):  # by default it would be made on a GPU
+                return nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+
+        self._tensor = lambda values: jax.device_put(np.asarray(values, dtype=np.float32), self.backend.cpu())
         self._values = lambda tensor: np.asarray(tensor).tolist()
         self._address = lambda tensor: tensor.unsafe_buffer_pointer()
-        self._model = lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+        self._model = model
 
     def _tensorflow(self) -> None:
+        import ctypes
+
         import keras
         import tensorflow as tf
 
+        unwrap = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+            ("PyCapsule_GetPointer", ctypes.pythonapi)
+        )
+
+        def tensor(values: Any) -> Any:
+            with tf.device("/device:CPU:0"):
+                return tf.constant(values, dtype=tf.float32)
+
         def model() -> Any:
-            made = keras.Sequential([keras.layers.Dense(4), keras.layers.BatchNormalization()])
-            made.build((None, 3))
+            with tf.device("/device:CPU:0"):
+                made = keras.Sequential([keras.layers.Dense(4), keras.layers.BatchNormalization()])
+                made.build((None, 3))
             return made
 
-        self._tensor = lambda values: tf.constant(values, dtype=tf.float32)
+        def address(tensor: Any) -> Any:
+            # The first field of DLPack's structure; NumPy would show the address of a copy for some tensors.
+            capsule = tf.experimental.dlpack.to_dlpack(tensor)
+            return ctypes.c_void_p.from_address(unwrap(capsule, b"dltensor")).value
+
+        self._tensor = tensor
         self._values = lambda tensor: tensor.numpy().tolist()
-        self._address = lambda tensor: tensor.__array__().__array_interface__["data"][0]
+        self._address = address
         self._model = model
 
     def _mxnet(self) -> None:
+        import ctypes
+
         import mxnet as mx
+
+        def address(tensor: Any) -> Any:
+            pointer = ctypes.c_void_p()
+            tensor.wait_to_read()
+            mx.base.check_call(mx.base._LIB.MXNDArrayGetData(tensor.handle, ctypes.byref(pointer)))
+            return pointer.value
 
         def model() -> Any:
             made = mx.gluon.nn.Dense(4, in_units=3)
@@ -74,7 +102,7 @@ class Own:
 
         self._tensor = lambda values: mx.nd.array(values, dtype="float32")
         self._values = lambda tensor: tensor.asnumpy().tolist()
-        self._address = lambda tensor: tensor.to_dlpack_for_read()
+        self._address = address
         self._model = model
 
 

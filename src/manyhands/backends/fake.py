@@ -116,6 +116,9 @@ class FakeBackend:
     def is_on(self, tensor: FakeTensor, device: FakeDevice) -> bool:
         return tensor.device == device
 
+    def all_on(self, values: Sequence[object], device: FakeDevice) -> bool:
+        return all(isinstance(value, FakeTensor) and value.device == device for value in values)
+
     def move(self, tensor: FakeTensor, device: FakeDevice) -> FakeTensor:
         self.calls.append("move")
         return self._new(tensor, device)

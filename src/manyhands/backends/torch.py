@@ -7,7 +7,6 @@ of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -91,8 +90,12 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    # `cuda` without a number is the first GPU for us, the current one for torch: those may differ.
-    return tensor.device == device or (device.index is None and device.type == "cuda" and tensor.device == gpu(0))
+    return tensor.device == device or tensor.device == _numbered(device)
+
+
+def all_on(values: Sequence[object], device: torch.device) -> bool:
+    device = _numbered(device)
+    return all(isinstance(value, torch.Tensor) and value.device == device for value in values)
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -229,4 +232,5 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _numbered(device: torch.device) -> torch.device:
+    """`cuda` without a number is the first GPU for us; for torch it is the current one."""
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device

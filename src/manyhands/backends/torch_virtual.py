@@ -38,8 +38,8 @@ def start(number: int) -> None:
     _count = number
     # Module.to() then swaps parameters in place, so that an optimizer made before still holds them.
     torch.__future__.set_swap_module_params_on_conversion(True)
-    _Births().__enter__()
-    _FromData().__enter__()
+    for hook in (_Births(), _FromData()):  # type: ignore[no-untyped-call]
+        hook.__enter__()  # type: ignore[no-untyped-call]
 
 
 def count() -> int:
@@ -49,7 +49,7 @@ def count() -> int:
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor's content on another device, with gradients that flow back; works in every thread."""
     if tensor.device.type == "cpu" and device.type == "cpu":
-        return tensor if tensor.device == device else _Place.apply(tensor, device)  # type: ignore[no-untyped-call,no-any-return]
+        return tensor if tensor.device == device else _Place.apply(tensor, device)  # type: ignore[no-untyped-call]
     return tensor.to(device)
 
 
@@ -60,7 +60,7 @@ class VirtualTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device) -> VirtualTensor:
-        made: VirtualTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: VirtualTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -86,18 +86,17 @@ class VirtualTensor(torch.Tensor):
         return VirtualTensor(inner["_inner"], device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _compute(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        with torch.no_grad():
-            return f"{self.detach()._inner!r}"[:-1] + f", device='{self.device}')"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{self._inner!r}"[:-1] + f", device='{self.device}')"
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self) -> Any:
-        return self.detach()._inner.tolist()
+        return self._inner.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         if force:
@@ -113,13 +112,13 @@ class VirtualTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             with torch.no_grad():
-                made: torch.Tensor = VirtualTensor(self.detach()._inner.clone(), self.device)
+                made: torch.Tensor = VirtualTensor(self._inner.clone(), self.device)
             if isinstance(self, torch.nn.Parameter):
                 made = torch.nn.Parameter(made, self.requires_grad)
             else:
                 made.requires_grad_(self.requires_grad)
             if self.grad is not None:
-                made.grad = self.grad.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+                made.grad = self.grad.__deepcopy__(memo)
             memo[id(self)] = made
         return memo[id(self)]  # type: ignore[no-any-return]
 

@@ -1,0 +1,49 @@
+"""Make the virtual environment of one framework: ``python requirements/install.py jax .venvs/jax``.
+
+Versions come from ``requirements/<framework>.txt``. Two things depend on the processor: TensorFlow's small
+CPU build exists for x86 only, and MXNet's build for Arm asks for Arm's Performance Libraries, which
+no package carries. What MXNet takes from them are BLAS and LAPACK, so OpenBLAS, as SciPy's package
+carries it, serves under their names.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRA = {"torch": ["mypy", "ruff"]}
+ON_ARM = platform.machine() in ("aarch64", "arm64")
+
+
+def main(framework: str, folder: Path) -> None:
+    venv.create(folder, with_pip=True, clear=True)
+    extras = ["plot", "gpu", framework]
+    wanted = ["pytest", "hypothesis", "safetensors", *EXTRA.get(framework, [])]
+    if framework == "tensorflow" and not ON_ARM:
+        extras.remove(framework)
+        wanted.append("tensorflow-cpu")
+    if framework == "mxnet" and ON_ARM:
+        wanted.append("scipy")
+    subprocess.run(
+        [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        + ["-c", ROOT / "requirements" / f"{framework}.txt", "-e", f"{ROOT}[{','.join(extras)}]", *wanted],
+        check=True,
+    )
+    if framework == "mxnet" and ON_ARM:
+        stand_in_for_arm_libraries(folder)
+
+
+def stand_in_for_arm_libraries(folder: Path) -> None:
+    """Lay OpenBLAS beside ``libmxnet.so`` under the three names that it asks for."""
+    packages = next((folder / "lib").glob("python3*/site-packages"))
+    (openblas,) = (packages / "scipy.libs").glob("libopenblas*.so")
+    for name in ("libarmpl_lp64_mp.so", "libamath.so", "libastring.so"):
+        (packages / "mxnet" / name).symlink_to(Path("..") / "scipy.libs" / openblas.name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

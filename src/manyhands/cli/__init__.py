@@ -1,0 +1,47 @@
+"""The command ``manyhands``. Each subcommand is a module with ``add`` (its options) and ``run``.
+
+Nothing but the standard library is imported before a subcommand runs, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from manyhands import __version__
+from manyhands.cli import devices
+from manyhands.errors import ManyhandsError
+
+_COMMANDS = (devices,)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="manyhands",
+        description="Compute and train on every device you have: no hidden copies, no hidden waits, the same answer.",
+    )
+    top.add_argument("--version", action="version", version=f"manyhands {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
+    for module in _COMMANDS:
+        module.add(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.command is None:
+        top.print_help()
+        return 0
+    try:
+        return int(options.run(options))
+    except ManyhandsError as error:
+        print(f"manyhands: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("manyhands: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `manyhands devices | head`
+        sys.stderr.close()
+        return 0

@@ -1,0 +1,195 @@
+"""``manyhands devices``: every device of every installed framework, and how fast it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = 1
+
+_COLUMNS = {
+    "host_to_device": "to dev",
+    "host_to_device_pinned": "pinned",
+    "device_to_host": "to host",
+    "device_to_host_pinned": "pinned",
+    "device_to_device": "on dev",
+    "matmul_float32": "fp32",
+    "matmul_bfloat16": "bf16",
+}
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "devices",
+        help="every device with its name, memory and load, and with --measure its real speed",
+        description="Every device of every installed framework. No GPU, no driver, no framework: still an answer.",
+    )
+    parser.add_argument("--measure", action="store_true", help="measure copy bandwidth and matrix product rate")
+    parser.add_argument("--json", action="store_true", help="print JSON (docs/devices-json.md describes it)")
+    parser.add_argument(
+        "--framework",
+        action="append",
+        choices=["torch", "jax", "tensorflow", "mxnet"],
+        help="ask only this framework (may be given several times)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    facts = collect(options.framework, measured=options.measure, quiet=options.json)
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(facts, measured=options.measure)
+    return 0
+
+
+def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dict[str, Any]:
+    """Host, driver and frameworks as plain data: what ``--json`` prints."""
+    from dataclasses import asdict
+
+    from manyhands import __version__, machine
+    from manyhands.cli import probe
+
+    wanted = frameworks or probe.installed()
+    host, gpus = machine.host(), machine.gpus()
+    answers = _ask_all(wanted, measured=measured, quiet=quiet)
+    load = {gpu.uuid: gpu.load_percent for gpu in gpus}
+    for answer in answers:
+        for row in answer.get("devices", []):
+            row["load_percent"] = load.get(row["uuid"]) if row["kind"] == "gpu" else host.load_percent
+    return {
+        "schema": SCHEMA,
+        "manyhands": __version__,
+        "host": asdict(host),
+        "gpus": [asdict(gpu) for gpu in gpus],
+        "why_no_gpus": machine.why_no_gpus(),
+        "frameworks": answers,
+    }
+
+
+def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict[str, Any]]:
+    """Ask them: side by side for a list, one after the other for measuring."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from manyhands.cli import probe
+
+    console = Console(file=sys.stderr, quiet=quiet)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        total = len(frameworks) * (len(_COLUMNS) + 1 if measured else 1)
+        task = bar.add_task("asking the frameworks", total=total)
+
+        def one(framework: str) -> dict[str, Any]:
+            def progress(text: str) -> None:
+                bar.update(task, advance=1, description=f"measuring {text}")
+
+            answer = probe.ask(framework, measured=measured, progress=progress)
+            bar.update(task, advance=1)
+            return answer
+
+        with ThreadPoolExecutor(max_workers=1 if measured else max(1, len(frameworks))) as pool:
+            return list(pool.map(one, frameworks))
+
+
+def _show(facts: dict[str, Any], *, measured: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    host = facts["host"]
+    features = "".join(f", {feature}" for feature in host["features"])
+    console.print(
+        f"host: {host['name']}{features}, {host['usable_cores']} of {host['cores']} cores usable, "
+        f"{_gib(host['memory']['free'])} of {_gib(host['memory']['total'])} GiB free, load {host['load_percent']:.0f}%"
+    )
+    for gpu in facts["gpus"]:
+        console.print(
+            f"gpu {gpu['index']}: {gpu['name']}, {_gib(gpu['memory']['free'])} of {_gib(gpu['memory']['total'])} GiB "
+            f"free, load {_percent(gpu['load_percent'])}, driver {gpu['driver']}, {gpu['uuid']}"
+        )
+    if facts["why_no_gpus"]:
+        console.print(f"gpus: none; {facts['why_no_gpus']}")
+    answered = [answer for answer in facts["frameworks"] if "error" not in answer]
+    if answered:
+        console.print(_table(answered), soft_wrap=False)
+    if answered and measured:
+        console.print(_speed_table(answered), soft_wrap=False)
+    for answer in facts["frameworks"]:
+        if "error" in answer:
+            console.print(f"{answer['framework']}: cannot be asked: {answer['error']}")
+        elif answer["virtual"]:
+            console.print(
+                f"{answer['framework']}: {answer['virtual']} virtual devices made of the CPU stand in for GPUs "
+                "(MANYHANDS_VIRTUAL_DEVICES)"
+            )
+    if not facts["frameworks"]:
+        console.print("no framework is installed: pip install 'manyhands[torch]' (or jax, tensorflow, mxnet)")
+
+
+def _table(answers: list[dict[str, Any]]) -> Table:
+    table = _empty_table(
+        ("name", "left"), ("GiB", "right"), ("free", "right"), ("load", "right"), ("capability", "left")
+    )
+    for label, row in _rows(answers):
+        memory = row["memory"]
+        load = _percent(row["load_percent"])
+        table.add_row(
+            label,
+            row["device"],
+            row["name"],
+            _gib(memory["total"]),
+            _gib(memory["free"]),
+            load,
+            row["capability"] or "-",
+        )
+    return table
+
+
+def _speed_table(answers: list[dict[str, Any]]) -> Table:
+    table = _empty_table(*((title, "right") for title in _COLUMNS.values()))
+    table.caption = "copies to, from and on the device in GB/s (pinned: page-locked host memory); products in TFLOP/s"
+    for label, row in _rows(answers):
+        table.add_row(label, row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
+    return table
+
+
+def _empty_table(*columns: tuple[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("framework", "device"):
+        table.add_column(title, no_wrap=True)
+    for title, justify in columns:
+        table.add_column(title, justify=justify)
+    return table
+
+
+def _rows(answers: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every device's row; the framework's name stands before its first."""
+    for answer in answers:
+        label = f"{answer['framework']} {answer['version']}"
+        for row in answer["devices"]:
+            yield label, row
+            label = ""
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}%"
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.{2 if value < 1 else 3}g}"

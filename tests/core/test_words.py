@@ -1,0 +1,130 @@
+"""Devices, shares and trees: the words that stand on nothing else."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from manyhands import Device, shares, tree
+from manyhands.device import check_distinct
+from manyhands.errors import BadDevice, BadShares, DuplicateDevices
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("cpu", Device("cpu")),
+        ("gpu", Device("gpu", 0)),
+        ("GPU:1", Device("gpu", 1)),
+        (" cuda:2 ", Device("gpu", 2)),
+        ("virtual:3", Device("virtual", 3)),
+    ],
+)
+def test_names_are_read(text: str, device: Device) -> None:
+    assert Device.parse(text) == device
+    assert Device.parse(str(device)) == device
+
+
+@pytest.mark.parametrize("text", ["", "gpu:", "gpu:x", "gpu:-1", "gpu 1", "tpu", "gpu:1.0", "gpu:1\n2"])
+def test_rubbish_is_refused(text: str) -> None:
+    with pytest.raises(BadDevice, match="'cpu', 'gpu'"):
+        Device.parse(text)
+
+
+@pytest.mark.parametrize("index", [-1, 1.0, "1", None, True])
+def test_an_index_is_a_number(index: Any) -> None:
+    with pytest.raises(BadDevice):
+        Device("gpu", index)
+
+
+def test_lists_of_devices() -> None:
+    check_distinct(["gpu:0", "gpu:1"])
+    with pytest.raises(DuplicateDevices, match="gpu:0 stands more than once"):
+        check_distinct(["gpu:0", "gpu:1", "gpu:0"])
+    with pytest.raises(BadDevice):
+        check_distinct([])
+
+
+def test_the_examples_of_shares_hold() -> None:
+    assert doctest.testmod(shares).failed == 0
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40))
+def test_even_sizes_are_even_and_complete(total: int, count: int) -> None:
+    sizes = shares.sizes(total, count)
+    assert sum(sizes) == total
+    assert len(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+positive = st.floats(0, 1e6, allow_nan=False)
+
+
+@given(st.integers(0, 10_000), st.lists(positive, min_size=1, max_size=20).filter(lambda s: sum(s) > 0))
+def test_sizes_follow_the_shares(total: int, parts: list[float]) -> None:
+    sizes = shares.sizes(total, len(parts), parts)
+    assert sum(sizes) == total
+    whole = sum(map(float, parts))
+    for size, part in zip(sizes, parts, strict=True):
+        assert abs(size - total * part / whole) < 1 + 1e-6 * total
+        assert part > 0 or size == 0
+
+
+@pytest.mark.parametrize("wrong", [[-1, 2], [0, 0], [float("nan"), 1], [1], [1, 2, 3], ["a", 1], [True, 1]])
+def test_what_is_no_share_is_refused(wrong: Any) -> None:
+    with pytest.raises(BadShares):
+        shares.sizes(10, 2, wrong)
+
+
+@dataclass
+class Inner:
+    value: int
+    note: str = "n"
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    inner: Inner
+    items: list[Any]
+
+
+def test_dataclasses_are_branches() -> None:
+    outer = Outer(Inner(1), [2, Inner(3)])
+    leaves, structure = tree.flatten({"a": outer})
+    assert leaves == [1, "n", 2, 3, "n"]
+    assert tree.paths(structure, "x")[0] == "x['a'].inner.value"
+    assert tree.map_leaves(lambda leaf: leaf, {"a": outer}) == {"a": outer}
+    doubled = tree.map_leaves(lambda leaf: leaf * 2, outer)
+    assert doubled == Outer(Inner(2, "nn"), [4, Inner(6, "nn")])
+    assert outer.inner.value == 1
+
+
+def test_a_field_that_is_not_set_yet_is_left_out() -> None:
+    inner = Inner(1)
+    del inner.value
+    assert tree.flatten(inner)[0] == ["n"]
+
+
+values = st.recursive(
+    st.integers() | st.text(max_size=3),
+    lambda children: (
+        st.lists(children, max_size=4)
+        | st.dictionaries(st.text(max_size=3), children, max_size=4)
+        | st.tuples(children, children)
+        | st.builds(Inner, children, st.text(max_size=2))
+    ),
+    max_leaves=20,
+)
+
+
+@given(values)
+def test_taking_apart_and_putting_together_is_nothing(value: Any) -> None:
+    leaves, structure = tree.flatten(value)
+    assert structure.unflatten(leaves) == value
+    assert len(tree.paths(structure)) == len(leaves)

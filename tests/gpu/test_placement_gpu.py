@@ -1,0 +1,124 @@
+"""Placement on a real GPU: asynchronous moves that are never read too early, and nothing waited for."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from manyhands import torch as mh  # noqa: E402
+from manyhands.errors import ChangedInFlight, DeviceMismatch, NoSuchDevice  # noqa: E402
+
+LARGE = 64 * 2**20  # floats: long enough under way that an early read would show
+
+
+def busy() -> None:
+    """Keep the GPU's current stream busy for some tens of milliseconds without the host waiting."""
+    torch.cuda._sleep(50_000_000)
+
+
+def test_records() -> None:
+    record = mh.devices()[1]
+    assert record.uuid is not None
+    assert record.uuid.startswith("GPU-")
+    assert record.capability is not None
+    assert record.memory.total > 2**30
+    from manyhands import machine
+
+    assert record.uuid in {gpu.uuid for gpu in machine.gpus()}
+
+
+def test_an_early_read_from_the_gpu_waits() -> None:
+    x = torch.zeros(LARGE, device="cuda")
+    busy()
+    x.fill_(7.0)
+    arrival = mh.to(x, "cpu", wait=False)
+    assert not arrival.ready()
+    value = arrival.result()
+    assert value.is_pinned()
+    assert bool((value == 7.0).all())
+
+
+def test_a_source_freed_in_flight_is_not_reused() -> None:
+    x = torch.full((LARGE,), 3.0, device="cuda")
+    busy()
+    arrival = mh.to(x + 1, "cpu", wait=False)
+    del x
+    gc.collect()
+    for _ in range(8):
+        torch.full((LARGE,), -1.0, device="cuda")  # would land on freed memory
+    assert bool((arrival.result() == 4.0).all())
+
+
+def test_to_the_gpu_orders_the_work_after_the_copy() -> None:
+    x = torch.full((LARGE,), 2.0)
+    arrival = mh.to(x, "gpu", wait=False)
+    x.fill_(-1.0)  # a pageable source is staged: writing to it is harmless
+    y = arrival.result() * 2
+    assert bool((y == 4.0).all())
+
+
+def test_a_pinned_source_that_changes_in_flight_is_an_error() -> None:
+    x = torch.full((1024,), 2.0).pin_memory()
+    arrival = mh.to(x, "gpu", wait=False)
+    x.fill_(-1.0)
+    with pytest.raises(ChangedInFlight):
+        arrival.result()
+
+
+def test_asynchronous_moves_make_no_host_wait() -> None:
+    pinned = torch.ones(1024).pin_memory()
+    on_gpu = torch.ones(1024, device="cuda")
+    mh.to(pinned, "gpu", wait=False).result()
+    mh.to(on_gpu, "cpu", wait=False).result()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        arrivals = [mh.to(pinned, "gpu", wait=False).result(), mh.to(on_gpu, "cpu", wait=False)]
+        assert mh.to(on_gpu, mh.gpu(0)) is on_gpu
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(arrivals) == 2
+
+
+def test_cuda_without_a_number_is_gpu_0() -> None:
+    x = mh.to(torch.ones(2), torch.device("cuda"))
+    assert x.device == torch.device("cuda", 0)
+    assert mh.to(x, torch.device("cuda")) is x
+    assert mh.to(x, "gpu") is x
+
+
+def test_mismatch_and_missing_gpu() -> None:
+    with pytest.raises(DeviceMismatch, match="x: cpu"):
+        mh.check_same_device(net=torch.nn.Linear(2, 2).cuda(), x=torch.ones(2))
+    with pytest.raises(NoSuchDevice):
+        mh.to(torch.ones(2), mh.gpu(99))
+
+
+def test_gradients_flow_through_asynchronous_moves() -> None:
+    x = torch.ones(4, requires_grad=True)
+    y = mh.to(x * 2, "gpu", wait=False).result() * 3
+    mh.to(y, "cpu", wait=False).result().sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), 6.0))
+
+
+def test_errors_of_asynchronous_work_surface_at_synchronize() -> None:
+    from support import run_python
+
+    code = (
+        "import torch; from manyhands import torch as mh\n"
+        "x = torch.ones(4, device='cuda')[torch.tensor([99], device='cuda')]\n"
+        "try: mh.synchronize()\n"
+        "except RuntimeError as error: print('surfaced', type(error).__name__)\n"
+    )
+    assert "surfaced" in run_python(code).stdout
+
+
+def test_measuring_a_gpu() -> None:
+    from manyhands import measure
+    from manyhands.backends import torch as backend
+
+    figures = dict(measure.speed(backend, mh.gpu(0)))
+    assert all(value is not None and value > 0 for value in figures.values())
+    assert figures["host_to_device_pinned"] > figures["host_to_device"]
