@@ -17,6 +17,7 @@
      |   +- BadBatch             a batch that cannot be split or put together      (ValueError)
      |   +- BadShares            shares that are no shares                         (ValueError)
      |   +- ChangedInFlight      a source was written to while it was being copied (RuntimeError)
+     |   +- BadLabels            labels that a model has no output for             (ValueError)
      |   +- BadDataFile          a data file that is damaged or not what it should be  (ValueError)
      |   +- DataNotFound         data files that are not where they were said to be  (FileNotFoundError)
      +- NotJson                  a value that JSON cannot hold exactly             (ValueError)
@@ -26,6 +27,12 @@
      |   +- NoCheckpoint         nothing to load                                   (FileNotFoundError)
      |   +- CheckpointDamaged    a file of a checkpoint is missing or was changed  (ValueError)
      |   +- CheckpointNotWritten no space or another refusal of the disk           (OSError)
+     |   +- WrongCheckpoint      a checkpoint of another model, data set or job    (ValueError)
+     +- TrainingError
+     |   +- BadSettings          settings that no job can have                     (ValueError)
+     |   +- LossIsNotANumber     a loss that is infinite or no number              (ArithmeticError)
+     |   +- NotSendable          something that cannot be sent to a worker         (TypeError)
+     |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
      +- FrameworkMissing         the framework of this door is not installed       (ImportError)
      +- PackageMissing           an optional package is not installed              (ImportError)
 
@@ -96,6 +103,10 @@ class ChangedInFlight(DataError, RuntimeError):
     """The source of an asynchronous move was written to before the move was over."""
 
 
+class BadLabels(DataError, ValueError):
+    """Labels that the model has no output for."""
+
+
 class BadDataFile(DataError, ValueError):
     """A file of a data set that is damaged, or is not what its place or its header says."""
 
@@ -130,6 +141,30 @@ class CheckpointDamaged(CheckpointError, ValueError):
 
 class CheckpointNotWritten(CheckpointError, OSError):
     """The disk refused; older checkpoints are still there, and training can go on."""
+
+
+class WrongCheckpoint(CheckpointError, ValueError):
+    """A whole checkpoint, but of another model, data set or job."""
+
+
+class TrainingError(ManyhandsError):
+    """Something about training."""
+
+
+class BadSettings(TrainingError, ValueError):
+    """Settings that no job can have."""
+
+
+class LossIsNotANumber(TrainingError, ArithmeticError):
+    """The loss of a step is infinite or not a number."""
+
+
+class NotSendable(TrainingError, TypeError):
+    """A model, function or data set that cannot be sent to a worker process."""
+
+
+class WorkerFailed(TrainingError, RuntimeError):
+    """A worker died, raised, or makes no step any more; the message names its rank."""
 
 
 class FrameworkMissing(ManyhandsError, ImportError):

@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 from manyhands import torch as mh  # noqa: E402
 from manyhands.errors import ChangedInFlight, DeviceMismatch, NoSuchDevice  # noqa: E402
 
-LARGE = 64 * 2**20  # floats: long enough under way that an early read would show
+LARGE = 2**20  # floats: taking page-locked memory for them is quick, and their copy is not over at once
 
 
 def busy() -> None:
-    """Keep the GPU's current stream busy for some tens of milliseconds without the host waiting."""
-    torch.cuda._sleep(50_000_000)
+    """Keep the GPU's current stream busy for some tenths of a second without the host waiting."""
+    torch.cuda._sleep(500_000_000)
 
 
 def test_records() -> None:

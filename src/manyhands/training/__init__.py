@@ -1,0 +1,1 @@
+"""Training: data sets, models and the loops that use every device."""

@@ -1,0 +1,158 @@
+"""The folder of one run: its settings, its figures, its checkpoints and its picture.
+
+::
+
+    runs/2031-05-04-130501/
+        config.json      how the run was started
+        metrics.jsonl    one JSON object per line, oldest first
+        checkpoints/     see checkpoint.py
+        curves.png
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import BadRunFolder
+from manyhands.training import durable
+
+
+class RunFolder:
+    """One run's folder. Made by `create` for a new run, or by `open` to go on with one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._may_be_torn = True
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @classmethod
+    def create(cls, root: Path = Path("runs"), name: str | None = None) -> RunFolder:
+        """A new folder, named after the time unless a name is given; a number follows if the name is taken."""
+        root = Path(root)
+        wanted = time.strftime("%Y-%m-%d-%H%M%S") if name is None else name
+        if wanted in ("", ".", "..") or Path(wanted).name != wanted or "\\" in wanted or "\0" in wanted:
+            raise BadRunFolder(f"name={name!r} is not a folder's name. Put the path before it into root.")
+        root.mkdir(parents=True, exist_ok=True)
+        path, number = root / wanted, 1
+        while True:
+            try:
+                path.mkdir()  # one call both asks and takes, so two runs at once never share a folder
+                return cls(path)
+            except FileExistsError:
+                number += 1
+                path = root / f"{wanted}-{number}"
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The folder of a run that was started before."""
+        run = cls(Path(path))
+        if not run.path.is_dir():
+            raise BadRunFolder(f"there is no run in {run.path}: no such folder.")
+        if not run.config_path.is_file():
+            raise BadRunFolder(f"there is no run in {run.path}: it has no {run.config_path.name}.")
+        return run
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def plot_path(self) -> Path:
+        return self.path / "curves.png"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """How the run was started. Setting it writes the file, in one moment."""
+        try:
+            value = durable.read_json(self.config_path.read_bytes())
+        except FileNotFoundError as error:
+            raise BadRunFolder(f"{self.config_path} is missing.") from error
+        except ValueError as error:
+            raise BadRunFolder(f"{self.config_path} is not JSON: {error}.") from error
+        if not isinstance(value, dict):
+            raise BadRunFolder(f"{self.config_path} holds a {type(value).__name__}, not a JSON object.")
+        return value
+
+    @config.setter
+    def config(self, value: Mapping[str, Any]) -> None:
+        text = durable.exact_json(dict(value), "config", indent=2) + "\n"
+        durable.replace(self.config_path, text.encode())
+
+    def append_metrics(self, row: Mapping[str, float | int | str | None]) -> None:
+        """Add one row and hand it to the system, so that a kill does not lose it. NaN and infinity become null."""
+        line = durable.exact_json({key: _or_null(value) for key, value in row.items()}, "row") + "\n"
+        if self._may_be_torn:
+            self._repair()
+        self._may_be_torn = True  # until this line is whole: the disk may be full
+        with open(self.metrics_path, "ab") as file:
+            file.write(line.encode())
+        self._may_be_torn = False
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every row, oldest first, without a last line that a kill cut short."""
+        return [row for _, row in self._rows()]
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop the rows of later steps: for a run that goes on from an earlier one."""
+        kept = [line for line, row in self._rows() if not _is_after(row.get("step"), step)]
+        if self.metrics_path.exists():
+            durable.replace(self.metrics_path, b"".join(kept))
+        self._may_be_torn = False
+
+    def _rows(self) -> list[tuple[bytes, dict[str, Any]]]:
+        """Each line as it stands in the file, and its row."""
+        try:
+            lines = list(io.BytesIO(self.metrics_path.read_bytes()))  # unlike splitlines, cuts at newlines only
+        except FileNotFoundError:
+            return []
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            row = _parse(line)
+            if row is not None:
+                rows.append((line, row))
+            elif number < len(lines):
+                raise BadRunFolder(
+                    f"{self.metrics_path}, line {number}, is not a JSON object. Only the last line can be cut short "
+                    "by a kill, so the file was changed: correct or remove that line."
+                )
+        return rows
+
+    def _repair(self) -> None:
+        """Cut off a torn last line, or the next row would be glued to it."""
+        whole = sum(len(line) for line, _ in self._rows())
+        if self.metrics_path.exists() and self.metrics_path.stat().st_size > whole:
+            with open(self.metrics_path, "r+b") as file:
+                file.truncate(whole)
+
+
+def _or_null(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_after(value: Any, step: int) -> bool:
+    return isinstance(value, int | float) and value > step
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = durable.read_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

@@ -1,0 +1,89 @@
+"""How a job shall be run: checked once, the same in every framework, kept in the run folder as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from manyhands import shares as _shares
+from manyhands.errors import BadSettings
+
+Precision = Literal["auto", "fp32", "bf16", "fp64"]
+BatchStats = Literal["per_device", "global"]
+_CHOICES = {
+    "precision": ("auto", "fp32", "bf16", "fp64"),
+    "batch_stats": ("per_device", "global"),
+    "on_nan": ("stop", "continue"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything about a job but its model, its data and its devices."""
+
+    max_epochs: int = 10
+    batch_size: int = 256
+    lr: float = 0.1
+    seed: int = 0
+    # How the samples of a batch are divided: None (evenly), one number per device, or "measured".
+    shares: Sequence[float] | Literal["measured"] | None = None
+    gradient_clip_val: float = 0.0
+    # Each device works its shard off in this many parts: less memory, the same update.
+    accumulate: int = 1
+    batch_stats: BatchStats = "per_device"
+    precision: Precision = "auto"
+    # Whether the trainer may choose faster ways to run the same step (one CUDA graph, compiled kernels).
+    fast: bool = True
+    # None: where compiling pays for the number of steps that are planned.
+    compile: bool | None = None
+    on_nan: Literal["stop", "continue"] = "stop"
+    # Steps between checkpoints; None: at the end of every epoch. Only where there is a run folder.
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 3
+    # A rank that makes no step for so many seconds is taken for hanging. The first steps get ten times as long.
+    hang_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_epochs", "batch_size", "accumulate", "keep_checkpoints"):
+            _check_positive(name, getattr(self, name))
+        if self.checkpoint_every is not None:
+            _check_positive("checkpoint_every", self.checkpoint_every)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise BadSettings(f"{name}={getattr(self, name)!r} is not known: choose one of {', '.join(choices)}")
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            raise BadSettings(f"lr={self.lr!r} is not a learning rate: give a number of zero or more")
+        if not (math.isfinite(self.gradient_clip_val) and self.gradient_clip_val >= 0):
+            raise BadSettings(f"gradient_clip_val={self.gradient_clip_val!r}: give a norm, or 0 for no clipping")
+        if isinstance(self.shares, str) and self.shares != "measured":
+            raise BadSettings(f"shares={self.shares!r}: give one number per device, 'measured', or None")
+        if self.batch_stats == "global" and self.accumulate > 1:
+            raise BadSettings(
+                "batch_stats='global' takes statistics over the whole batch, accumulate > 1 works it off in parts: "
+                "choose one"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise BadSettings(f"seed={self.seed!r}: give a number from 0 to 2**63 - 1")
+
+    def check_devices(self, count: int) -> None:
+        """What can only be said once the number of devices is known."""
+        if self.batch_size < count:
+            raise BadSettings(
+                f"batch_size={self.batch_size} is smaller than the number of devices, {count}: a batch is divided over "
+                f"them. Give at least {count}, or fewer devices"
+            )
+        if self.shares is not None and self.shares != "measured":
+            _shares.check(self.shares, count)
+
+    def as_dict(self) -> dict[str, Any]:
+        plain = asdict(self)
+        if self.shares is not None and not isinstance(self.shares, str):
+            plain["shares"] = [float(share) for share in self.shares]
+        return plain
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadSettings(f"{name}={value!r}: give a whole number of at least 1")

@@ -1,0 +1,141 @@
+"""Brings each batch to the device before it is needed.
+
+Arrays that fit live on the device: a batch is a gather there. Everything else is read ahead in a thread, copied
+from pinned memory beside the computation, and handed out when the device is ready for it. The host waits only
+where the loader is slower than the device.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manyhands import tree
+from manyhands.backend import Arrival
+from manyhands.backends import torch as backend
+from manyhands.training.order import Cursor, Window
+from manyhands.training.torch.sources import Arrays, Batch, Samples, Source, Stream, cut, rows
+from manyhands.training.torch.world import World
+
+_AHEAD = 2
+
+
+def resident(source: Source, device: torch.device) -> Source:
+    """The source, on the device if it is arrays that fit there well."""
+    if not isinstance(source, Arrays) or device.type != "cuda":
+        return source
+    return source.to(device) if source.nbytes < torch.cuda.mem_get_info(device)[0] // 2 else source
+
+
+def shards(
+    source: Source,
+    order: NDArray[np.int64],
+    windows: Sequence[Window],
+    world: World,
+    shares: Sequence[float] | None = None,
+    *,
+    empty: bool = False,
+) -> Iterator[Batch | None]:
+    """This rank's shard of every window, on its device; for an empty one None, or a batch of no samples."""
+    parts = [window.part(world.rank, world.size, shares) for window in windows]
+    if isinstance(source, Arrays) and source.tensors[0].device == world.device:
+        numbers = torch.from_numpy(order)
+        if world.device.type == "cuda":
+            numbers = numbers.pin_memory().to(world.device, non_blocking=True)
+        return (source.take(numbers[start:stop]) if stop > start or empty else None for start, stop in parts)
+    if isinstance(source, Arrays):
+        picked: Iterator[Batch | None] = (
+            source.take(torch.from_numpy(order[start:stop])) if stop > start or empty else None for start, stop in parts
+        )
+    elif isinstance(source, Samples):
+        lists = [order[start:stop] for start, stop in parts]
+        picked = source.batches(lists, pin=world.device.type == "cuda", empty=empty)
+    else:
+        raise TypeError("a stream has no order: see stream_shards")
+    return on_device(ahead(picked), world.device)
+
+
+def stream_shards(
+    source: Stream, cursor: Cursor, world: World, shares: Sequence[float] | None, *, empty: bool = False
+) -> Iterator[tuple[Window, Batch | None]]:
+    """The batches that a loader gives, cut for this rank, each with its window."""
+
+    def parts() -> Iterator[tuple[Window, Batch | None]]:
+        start = cursor.sample
+        for step, batch in enumerate(source.batches(cursor.batch), cursor.step):
+            window = Window(cursor.epoch, start, start + rows(batch), step)
+            begin, end = window.part(world.rank, world.size, shares)
+            start = window.stop
+            yield window, cut(batch, begin - window.start, end - window.start) if end > begin or empty else None
+
+    return on_device(ahead(parts()), world.device)
+
+
+def ahead(values: Iterable[Any]) -> Iterator[Any]:
+    """The same values, taken a few ahead by a thread; its error surfaces where its value would."""
+    waiting: queue.Queue[tuple[bool, Any]] = queue.Queue(_AHEAD)
+    stopped = threading.Event()
+
+    def put(item: tuple[bool, Any]) -> bool:
+        while not stopped.is_set():
+            try:
+                waiting.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for value in values:
+                if not put((True, value)):
+                    return
+            put((False, None))
+        except BaseException as error:  # handed over, whatever it is
+            put((False, error))
+
+    thread = threading.Thread(target=work, name="manyhands-feed", daemon=True)
+    thread.start()
+    try:
+        while True:
+            more, value = waiting.get()
+            if more:
+                yield value
+            elif value is None:
+                return
+            else:
+                raise value
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """The same trees on the device; the next one is on its way while this one is worked with."""
+    if device.type == "cpu":
+        yield from values
+        return
+
+    def start(value: Any) -> Any:
+        leaves, structure = tree.flatten(value)
+        moving = [backend.start_move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return moving, structure
+
+    def finish(started: Any) -> Any:
+        moving, structure = started
+        return structure.unflatten(one.result() if isinstance(one, Arrival) else one for one in moving)
+
+    coming = None
+    for value in values:
+        started = start(value)
+        if coming is not None:
+            yield finish(coming)
+        coming = started
+    if coming is not None:
+        yield finish(coming)

@@ -1,0 +1,164 @@
+"""Figures of merit: how many predictions are right, on one device or on all.
+
+Right answers are counted on the device, as whole numbers, and read once, at the end: the program never
+waits for a device between two batches. Every sample counts once, whatever the sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands import shares, tree
+from manyhands.backends import torch as _backend
+from manyhands.device import Device
+from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
+from manyhands.placement import Placement
+
+Split = Callable[[Any, Any, Sequence[torch.device]], tuple[Sequence[Any], Sequence[Any]]]
+
+_place = Placement(_backend)
+
+
+def accuracy(y_hat: torch.Tensor, y: torch.Tensor) -> float:
+    """The number of predictions that are right.
+
+    ``y_hat`` holds a score per class (classes in dimension 1), or the class numbers themselves.
+    Reading the number waits for the device.
+    """
+    return float(_correct(y_hat, y))
+
+
+def _correct(y_hat: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The number of right predictions, left on the device."""
+    classes = y_hat.argmax(dim=1) if y_hat.dim() > 1 and y_hat.shape[1] > 1 else y_hat
+    if classes.numel() != y.numel() or classes.shape[:1] != y.shape[:1]:
+        raise BadBatch(
+            f"predictions of shape {tuple(y_hat.shape)} and labels of shape {tuple(y.shape)} do not belong together: "
+            "give one row of scores, or one class number, per label"
+        )
+    return (classes.reshape(y.shape).to(y.dtype) == y).sum()
+
+
+def evaluate_accuracy_gpu(
+    net: Callable[[Any], torch.Tensor],
+    data_iter: Iterable[tuple[Any, torch.Tensor]],
+    device: torch.device | Device | str | None = None,
+) -> float:
+    """The part of all samples that the net gets right, on one device (where the net is, if none is named)."""
+    native = _device_for(net, device)
+    counted, correct = 0, None
+    with _evaluating(net):
+        for X, y in data_iter:
+            if native is not None:
+                X, y = _to(X, native), _to(y, native)
+            now = _correct(net(X), y)
+            correct = now if correct is None else correct + now
+            counted += y.numel()
+    return _part(0 if correct is None else int(correct), counted)
+
+
+def evaluate_accuracy_gpus(
+    net: nn.Module,
+    data_iter: Iterable[tuple[Any, torch.Tensor]],
+    split_f: Split | None = None,
+) -> float:
+    """The part of all samples that the net gets right, on all GPUs (or virtual devices, or the CPU).
+
+    Each batch is split over the devices; ``split_f(X, y, devices)`` gives the shards of ``X`` and those of ``y``
+    where it is to be done in another way. The net stays where it is: the devices work on copies.
+    """
+    if not isinstance(net, nn.Module):
+        raise NotATensor(
+            f"a {type(net).__name__} cannot be copied to several devices, a torch.nn.Module can: "
+            "evaluate_accuracy_gpu takes any function"
+        )
+    split = split_f or _split
+    devices = [_backend.gpu(i) for i in range(_backend.num_gpus())] or [_backend.cpu()]
+    counted = 0
+    sums: list[Any] = [0] * len(devices)  # then one tensor on each device
+    with _evaluating(net):
+        replicas = [_replica(net, device) for device in devices]
+        for X, y in data_iter:
+            X_shards, y_shards = split(X, y, devices)
+            _check_whole(X_shards, y_shards, y, devices)
+            for i, (X_shard, y_shard) in enumerate(zip(X_shards, y_shards, strict=True)):
+                if y_shard.numel():  # more devices than samples leave some without
+                    sums[i] = sums[i] + _correct(replicas[i](X_shard), y_shard)
+            counted += y.numel()
+    return _part(sum(map(int, sums)), counted)
+
+
+def _device_for(net: object, device: torch.device | Device | str | None) -> torch.device | None:
+    """Where the samples have to go; None leaves them where they are (a function without parameters)."""
+    on = list(dict.fromkeys(p.device for p in net.parameters())) if isinstance(net, nn.Module) else []
+    if device is None:
+        return on[0] if on else None
+    native = _place.existing(device)
+    if on and not any(_backend.neutral(one) == _backend.neutral(native) for one in on):
+        raise DeviceMismatch(
+            f"the net is on {_backend.neutral(on[0])} and its samples were to go to {_backend.neutral(native)}: "
+            "move the net there first (mh.to(net, device)), or name no device"
+        )
+    return native
+
+
+def _to(values: Any, device: torch.device) -> Any:
+    return tree.map_leaves(lambda leaf: _place.to_leaf(leaf, device), values)
+
+
+def _replica(net: nn.Module, device: torch.device) -> nn.Module:
+    """The net itself where it is on the device, else a copy of it there."""
+    if all(_backend.is_on(tensor, device) for _, tensor in _backend.model_tensors(net)):
+        return net
+    moved: nn.Module = _place.to_leaf(copy.deepcopy(net), device)
+    return moved
+
+
+def _split(X: Any, y: torch.Tensor, devices: Sequence[torch.device]) -> tuple[list[Any], list[Any]]:
+    """Shards as even as can be, in order, each on its device."""
+    leaves, structure = tree.flatten((X, y))
+    total = _place.lengths(leaves, structure)[0][1]
+    pairs, start = [], 0
+    for device, size in zip(devices, shares.sizes(total, len(devices)), strict=True):
+        pairs.append(structure.unflatten(_place.shard(leaf, start, start + size, device) for leaf in leaves))
+        start += size
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def _check_whole(
+    X_shards: Sequence[Any], y_shards: Sequence[Any], y: torch.Tensor, devices: Sequence[torch.device]
+) -> None:
+    """What ``split_f`` gave is one shard per device, and together the whole batch."""
+    if not len(X_shards) == len(y_shards) == len(devices):
+        raise BadBatch(f"split_f gave {len(X_shards)} and {len(y_shards)} shards for {len(devices)} devices")
+    given = sum(shard.numel() for shard in y_shards)
+    if given != y.numel():
+        raise BadBatch(
+            f"split_f made shards with {given} labels of a batch with {y.numel()}: every sample has to be counted once"
+        )
+
+
+def _part(correct: int, counted: int) -> float:
+    if not counted:
+        raise BadBatch("there was no sample to evaluate on: was the iterator used up before?")
+    return correct / counted
+
+
+@contextlib.contextmanager
+def _evaluating(net: object) -> Iterator[None]:
+    """No gradients and evaluation mode; afterwards every layer has its own mode back, a frozen one too."""
+    modes = [(layer, layer.training) for layer in net.modules()] if isinstance(net, nn.Module) else []
+    try:
+        with torch.no_grad():
+            if isinstance(net, nn.Module):
+                net.eval()
+            yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode

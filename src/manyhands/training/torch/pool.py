@@ -1,0 +1,286 @@
+"""Worker processes, one per rank, that stay for the next job; and what is done when one of them does not.
+
+A worker that dies or raises ends the job within a second: the others are stopped, and the error names the rank and
+carries its traceback. A worker that hangs makes no step while the others wait for it; it is found by its
+silence, asked where it is (a signal makes it write its stack), and named.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from manyhands import errors, machine
+from manyhands.errors import ManyhandsError, NotSendable, WorkerFailed
+from manyhands.training.torch import world
+from manyhands.training.torch.job import Job, Result
+
+_START_SECONDS = 120
+_FIRST_STEPS = 10  # times as long as later ones may take: compilers and caches are cold
+# What a rank says when another one went away: a consequence, not the cause.
+_CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Gloo", "gloo")
+
+
+@dataclass
+class _Worker:
+    rank: int
+    device: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    connection: Connection = None  # type: ignore[assignment]
+    heard: float = 0.0
+    longest: float = 0.0
+    step: int = -1
+    answer: dict[str, Any] | None = None
+
+
+@dataclass
+class Pool:
+    """The workers of one list of devices."""
+
+    devices: list[torch.device]
+    folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-manyhands"))
+    workers: list[_Worker] = field(default_factory=list)
+    jobs: int = 0
+
+    def start(self) -> None:
+        key = secrets.token_bytes(32)
+        address = os.path.join(self.folder.name, "pool")
+        with Listener(address, "AF_UNIX", backlog=len(self.devices), authkey=key) as listener:
+            self.workers = [self._spawn(rank, address, key) for rank in range(len(self.devices))]
+            listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
+            until = time.monotonic() + _START_SECONDS
+            missing = len(self.devices)
+            while missing:
+                try:
+                    connection = listener.accept()
+                except TimeoutError:
+                    self._check_start(until)
+                    continue
+                self.workers[connection.recv()].connection = connection
+                missing -= 1
+
+    def _spawn(self, rank: int, address: str, key: bytes) -> _Worker:
+        device = self.devices[rank]
+        log = Path(self.folder.name) / f"rank{rank}.log"
+        environment = {**os.environ, "MANYHANDS_WORKER_KEY": key.hex(), "OMP_NUM_THREADS": str(self.threads)}
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.pop("MANYHANDS_VIRTUAL_DEVICES", None)  # a rank is a process of its own: it needs no pretence
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "manyhands.training.torch.worker", address, str(rank)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else file,
+                stderr=file,
+            )
+        return _Worker(rank, str(device), process, log)
+
+    @property
+    def threads(self) -> int:
+        on_cpu = sum(device.type == "cpu" for device in self.devices)
+        return max(1, machine.usable_cores() // max(1, on_cpu))
+
+    def _check_start(self, until: float) -> None:
+        for worker in self.workers:
+            if worker.process.poll() is not None or time.monotonic() > until:
+                text = _tail(worker.log)
+                self.stop()
+                raise WorkerFailed(f"the worker of rank {worker.rank} did not start:\n{text}")
+
+    def alive(self) -> bool:
+        return bool(self.workers) and all(worker.process.poll() is None for worker in self.workers)
+
+    def run(self, job: Job, say: Callable[[dict[str, Any]], None]) -> tuple[Result, bytes]:
+        """Do a job; gives the first rank's result and the trained weights."""
+        self.jobs += 1
+        job_bytes = pickled(job)
+        now = time.monotonic()
+        for worker in self.workers:
+            worker.heard, worker.longest, worker.step, worker.answer = now, 0.0, -1, None
+            worker.connection.send_bytes(_with_place(job_bytes, self._place(worker, job)))
+        try:
+            while any(worker.answer is None for worker in self.workers):
+                self._listen(say)
+                self._check(job.settings.hang_seconds)
+        except BaseException:
+            self.stop()
+            raise
+        first = self.workers[0].answer
+        assert first is not None
+        return first["result"], first["weights"]
+
+    def _place(self, worker: _Worker, job: Job) -> dict[str, Any]:
+        return {
+            "rank": worker.rank,
+            "size": len(self.workers),
+            "device": worker.device,
+            "backend": world.backend_for(self.devices),
+            "address": f"file://{self.folder.name}/store-{self.jobs}",
+            "threads": self.threads,
+            # Longer than a hang takes to be found here, so that the message names the rank that hangs.
+            "seconds": 30 * job.settings.hang_seconds,
+        }
+
+    def _listen(self, say: Callable[[dict[str, Any]], None]) -> None:
+        by_connection = {id(worker.connection): worker for worker in self.workers}
+        for connection in wait([worker.connection for worker in self.workers if worker.answer is None], timeout=0.2):
+            worker = by_connection[id(connection)]
+            try:
+                message = worker.connection.recv()
+            except (EOFError, OSError):
+                self._fail_dead(worker)
+            now = time.monotonic()
+            worker.longest, worker.heard = max(worker.longest, now - worker.heard), now
+            worker.step = message.get("step", worker.step)
+            if message["kind"] == "error":
+                self._fail_with(worker, message)
+            elif message["kind"] == "done":
+                worker.answer = message
+            elif worker.rank == 0 or message["kind"] == "warning":
+                say(message)
+
+    def _check(self, hang_seconds: float) -> None:
+        for worker in self.workers:
+            if worker.answer is None and worker.process.poll() is not None and not worker.connection.poll():
+                self._fail_dead(worker)
+        waiting = [worker for worker in self.workers if worker.answer is None]
+        limits = [
+            max(hang_seconds * (_FIRST_STEPS if worker.step < 1 else 1), 20 * worker.longest) for worker in waiting
+        ]
+        now = time.monotonic()
+        if waiting and all(now - worker.heard > limit for worker, limit in zip(waiting, limits, strict=True)):
+            self._fail_hanging(waiting)
+
+    def _fail_with(self, worker: _Worker, message: dict[str, Any]) -> None:
+        """An error that a rank has raised: raise it here, with its rank and traceback."""
+        if any(word in message["text"] for word in _CONSEQUENCES):
+            self._blame_another(worker)
+        kind = getattr(errors, message["type"], None)
+        if isinstance(kind, type) and issubclass(kind, ManyhandsError):
+            raise kind(f"rank {worker.rank} ({worker.device}): {message['text']}")
+        raise WorkerFailed(f"rank {worker.rank} ({worker.device}) raised an error:\n{message['traceback']}")
+
+    def _blame_another(self, worker: _Worker) -> None:
+        """A rank lost its connection: give the others a moment to say, or show, what happened to them."""
+        until = time.monotonic() + 3
+        others = [one for one in self.workers if one is not worker and one.answer is None]
+        while time.monotonic() < until:
+            for other in others:
+                if other.connection.poll():
+                    with contextlib.suppress(EOFError, OSError):
+                        message = other.connection.recv()
+                        if message["kind"] == "error" and not any(w in message["text"] for w in _CONSEQUENCES):
+                            self._fail_with(other, message)
+                if other.process.poll() is not None:
+                    self._fail_dead(other)
+            time.sleep(0.05)
+
+    def _fail_dead(self, worker: _Worker) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(2)
+        code = worker.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
+        raise WorkerFailed(f"rank {worker.rank} ({worker.device}) {how} at step {worker.step}\n{_tail(worker.log)}")
+
+    def _fail_hanging(self, waiting: list[_Worker]) -> None:
+        for worker in waiting:
+            worker.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = {worker.rank: _tail(worker.log) for worker in waiting}
+        # A rank that waits for the others is in a collective; the one that they wait for is not.
+        guilty = [
+            w for w in waiting if "reduce.py" not in stacks[w.rank] and "distributed" not in stacks[w.rank]
+        ] or waiting
+        names = ", ".join(f"rank {worker.rank} ({worker.device})" for worker in guilty)
+        seconds = time.monotonic() - min(worker.heard for worker in guilty)
+        shown = "\n".join(f"rank {worker.rank} is here:\n{stacks[worker.rank]}" for worker in guilty)
+        raise WorkerFailed(f"{names} made no step for {seconds:.0f} seconds and was stopped (hang_seconds).\n{shown}")
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.wait()
+            if worker.connection is not None:
+                worker.connection.close()
+        self.workers = []
+
+
+_pools: dict[tuple[str, ...], Pool] = {}
+
+
+def pool_for(devices: list[torch.device]) -> Pool:
+    """The pool of those devices: the one of the job before, if all its workers are still there."""
+    key = tuple(map(str, devices))
+    if key not in _pools or not _pools[key].alive():
+        stop_all()  # idle workers of other devices would keep memory and cores
+        _pools[key] = Pool(devices)
+        _pools[key].start()
+    return _pools[key]
+
+
+@atexit.register
+def stop_all() -> None:
+    """End all workers."""
+    for pool in _pools.values():
+        pool.stop()
+        pool.folder.cleanup()
+    _pools.clear()
+
+
+def pickled(job: Job) -> bytes:
+    """A job as bytes; what cannot be sent is named."""
+    try:
+        return bytes(cloudpickle.dumps(job))
+    except Exception as error:
+        for name, part in vars(job).items():
+            try:
+                cloudpickle.dumps(part)
+            except Exception as reason:
+                raise NotSendable(
+                    f"the {name} of this job cannot be sent to its worker processes: {reason}. Make what it needs "
+                    "inside of it (open files, locks, connections), or train on one device"
+                ) from error
+        raise
+
+
+def _with_place(job_bytes: bytes, place: dict[str, Any]) -> bytes:
+    """A pickle of (job, place) that reuses the job's own bytes: they are large and the same for all."""
+    return bytes(cloudpickle.dumps(_Sealed(job_bytes, place)))
+
+
+class _Sealed:
+    def __init__(self, job_bytes: bytes, place: dict[str, Any]) -> None:
+        self._parts = (job_bytes, place)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unsealed, self._parts
+
+
+def _unsealed(job_bytes: bytes, place: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
+    return cloudpickle.loads(job_bytes), place
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    """The last lines that a worker wrote to its standard error."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,309 @@
+"""What one rank of a job does, from the first step to the last. A job on one device is a world of one rank.
+
+Nothing in a step makes the host wait: shards are on their way before they are needed, losses stay on the device,
+and what is shown is what has arrived by itself. The host waits at the end of an epoch and for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands import machine
+from manyhands.errors import LossIsNotANumber
+from manyhands.training.order import Cursor, Window, epoch_order, windows
+from manyhands.training.run_folder import RunFolder
+from manyhands.training.torch import batch_norm, clock, feed, graph_step, saving
+from manyhands.training.torch.graph_step import GraphStep
+from manyhands.training.torch.job import Job, Result, Say
+from manyhands.training.torch.metrics import Figures, Metrics
+from manyhands.training.torch.reduce import GradientSum
+from manyhands.training.torch.sources import Arrays, Batch, Source, Stream
+from manyhands.training.torch.step import EagerStep, Numbers, evaluate
+from manyhands.training.torch.world import World
+
+_SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
+_MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
+_COMPILE_PAYS = 20_000  # steps: compiling takes about half a minute, and saves about a millisecond a step
+
+
+class Rank:
+    """The state of one rank while it works."""
+
+    def __init__(self, job: Job, world: World, say: Say) -> None:
+        self.job, self.world, self.say, self.settings = job, world, say, job.settings
+        self.result = Result()
+        self.cursor = Cursor()
+        self.metrics = Metrics(world.device)
+        self.shares = self._first_shares()
+        self.run = RunFolder.open(job.run) if job.run is not None and world.first else None
+        torch.manual_seed(saving.mixed_seed(job.settings.seed, world.rank))
+        self.numbers = _numbers(job, world)
+        # Statistics over the whole batch need every rank in every layer, also one without samples.
+        self.all_take_part = job.settings.batch_stats == "global" and world.size > 1
+        self.model = self._place_model(job.model)
+        self.optimizer = (
+            job.optimizer if isinstance(job.optimizer, torch.optim.Optimizer) else job.optimizer(self.model)
+        )
+        self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.train = feed.resident(job.train, world.device)
+        self.test = feed.resident(job.test, world.device) if job.test is not None else None
+        if job.resume is not None:
+            saving.restore(self, job.resume)
+        self.step = self._make_step()
+        self.graph = self._make_graph()
+        self._shown = time.perf_counter()
+
+    # Setting up
+
+    def _first_shares(self) -> list[float] | None:
+        if self.settings.shares is None or self.settings.shares == "measured":
+            return [1 / self.world.size] * self.world.size if self.settings.shares else None
+        return [float(share) for share in self.settings.shares]
+
+    def _place_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        model = model.to(self.world.device)
+        if self.settings.precision == "fp64":
+            model = model.double()
+        if self.numbers.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.world.from_first_([tensor.data for tensor in [*model.parameters(), *model.buffers()]])
+        if self.all_take_part:
+            batch_norm.globalise(model)
+        return model.train()
+
+    def _make_step(self) -> EagerStep:
+        several = self.world.size > 1
+        return EagerStep(
+            self.model,
+            self.optimizer,
+            self.job.objective,
+            self.metrics,
+            self.world.device,
+            self.numbers,
+            clip=self.settings.gradient_clip_val,
+            accumulate=self.settings.accumulate,
+            gradients=GradientSum(self.model.parameters()) if several else None,
+            clock=clock.Clock(self.world.device) if self.settings.shares == "measured" and several else None,
+        )
+
+    def _make_graph(self) -> GraphStep | None:
+        """The fast step, where there can be one; else a note that says why not."""
+        settings = self.settings
+        reason = graph_step.why_not(self.train, self.optimizer, self.world.device, self.world.size, settings.accumulate)
+        if not settings.fast or reason is not None:
+            self.result.notes.append(f"plain steps: {reason if settings.fast else 'fast=False'}")
+            return None
+        assert isinstance(self.train, Arrays)
+        steps = settings.max_epochs * (self.train.count // settings.batch_size)
+        compiled = settings.compile if settings.compile is not None else steps >= _COMPILE_PAYS
+        self.result.notes.append(
+            f"the whole step in one CUDA graph, kernels {'compiled' if compiled else 'as they are'}"
+        )
+        scheduled = self.job.schedule is not None
+        return GraphStep(self.step, self.train, settings.batch_size, compiled=compiled, changing_rate=scheduled)
+
+    # Running
+
+    def fit(self) -> Result:
+        while self.cursor.epoch < self.settings.max_epochs:
+            whole = self.cursor.sample == 0
+            start = time.perf_counter()
+            self._train_epoch()
+            figures = self._read_figures()
+            seconds = time.perf_counter() - start
+            self._end_epoch(figures, seconds, whole=whole)
+        self.result.shares = self.shares
+        return self.result
+
+    def _train_epoch(self) -> None:
+        first = self.cursor.step
+        for window, batch in self._batches():
+            self._set_rate(window)
+            if self.graph is None or not self._graph_step(window):
+                self.step(batch() if callable(batch) else batch, window.size, window.step)
+            self.cursor = self.cursor.after(window)
+            self._look(window)
+            every = self.settings.checkpoint_every
+            if every and self.cursor.step % every == 0 and self.cursor.step > first:
+                saving.save(self)
+
+    def _batches(self) -> Iterator[tuple[Window, Any]]:
+        """Every batch of the epoch that is left, with this rank's shard of it."""
+        if isinstance(self.train, Stream):
+            yield from feed.stream_shards(self.train, self.cursor, self.world, self.shares, empty=self.all_take_part)
+            return
+        count = self.train.count
+        order = self._order(self.train, self.cursor.epoch)
+        left = list(windows(self.cursor, count, self.settings.batch_size))
+        if self.graph is not None:
+            self.graph.begin_epoch(torch.from_numpy(order), self.cursor.sample, self.cursor.step)
+            for window in left:  # the graph takes its samples itself; one of another size is fetched when needed
+                yield window, lambda window=window: next(feed.shards(self.train, order, [window], self.world))
+            return
+        chunk = _MEASURE_EVERY if self.settings.shares == "measured" else len(left)
+        for begin in range(0, len(left), max(1, chunk)):
+            part = left[begin : begin + chunk]
+            shards = feed.shards(self.train, order, part, self.world, self.shares, empty=self.all_take_part)
+            yield from zip(part, shards, strict=True)
+            self._measure()
+
+    def _order(self, source: Source, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        assert source.count is not None
+        return epoch_order(self.settings.seed, epoch, source.count, shuffle=source.shuffle)
+
+    def _graph_step(self, window: Window) -> bool:
+        """Make the step in the graph; False where it has to be made in the plain way."""
+        assert self.graph is not None
+        if window.size != self.settings.batch_size:
+            return False
+        try:
+            self.graph()
+        except Exception as error:
+            self.result.notes.append(
+                f"plain steps: the graph could not be made ({type(error).__name__}: {error})"[:300]
+            )
+            self.graph = None
+            torch.cuda.synchronize()
+            return False
+        return True
+
+    def _set_rate(self, window: Window) -> None:
+        if self.job.schedule is None:
+            return
+        count = self.train.count
+        done = window.epoch + (window.start / count if count else 0.0)
+        factor = self.job.schedule(done / self.settings.max_epochs)
+        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+
+    def _look(self, window: Window) -> None:
+        """Now and then: say how far this rank is, with the figures that have arrived by themselves."""
+        now = time.perf_counter()
+        if now - self._shown < _SHOW_EVERY:
+            return
+        self._shown = now
+        figures = self.metrics.peek()
+        if figures is not None:
+            self.check_numbers(figures)
+        count = self.train.count
+        self.say(
+            {
+                "kind": "progress",
+                "epoch": window.epoch,
+                "step": self.cursor.step,
+                "batch": self.cursor.batch,
+                "batches": -(-count // self.settings.batch_size) if count else None,
+                "samples": self.cursor.sample,
+                "loss": figures.loss if figures and figures.count else None,
+                "accuracy": figures.accuracy if figures and figures.count and self.metrics.counts_right else None,
+            }
+        )
+
+    def check_numbers(self, figures: Figures) -> None:
+        if figures.bad_step is None or self.settings.on_nan == "continue":
+            return
+        size = self.settings.batch_size
+        batch = self.cursor.batch - (self.cursor.step - figures.bad_step)
+        raise LossIsNotANumber(
+            f"the loss of step {figures.bad_step} is not a number (epoch {self.cursor.epoch + 1}, samples "
+            f"{batch * size} to {(batch + 1) * size - 1} of its order, seed {self.settings.seed}). "
+            "A smaller learning rate or gradient_clip_val may help; on_nan='continue' goes on regardless"
+        )
+
+    def _measure(self) -> None:
+        if self.step.clock is None or self.shares is None:
+            return
+        own = torch.tensor([self.step.clock.per_sample()], dtype=torch.float64)
+        seconds = [float(one) for one in self.world.gather(own)]
+        self.shares = clock.shares_from(seconds, self.shares)
+        self.result.notes = [note for note in self.result.notes if not note.startswith("shares")]
+        shown = ", ".join(f"{share:.2f}" for share in self.shares)
+        self.result.notes.append(
+            f"shares measured: [{shown}]; all together could be {clock.worth(seconds):.2f}x the fastest alone"
+        )
+
+    # The end of an epoch
+
+    def _read_figures(self) -> Figures:
+        """The epoch's figures over all ranks; waits."""
+        own = self.metrics.read()
+        self.check_numbers(own)
+        return self.over_all_ranks(own)
+
+    def over_all_ranks(self, own: Figures) -> Figures:
+        sums = torch.tensor([own.loss_sum, own.right, own.count], dtype=torch.float64)
+        loss, right, count = torch.stack(self.world.gather(sums)).sum(0).tolist()
+        return Figures(loss, right, count, own.bad_step)
+
+    def _end_epoch(self, figures: Figures, seconds: float, *, whole: bool) -> None:
+        epoch = self.cursor.epoch
+        tested = self._evaluate()
+        self.cursor = self.cursor.next_epoch()
+        self.metrics.reset()
+        row = {
+            "epoch": epoch + 1,
+            "step": self.cursor.step,
+            "train_loss": saving.json_number(figures.loss),
+            "train_acc": saving.json_number(figures.accuracy) if self.metrics.counts_right else None,
+            "test_loss": saving.json_number(tested.loss) if tested else None,
+            "test_acc": saving.json_number(tested.accuracy) if tested and self.metrics.counts_right else None,
+            "samples": int(figures.count),
+            "seconds": seconds,
+            "whole": whole,
+        }
+        self.result.rows.append(row)
+        if self.run is not None:
+            self.run.append_metrics(row)
+        self.say({"kind": "epoch", **row})
+        if not self.settings.checkpoint_every or self.cursor.epoch == self.settings.max_epochs:
+            saving.save(self)
+
+    def _evaluate(self) -> Figures | None:
+        """Loss and accuracy on the test set, each sample counted once, whatever the number of ranks."""
+        if self.test is None:
+            return None
+        self.share_buffers()
+        metrics = Metrics(self.world.device)
+        batches: Iterator[Batch | None]
+        if isinstance(self.test, Stream):
+            batches = (batch for _, batch in feed.stream_shards(self.test, Cursor(), self.world, None))
+        else:
+            size = max(self.settings.batch_size, 512)
+            all_of_them = list(windows(Cursor(), self.test.count, size))
+            batches = feed.shards(self.test, np.arange(self.test.count), all_of_them, self.world)
+        evaluate(self.model, self.job.objective, self._alive(batches), metrics, self.numbers)
+        return self.over_all_ranks(metrics.read())
+
+    def _alive(self, batches: Iterator[Batch | None]) -> Iterator[Batch | None]:
+        """The same batches; now and then it is said that this rank is at work."""
+        for batch in batches:
+            yield batch
+            if time.perf_counter() - self._shown > _SHOW_EVERY:
+                self._shown = time.perf_counter()
+                self.say({"kind": "alive", "step": self.cursor.step})
+
+    def share_buffers(self) -> None:
+        """Running statistics differ from device to device; as in the book, those of the first one count."""
+        if self.settings.batch_stats == "per_device":
+            self.world.from_first_([buffer.data for buffer in self.model.buffers()])
+
+
+def _numbers(job: Job, world: World) -> Numbers:
+    """Precision and memory format: chosen where the user leaves it to us."""
+    on_gpu = world.device.type == "cuda"
+    precision = job.settings.precision
+    if precision == "auto":
+        quick = torch.cuda.is_bf16_supported() if on_gpu else "amx_bf16" in machine.host_features()
+        precision = "bf16" if quick and job.settings.fast else "fp32"
+    images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
+    autocast = torch.bfloat16 if precision == "bf16" else None
+    laid = images and job.settings.fast and (on_gpu or autocast is not None)
+    return Numbers(autocast, channels_last=laid, dtype=torch.float64 if precision == "fp64" else None)

@@ -1,0 +1,119 @@
+"""Sums gradients over all ranks while the backward pass still runs.
+
+Parameters are laid into buckets in the reverse of their order in the model, which is about the order in which
+a backward pass reaches them. Each parameter's ``grad`` is a view into its bucket's one flat buffer, so no gradient
+exists twice. When the last gradient of a bucket is there, its sum over the ranks starts, without waiting, provided
+that all buckets before it have started: every rank must issue the same sums in the same order. :meth:`finish`
+starts what is left (a rank without samples, parameters that a step did not use) and makes the results safe to read.
+
+Why not DistributedDataParallel: it averages over ranks, which is wrong for unequal shards, it needs a forward pass on
+every rank, also on one without samples, and it keeps a second copy of the gradients unless told otherwise. What crosses
+processes is torch.distributed here as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_FIRST_BUCKET = 1 << 20  # bytes: a small first bucket lets the sums begin early
+_BUCKET = 25 << 20
+
+
+@dataclass
+class _Bucket:
+    parameters: list[torch.nn.Parameter] = field(default_factory=list)
+    flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    missing: int = 0
+    work: Any = None
+
+
+class GradientSum:
+    """The gradients of a model's parameters, summed over the process group."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._buckets = _buckets([p for p in parameters if p.requires_grad])
+        self._next = 0
+        self._armed = False
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._arrived(bucket))
+            for bucket in self._buckets
+            for parameter in bucket.parameters
+        ]
+
+    def begin(self) -> None:
+        """Set all gradients to zero, in the buckets."""
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.missing = len(bucket.parameters)
+            bucket.work = None
+            _lay_views(bucket)
+
+    def arm(self, armed: bool) -> None:
+        """Whether the backward pass that comes is the last of this step: only then sums may start."""
+        self._armed = armed
+
+    def finish(self) -> None:
+        """Start what has not started; afterwards gradients hold the sums.
+
+        On a GPU the host does not wait here: the current stream does.
+        """
+        self._armed = False
+        for bucket in self._buckets[self._next :]:
+            _start(bucket)
+        self._next = len(self._buckets)
+        for bucket in self._buckets:
+            bucket.work.wait()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _arrived(self, bucket: _Bucket) -> Any:
+        def hook(_: torch.Tensor) -> None:
+            if not self._armed:
+                return
+            bucket.missing -= 1
+            while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
+                _start(self._buckets[self._next])
+                self._next += 1
+
+        return hook
+
+
+def _buckets(parameters: list[torch.nn.Parameter]) -> list[_Bucket]:
+    buckets: list[_Bucket] = []
+    room = 0
+    for parameter in reversed(parameters):
+        size = parameter.numel() * parameter.element_size()
+        kind = (parameter.dtype, parameter.device)
+        last = buckets[-1].parameters[-1] if buckets else None
+        if last is None or size > room or (last.dtype, last.device) != kind:
+            room = _BUCKET if buckets else _FIRST_BUCKET
+            buckets.append(_Bucket())
+        buckets[-1].parameters.append(parameter)
+        room -= size
+    for bucket in buckets:
+        first = bucket.parameters[0]
+        bucket.flat = first.new_zeros(sum(parameter.numel() for parameter in bucket.parameters))
+    return buckets
+
+
+def _lay_views(bucket: _Bucket) -> None:
+    """Give each parameter its part of the buffer, in its own memory format, as ``grad``."""
+    offset = 0
+    for parameter in bucket.parameters:
+        part = bucket.flat[offset : offset + parameter.numel()]
+        offset += parameter.numel()
+        # A view with the parameter's strides: autograd then adds in place instead of replacing it.
+        dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+        parameter.grad = part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
+
+
+def _start(bucket: _Bucket) -> None:
+    bucket.work = dist.all_reduce(bucket.flat, async_op=True)

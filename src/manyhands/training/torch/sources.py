@@ -1,0 +1,167 @@
+"""Where samples come from: arrays in memory, a dataset, or a loader that gives batches as it likes.
+
+A source gives a rank its shards, batch by batch. ``Arrays`` can live on the device as a whole; a batch is then a
+gather there and the host has nothing to do. ``Samples`` are fetched from a dataset by number, with the worker
+processes, collate function and pinned memory of PyTorch's own DataLoader. ``Stream`` is a loader with an order of its
+own (an iterable dataset, a custom sampler): every rank reads all of it and takes its part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+
+from manyhands import tree
+from manyhands.errors import BadBatch, NotATensor
+
+Batch = tuple[Any, ...]
+Prepare = Callable[[Batch], Batch]
+
+
+def scale_images(batch: Batch) -> Batch:
+    """Bytes of grey images to numbers from 0 to 1 with a channel axis: done on the device, after the gather."""
+    images, labels = batch
+    return images.unsqueeze(1).float().div_(255), labels.long()
+
+
+@dataclass
+class Arrays:
+    """Tensors with one row per sample; ``prepare`` makes a batch of the gathered rows, on the device."""
+
+    tensors: tuple[torch.Tensor, ...]
+    prepare: Prepare | None = None
+    batch_size: int | None = None
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        lengths = [len(tensor) for tensor in self.tensors]
+        if not lengths or len(set(lengths)) != 1:
+            raise BadBatch(f"the arrays of a data set must have the same number of samples, these have {lengths}")
+        if not lengths[0]:
+            raise BadBatch("the data set is empty: there is nothing to train on")
+
+    @property
+    def count(self) -> int:
+        return len(self.tensors[0])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def take(self, index: torch.Tensor) -> Batch:
+        """The samples of those numbers; everything happens on the device that the arrays are on."""
+        rows = tuple(tensor.index_select(0, index) for tensor in self.tensors)
+        return self.prepare(rows) if self.prepare else rows
+
+    def to(self, device: torch.device) -> Arrays:
+        return Arrays(tuple(t.to(device) for t in self.tensors), self.prepare, self.batch_size, self.shuffle)
+
+    # As a loader, for loops written by hand.
+
+    def __len__(self) -> int:
+        return -(-self.count // (self.batch_size or 1))
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = torch.randperm(self.count) if self.shuffle else torch.arange(self.count)
+        return (self.take(part) for part in order.split(self.batch_size or 1))
+
+
+@dataclass
+class Samples:
+    """A dataset that gives one sample for one number."""
+
+    dataset: Dataset[Any]
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int = 0
+    batch_size: int | None = None
+    shuffle: bool = True
+
+    @property
+    def count(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def batches(self, parts: Sequence[np.ndarray[Any, Any]], *, pin: bool, empty: bool) -> Iterator[Batch | None]:
+        """A batch for each list of numbers; for an empty list None, or (``empty``) a batch of no samples."""
+        wanted = [part.tolist() or [0] for part in parts if len(part) or empty]
+        loader = DataLoader(
+            self.dataset, batch_sampler=wanted, collate_fn=self.collate, num_workers=self.workers, pin_memory=pin
+        )
+        loaded = iter(loader)
+        for part in parts:
+            if len(part):
+                yield _as_batch(next(loaded))
+            else:
+                yield cut(_as_batch(next(loaded)), 0, 0) if empty else None
+
+
+@dataclass
+class Stream:
+    """Batches in an order of their own: whole ones, of which each rank takes its part."""
+
+    loader: Any
+    batch_size: int | None = None
+    shuffle: bool = False
+    count: int | None = None
+
+    def batches(self, skip: int) -> Iterator[Batch]:
+        return (_as_batch(batch) for batch in itertools.islice(iter(self.loader), skip, None))
+
+
+Source = Arrays | Samples | Stream
+
+
+def source(data: Any, *, shuffle: bool = True) -> Source:
+    """The source that fits what the user has: arrays, a dataset, a loader, or a source already."""
+    if isinstance(data, (Arrays, Samples, Stream)):
+        return data
+    if isinstance(data, DataLoader):
+        return _of_loader(data)
+    if isinstance(data, IterableDataset):
+        raise BadBatch("an IterableDataset gives samples, not batches: wrap it in a DataLoader with a batch_size")
+    if isinstance(data, TensorDataset):
+        return Arrays(data.tensors, shuffle=shuffle)
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return Arrays((torch.as_tensor(data),), shuffle=shuffle)
+    if isinstance(data, (tuple, list)) and data and all(isinstance(x, torch.Tensor | np.ndarray) for x in data):
+        return Arrays(tuple(torch.as_tensor(x) for x in data), shuffle=shuffle)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Samples(data, shuffle=shuffle)
+    if hasattr(data, "__iter__"):
+        return Stream(data)
+    raise NotATensor(
+        f"a {type(data).__name__} is no data to train on: give (X, y) tensors or arrays, a Dataset, or a DataLoader"
+    )
+
+
+def _of_loader(loader: DataLoader[Any]) -> Source:
+    plain = isinstance(loader.sampler, (RandomSampler, SequentialSampler)) and loader.batch_size is not None
+    if not plain or loader.drop_last or isinstance(loader.dataset, IterableDataset):
+        return Stream(loader, loader.batch_size)
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    if isinstance(loader.dataset, TensorDataset) and loader.collate_fn is torch.utils.data.default_collate:
+        return Arrays(loader.dataset.tensors, None, loader.batch_size, shuffle)
+    return Samples(loader.dataset, loader.collate_fn, loader.num_workers, loader.batch_size, shuffle)
+
+
+def rows(batch: Batch) -> int:
+    """The number of samples in a batch."""
+    for leaf in tree.flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise BadBatch("there is no tensor with samples in the batch that the loader gave")
+
+
+def cut(batch: Batch, start: int, stop: int) -> Batch:
+    return tree.map_leaves(  # type: ignore[no-any-return]
+        lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch
+    )
+
+
+def _as_batch(batch: Any) -> Batch:
+    return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)

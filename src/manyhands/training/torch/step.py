@@ -1,0 +1,130 @@
+"""One training step, as everybody would write it, exact on any number of ranks.
+
+The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and
+summed over the ranks it is the mean over the batch, and so are the gradients. Nothing here makes the host wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.training.torch import sources
+from manyhands.training.torch.clock import Clock
+from manyhands.training.torch.metrics import Metrics
+from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.reduce import GradientSum
+from manyhands.training.torch.sources import Batch
+
+
+@dataclass
+class Numbers:
+    """How numbers are held: the precision of products, and the memory format of images."""
+
+    autocast: torch.dtype | None = None
+    channels_last: bool = False
+    dtype: torch.dtype | None = None
+
+    @contextlib.contextmanager
+    def scope(self, device: torch.device) -> Iterator[None]:
+        if self.autocast is None:
+            yield
+        else:
+            with torch.autocast(device.type, dtype=self.autocast):
+                yield
+
+    def lay(self, batch: Batch) -> Batch:
+        """The batch as the model wants it; what is so already is left alone."""
+        if not self.channels_last and self.dtype is None:
+            return batch
+        return tuple(self._laid(part) if isinstance(part, torch.Tensor) else part for part in batch)
+
+    def _laid(self, part: torch.Tensor) -> torch.Tensor:
+        if self.dtype is not None and part.is_floating_point():
+            part = part.to(self.dtype)
+        images = self.channels_last and part.dim() == 4
+        return part.contiguous(memory_format=torch.channels_last) if images else part
+
+
+class EagerStep:
+    """Forward, backward, sum over the ranks, clip, update."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        metrics: Metrics,
+        device: torch.device,
+        numbers: Numbers,
+        *,
+        clip: float = 0.0,
+        accumulate: int = 1,
+        gradients: GradientSum | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
+        self.device, self.numbers = device, numbers
+        self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
+        self.clock = clock
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def __call__(self, batch: Batch | None, whole: int, step: int) -> None:
+        """Work off one shard of a batch of ``whole`` samples."""
+        if self.gradients is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.gradients.begin()
+        if batch is not None:
+            if self.clock is not None:
+                self.clock.start()
+            self._work(batch, whole, step)
+            if self.clock is not None:
+                self.clock.stop(sources.rows(batch))
+        if self.gradients is not None:
+            self.gradients.finish()
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
+        self.optimizer.step()
+
+    def _work(self, batch: Batch, whole: int, step: int) -> None:
+        size = sources.rows(batch)
+        parts = min(self.accumulate, size) or 1
+        for number in range(parts):
+            start, stop = size * number // parts, size * (number + 1) // parts
+            part = self.numbers.lay(batch if parts == 1 else sources.cut(batch, start, stop))
+            if self.gradients is not None:
+                self.gradients.arm(number == parts - 1)
+            with self.numbers.scope(self.device):
+                loss, right = self._loss(part, stop - start)
+            (loss * ((stop - start) / whole)).backward()
+            if stop > start:
+                self.metrics.add(loss, right, stop - start, step)
+
+    def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if size:
+            return self.objective(self.model, part)
+        answer = self.model(*part[:-1])  # an empty shard: only to take part in what all ranks do together
+        return answer.sum() * 0, None
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module, objective: Objective, batches: Iterator[Batch | None], metrics: Metrics, numbers: Numbers
+) -> None:
+    """Add every batch to the metrics, in evaluation mode."""
+    device = metrics.sums.device
+    training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            if batch is None or not (size := sources.rows(batch)):
+                continue
+            with numbers.scope(device):
+                loss, right = objective(model, numbers.lay(batch))
+            metrics.add(loss, right, size, 0)
+    finally:
+        model.train(training)

@@ -1,0 +1,304 @@
+"""``Trainer``: any module, any loss, any optimizer, any data, on every device; and the book's ``train``.
+
+One device is trained on in the calling process. Several are worker processes (:mod:`.pool`). Under torchrun each
+process is a rank already, and the same script runs on several machines unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from manyhands.backends import torch as backend
+from manyhands.device import Device
+from manyhands.errors import BadLabels, BadSettings, NoCheckpoint
+from manyhands.placement import Placement
+from manyhands.training import checkpoint
+from manyhands.training.display import Display
+from manyhands.training.run_folder import RunFolder
+from manyhands.training.settings import BatchStats, Precision, Settings
+from manyhands.training.torch import pool, state, world
+from manyhands.training.torch.job import Job, Result, Schedule
+from manyhands.training.torch.objective import Supervised, objective_for
+from manyhands.training.torch.rank import Rank
+from manyhands.training.torch.sources import Arrays, Source, source
+from manyhands.training.vocabulary import HyperParameters
+
+_DEFAULT_BATCH = 256
+_DEFAULT_RATE = 0.1
+
+
+class Trainer(HyperParameters):
+    """Trains a model on every device it is given, with the update that one device would make.
+
+    The book's arguments come first: ``max_epochs``, ``num_gpus`` (as many as there are of them; 0 is the CPU) and
+    ``gradient_clip_val`` (the global norm of the gradients; 0 does not clip). All others are by name.
+    """
+
+    def __init__(
+        self,
+        max_epochs: int = 10,
+        num_gpus: int = 0,
+        gradient_clip_val: float = 0,
+        *,
+        devices: Sequence[torch.device | Device | str] | None = None,
+        batch_size: int | None = None,
+        lr: float | None = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+        schedule: Schedule | None = None,
+        shares: Sequence[float] | Literal["measured"] | None = None,
+        accumulate: int = 1,
+        batch_stats: BatchStats = "per_device",
+        precision: Precision = "auto",
+        seed: int = 0,
+        fast: bool = True,
+        compile: bool | None = None,
+        on_nan: Literal["stop", "continue"] = "stop",
+        run: str | Path | None = None,
+        resume: str | Path | Literal["auto"] | None = None,
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int = 3,
+        ranks_per_device: int = 1,
+        hang_seconds: float = 60.0,
+        quiet: bool = False,
+    ) -> None:
+        self.save_hyperparameters()
+        place = Placement(backend)
+        if devices is None:
+            wanted = min(num_gpus, backend.num_gpus())
+            natives = [backend.gpu(i) for i in range(wanted)] or [backend.cpu()]
+        else:
+            natives = place.distinct(devices)
+        self.gpus = [device for device in natives if backend.neutral(device).kind != "cpu"]
+        self.device_names = [str(backend.neutral(device)) for device in natives for _ in range(ranks_per_device)]
+        # Virtual devices are made of the CPU; a rank is a process, so plain CPU tensors do.
+        plain = [device if device.type == "cuda" else torch.device("cpu") for device in natives]
+        self.ranks = [device for device in plain for _ in range(ranks_per_device)]
+        self.result: Result | None = None
+
+    # The book's hooks, for loops written by hand
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """The batch on the first of the trainer's devices."""
+        place = Placement(backend)
+        return [place.to_leaf(part, self.gpus[0]) for part in batch] if self.gpus else batch
+
+    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model on the first of the trainer's devices, knowing its trainer."""
+        model.trainer = self  # type: ignore[assignment]
+        return model.to(self.gpus[0]) if self.gpus else model
+
+    def prepare_data(self, data: Any) -> None:
+        """Find the training and the test part of what the user has."""
+        self.train_source, self.test_source = _two_sources(data)
+
+    # Training
+
+    def fit(self, model: torch.nn.Module, data: Any) -> Result:
+        """Train the model, in place; gives what came of it (also as ``trainer.result``).
+
+        ``data``: (X, y) tensors or arrays, a Dataset, a DataLoader, an object with ``train_dataloader`` and
+        ``val_dataloader``; or a pair of two such, for training and testing.
+        """
+        self.prepare_data(data)
+        settings = self._settings(model)
+        job = self._job(model, settings)
+        _check_model(model)
+        _check_labels(model, job)
+        with Display(settings.max_epochs, quiet=self.hparams["quiet"] or not _is_first()) as display:
+            if world.under_torchrun():
+                result = self._fit_as_rank(job, display)
+            elif len(self.ranks) == 1:
+                settings.check_devices(1)
+                result = _fit_here(job, world.World(0, 1, self.ranks[0]), display)
+            else:
+                settings.check_devices(len(self.ranks))
+                result = self._fit_with_workers(job, display)
+        result.devices = self.device_names
+        result.run = str(job.run) if job.run else None
+        self.result = result
+        return result
+
+    def _settings(self, model: Any) -> Settings:
+        given = self.hparams
+        names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size", "lr"}
+        rate = given["lr"] if given["lr"] is not None else getattr(model, "lr", _DEFAULT_RATE)
+        size = given["batch_size"] or self.train_source.batch_size or _DEFAULT_BATCH
+        return Settings(batch_size=size, lr=float(rate), **{name: given[name] for name in names})
+
+    def _job(self, model: torch.nn.Module, settings: Settings) -> Job:
+        given = self.hparams
+        run = Path(given["run"]) if given["run"] is not None else None
+        if run is not None and _is_first():
+            _open_run(run, settings)
+        return Job(
+            model=model,
+            objective=objective_for(model, given["loss"]),
+            train=self.train_source,
+            test=self.test_source,
+            settings=settings,
+            optimizer=_optimizer(model, given["optimizer"], settings.lr),
+            schedule=given["schedule"],
+            run=run,
+            resume=_resume(given["resume"], run),
+        )
+
+    def _fit_with_workers(self, job: Job, display: Display) -> Result:
+        sent = _on_host(job)
+        result, weights = pool.pool_for(self.ranks).run(sent, display.event)
+        state.restore_model(job.model, weights)
+        return result
+
+    def _fit_as_rank(self, job: Job, display: Display) -> Result:
+        """This process is one rank of several, as torchrun's environment says."""
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local, on_node = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        own_gpu = torch.cuda.device_count() >= on_node
+        device = torch.device("cuda", local) if own_gpu else torch.device("cpu")
+        job.settings.check_devices(size)
+        self.device_names = [f"{'gpu' if own_gpu else 'cpu'} of rank {one}" for one in range(size)]
+        name = "nccl" if own_gpu else "gloo"
+        here = world.join(rank, size, device, name, address=None, seconds=10 * job.settings.hang_seconds)
+        try:
+            return _fit_here(job, here, display)
+        finally:
+            world.leave(here)
+
+
+def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
+    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
+    from manyhands.training.torch.datasets import load_data_fashion_mnist
+
+    data = load_data_fashion_mnist(batch_size)
+    result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
+    print(result)
+    return result
+
+
+def _fit_here(job: Job, here: world.World, display: Display) -> Result:
+    """Train in this process, and leave the model where it was."""
+    first = next(job.model.parameters())
+    device, dtype = first.device, first.dtype
+    training = job.model.training
+    try:
+        return Rank(job, here, display.event).fit()
+    finally:
+        job.model.to(device=device, dtype=dtype)
+        job.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        job.model.train(training)
+
+
+def _two_sources(data: Any) -> tuple[Source, Source | None]:
+    if hasattr(data, "train_dataloader"):
+        test = data.val_dataloader() if hasattr(data, "val_dataloader") else None
+        return source(data.train_dataloader()), None if test is None else source(test, shuffle=False)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], torch.Tensor):
+        import numpy as np
+
+        if not isinstance(data[0], np.ndarray):
+            return source(data[0]), source(data[1], shuffle=False)
+    return source(data), None
+
+
+def _optimizer(model: Any, given: Any, rate: float) -> Any:
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if given is not None:
+        return _FromParameters(given)
+    if hasattr(model, "configure_optimizers"):
+        return _Configured()
+    return _Sgd(rate)
+
+
+class _FromParameters:
+    """A function of the parameters, as ``lambda p: torch.optim.AdamW(p, lr=1e-3)``."""
+
+    def __init__(self, function: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.function = function
+
+    def __call__(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return self.function(model.parameters())
+
+
+class _Configured:
+    def __call__(self, model: Any) -> torch.optim.Optimizer:
+        return model.configure_optimizers()  # type: ignore[no-any-return]
+
+
+class _Sgd:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=self.rate)
+
+
+def _on_host(job: Job) -> Job:
+    """The job with its model and optimizer in the host's memory, to be sent."""
+    if all(type(p) is torch.nn.Parameter and p.device.type == "cpu" for p in job.model.parameters()):
+        return job
+    sent = copy.copy(job)
+    sent.model, sent.optimizer = copy.deepcopy((job.model, job.optimizer))
+    sent.model.to("cpu")
+    return sent
+
+
+def _open_run(path: Path, settings: Settings) -> None:
+    run = RunFolder.open(path) if (path / "config.json").exists() else RunFolder.create(path.parent, path.name)
+    run.config = {**(run.config if run.config_path.exists() else {}), "settings": settings.as_dict()}
+
+
+def _resume(resume: str | Path | None, run: Path | None) -> Path | None:
+    if resume is None:
+        return None
+    if resume == "auto":
+        folder = None if run is None else run / "checkpoints"
+        return folder if folder is not None and checkpoint.latest(folder) is not None else None
+    path = Path(resume)
+    found = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not found.exists():
+        raise NoCheckpoint(f"there is no run or checkpoint at {path}")
+    return found
+
+
+def _is_first() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0 if world.under_torchrun() else True
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+
+
+def _check_labels(model: torch.nn.Module, job: Job) -> None:
+    """Labels that the model has no output for: on a GPU they would break the process, long after."""
+    data = job.train
+    if not (isinstance(data, Arrays) and isinstance(job.objective, Supervised) and len(data.tensors) == 2):
+        return
+    labels = data.tensors[1]
+    if labels.dim() != 1 or labels.is_floating_point():
+        return
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            inputs = data.take(torch.zeros(1, dtype=torch.int64, device=data.tensors[0].device))[0]
+            scores = model(inputs.to(device=device, dtype=next(model.parameters()).dtype))
+    finally:
+        model.train(training)
+    if scores.dim() != 2:
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= scores.shape[1]:
+        raise BadLabels(
+            f"labels go from {low} to {high}, but the model has {scores.shape[1]} outputs: they must be 0 to "
+            f"{scores.shape[1] - 1}"
+        )

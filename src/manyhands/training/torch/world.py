@@ -1,0 +1,82 @@
+"""The processes of a job, as one of them sees them.
+
+A world of one runs in the calling process and knows nothing of process groups. A larger one is a
+torch.distributed group: NCCL where every rank has a GPU to itself, else Gloo (CPUs, several ranks on one GPU, CPUs
+and GPUs in one job).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def from_first_(self, tensors: list[torch.Tensor]) -> None:
+        """Every rank gets what the first one has, in place."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor from each rank, on the host of every rank. Same shape and dtype everywhere."""
+        if self.size == 1:
+            return [tensor.cpu()]
+        staged = tensor.to(self.device)
+        gathered = [torch.empty_like(staged) for _ in range(self.size)]
+        dist.all_gather(gathered, staged)
+        return [one.cpu() for one in gathered]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self.sum_(torch.zeros(1, device=self.device))
+
+
+def join(rank: int, size: int, device: torch.device, backend: str, *, address: str | None, seconds: float) -> World:
+    """Become a rank of the job; ``address`` is where the ranks meet (None: torchrun's environment tells)."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size > 1:
+        dist.init_process_group(
+            backend,
+            init_method=address or "env://",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=seconds),
+        )
+    return World(rank, size, device)
+
+
+def leave(world: World) -> None:
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def backend_for(devices: list[torch.device]) -> str:
+    """NCCL where every rank has a GPU to itself, else Gloo."""
+    own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
+    return "nccl" if own_gpus and dist.is_nccl_available() else "gloo"
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has set up this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
