@@ -33,6 +33,9 @@
      |   +- LossIsNotANumber     a loss that is infinite or no number              (ArithmeticError)
      |   +- NotSendable          something that cannot be sent to a worker         (TypeError)
      |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
+     +- EngineError
+     |   +- CannotTrace          a function whose operations depend on values      (RuntimeError)
+     |   +- UnsafeSchedule       a schedule that could compute something else      (RuntimeError)
      +- FrameworkMissing         the framework of this door is not installed       (ImportError)
      +- PackageMissing           an optional package is not installed              (ImportError)
 
@@ -165,6 +168,18 @@ class NotSendable(TrainingError, TypeError):
 
 class WorkerFailed(TrainingError, RuntimeError):
     """A worker died, raised, or makes no step any more; the message names its rank."""
+
+
+class EngineError(ManyhandsError):
+    """Something about automatic parallelism."""
+
+
+class CannotTrace(EngineError, RuntimeError):
+    """A function that cannot be traced, most often because it looks at values."""
+
+
+class UnsafeSchedule(EngineError, RuntimeError):
+    """Two tasks that conflict are not ordered by the schedule."""
 
 
 class FrameworkMissing(ManyhandsError, ImportError):

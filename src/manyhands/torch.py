@@ -11,6 +11,25 @@ require("torch")
 from manyhands.api import Verbs  # noqa: E402
 from manyhands.backend import Arrival  # noqa: E402
 from manyhands.backends import torch as _backend  # noqa: E402
+from manyhands.training.torch.book import DataModule, Module  # noqa: E402
+from manyhands.training.torch.datasets import load_data_fashion_mnist  # noqa: E402
+from manyhands.training.torch.figures import (  # noqa: E402
+    accuracy,
+    evaluate_accuracy_gpu,
+    evaluate_accuracy_gpus,
+)
+from manyhands.training.torch.job import Result  # noqa: E402
+from manyhands.training.torch.models import Residual, lenet, resnet18  # noqa: E402
+from manyhands.training.torch.recipes import one_cycle  # noqa: E402
+from manyhands.training.torch.trainer import Trainer, train  # noqa: E402
+from manyhands.training.vocabulary import (  # noqa: E402
+    Accumulator,
+    Animator,
+    HyperParameters,
+    Timer,
+    add_to_class,
+)
+from manyhands.training.vocabulary import Benchmark as _Benchmark  # noqa: E402
 
 _verbs = Verbs(_backend)
 
@@ -32,21 +51,48 @@ split = _verbs.split
 split_batch = _verbs.split_batch
 gather = _verbs.gather
 
+
+class Benchmark(_Benchmark):
+    """``with Benchmark("text"):`` prints how long the block took, all work on the devices included."""
+
+    def __init__(self, description: str = "Done") -> None:
+        super().__init__(description, synchronize=synchronize)
+
+
 __all__ = [
+    "Accumulator",
+    "Animator",
     "Arrival",
+    "Benchmark",
+    "DataModule",
+    "HyperParameters",
+    "Module",
+    "Residual",
+    "Result",
+    "Timer",
+    "Trainer",
+    "accuracy",
+    "add_to_class",
     "check_same_device",
     "copy",
     "cpu",
     "device_of",
     "devices",
+    "evaluate_accuracy_gpu",
+    "evaluate_accuracy_gpus",
     "gather",
     "gpu",
+    "lenet",
+    "load_data_fashion_mnist",
     "memory",
     "num_gpus",
+    "one_cycle",
+    "resnet18",
     "split",
     "split_batch",
     "synchronize",
     "to",
+    "train",
     "try_all_gpus",
     "try_gpu",
     "virtual_devices",

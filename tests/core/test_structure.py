@@ -16,9 +16,10 @@ FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 
 # Lowest first; a module may import from its own row and from the rows before it.
 LAYERS = [
-    ["errors", "device", "shares", "tree", "machine"],
+    ["errors", "device", "shares", "task", "tree", "machine"],
     ["backend"],
     ["backends"],
+    ["engine"],
     ["measure", "placement"],
     ["training"],
     ["api"],
@@ -84,7 +85,10 @@ def _public_names(door: str) -> dict[str, str]:
 
 
 def test_the_doors_have_equal_names() -> None:
-    doors = [_public_names(door) for door in FRAMEWORKS]
+    doors = [
+        {name: value for name, value in _public_names(door).items() if value.startswith("_verbs.")}
+        for door in FRAMEWORKS
+    ]
     assert doors.count(doors[0]) == len(doors)
     assert {"cpu", "gpu", "to", "copy", "split", "gather"} <= set(doors[0])
 

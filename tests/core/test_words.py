@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import doctest
-from dataclasses import dataclass
+import threading
+from collections import namedtuple
+from dataclasses import dataclass, make_dataclass
+from fractions import Fraction
 from typing import Any
 
 import hypothesis.strategies as st
@@ -76,7 +79,22 @@ def test_sizes_follow_the_shares(total: int, parts: list[float]) -> None:
         assert part > 0 or size == 0
 
 
-@pytest.mark.parametrize("wrong", [[-1, 2], [0, 0], [float("nan"), 1], [1], [1, 2, 3], ["a", 1], [True, 1]])
+def test_numbers_of_numpy_are_shares() -> None:
+    np = pytest.importorskip("numpy")
+    for kind in (np.float32, np.float64, np.int8, np.int64):
+        assert shares.sizes(10, 2, [kind(3), kind(1)]) == [8, 2]
+    assert shares.sizes(10, 2, np.array([0.7, 0.3])) == [7, 3]
+    largest = np.int64(2**62)
+    assert shares.sizes(9, 3, [largest, largest, largest]) == [3, 3, 3]  # no overflow in NumPy's own arithmetic
+    assert shares.sizes(3, 2, [Fraction(1, 3), Fraction(2, 3)]) == [1, 2]
+    with pytest.raises(BadShares):
+        shares.sizes(10, 2, [np.bool_(True), 1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[-1, 2], [0, 0], [float("nan"), 1], [1], [1, 2, 3], ["a", 1], [True, 1], [10**400, 1], 0.5, [1j, 1], [None, 1]],
+)
 def test_what_is_no_share_is_refused(wrong: Any) -> None:
     with pytest.raises(BadShares):
         shares.sizes(10, 2, wrong)
@@ -103,6 +121,49 @@ def test_dataclasses_are_branches() -> None:
     doubled = tree.map_leaves(lambda leaf: leaf * 2, outer)
     assert doubled == Outer(Inner(2, "nn"), [4, Inner(6, "nn")])
     assert outer.inner.value == 1
+
+
+def test_a_dataclass_seen_first_by_several_threads_is_a_branch_in_all_of_them() -> None:
+    for _ in range(50):
+        cls = make_dataclass("Fresh", ["value", "more"])
+        start = threading.Barrier(4)
+        found: list[list[Any]] = []
+
+        def look(cls: Any = cls, start: Any = start, found: Any = found) -> None:
+            start.wait()
+            found.append(tree.flatten([cls(1, 2)])[0])
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [[1, 2]] * 4
+
+
+def test_a_dataclass_that_another_thread_registers_meanwhile_is_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst moment: taken apart as a leaf, and a branch before this thread asks."""
+    cls = make_dataclass("Raced", ["value"])
+    ask = tree._new_branches
+
+    def late(types: set[type]) -> bool:
+        if cls in types:
+            monkeypatch.setattr(tree, "_new_branches", ask)
+            tree.flatten(cls(0))
+        return ask(types)
+
+    monkeypatch.setattr(tree, "_new_branches", late)
+    assert tree.flatten([cls(7)])[0] == [7]
+
+
+def test_what_is_kept_whole_is_a_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "_whole", set())
+    pair, record = namedtuple("Pair", "a b")(1, 2), make_dataclass("Record", ["a"])(1)
+    assert tree.flatten([pair, record])[0] == [1, 2, 1]
+    other = make_dataclass("Other", ["a"])(1)
+    for whole in (pair, other):
+        tree.keep_whole(type(whole))
+    assert tree.flatten([pair, other, record])[0] == [pair, other, 1]
 
 
 def test_a_field_that_is_not_set_yet_is_left_out() -> None:

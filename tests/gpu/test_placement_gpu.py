@@ -32,6 +32,7 @@ def test_records() -> None:
 
 def test_an_early_read_from_the_gpu_waits() -> None:
     x = torch.zeros(LARGE, device="cuda")
+    mh.to(x, "cpu", wait=False).result()  # the first time page-locked memory has to be taken, and that waits
     busy()
     x.fill_(7.0)
     arrival = mh.to(x, "cpu", wait=False)

@@ -8,14 +8,20 @@ devices are refused in PyTorch's own words, as with GPUs (a scalar from the host
 Two hooks, set when virtual devices are asked for, let tensors come into being: a dispatch mode
 sees every ``torch.ones(..., device="cpu:1")``, ``x.to("cpu:1")`` and ``Module.to``, also in a backward
 pass; a function mode sees ``torch.tensor([...], device="cpu:1")``, which never reaches the dispatcher
-with its device. Both hold for the thread that set them; :func:`place` works in every thread.
+with its device. Both hold for the thread that set them; :func:`place` works in every thread, and so does what is
+done within :func:`hooks`.
 
-This shows correctness, not speed: an operation costs some microseconds more.
+``torch.device("cpu:0")`` is then virtual device 0; as a *name* for our verbs, ``"cpu:0"`` is the host, as everywhere.
+
+What it is not: fast (an operation costs some microseconds more). A tensor keeps the shape that it was born with:
+``x.t_()``, ``x.resize_(...)``, an ``out=`` of another size and ``x.data = y`` of another shape are refused.
+``torch.load(map_location="cpu:1")`` is refused by PyTorch: load to ``"cpu"``, then ``mh.to``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,10 +42,21 @@ def start(number: int) -> None:
     """Make the devices ``cpu:0`` to ``cpu:<number - 1>``."""
     global _count
     _count = number
-    # Module.to() then swaps parameters in place, so that an optimizer made before still holds them.
+    # Module.to() then swaps parameters in place on the way back to the host too, so that an optimizer made before
+    # still holds them; on the way to a virtual device PyTorch does so by itself.
     torch.__future__.set_swap_module_params_on_conversion(True)
     for hook in (_Births(), _FromData()):  # type: ignore[no-untyped-call]
         hook.__enter__()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def hooks() -> Iterator[None]:
+    """Let tensors come into being on virtual devices in this thread too; nothing where there are none."""
+    if not _count:
+        yield
+        return
+    with _Births(), _FromData():  # type: ignore[no-untyped-call]
+        yield
 
 
 def count() -> int:
@@ -90,10 +107,32 @@ class VirtualTensor(torch.Tensor):
         return _compute(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{self._inner!r}"[:-1] + f", device='{self.device}')"
+        text = f"{self._inner!r}"[:-1] + f", device='{self.device}'"
+        if self.grad_fn is not None:
+            text += f", grad_fn=<{self.grad_fn.name()}>"
+        elif self.requires_grad:
+            text += ", requires_grad=True"
+        return f"Parameter containing:\n{text})" if isinstance(self, torch.nn.Parameter) else f"{text})"
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, VirtualTensor) or value.device != self.device or value.shape != self.shape:
+            raise RuntimeError(f"x.data = y on {self.device} needs a y of the same shape and device: use x.copy_(y)")
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._inner = value._inner
+
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    ) -> torch.Tensor:
+        made = torch.tensor(data, dtype=dtype or self.dtype, device=_HOST)
+        return place(made, self.device if device is None else torch.device(device)).requires_grad_(requires_grad)
 
     def tolist(self) -> Any:
         return self._inner.tolist()
@@ -153,8 +192,10 @@ class _FromData(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FROM_DATA and kwargs.get("device") is not None:
-            device = torch.device(kwargs["device"])
+        if func in _FROM_DATA:
+            wanted = kwargs.get("device")
+            # PyTorch adds its default device only below this hook.
+            device = torch.get_default_device() if wanted is None else torch.device(wanted)
             if device.type == "cpu" and device.index is not None:
                 requires_grad = kwargs.pop("requires_grad", False)
                 made = place(func(*args, **{**kwargs, "device": _HOST}), device)
@@ -173,8 +214,22 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*inner_args, **inner_kwargs)
     # What an operation gives back of its own arguments (in-place, out=) is the argument, not a new tensor.
     given = {id(value): value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)}
+    _refuse_new_shapes(func, given.values())
     given |= {id(value._inner): value for value in given.values() if isinstance(value, VirtualTensor)}
     return tree_map_only(torch.Tensor, lambda t: given[id(t)] if id(t) in given else _wrapped(t, target), result)
+
+
+def _refuse_new_shapes(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, VirtualTensor) or tensor._inner.shape == tensor.shape:
+            continue
+        shape = tuple(tensor._inner.shape)
+        with suppress(RuntimeError):  # back to what is outside, so that it can still be used
+            tensor._inner = tensor._inner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        raise RuntimeError(
+            f"{func} changes a shape in place ({tuple(tensor.shape)} to {shape}), which a virtual device cannot: use "
+            "the form that gives a new tensor"
+        )
 
 
 def _inner(tensor: VirtualTensor) -> torch.Tensor:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import devices
+from manyhands.cli import devices, parity, train
 from manyhands.errors import ManyhandsError
 
-_COMMANDS = (devices,)
+_COMMANDS = (devices, train, parity)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         top.print_help()
         return 0
     try:
-        return int(options.run(options))
+        return int(options.run_command(options))
     except ManyhandsError as error:
         print(f"manyhands: {error}", file=sys.stderr)
         return 1

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 SCHEMA = 1
 
 _COLUMNS = {
-    "host_to_device": "to dev",
-    "host_to_device_pinned": "pinned",
-    "device_to_host": "to host",
-    "device_to_host_pinned": "pinned",
-    "device_to_device": "on dev",
+    "host_to_device": "to",
+    "host_to_device_pinned": "to*",
+    "device_to_host": "from",
+    "device_to_host_pinned": "from*",
+    "device_to_device": "on",
     "matmul_float32": "fp32",
     "matmul_bfloat16": "bf16",
 }
@@ -38,15 +40,16 @@ def add(commands: Any) -> None:
         choices=["torch", "jax", "tensorflow", "mxnet"],
         help="ask only this framework (may be given several times)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run_command=run)
 
 
 def run(options: argparse.Namespace) -> int:
     facts = collect(options.framework, measured=options.measure, quiet=options.json)
-    if options.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        _show(facts, measured=options.measure)
+    text = json.dumps(facts, indent=2) if options.json else _shown(facts, measured=options.measure)
+    try:
+        print(text.rstrip(), flush=True)
+    except BrokenPipeError:  # `manyhands devices | head -1`: who reads has enough, and Python must not try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -86,14 +89,16 @@ def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict
     console = Console(file=sys.stderr, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        total = len(frameworks) * (len(_COLUMNS) + 1 if measured else 1)
-        task = bar.add_task("asking the frameworks", total=total)
+        task = bar.add_task("asking the frameworks", total=len(frameworks))
+
+        def expect(figures: int) -> None:
+            bar.update(task, total=(bar.tasks[0].total or 0) + figures)
+
+        def progress(text: str) -> None:
+            bar.update(task, advance=1, description=f"measuring {text}")
 
         def one(framework: str) -> dict[str, Any]:
-            def progress(text: str) -> None:
-                bar.update(task, advance=1, description=f"measuring {text}")
-
-            answer = probe.ask(framework, measured=measured, progress=progress)
+            answer = probe.ask(framework, measured=measured, expect=expect, progress=progress)
             bar.update(task, advance=1)
             return answer
 
@@ -101,19 +106,25 @@ def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict
             return list(pool.map(one, frameworks))
 
 
-def _show(facts: dict[str, Any], *, measured: bool) -> None:
+def _shown(facts: dict[str, Any], *, measured: bool) -> str:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    with console.capture() as shown:
+        _print(console, facts, measured=measured)
+    return shown.get()
+
+
+def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
     host = facts["host"]
     features = "".join(f", {feature}" for feature in host["features"])
     console.print(
         f"host: {host['name']}{features}, {host['usable_cores']} of {host['cores']} cores usable, "
-        f"{_gib(host['memory']['free'])} of {_gib(host['memory']['total'])} GiB free, load {host['load_percent']:.0f}%"
+        f"{_gib(host['memory'], 'free')} of {_gib(host['memory'], 'total')} GiB free, load {host['load_percent']:.0f}%"
     )
     for gpu in facts["gpus"]:
         console.print(
-            f"gpu {gpu['index']}: {gpu['name']}, {_gib(gpu['memory']['free'])} of {_gib(gpu['memory']['total'])} GiB "
+            f"gpu {gpu['index']}: {gpu['name']}, {_gib(gpu['memory'], 'free')} of {_gib(gpu['memory'], 'total')} GiB "
             f"free, load {_percent(gpu['load_percent'])}, driver {gpu['driver']}, {gpu['uuid']}"
         )
     if facts["why_no_gpus"]:
@@ -139,24 +150,16 @@ def _table(answers: list[dict[str, Any]]) -> Table:
     table = _empty_table(
         ("name", "left"), ("GiB", "right"), ("free", "right"), ("load", "right"), ("capability", "left")
     )
+    table.columns[2].no_wrap = False  # a name may take two lines, a figure never
     for label, row in _rows(answers):
-        memory = row["memory"]
-        load = _percent(row["load_percent"])
-        table.add_row(
-            label,
-            row["device"],
-            row["name"],
-            _gib(memory["total"]),
-            _gib(memory["free"]),
-            load,
-            row["capability"] or "-",
-        )
+        figures = _gib(row["memory"], "total"), _gib(row["memory"], "free"), _percent(row["load_percent"])
+        table.add_row(label, row["device"], row["name"], *figures, row["capability"] or "-")
     return table
 
 
 def _speed_table(answers: list[dict[str, Any]]) -> Table:
     table = _empty_table(*((title, "right") for title in _COLUMNS.values()))
-    table.caption = "copies to, from and on the device in GB/s (pinned: page-locked host memory); products in TFLOP/s"
+    table.caption = "copies to, from and on the device in GB/s (*: page-locked host memory); products in TFLOP/s"
     for label, row in _rows(answers):
         table.add_row(label, row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
     return table
@@ -170,7 +173,7 @@ def _empty_table(*columns: tuple[str, Any]) -> Table:
     for title in ("framework", "device"):
         table.add_column(title, no_wrap=True)
     for title, justify in columns:
-        table.add_column(title, justify=justify)
+        table.add_column(title, justify=justify, no_wrap=True)
     return table
 
 
@@ -183,8 +186,8 @@ def _rows(answers: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]
             label = ""
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f}"
+def _gib(memory: dict[str, int] | None, key: str) -> str:
+    return "-" if memory is None else f"{memory[key] / 2**30:.1f}"
 
 
 def _percent(value: float | None) -> str:
@@ -192,4 +195,6 @@ def _percent(value: float | None) -> str:
 
 
 def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.{2 if value < 1 else 3}g}"
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.{2 if value < 1 else 3}g}"

@@ -2,24 +2,25 @@
 
 Frameworks take what they find when they start (JAX most of a GPU's memory, TensorFlow all of it), fight
 over one process, and may crash or hang on a broken driver. So the table of ``manyhands devices`` asks each in
-a child process that ends when it has answered: one JSON object per line on its standard output, a ``progress``
-for every figure measured and at last the ``report``.
+a child process that ends when it has answered, or is ended when it takes too long: one JSON object per line on its
+standard output, first the number of figures to ``expect``, a ``progress`` for each that is measured, at last the
+``report``.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from manyhands import measure
+from manyhands import measure, placement
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 _SECONDS = 300
@@ -33,38 +34,70 @@ _MODEST = {
 
 def installed() -> list[str]:
     """The frameworks that could be imported here; none of them is."""
-    return [name for name in FRAMEWORKS if importlib.util.find_spec(name)]
+    return [name for name in FRAMEWORKS if placement.installed(name)]
 
 
-def ask(framework: str, *, measured: bool, progress: Callable[[str], None]) -> dict[str, Any]:
+def ask(
+    framework: str, *, measured: bool, expect: Callable[[int], None], progress: Callable[[str], None]
+) -> dict[str, Any]:
     """The report of one framework, or ``{"framework": ..., "error": why there is none}``."""
-    command = [sys.executable, "-m", "manyhands.cli.probe", framework, *(["--measure"] if measured else [])]
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**_MODEST, **os.environ}
-    )
     report: dict[str, Any] = {}
-    try:
-        for line in _lines(child):
-            if "progress" in line:
-                progress(line["progress"])
-            report = line.get("report", report)
-        _, noise = child.communicate(timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        return {"framework": framework, "error": f"did not answer within {_SECONDS} seconds"}
-    finally:
-        child.kill()
-    if not report:
-        last = [line for line in (noise or "").splitlines() if line.strip()] or [f"exit status {child.returncode}"]
-        return {"framework": framework, "error": last[-1].strip()}
-    return report
+    # What it says on stderr goes to a file: a pipe that nobody reads fills up, and then the child waits for ever.
+    with tempfile.TemporaryFile("w+", errors="replace") as noise:
+        child = subprocess.Popen(
+            _command(framework, measured=measured),
+            stdout=subprocess.PIPE,
+            stderr=noise,
+            text=True,
+            errors="replace",
+            env={**_MODEST, **os.environ},
+        )
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            child.kill()
+
+        limit = threading.Timer(_SECONDS, end)
+        limit.start()
+        try:
+            for line in _lines(child):
+                if "expect" in line:
+                    expect(line["expect"])
+                if "progress" in line:
+                    progress(line["progress"])
+                report = line.get("report", report)
+            child.wait()
+        finally:
+            limit.cancel()
+            child.kill()
+            child.wait()
+        if report:
+            return report
+        if late.is_set():
+            return {"framework": framework, "error": f"did not answer within {_SECONDS} seconds"}
+        noise.seek(0)
+        last = [line for line in noise if line.strip()] or [f"exit status {child.returncode}"]
+    return {"framework": framework, "error": last[-1].strip()}
+
+
+def _command(framework: str, *, measured: bool) -> list[str]:
+    # -P: a file in the current folder that is called like a module (random.py, torch.py) is not meant.
+    options = ["--measure"] if measured else []
+    return [sys.executable, "-P", "-m", "manyhands.cli.probe", framework, *options]
 
 
 def _lines(child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
     """The JSON objects among what the child prints; frameworks print things of their own too."""
     assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith("{"):
-            yield json.loads(line)
+    with child.stdout:
+        for line in child.stdout:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
 
 
 def report(framework: str, *, measured: bool) -> dict[str, Any]:
@@ -72,7 +105,9 @@ def report(framework: str, *, measured: bool) -> dict[str, Any]:
     door = importlib.import_module(f"manyhands.{framework}")
     backend = importlib.import_module(f"manyhands.backends.{framework}")
     rows = []
-    for record in door.devices():
+    records = door.devices()
+    _say({"expect": len(records) * len(measure.steps()) if measured else 0})
+    for record in records:
         row = {**asdict(record), "device": str(record.device), "kind": record.kind, "index": record.index}
         if measured:
             native = door.cpu() if record.kind == "cpu" else door.gpu(record.index)

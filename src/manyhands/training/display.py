@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from typing import Any, Self
@@ -24,7 +25,7 @@ class Display:
         self._progress.__exit__(*exception)
 
     def event(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "progress" and event["batches"]:
+        if event["kind"] == "progress" and event["batches"] and sys.stderr.isatty():
             self._progress.update(
                 event["batch"],
                 event["batches"],

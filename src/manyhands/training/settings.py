@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any, Literal
 
 from manyhands import shares as _shares
@@ -53,10 +54,12 @@ class Settings:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise BadSettings(f"{name}={getattr(self, name)!r} is not known: choose one of {', '.join(choices)}")
-        if not (math.isfinite(self.lr) and self.lr >= 0):
+        if not _is_from_zero(self.lr):
             raise BadSettings(f"lr={self.lr!r} is not a learning rate: give a number of zero or more")
-        if not (math.isfinite(self.gradient_clip_val) and self.gradient_clip_val >= 0):
+        if not _is_from_zero(self.gradient_clip_val):
             raise BadSettings(f"gradient_clip_val={self.gradient_clip_val!r}: give a norm, or 0 for no clipping")
+        if not _is_from_zero(self.hang_seconds) or not self.hang_seconds:
+            raise BadSettings(f"hang_seconds={self.hang_seconds!r}: give a number of seconds above zero")
         if isinstance(self.shares, str) and self.shares != "measured":
             raise BadSettings(f"shares={self.shares!r}: give one number per device, 'measured', or None")
         if self.batch_stats == "global" and self.accumulate > 1:
@@ -64,7 +67,7 @@ class Settings:
                 "batch_stats='global' takes statistics over the whole batch, accumulate > 1 works it off in parts: "
                 "choose one"
             )
-        if not 0 <= self.seed < 2**63:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise BadSettings(f"seed={self.seed!r}: give a number from 0 to 2**63 - 1")
 
     def check_devices(self, count: int) -> None:
@@ -87,3 +90,7 @@ class Settings:
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BadSettings(f"{name}={value!r}: give a whole number of at least 1")
+
+
+def _is_from_zero(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf

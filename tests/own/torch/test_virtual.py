@@ -123,6 +123,10 @@ def test_reading_is_as_on_gpus() -> None:
     assert x.sum().item() == 3.5
     assert f"{x.sum():.2f}" == "3.50"
     assert repr(x) == "tensor([[1.0000, 2.5000]], device='cpu:1')"
+    leaf = torch.ones(1, device=mh.gpu(1), requires_grad=True)
+    assert repr(leaf) == "tensor([1.], device='cpu:1', requires_grad=True)"
+    assert repr(leaf * 2) == "tensor([2.], device='cpu:1', grad_fn=<MulBackward0>)"
+    assert repr(torch.nn.Parameter(leaf.detach())) == f"Parameter containing:\n{leaf!r}"
     assert x.numpy(force=True).tolist() == [[1.0, 2.5]]
     with pytest.raises(TypeError, match=r"Use Tensor\.cpu\(\)"):
         x.numpy()
@@ -148,12 +152,79 @@ def test_saving_and_deep_copies_keep_the_device() -> None:
     assert mh.device_of(torch.load(file, weights_only=True)) == mh.cpu()
 
 
-def test_placing_works_in_other_threads() -> None:
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(mh.to(torch.ones(2), mh.gpu(1)) * 2))
+def in_another_thread(work: Any) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()
     thread.join()
-    assert found[0].device == mh.gpu(1)
+    return found[0]
+
+
+def test_placing_works_in_other_threads() -> None:
+    assert in_another_thread(lambda: mh.to(torch.ones(2), mh.gpu(1)) * 2).device == mh.gpu(1)
+    model = net()
+    assert in_another_thread(lambda: mh.to(model, mh.gpu(1))) is model
+    assert mh.device_of(model) == mh.gpu(1)
+    assert in_another_thread(lambda: mh.device_of(mh.to(model, mh.cpu()))) == mh.cpu()
+
+
+def test_an_optimizer_holds_the_parameters_there_and_back() -> None:
+    model = net()
+    before = list(model.parameters())
+    for device in (mh.gpu(1), mh.gpu(0), mh.cpu(), mh.gpu(1)):
+        mh.to(model, device)
+        assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+        assert mh.device_of(before) == device
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t_(),
+        lambda x: x.transpose_(0, 1),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.resize_(1, 2),
+        lambda x: x.resize_(4, 4),
+        lambda x: x.as_strided_((2, 2), (1, 1)),
+        lambda x: torch.add(x, x, out=x.new_empty(0)),
+    ],
+)
+def test_a_shape_that_changes_in_place_is_refused(change: Any) -> None:
+    x = torch.arange(6.0, device=mh.gpu(1)).reshape(2, 3)
+    with pytest.raises(RuntimeError, match="changes a shape in place"):
+        change(x)
+    assert (x + 0).tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    with pytest.raises(RuntimeError, match="changes a shape in place"):
+        x.set_(torch.ones(2, device=mh.gpu(1)))
+
+
+def test_data_is_read_and_replaced() -> None:
+    weight = torch.nn.Linear(2, 2, device=mh.gpu(1)).weight
+    weight.data = torch.ones(2, 2, device=mh.gpu(1))
+    assert (weight * 2).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    weight.data.add_(1)
+    assert (weight.tolist(), weight.data.requires_grad) == ([[2.0, 2.0], [2.0, 2.0]], False)
+    weight.sum().backward()
+    assert weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    for wrong in (torch.ones(2, 2), torch.ones(2, 2, device=mh.gpu(0)), torch.ones(3, device=mh.gpu(1))):
+        with pytest.raises(RuntimeError, match="same shape and device"):
+            weight.data = wrong
+
+
+def test_new_tensors_follow_their_model_and_the_default() -> None:
+    x = torch.ones(2, dtype=torch.float64, device=mh.gpu(1))
+    assert (x.new_tensor([1]).device, x.new_tensor([1]).dtype) == (mh.gpu(1), torch.float64)
+    assert x.new_tensor([1], device="cpu").device == mh.cpu()
+    assert x.new_tensor([1.0], requires_grad=True).is_leaf
+    torch.set_default_device(mh.gpu(1))
+    try:
+        assert torch.tensor([1.0]).device == torch.ones(1).device == mh.gpu(1)
+        assert torch.tensor([1.0], device="cpu").device == mh.cpu()
+    finally:
+        torch.set_default_device(None)
+    with torch.device("cpu:0"):
+        assert torch.as_tensor([1.0]).device == mh.gpu(0)
+    assert torch.tensor([1.0]).device == mh.cpu()
 
 
 def test_it_is_said_once_on_stderr() -> None:

@@ -25,6 +25,13 @@ def globalise(model: torch.nn.Module) -> None:
             layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
 
 
+def localise(model: torch.nn.Module) -> None:
+    """Undo :func:`globalise`."""
+    for layer in model.modules():
+        if getattr(layer.__dict__.get("forward"), "__func__", None) is _forward:
+            del layer.forward
+
+
 def _forward(layer: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
     if not layer.training or not dist.is_initialized():
         return type(layer).forward(layer, x)

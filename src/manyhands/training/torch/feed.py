@@ -40,6 +40,7 @@ def shards(
     world: World,
     shares: Sequence[float] | None = None,
     *,
+    seed: int = 0,
     empty: bool = False,
 ) -> Iterator[Batch | None]:
     """This rank's shard of every window, on its device; for an empty one None, or a batch of no samples."""
@@ -55,26 +56,36 @@ def shards(
         )
     elif isinstance(source, Samples):
         lists = [order[start:stop] for start, stop in parts]
-        picked = source.batches(lists, pin=world.device.type == "cuda", empty=empty)
+        picked = source.batches(lists, seed=seed, pin=world.device.type == "cuda", empty=empty)
+        if world.device.type == "cpu" and not source.workers:
+            # Read in this thread: a dataset that draws random numbers draws them in the same order each time.
+            return picked
     else:
         raise TypeError("a stream has no order: see stream_shards")
     return on_device(ahead(picked), world.device)
 
 
 def stream_shards(
-    source: Stream, cursor: Cursor, world: World, shares: Sequence[float] | None, *, empty: bool = False
+    source: Stream,
+    cursor: Cursor,
+    world: World,
+    shares: Sequence[float] | None = None,
+    *,
+    seed: int = 0,
+    empty: bool = False,
 ) -> Iterator[tuple[Window, Batch | None]]:
     """The batches that a loader gives, cut for this rank, each with its window."""
 
     def parts() -> Iterator[tuple[Window, Batch | None]]:
         start = cursor.sample
-        for step, batch in enumerate(source.batches(cursor.batch), cursor.step):
+        for step, batch in enumerate(source.batches(cursor.batch, seed), cursor.step):
             window = Window(cursor.epoch, start, start + rows(batch), step)
             begin, end = window.part(world.rank, world.size, shares)
             start = window.stop
             yield window, cut(batch, begin - window.start, end - window.start) if end > begin or empty else None
 
-    return on_device(ahead(parts()), world.device)
+    # On the CPU without a thread: while the loader draws random numbers of its own, the model must not.
+    return on_device(ahead(parts()), world.device) if world.device.type != "cpu" else parts()
 
 
 def ahead(values: Iterable[Any]) -> Iterator[Any]:

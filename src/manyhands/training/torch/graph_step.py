@@ -4,12 +4,15 @@ A step of a small model is limited by the host, which issues hundreds of kernels
 and is launched at once. For that, everything a step reads must stay in its place: the data are on the device, the
 epoch's order of samples too, and the position in it is a number on the device that the step itself moves on.
 
-The first steps run without a graph, on the stream that the graph is captured on (they warm up kernels, optimizer state
-and compiler); they are real steps of the training. A batch of another size (the last one of an epoch) runs eagerly.
+There is a graph for each size of batch: the usual one, and the short last one of an epoch. The first steps of a size
+run without a graph, on the stream that it is captured on (they warm up kernels, optimizer state and compiler); they are
+real steps of the training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,66 +21,90 @@ from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep
 
 _WARM_UP = 3
+_MOST_SIZES = 4
+
+
+@dataclass
+class _Sized:
+    """The step for one size of batch: how often it ran plainly, and its graph."""
+
+    window: torch.Tensor
+    forward: Callable[..., Any]
+    warm: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
 
 
 class GraphStep:
-    """Runs the eager step's work on whole batches of one size, from data on the device."""
+    """Runs the eager step's work from data on the device, batch after batch of an epoch's order."""
 
     def __init__(self, eager: EagerStep, data: Arrays, batch_size: int, *, compiled: bool, changing_rate: bool) -> None:
-        self._eager, self._data, self._size = eager, data, batch_size
+        self._eager, self._data, self._size, self._compiled = eager, data, batch_size, compiled
         self._order = torch.zeros(data.count, dtype=torch.int64, device=eager.device)
         self._position = torch.zeros((), dtype=torch.int64, device=eager.device)
         self._step = torch.zeros((), dtype=torch.int64, device=eager.device)
-        self._window = torch.arange(batch_size, device=eager.device)
         self._stream = torch.cuda.Stream(eager.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._warm = 0
-        self._objective: Any = torch.compile(eager.objective, dynamic=False) if compiled else eager.objective
+        self._sized: dict[int, _Sized] = {}
         _make_capturable(eager.optimizer, eager.device, changing_rate=changing_rate)
 
     def begin_epoch(self, order: torch.Tensor, sample: int, step: int) -> None:
         """Take the order of an epoch, and where in it to begin."""
-        self._order.copy_(order, non_blocking=True)
+        self._order.copy_(order.pin_memory(), non_blocking=True)
         self._position.fill_(sample)
         self._step.fill_(step)
 
-    def __call__(self) -> None:
-        """The next batch of the epoch."""
-        if self._graph is not None:
-            self._graph.replay()
-            return
+    def __call__(self, size: int) -> bool:
+        """The next batch of the epoch; False where this size is one too many to have a graph of its own."""
+        if size not in self._sized:
+            if len(self._sized) == _MOST_SIZES:
+                return False
+            self._sized[size] = self._new(size)
+        sized = self._sized[size]
+        if sized.graph is None:
+            self._without_graph(sized)
+        if sized.graph is not None:
+            sized.graph.replay()
+        return True
+
+    def _new(self, size: int) -> _Sized:
+        # Only the usual size is worth the half minute that compiling takes.
+        compiled = self._compiled and size == self._size
+        forward = torch.compile(self._forward, dynamic=False) if compiled else self._forward
+        return _Sized(torch.arange(size, device=self._eager.device), forward)
+
+    def _without_graph(self, sized: _Sized) -> None:
+        """One plain step while warming up; after that the capture, which computes nothing yet."""
         current = torch.cuda.current_stream(self._eager.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            if self._warm < _WARM_UP:
-                self._work()
-                self._warm += 1
+            if sized.warm < _WARM_UP:
+                sized.warm += 1
+                self._work(sized)
             else:
-                self._capture()
+                self._eager.optimizer.zero_grad(set_to_none=True)
+                graph = torch.cuda.CUDAGraph()
+                # Another thread (a loader that pins memory) may call CUDA meanwhile.
+                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                    self._work(sized)
+                sized.graph = graph
         current.wait_stream(self._stream)
-        if self._graph is not None:
-            self._graph.replay()
 
-    def _capture(self) -> None:
-        self._eager.optimizer.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            self._work()
-        self._graph = graph
-
-    def _work(self) -> None:
+    def _work(self, sized: _Sized) -> None:
         eager = self._eager
-        batch = eager.numbers.lay(self._data.take(self._order.index_select(0, self._position + self._window)))
         eager.optimizer.zero_grad(set_to_none=True)
-        with eager.numbers.scope(eager.device):
-            loss, right = self._objective(eager.model, batch)
+        loss, right = sized.forward(self._order, self._position + sized.window)
         loss.backward()
         if eager.clip:
             torch.nn.utils.clip_grad_norm_(eager.parameters, eager.clip, foreach=True)
         eager.optimizer.step()
-        eager.metrics.add(loss, right, self._size, self._step)
-        self._position += self._size
+        eager.metrics.add(loss, right, len(sized.window), self._step)
+        self._position += len(sized.window)
         self._step += 1
+
+    def _forward(self, order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        eager = self._eager
+        batch = eager.numbers.lay(self._data.take(order.index_select(0, places)))
+        with eager.numbers.scope(eager.device):
+            return eager.objective(eager.model, batch)
 
 
 def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, changing_rate: bool) -> None:
@@ -101,11 +128,9 @@ def why_not(
         return "several ranks: gradients cross processes during the step"
     if accumulate > 1:
         return "the batch is worked off in parts"
-    if not isinstance(data, Arrays):
-        return "the data are not arrays that can live on the GPU, but come from a loader"
-    if data.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
-        return "the data do not fit on the GPU"
-    if not (optimizer.defaults.get("fused") or "capturable" in optimizer.defaults or _is_sgd(optimizer)):
+    if not isinstance(data, Arrays) or data.tensors[0].device != device:
+        return "the data do not live on the GPU, they come from a loader or do not fit"
+    if not ("capturable" in optimizer.defaults or _is_sgd(optimizer)):
         return f"{type(optimizer).__name__} reads its state on the host in every step (it is not capturable)"
     return None
 

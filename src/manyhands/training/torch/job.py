@@ -46,7 +46,8 @@ class Result:
 
     @property
     def test_accuracy(self) -> float:
-        return float(self.rows[-1].get("test_acc") or math.nan) if self.rows else math.nan
+        accuracy = self.rows[-1].get("test_acc") if self.rows else None
+        return math.nan if accuracy is None else float(accuracy)
 
     @property
     def seconds_per_epoch(self) -> float:
@@ -59,8 +60,3 @@ class Result:
         """The book's line."""
         accuracy = f"test acc {self.test_accuracy:.3f}, " if not math.isnan(self.test_accuracy) else ""
         return f"{accuracy}{self.seconds_per_epoch:.2f} sec/epoch on [{', '.join(self.devices)}]"
-
-
-def one_cycle(done: float) -> float:
-    """Up in a line to 1 during the first fifth, then down to nothing along a cosine."""
-    return done / 0.2 + 0.04 if done < 0.19 else 0.5 + 0.5 * math.cos(math.pi * min(1.0, (done - 0.19) / 0.81))

@@ -7,6 +7,7 @@ arrived; :meth:`Metrics.read` waits, and is for the end of an epoch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +20,13 @@ _LOSS, _RIGHT, _COUNT, _BAD_STEP = range(4)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Sums over samples; ``bad_step`` is the first step whose loss was no number."""
+    """Sums over samples; the first step whose loss was no number; and whether right answers are counted at all."""
 
     loss_sum: float
     right: float
     count: float
     bad_step: int | None
+    counted: bool
 
     @property
     def loss(self) -> float:
@@ -32,7 +34,7 @@ class Figures:
 
     @property
     def accuracy(self) -> float:
-        return self.right / self.count if self.count else math.nan
+        return self.right / self.count if self.count and self.counted else math.nan
 
 
 class Metrics:
@@ -60,23 +62,49 @@ class Metrics:
             self.counts_right = True
             self.sums[_RIGHT] += right
         self.sums[_COUNT] += count
-        now = step.double() if isinstance(step, torch.Tensor) else torch.full_like(loss, step)
+        self.mark(loss, step)
+
+    def mark(self, loss: torch.Tensor, step: torch.Tensor | int) -> None:
+        """Remember the step if it is the first whose loss is no number."""
+        now = step.double() if isinstance(step, torch.Tensor) else self.sums.new_full((), step)
         bad = torch.where(torch.isfinite(loss), self.sums.new_full((), math.inf), now)
         torch.minimum(self.sums[_BAD_STEP], bad, out=self.sums[_BAD_STEP])
 
     def peek(self) -> Figures | None:
         """The newest figures that are on the host already; never waits."""
         if self._arrival is not None and self._arrival.ready():
-            self._shown = _figures(self._arrival.result())
+            self._shown = self._figures(self._arrival.result())
             self._arrival = None
         if self._arrival is None:
             self._arrival = backend.start_move(self.sums.clone(), torch.device("cpu"))
         return self._shown
 
     def read(self) -> Figures:
-        return _figures(self.sums.cpu())
+        return self._figures(self.sums.cpu())
+
+    def restore(self, loss_sum: float, right: float, count: float, *, counted: bool) -> None:
+        """Go on from the sums of a checkpoint."""
+        self.sums[:_BAD_STEP] = torch.tensor([loss_sum, right, count], dtype=torch.float64)
+        self.counts_right = counted
+
+    def _figures(self, sums: torch.Tensor) -> Figures:
+        loss, right, count, bad = sums.tolist()
+        return Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)
 
 
-def _figures(sums: torch.Tensor) -> Figures:
-    loss, right, count, bad = sums.tolist()
-    return Figures(loss, right, count, None if math.isinf(bad) else int(bad))
+def together(parts: Sequence[torch.Tensor]) -> Figures:
+    """The figures of all ranks as one, of what :func:`as_tensor` gave on each."""
+    loss, right, count, bad, counted = torch.stack(list(parts)).unbind(1)
+    first = float(bad.min())
+    return Figures(
+        float(loss.sum()),
+        float(right.sum()),
+        float(count.sum()),
+        None if math.isinf(first) else int(first),
+        bool(counted.max()),
+    )
+
+
+def as_tensor(own: Figures) -> torch.Tensor:
+    bad = math.inf if own.bad_step is None else own.bad_step
+    return torch.tensor([own.loss_sum, own.right, own.count, bad, own.counted], dtype=torch.float64)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from manyhands.training.torch.book import Module
 from manyhands.training.torch.sources import Batch
 
 
@@ -30,16 +31,15 @@ class Supervised:
 
 @dataclass
 class OwnStep:
-    """A model that says itself what a step is, as the book's ``Module`` does."""
-
-    validating: bool = False
+    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss."""
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         own: Any = model
-        if hasattr(own, "loss") and getattr(type(own), "training_step", None) is getattr(type(own), "_book_step", ...):
-            answer = own(*batch[:-1])
+        if isinstance(model, Module) and type(model).training_step is Module.training_step:
+            answer = own(*batch[:-1])  # the same step, but with the answers at hand
             return own.loss(answer, batch[-1]), right_answers(answer, batch[-1])
-        return own.training_step(batch), None
+        step = own.training_step if model.training else getattr(own, "validation_step", own.training_step)
+        return step(batch), None
 
 
 def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:

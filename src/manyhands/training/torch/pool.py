@@ -28,7 +28,7 @@ import torch
 from manyhands import errors, machine
 from manyhands.errors import ManyhandsError, NotSendable, WorkerFailed
 from manyhands.training.torch import world
-from manyhands.training.torch.job import Job, Result
+from manyhands.training.torch.job import Job
 
 _START_SECONDS = 120
 _FIRST_STEPS = 10  # times as long as later ones may take: compilers and caches are cold
@@ -44,6 +44,7 @@ class _Worker:
     log: Path
     connection: Connection = None  # type: ignore[assignment]
     heard: float = 0.0
+    # Between two steps that it told of.
     longest: float = 0.0
     step: int = -1
     answer: dict[str, Any] | None = None
@@ -106,15 +107,16 @@ class Pool:
     def alive(self) -> bool:
         return bool(self.workers) and all(worker.process.poll() is None for worker in self.workers)
 
-    def run(self, job: Job, say: Callable[[dict[str, Any]], None]) -> tuple[Result, bytes]:
-        """Do a job; gives the first rank's result and the trained weights."""
+    def run(self, job: Job, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Do a job; gives what the first rank sends home: its result, the weights, and the state of the optimizer."""
         self.jobs += 1
         job_bytes = pickled(job)
         now = time.monotonic()
         for worker in self.workers:
             worker.heard, worker.longest, worker.step, worker.answer = now, 0.0, -1, None
-            worker.connection.send_bytes(_with_place(job_bytes, self._place(worker, job)))
         try:
+            for worker in self.workers:
+                self._send(worker, _with_place(job_bytes, self._place(worker, job)))
             while any(worker.answer is None for worker in self.workers):
                 self._listen(say)
                 self._check(job.settings.hang_seconds)
@@ -123,7 +125,13 @@ class Pool:
             raise
         first = self.workers[0].answer
         assert first is not None
-        return first["result"], first["weights"]
+        return first
+
+    def _send(self, worker: _Worker, message: bytes) -> None:
+        try:
+            worker.connection.send_bytes(message)
+        except OSError:
+            self._fail_dead(worker)
 
     def _place(self, worker: _Worker, job: Job) -> dict[str, Any]:
         return {
@@ -133,6 +141,7 @@ class Pool:
             "backend": world.backend_for(self.devices),
             "address": f"file://{self.folder.name}/store-{self.jobs}",
             "threads": self.threads,
+            "path": [os.path.abspath(one) for one in sys.path],
             # Longer than a hang takes to be found here, so that the message names the rank that hangs.
             "seconds": 30 * job.settings.hang_seconds,
         }
@@ -146,8 +155,9 @@ class Pool:
             except (EOFError, OSError):
                 self._fail_dead(worker)
             now = time.monotonic()
-            worker.longest, worker.heard = max(worker.longest, now - worker.heard), now
-            worker.step = message.get("step", worker.step)
+            if worker.step > 0:
+                worker.longest = max(worker.longest, now - worker.heard)
+            worker.heard, worker.step = now, message.get("step", worker.step)
             if message["kind"] == "error":
                 self._fail_with(worker, message)
             elif message["kind"] == "done":
@@ -161,7 +171,7 @@ class Pool:
                 self._fail_dead(worker)
         waiting = [worker for worker in self.workers if worker.answer is None]
         limits = [
-            max(hang_seconds * (_FIRST_STEPS if worker.step < 1 else 1), 20 * worker.longest) for worker in waiting
+            max(hang_seconds * (_FIRST_STEPS if worker.step < 1 else 1), 5 * worker.longest) for worker in waiting
         ]
         now = time.monotonic()
         if waiting and all(now - worker.heard > limit for worker, limit in zip(waiting, limits, strict=True)):
@@ -199,14 +209,12 @@ class Pool:
         raise WorkerFailed(f"rank {worker.rank} ({worker.device}) {how} at step {worker.step}\n{_tail(worker.log)}")
 
     def _fail_hanging(self, waiting: list[_Worker]) -> None:
+        before = {worker.rank: worker.log.stat().st_size for worker in waiting}
         for worker in waiting:
             worker.process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
-        stacks = {worker.rank: _tail(worker.log) for worker in waiting}
-        # A rank that waits for the others is in a collective; the one that they wait for is not.
-        guilty = [
-            w for w in waiting if "reduce.py" not in stacks[w.rank] and "distributed" not in stacks[w.rank]
-        ] or waiting
+        stacks = {worker.rank: _tail(worker.log, before[worker.rank], lines=80) for worker in waiting}
+        guilty = [worker for worker in waiting if not _waits_for_others(stacks[worker.rank])] or waiting
         names = ", ".join(f"rank {worker.rank} ({worker.device})" for worker in guilty)
         seconds = time.monotonic() - min(worker.heard for worker in guilty)
         shown = "\n".join(f"rank {worker.rank} is here:\n{stacks[worker.rank]}" for worker in guilty)
@@ -274,13 +282,21 @@ class _Sealed:
 
 
 def _unsealed(job_bytes: bytes, place: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
+    # Modules beside the caller's script are found by the caller's path only.
+    sys.path[:] = place["path"]
     return cloudpickle.loads(job_bytes), place
 
 
-def _tail(log: Path, lines: int = 30) -> str:
+def _waits_for_others(stack: str) -> bool:
+    """Whether a rank's main thread is in a collective: then it is not the one that the others wait for."""
+    _, _, main = stack.partition("Current thread")
+    return os.path.join("torch", "distributed") in main or "reduce.py" in main
+
+
+def _tail(log: Path, start: int = 0, lines: int = 30) -> str:
     """The last lines that a worker wrote to its standard error."""
     try:
-        text = log.read_text(errors="replace")
+        text = log.read_bytes()[start:].decode(errors="replace")
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from manyhands import machine
-from manyhands.errors import LossIsNotANumber
+from manyhands.errors import BadBatch, LossIsNotANumber
 from manyhands.training.order import Cursor, Window, epoch_order, windows
 from manyhands.training.run_folder import RunFolder
-from manyhands.training.torch import batch_norm, clock, feed, graph_step, saving
+from manyhands.training.torch import batch_norm, clock, feed, graph_step, metrics, saving
 from manyhands.training.torch.graph_step import GraphStep
 from manyhands.training.torch.job import Job, Result, Say
 from manyhands.training.torch.metrics import Figures, Metrics
@@ -28,6 +28,7 @@ from manyhands.training.torch.world import World
 
 _SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
 _MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
+_NAMED = 8  # samples of a batch that an error lists
 _COMPILE_PAYS = 20_000  # steps: compiling takes about half a minute, and saves about a millisecond a step
 
 
@@ -52,8 +53,7 @@ class Rank:
         self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.train = feed.resident(job.train, world.device)
         self.test = feed.resident(job.test, world.device) if job.test is not None else None
-        if job.resume is not None:
-            saving.restore(self, job.resume)
+        saving.restore(self, job.resume)
         self.step = self._make_step()
         self.graph = self._make_graph()
         self._shown = time.perf_counter()
@@ -71,7 +71,7 @@ class Rank:
             model = model.double()
         if self.numbers.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.world.from_first_([tensor.data for tensor in [*model.parameters(), *model.buffers()]])
+        self.world.broadcast_([tensor.data for tensor in [*model.parameters(), *model.buffers()]])
         if self.all_take_part:
             batch_norm.globalise(model)
         return model.train()
@@ -110,6 +110,12 @@ class Rank:
     # Running
 
     def fit(self) -> Result:
+        try:
+            return self._fit()
+        finally:
+            self.close()
+
+    def _fit(self) -> Result:
         while self.cursor.epoch < self.settings.max_epochs:
             whole = self.cursor.sample == 0
             start = time.perf_counter()
@@ -119,6 +125,12 @@ class Rank:
             self._end_epoch(figures, seconds, whole=whole)
         self.result.shares = self.shares
         return self.result
+
+    def close(self) -> None:
+        """Leave the model as a plain one: under torchrun it is the caller's own."""
+        if self.step.gradients is not None:
+            self.step.gradients.close()
+        batch_norm.localise(self.model)
 
     def _train_epoch(self) -> None:
         first = self.cursor.step
@@ -135,7 +147,7 @@ class Rank:
     def _batches(self) -> Iterator[tuple[Window, Any]]:
         """Every batch of the epoch that is left, with this rank's shard of it."""
         if isinstance(self.train, Stream):
-            yield from feed.stream_shards(self.train, self.cursor, self.world, self.shares, empty=self.all_take_part)
+            yield from self._stream_shards(self.train)
             return
         count = self.train.count
         order = self._order(self.train, self.cursor.epoch)
@@ -148,9 +160,21 @@ class Rank:
         chunk = _MEASURE_EVERY if self.settings.shares == "measured" else len(left)
         for begin in range(0, len(left), max(1, chunk)):
             part = left[begin : begin + chunk]
-            shards = feed.shards(self.train, order, part, self.world, self.shares, empty=self.all_take_part)
+            seed = saving.mixed_seed(self.settings.seed, self.cursor.step, self.world.rank)
+            empty = self.all_take_part
+            shards = feed.shards(self.train, order, part, self.world, self.shares, seed=seed, empty=empty)
             yield from zip(part, shards, strict=True)
             self._measure()
+
+    def _stream_shards(self, stream: Stream) -> Iterator[tuple[Window, Any]]:
+        any_given = False
+        seed = saving.mixed_seed(self.settings.seed, self.cursor.epoch)
+        empty = self.all_take_part
+        for given in feed.stream_shards(stream, self.cursor, self.world, self.shares, seed=seed, empty=empty):
+            any_given = True
+            yield given
+        if not any_given and not self.cursor.sample:
+            raise BadBatch("the loader gave no batch: there is nothing to train on")
 
     def _order(self, source: Source, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         assert source.count is not None
@@ -159,10 +183,8 @@ class Rank:
     def _graph_step(self, window: Window) -> bool:
         """Make the step in the graph; False where it has to be made in the plain way."""
         assert self.graph is not None
-        if window.size != self.settings.batch_size:
-            return False
         try:
-            self.graph()
+            return self.graph(window.size)
         except Exception as error:
             self.result.notes.append(
                 f"plain steps: the graph could not be made ({type(error).__name__}: {error})"[:300]
@@ -170,7 +192,6 @@ class Rank:
             self.graph = None
             torch.cuda.synchronize()
             return False
-        return True
 
     def _set_rate(self, window: Window) -> None:
         if self.job.schedule is None:
@@ -203,20 +224,26 @@ class Rank:
                 "batches": -(-count // self.settings.batch_size) if count else None,
                 "samples": self.cursor.sample,
                 "loss": figures.loss if figures and figures.count else None,
-                "accuracy": figures.accuracy if figures and figures.count and self.metrics.counts_right else None,
+                "accuracy": saving.json_number(figures.accuracy) if figures else None,
             }
         )
 
     def check_numbers(self, figures: Figures) -> None:
         if figures.bad_step is None or self.settings.on_nan == "continue":
             return
-        size = self.settings.batch_size
-        batch = self.cursor.batch - (self.cursor.step - figures.bad_step)
         raise LossIsNotANumber(
-            f"the loss of step {figures.bad_step} is not a number (epoch {self.cursor.epoch + 1}, samples "
-            f"{batch * size} to {(batch + 1) * size - 1} of its order, seed {self.settings.seed}). "
-            "A smaller learning rate or gradient_clip_val may help; on_nan='continue' goes on regardless"
+            f"{self._bad_step_in_words(figures.bad_step)}. A smaller learning rate or gradient_clip_val may help; "
+            "on_nan='continue' goes on regardless"
         )
+
+    def _bad_step_in_words(self, step: int) -> str:
+        size, epoch = self.settings.batch_size, self.cursor.epoch
+        batch = self.cursor.batch - (self.cursor.step - step)
+        which = f"batch {batch} of the loader"
+        if not isinstance(self.train, Stream):
+            numbers = self._order(self.train, epoch)[batch * size : (batch + 1) * size]
+            which = f"samples {', '.join(map(str, numbers[:_NAMED]))}{', ...' if len(numbers) > _NAMED else ''}"
+        return f"the loss of step {step} is not a number (epoch {epoch + 1}, {which})"
 
     def _measure(self) -> None:
         if self.step.clock is None or self.shares is None:
@@ -234,14 +261,14 @@ class Rank:
 
     def _read_figures(self) -> Figures:
         """The epoch's figures over all ranks; waits."""
-        own = self.metrics.read()
-        self.check_numbers(own)
-        return self.over_all_ranks(own)
+        figures = self._over_all_ranks(self.metrics.read())
+        self.check_numbers(figures)
+        if figures.bad_step is not None and self.world.first:
+            self.say({"kind": "warning", "text": f"{self._bad_step_in_words(figures.bad_step)}; going on, as asked"})
+        return figures
 
-    def over_all_ranks(self, own: Figures) -> Figures:
-        sums = torch.tensor([own.loss_sum, own.right, own.count], dtype=torch.float64)
-        loss, right, count = torch.stack(self.world.gather(sums)).sum(0).tolist()
-        return Figures(loss, right, count, own.bad_step)
+    def _over_all_ranks(self, own: Figures) -> Figures:
+        return metrics.together(self.world.gather(metrics.as_tensor(own)))
 
     def _end_epoch(self, figures: Figures, seconds: float, *, whole: bool) -> None:
         epoch = self.cursor.epoch
@@ -252,9 +279,9 @@ class Rank:
             "epoch": epoch + 1,
             "step": self.cursor.step,
             "train_loss": saving.json_number(figures.loss),
-            "train_acc": saving.json_number(figures.accuracy) if self.metrics.counts_right else None,
+            "train_acc": saving.json_number(figures.accuracy),
             "test_loss": saving.json_number(tested.loss) if tested else None,
-            "test_acc": saving.json_number(tested.accuracy) if tested and self.metrics.counts_right else None,
+            "test_acc": saving.json_number(tested.accuracy) if tested else None,
             "samples": int(figures.count),
             "seconds": seconds,
             "whole": whole,
@@ -271,16 +298,16 @@ class Rank:
         if self.test is None:
             return None
         self.share_buffers()
-        metrics = Metrics(self.world.device)
+        sums = Metrics(self.world.device)
         batches: Iterator[Batch | None]
         if isinstance(self.test, Stream):
-            batches = (batch for _, batch in feed.stream_shards(self.test, Cursor(), self.world, None))
+            batches = (batch for _, batch in feed.stream_shards(self.test, Cursor(), self.world))
         else:
             size = max(self.settings.batch_size, 512)
             all_of_them = list(windows(Cursor(), self.test.count, size))
             batches = feed.shards(self.test, np.arange(self.test.count), all_of_them, self.world)
-        evaluate(self.model, self.job.objective, self._alive(batches), metrics, self.numbers)
-        return self.over_all_ranks(metrics.read())
+        evaluate(self.model, self.job.objective, self._alive(batches), sums, self.numbers)
+        return self._over_all_ranks(sums.read())
 
     def _alive(self, batches: Iterator[Batch | None]) -> Iterator[Batch | None]:
         """The same batches; now and then it is said that this rank is at work."""
@@ -291,9 +318,10 @@ class Rank:
                 self.say({"kind": "alive", "step": self.cursor.step})
 
     def share_buffers(self) -> None:
-        """Running statistics differ from device to device; as in the book, those of the first one count."""
+        """Running statistics differ from device to device; those of the (first) largest share count."""
         if self.settings.batch_stats == "per_device":
-            self.world.from_first_([buffer.data for buffer in self.model.buffers()])
+            largest = self.shares.index(max(self.shares)) if self.shares else 0
+            self.world.broadcast_([buffer.data for buffer in self.model.buffers()], largest)
 
 
 def _numbers(job: Job, world: World) -> Numbers:

@@ -6,6 +6,10 @@ exists twice. When the last gradient of a bucket is there, its sum over the rank
 that all buckets before it have started: every rank must issue the same sums in the same order. :meth:`finish`
 starts what is left (a rank without samples, parameters that a step did not use) and makes the results safe to read.
 
+Behind its gradients a bucket carries one number per parameter, how many ranks used it: what none used has no gradient
+afterwards, as on one device (zero would be another thing: weight decay and momentum would move it). One more number
+tells all ranks whether the loss of any of them was no number.
+
 Why not DistributedDataParallel: it averages over ranks, which is wrong for unequal shards, it needs a forward pass on
 every rank, also on one without samples, and it keeps a second copy of the gradients unless told otherwise. What crosses
 processes is torch.distributed here as there.
@@ -28,6 +32,8 @@ _BUCKET = 25 << 20
 class _Bucket:
     parameters: list[torch.nn.Parameter] = field(default_factory=list)
     flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    users: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    used: set[int] = field(default_factory=set)
     missing: int = 0
     work: Any = None
 
@@ -40,10 +46,12 @@ class GradientSum:
         self._next = 0
         self._armed = False
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._arrived(bucket))
+            parameter.register_post_accumulate_grad_hook(self._arrived(bucket, number))
             for bucket in self._buckets
-            for parameter in bucket.parameters
+            for number, parameter in enumerate(bucket.parameters)
         ]
+        # In the bucket that is sent last: by then the loss is known.
+        self.loss_mark = self._buckets[-1].flat[-1]
 
     def begin(self) -> None:
         """Set all gradients to zero, in the buckets."""
@@ -51,12 +59,18 @@ class GradientSum:
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.missing = len(bucket.parameters)
+            bucket.used.clear()
             bucket.work = None
             _lay_views(bucket)
 
     def arm(self, armed: bool) -> None:
         """Whether the backward pass that comes is the last of this step: only then sums may start."""
         self._armed = armed
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Let all ranks know whether this loss is a number; to be called before its backward pass."""
+        loss = loss.detach()
+        self.loss_mark += (loss - loss).to(self.loss_mark.dtype)  # zero for a number, no number for anything else
 
     def finish(self) -> None:
         """Start what has not started; afterwards gradients hold the sums.
@@ -69,13 +83,16 @@ class GradientSum:
         self._next = len(self._buckets)
         for bucket in self._buckets:
             bucket.work.wait()
+            if len(bucket.used) < len(bucket.parameters):
+                _drop_unused(bucket)
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _arrived(self, bucket: _Bucket) -> Any:
+    def _arrived(self, bucket: _Bucket, number: int) -> Any:
         def hook(_: torch.Tensor) -> None:
+            bucket.used.add(number)
             if not self._armed:
                 return
             bucket.missing -= 1
@@ -100,7 +117,9 @@ def _buckets(parameters: list[torch.nn.Parameter]) -> list[_Bucket]:
         room -= size
     for bucket in buckets:
         first = bucket.parameters[0]
-        bucket.flat = first.new_zeros(sum(parameter.numel() for parameter in bucket.parameters))
+        elements, count = sum(parameter.numel() for parameter in bucket.parameters), len(bucket.parameters)
+        bucket.flat = first.detach().new_zeros(elements + count + 1)
+        bucket.users = bucket.flat[elements : elements + count]
     return buckets
 
 
@@ -116,4 +135,15 @@ def _lay_views(bucket: _Bucket) -> None:
 
 
 def _start(bucket: _Bucket) -> None:
+    if len(bucket.used) == len(bucket.parameters):
+        bucket.users.fill_(1)
+    elif bucket.used:
+        bucket.users.copy_(torch.tensor([float(n in bucket.used) for n in range(len(bucket.parameters))]))
     bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+
+
+def _drop_unused(bucket: _Bucket) -> None:
+    """Take the gradient from parameters that no rank used. The host waits: the optimizer has to know which they are."""
+    for parameter, users in zip(bucket.parameters, bucket.users.tolist(), strict=True):
+        if not users:
+            parameter.grad = None

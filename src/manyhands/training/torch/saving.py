@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from manyhands.errors import CheckpointNotWritten
 from manyhands.training import checkpoint
 from manyhands.training.order import Cursor
-from manyhands.training.torch import state
+from manyhands.training.torch import metrics, state
 
 if TYPE_CHECKING:
     from manyhands.training.torch.rank import Rank
@@ -22,10 +23,9 @@ def save(rank: Rank) -> None:
     """Write a checkpoint of this moment; every rank takes part, the first one writes."""
     if rank.job.run is None:
         return
-    figures = rank.metrics.read()
-    rank.check_numbers(figures)
+    figures = rank.world.gather(metrics.as_tensor(rank.metrics.read()))
+    rank.check_numbers(metrics.together(figures))
     rank.share_buffers()
-    whole = rank.over_all_ranks(figures)
     generators = rank.world.gather(state.random_state(rank.world.device))
     if rank.run is None:
         return
@@ -40,10 +40,12 @@ def save(rank: Rank) -> None:
         "cursor": {**cursor, "step": rank.cursor.step},
         "settings": rank.settings.as_dict(),
         "samples": rank.train.count,
+        "shuffle": rank.train.shuffle,
         "world": rank.world.size,
         "device": rank.world.device.type,
         "optimizer": numbers,
-        "partial": [json_number(one) for one in (whole.loss_sum, whole.right, whole.count)],
+        "optimizer_type": type(rank.optimizer).__name__,
+        "figures": [_figures_as_json(metrics.together([one])) for one in figures],
         "shares": rank.shares,
     }
     try:
@@ -52,27 +54,53 @@ def save(rank: Rank) -> None:
         rank.say({"kind": "warning", "text": f"{error}; the training goes on, the older checkpoint stays"})
 
 
-def restore(rank: Rank, path: Path) -> None:
-    """Go on where a checkpoint stands; on another number of devices too."""
-    found = checkpoint.load(path)
-    saved = found.state
-    state.check_fits(saved, rank.settings, rank.train.count)
-    state.restore_model(rank.model, found.blobs["model"])
-    state.restore_optimizer(rank.optimizer, found.blobs["optimizer"], saved["optimizer"])
+def restore(rank: Rank, path: Path | None) -> None:
+    """Go on where a checkpoint stands, if there is one; on another number of devices too.
+
+    The first rank reads it and sends it to the others, which may be on machines that do not have the file.
+    """
+    found = checkpoint.load(path) if path is not None and rank.world.first else None
+    header = {"state": found.state, "blobs": list(found.blobs)} if found is not None else {}
+    header = json.loads(rank.world.bytes_from_first(json.dumps(header).encode()))
+    if not header:
+        return
+    blobs = {name: rank.world.bytes_from_first(found.blobs[name] if found else b"") for name in header["blobs"]}
+    saved = header["state"]
+    state.check_fits(saved, rank.settings, rank.train, rank.optimizer)
+    state.restore_model(rank.model, blobs["model"])
+    state.restore_optimizer(rank.optimizer, blobs["optimizer"], saved["optimizer"])
     rank.cursor = Cursor(**saved["cursor"])
-    if rank.world.first and saved["partial"][2]:
-        rank.metrics.sums[:3] = torch.tensor([math.nan if one is None else one for one in saved["partial"]])
-    same_world = (saved["world"], saved["device"]) == (rank.world.size, rank.world.device.type)
-    if same_world:
-        generators = state.unpack(found.blobs["random"])
-        state.restore_random_state(generators[str(rank.world.rank)], rank.world.device)
-        rank.shares = saved["shares"]
-    else:
-        torch.manual_seed(mixed_seed(rank.settings.seed, rank.world.rank, rank.cursor.step))
+    _restore_own_part(rank, saved, state.unpack(blobs["random"]))
     if rank.run is not None:
-        rank.run.truncate_metrics(rank.cursor.step)
+        # A row stands at the last step of its epoch: if that epoch is not over yet, it will come again.
+        rank.run.truncate_metrics(rank.cursor.step - (1 if rank.cursor.sample else 0))
         rank.result.rows = [row for row in rank.run.metrics() if "epoch" in row]
         checkpoint.drop_after(rank.run.checkpoints, rank.cursor.step)
+    rank.result.rows = json.loads(rank.world.bytes_from_first(json.dumps(rank.result.rows).encode()))
+
+
+def _restore_own_part(rank: Rank, saved: dict[str, Any], generators: dict[str, torch.Tensor]) -> None:
+    """What each rank has for itself: figures and random numbers. On other devices the first takes all the figures."""
+    here, figures = rank.world, [_figures_from_json(one) for one in saved["figures"]]
+    if (saved["world"], saved["device"]) == (here.size, here.device.type):
+        state.restore_random_state(generators[str(here.rank)], here.device)
+        mine = figures[here.rank]
+        if rank.settings.shares == "measured":
+            rank.shares = saved["shares"]
+    else:
+        torch.manual_seed(mixed_seed(rank.settings.seed, here.rank, rank.cursor.step))
+        everything = metrics.together([metrics.as_tensor(one) for one in figures])
+        mine = everything if here.first else metrics.Figures(0.0, 0.0, 0.0, None, everything.counted)
+    rank.metrics.restore(mine.loss_sum, mine.right, mine.count, counted=mine.counted)
+
+
+def _figures_as_json(figures: metrics.Figures) -> list[float | bool | None]:
+    return [json_number(figures.loss_sum), figures.right, figures.count, figures.counted]
+
+
+def _figures_from_json(values: list[Any]) -> metrics.Figures:
+    loss, right, count, counted = values
+    return metrics.Figures(math.nan if loss is None else loss, right, count, None, counted)
 
 
 def mixed_seed(*parts: int) -> int:

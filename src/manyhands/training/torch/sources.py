@@ -8,7 +8,6 @@ own (an iterable dataset, a custom sampler): every rank reads all of it and take
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from manyhands import tree
 from manyhands.errors import BadBatch, NotATensor
+from manyhands.training.torch import randomness
 
 Batch = tuple[Any, ...]
 Prepare = Callable[[Batch], Batch]
@@ -81,16 +81,30 @@ class Samples:
     workers: int = 0
     batch_size: int | None = None
     shuffle: bool = True
+    start_worker: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.count:
+            raise BadBatch("the data set is empty: there is nothing to train on")
 
     @property
     def count(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def batches(self, parts: Sequence[np.ndarray[Any, Any]], *, pin: bool, empty: bool) -> Iterator[Batch | None]:
+    def batches(
+        self, parts: Sequence[np.ndarray[Any, Any]], *, seed: int, pin: bool, empty: bool
+    ) -> Iterator[Batch | None]:
         """A batch for each list of numbers; for an empty list None, or (``empty``) a batch of no samples."""
         wanted = [part.tolist() or [0] for part in parts if len(part) or empty]
         loader = DataLoader(
-            self.dataset, batch_sampler=wanted, collate_fn=self.collate, num_workers=self.workers, pin_memory=pin
+            self.dataset,
+            batch_sampler=wanted,
+            collate_fn=self.collate,
+            num_workers=self.workers,
+            pin_memory=pin,
+            worker_init_fn=self.start_worker,
+            # Its own, or it would draw from the numbers that dropout uses, and a job that was resumed once more.
+            generator=torch.Generator().manual_seed(seed),
         )
         loaded = iter(loader)
         for part in parts:
@@ -109,8 +123,22 @@ class Stream:
     shuffle: bool = False
     count: int | None = None
 
-    def batches(self, skip: int) -> Iterator[Batch]:
-        return (_as_batch(batch) for batch in itertools.islice(iter(self.loader), skip, None))
+    def batches(self, skip: int, seed: int) -> Iterator[Batch]:
+        """The batches after the first few; the loader draws the same random numbers on every rank."""
+        own = randomness.Own(seed, getattr(self.loader, "generator", None))
+        with own:
+            loaded = iter(self.loader)
+        number = 0
+        while True:
+            with own:
+                batch = next(loaded, None)
+            if batch is None:
+                return
+            if not rows(_as_batch(batch)):
+                continue
+            if number >= skip:
+                yield _as_batch(batch)
+            number += 1
 
 
 Source = Arrays | Samples | Stream
@@ -140,13 +168,24 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
 
 
 def _of_loader(loader: DataLoader[Any]) -> Source:
-    plain = isinstance(loader.sampler, (RandomSampler, SequentialSampler)) and loader.batch_size is not None
-    if not plain or loader.drop_last or isinstance(loader.dataset, IterableDataset):
+    if not _gives_each_once(loader) or loader.drop_last or isinstance(loader.dataset, IterableDataset):
         return Stream(loader, loader.batch_size)
     shuffle = isinstance(loader.sampler, RandomSampler)
     if isinstance(loader.dataset, TensorDataset) and loader.collate_fn is torch.utils.data.default_collate:
         return Arrays(loader.dataset.tensors, None, loader.batch_size, shuffle)
-    return Samples(loader.dataset, loader.collate_fn, loader.num_workers, loader.batch_size, shuffle)
+    return Samples(
+        loader.dataset, loader.collate_fn, loader.num_workers, loader.batch_size, shuffle, loader.worker_init_fn
+    )
+
+
+def _gives_each_once(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's order is one that we can make ourselves: all samples, as they come or shuffled."""
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler):
+        plain = not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    else:
+        plain = isinstance(sampler, SequentialSampler)
+    return plain and loader.batch_size is not None
 
 
 def rows(batch: Batch) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from manyhands import tree
 from manyhands.training.torch import sources
 from manyhands.training.torch.clock import Clock
 from manyhands.training.torch.metrics import Metrics
@@ -86,6 +87,7 @@ class EagerStep:
                 self.clock.stop(sources.rows(batch))
         if self.gradients is not None:
             self.gradients.finish()
+            self.metrics.mark(self.gradients.loss_mark, step)
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
         self.optimizer.step()
@@ -100,6 +102,8 @@ class EagerStep:
                 self.gradients.arm(number == parts - 1)
             with self.numbers.scope(self.device):
                 loss, right = self._loss(part, stop - start)
+            if self.gradients is not None:
+                self.gradients.note_loss(loss)
             (loss * ((stop - start) / whole)).backward()
             if stop > start:
                 self.metrics.add(loss, right, stop - start, step)
@@ -108,7 +112,8 @@ class EagerStep:
         if size:
             return self.objective(self.model, part)
         answer = self.model(*part[:-1])  # an empty shard: only to take part in what all ranks do together
-        return answer.sum() * 0, None
+        leaves = [leaf for leaf in tree.flatten(answer)[0] if isinstance(leaf, torch.Tensor)]
+        return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum(), None
 
 
 @torch.no_grad()

@@ -17,17 +17,17 @@ import torch
 
 from manyhands.backends import torch as backend
 from manyhands.device import Device
-from manyhands.errors import BadLabels, BadSettings, NoCheckpoint
+from manyhands.errors import BadSettings, NoCheckpoint
 from manyhands.placement import Placement
 from manyhands.training import checkpoint
 from manyhands.training.display import Display
 from manyhands.training.run_folder import RunFolder
 from manyhands.training.settings import BatchStats, Precision, Settings
-from manyhands.training.torch import pool, state, world
+from manyhands.training.torch import checks, pool, state, world
 from manyhands.training.torch.job import Job, Result, Schedule
-from manyhands.training.torch.objective import Supervised, objective_for
+from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.rank import Rank
-from manyhands.training.torch.sources import Arrays, Source, source
+from manyhands.training.torch.sources import Source, source
 from manyhands.training.vocabulary import HyperParameters
 
 _DEFAULT_BATCH = 256
@@ -70,6 +70,11 @@ class Trainer(HyperParameters):
         quiet: bool = False,
     ) -> None:
         self.save_hyperparameters()
+        if isinstance(ranks_per_device, bool) or not isinstance(ranks_per_device, int) or ranks_per_device < 1:
+            raise BadSettings(f"ranks_per_device={ranks_per_device!r}: give a whole number of at least 1")
+        for name, given in (("loss", loss), ("schedule", schedule), ("optimizer", optimizer)):
+            if given is not None and not callable(given) and not isinstance(given, torch.optim.Optimizer):
+                raise BadSettings(f"{name}={given!r} is a {type(given).__name__}: give a function")
         place = Placement(backend)
         if devices is None:
             wanted = min(num_gpus, backend.num_gpus())
@@ -109,9 +114,10 @@ class Trainer(HyperParameters):
         """
         self.prepare_data(data)
         settings = self._settings(model)
-        job = self._job(model, settings)
         _check_model(model)
-        _check_labels(model, job)
+        checks.materialise(model, self.train_source)
+        job = self._job(model, settings)
+        checks.check_labels(model, job)
         with Display(settings.max_epochs, quiet=self.hparams["quiet"] or not _is_first()) as display:
             if world.under_torchrun():
                 result = self._fit_as_rank(job, display)
@@ -130,12 +136,14 @@ class Trainer(HyperParameters):
         given = self.hparams
         names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size", "lr"}
         rate = given["lr"] if given["lr"] is not None else getattr(model, "lr", _DEFAULT_RATE)
-        size = given["batch_size"] or self.train_source.batch_size or _DEFAULT_BATCH
-        return Settings(batch_size=size, lr=float(rate), **{name: given[name] for name in names})
+        size = given["batch_size"]
+        if size is None:
+            size = self.train_source.batch_size or _DEFAULT_BATCH
+        return Settings(batch_size=size, lr=rate, **{name: given[name] for name in names})
 
     def _job(self, model: torch.nn.Module, settings: Settings) -> Job:
         given = self.hparams
-        run = Path(given["run"]) if given["run"] is not None else None
+        run = Path(given["run"]).absolute() if given["run"] is not None else None
         if run is not None and _is_first():
             _open_run(run, settings)
         return Job(
@@ -147,13 +155,16 @@ class Trainer(HyperParameters):
             optimizer=_optimizer(model, given["optimizer"], settings.lr),
             schedule=given["schedule"],
             run=run,
-            resume=_resume(given["resume"], run),
+            resume=_resume(given["resume"], run) if _is_first() else None,  # it is sent to the other ranks
         )
 
     def _fit_with_workers(self, job: Job, display: Display) -> Result:
         sent = _on_host(job)
-        result, weights = pool.pool_for(self.ranks).run(sent, display.event)
-        state.restore_model(job.model, weights)
+        home = pool.pool_for(self.ranks).run(sent, display.event)
+        state.restore_model(job.model, home["weights"])
+        if isinstance(job.optimizer, torch.optim.Optimizer):
+            state.restore_optimizer(job.optimizer, home["optimizer"], home["optimizer_numbers"])
+        result: Result = home["result"]
         return result
 
     def _fit_as_rank(self, job: Job, display: Display) -> Result:
@@ -209,6 +220,9 @@ def _two_sources(data: Any) -> tuple[Source, Source | None]:
 
 def _optimizer(model: Any, given: Any, rate: float) -> Any:
     if isinstance(given, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in own for group in given.param_groups for parameter in group["params"]):
+            raise BadSettings("the optimizer has parameters that are not of this model: make it of model.parameters()")
         return given
     if given is not None:
         return _FromParameters(given)
@@ -275,30 +289,3 @@ def _is_first() -> bool:
 def _check_model(model: torch.nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
-
-
-def _check_labels(model: torch.nn.Module, job: Job) -> None:
-    """Labels that the model has no output for: on a GPU they would break the process, long after."""
-    data = job.train
-    if not (isinstance(data, Arrays) and isinstance(job.objective, Supervised) and len(data.tensors) == 2):
-        return
-    labels = data.tensors[1]
-    if labels.dim() != 1 or labels.is_floating_point():
-        return
-    device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            inputs = data.take(torch.zeros(1, dtype=torch.int64, device=data.tensors[0].device))[0]
-            scores = model(inputs.to(device=device, dtype=next(model.parameters()).dtype))
-    finally:
-        model.train(training)
-    if scores.dim() != 2:
-        return
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= scores.shape[1]:
-        raise BadLabels(
-            f"labels go from {low} to {high}, but the model has {scores.shape[1]} outputs: they must be 0 to "
-            f"{scores.shape[1] - 1}"
-        )

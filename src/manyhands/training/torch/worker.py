@@ -27,7 +27,7 @@ from manyhands.training.torch.rank import Rank
 
 def main(address: str, rank: int) -> None:
     # Asked by the caller when this rank makes no step any more: where is it?
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its workers
     connection = Client(address, authkey=bytes.fromhex(os.environ.pop("MANYHANDS_WORKER_KEY")))
     connection.send(rank)
@@ -73,8 +73,13 @@ def _run(job: Job, place: dict[str, Any], connection: Connection) -> dict[str, A
     try:
         worker = Rank(job, here, connection.send)
         result = worker.fit()
-        weights = state.pack(state.model_tensors(worker.model)) if here.first else None
-        return {"result": result, "weights": weights}
+        if not here.first:
+            return {"result": result}
+        home: dict[str, Any] = {"result": result, "weights": state.pack(state.model_tensors(worker.model))}
+        if isinstance(job.optimizer, torch.optim.Optimizer):  # the caller has one, too
+            tensors, home["optimizer_numbers"] = state.optimizer_state(worker.optimizer)
+            home["optimizer"] = state.pack(tensors)
+        return home
     finally:
         world.leave(here)
 

@@ -8,11 +8,18 @@ and GPUs in one job).
 from __future__ import annotations
 
 import datetime
+import functools
+import itertools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+_jobs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +38,24 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def from_first_(self, tensors: list[torch.Tensor]) -> None:
-        """Every rank gets what the first one has, in place."""
+    def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
+        """Every rank gets what the source has, in place."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, source)
+
+    def bytes_from_first(self, data: bytes) -> bytes:
+        """The bytes that the first rank has; what the others give is not looked at."""
+        if self.size == 1:
+            return data
+        length = torch.tensor([len(data)], device=self.device)
+        self.broadcast_([length])
+        sent = torch.empty(int(length), dtype=torch.uint8)
+        if self.first:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        sent = sent.to(self.device)
+        self.broadcast_([sent])
+        return bytes(sent.cpu().numpy())
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """One tensor from each rank, on the host of every rank. Same shape and dtype everywhere."""
@@ -56,14 +76,28 @@ def join(rank: int, size: int, device: torch.device, backend: str, *, address: s
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size > 1:
-        dist.init_process_group(
-            backend,
-            init_method=address or "env://",
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=seconds),
+        timeout = datetime.timedelta(seconds=seconds)
+        place: dict[str, Any] = (
+            {"init_method": address} if address else {"store": _launchers_store(rank, size, timeout)}
         )
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, **place)
     return World(rank, size, device)
+
+
+def _launchers_store(rank: int, size: int, timeout: datetime.timedelta) -> Store:
+    """Where the ranks of a launcher meet, with a place of its own for every restart and every job.
+
+    The launcher's store outlives a restart: without it, ranks would find the addresses of processes that are gone.
+    """
+    store = _open_store(rank, size)
+    store.set_timeout(timeout)
+    return PrefixStore(f"manyhands/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_jobs)}", store)
+
+
+@functools.cache
+def _open_store(rank: int, size: int) -> Store:
+    store: Store = next(iter(rendezvous("env://", rank, size)))[0]
+    return store
 
 
 def leave(world: World) -> None:

@@ -1,0 +1,290 @@
+"""Seconds per epoch of ResNet-18 on Fashion-MNIST: manyhands and its peers, in the same run.
+
+    python benchmarks/training.py                                  every row, on the GPU if there is one
+    python benchmarks/training.py --rows eager,manyhands           some of them
+    python benchmarks/training.py --model lenet --samples 4096 --epochs 2      a try on a CPU
+    python benchmarks/training.py --accuracy                       ten epochs with a one-cycle schedule
+    python benchmarks/training.py --cpu-scaling                    two cores: by hand, one rank, two ranks
+
+A first epoch warms up and counts apart; then the median of ``--epochs`` epochs, each ended by a synchronisation of the
+device. Same initial weights, learning rate and number of samples in every row. The training loss (mean over the
+last epoch) and the test accuracy (float32, the same code for all rows) show whether what was fast was also right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import peers
+import torch
+from peers import Outcome, Problem
+
+from manyhands import machine
+from manyhands.training import fashion_mnist
+from manyhands.training.torch.recipes import one_cycle
+from manyhands.training.torch.sources import Arrays, scale_images
+from manyhands.training.torch.trainer import Trainer
+
+FRAMEWORKS = ("book", "lightning", "lightning-bf16", "accelerate", "accelerate-bf16")
+SCALING = (("lenet", 256, 32), ("resnet18", 64, 6))  # model, batch, steps
+
+
+# --- manyhands
+
+
+def trainer_for(problem: Problem, **options: Any) -> Trainer:
+    device = "gpu:0" if problem.device.type == "cuda" else "cpu"
+    given = {"max_epochs": problem.epochs, "devices": [device], "batch_size": problem.batch_size, "lr": problem.lr}
+    return Trainer(**{**given, "seed": problem.seed, "quiet": True, **options})
+
+
+def arrays(problem: Problem) -> Arrays:
+    return Arrays((problem.images, problem.labels), scale_images)
+
+
+def manyhands(problem: Problem, **options: Any) -> Outcome:
+    net = problem.net()
+    result = trainer_for(problem, **options).fit(net, arrays(problem))
+    seconds = [row["seconds"] for row in result.rows]
+    return Outcome(net, seconds, [row["train_loss"] for row in result.rows], result.notes)
+
+
+ROWS: dict[str, Callable[[Problem], Outcome]] = {
+    **peers.PEERS,
+    "manyhands-plain": lambda problem: manyhands(problem, fast=False),
+    "manyhands": lambda problem: manyhands(problem, compile=False),
+    "manyhands-compiled": lambda problem: manyhands(problem, compile=True),
+}
+
+
+# --- the comparison
+
+
+def measure(row: str, problem: Problem) -> dict[str, Any]:
+    """One row, from the net's first weights to its test accuracy."""
+    torch.manual_seed(problem.seed)
+    peers.synchronize(problem.device)
+    start = time.perf_counter()
+    outcome = ROWS[row](problem)
+    peers.synchronize(problem.device)
+    total = time.perf_counter() - start
+    first, *timed = outcome.seconds
+    median = statistics.median(timed)
+    return {
+        "row": row,
+        "seconds": median,
+        "fastest": min(timed),
+        "slowest": max(timed),
+        "images_per_second": len(problem.images) / median,
+        "first_epoch_extra": first - median,
+        "total": total,
+        "train_loss": outcome.losses[-1],
+        "test_acc": peers.test_accuracy(outcome.net, problem),
+        "epochs": outcome.seconds,
+        "notes": outcome.notes,
+    }
+
+
+def compare(rows: list[str], problem: Problem) -> tuple[list[dict[str, Any]], list[str]]:
+    """All rows, one after the other; those that were left out or broke, in words."""
+    measured, left_out = [], []
+    for row in rows:
+        if reason := peers.why_not(row, problem):
+            left_out.append(f"{row}: skipped, {reason}")
+            continue
+        try:
+            measured.append(measure(row, problem))
+        except Exception as error:
+            traceback.print_exc()
+            left_out.append(f"{row}: FAILED, {type(error).__name__}: {error}"[:200])
+            continue
+        print(f"  {row}: {measured[-1]['seconds']:.3f} s {'; '.join(measured[-1]['notes'])}", flush=True)
+        gc.collect()
+        if problem.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return measured, left_out
+
+
+def add_ratios(measured: list[dict[str, Any]]) -> None:
+    """How many times as fast as the fastest framework, and as the eager loop by hand."""
+    by_row = {one["row"]: one["seconds"] for one in measured}
+    best = min((by_row[row] for row in FRAMEWORKS if row in by_row), default=None)
+    for one in measured:
+        one["times_best_peer"] = best / one["seconds"] if best else None
+        one["times_eager"] = by_row["eager"] / one["seconds"] if "eager" in by_row else None
+
+
+def print_table(measured: list[dict[str, Any]]) -> None:
+    titles = ("s/epoch", "min", "max", "images/s", "x peer", "x eager", "loss", "test acc", "1st +s", "total s")
+    print(f"{'row':19}" + "".join(f"{title:>9}" for title in titles))
+    for one in measured:
+        ratios = [f"{one[key]:.2f}" if one[key] else "-" for key in ("times_best_peer", "times_eager")]
+        cells = [f"{one[key]:.3f}" for key in ("seconds", "fastest", "slowest")]
+        cells += [f"{one['images_per_second']:.0f}", *ratios, f"{one['train_loss']:.4f}", f"{one['test_acc']:.4f}"]
+        cells += [f"{one['first_epoch_extra']:.1f}", f"{one['total']:.1f}"]
+        print(f"{one['row']:19}" + "".join(f"{cell:>9}" for cell in cells))
+    print("x peer: speed against the best of book, Lightning and Accelerate; x eager: against the loop tuned by hand.")
+    print("1st +s: the first epoch over the median (warm-up; compiling, where it is done); total s: the whole call.")
+
+
+# --- the other modes
+
+
+def accuracy(problem: Problem) -> dict[str, Any]:
+    """Train as one would for a good result, and look at it."""
+    net = problem.net()
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+    start = time.perf_counter()
+    result = trainer_for(problem, optimizer=optimizer, schedule=one_cycle).fit(net, arrays(problem))
+    total = time.perf_counter() - start
+    reached = peers.test_accuracy(net, problem)
+    loss = result.rows[-1]["train_loss"]
+    print(f"{'; '.join(result.notes)}")
+    print(f"test acc {reached:.4f}, train loss {loss:.4f} after {problem.epochs} epochs in {total:.1f} s", end="")
+    print(f" ({result.seconds_per_epoch:.3f} s/epoch)")
+    return {"test_acc": reached, "train_loss": loss, "total": total, "rows": result.rows, "notes": result.notes}
+
+
+def by_turns(ways: dict[str, Callable[[], Outcome]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of the last epoch of each way, taken in turns, so that a busy moment of the machine meets all."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            seconds[name].append(way().seconds[-1])
+            print(f"    {name}: {seconds[name][-1]:.3f} s", flush=True)
+    return seconds
+
+
+def print_ratio(what: str, above: list[float], below: list[float], wanted: str) -> float:
+    ratio = statistics.median(above) / statistics.median(below)
+    pairs = sorted(one / other for one, other in zip(above, below, strict=True))
+    print(f"{what}: {ratio:.3f} (by pairs {pairs[0]:.3f} to {pairs[-1]:.3f}; wanted {wanted})")
+    return ratio
+
+
+def scaling_problem(problem: Problem, model: str, batch: int, steps: int) -> Problem:
+    part = slice(min(batch * steps, len(problem.images)))
+    images, labels = problem.images[part], problem.labels[part]
+    cpu = torch.device("cpu")
+    return replace(problem, model=model, batch_size=batch, epochs=2, device=cpu, images=images, labels=labels)
+
+
+def by_hand(problem: Problem) -> Outcome:
+    """With the precision and the memory format that the trainer chooses."""
+    quick = problem.bf16_is_quick
+    return peers.eager(problem, bf16=quick, channels_last=quick, fused=False)
+
+
+def cpu_scaling(problem: Problem, rounds: int) -> dict[str, Any]:
+    """One device against a loop by hand; two ranks of one thread against one rank of two."""
+    torch.set_num_threads(machine.usable_cores())
+    print(f"{torch.get_num_threads()} threads; medians of {rounds} rounds, taken in turns, each after a first epoch")
+    found: dict[str, Any] = {}
+    for model, batch, steps in SCALING:
+        small = scaling_problem(problem, model, batch, steps)
+        ways = {"by hand": partial(by_hand, small), "1 rank": partial(manyhands, small)}
+        if model == "resnet18":
+            ways["2 ranks"] = partial(manyhands, small, ranks_per_device=2)
+        seconds = by_turns(ways, rounds)
+        shown = ", ".join(f"{name} {statistics.median(times):.3f} s" for name, times in seconds.items())
+        print(
+            f"{model}, batch {batch}, {steps} steps, {'bf16' if small.bf16_is_quick else 'fp32'}: {shown}", flush=True
+        )
+        hand, one = seconds["by hand"], seconds["1 rank"]
+        found[model] = {"seconds": seconds, "over_hand": print_ratio("  time, 1 rank / by hand", one, hand, "<= 1.03")}
+        if two := seconds.get("2 ranks"):
+            found[model]["two_ranks"] = print_ratio("  speed, 2 ranks x 1 / 1 rank x 2 threads", one, two, ">= 0.9")
+    return found
+
+
+# --- the command
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS), help="which rows, with commas between: %(default)s")
+    parser.add_argument("--epochs", type=int, help="timed epochs: 3 (--accuracy: all epochs, 10)")
+    parser.add_argument("--samples", type=int, help="only the first so many training images")
+    parser.add_argument("--model", default="resnet18", choices=sorted(peers.models.MODELS))
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--rounds", type=int, default=5, help="of --cpu-scaling: %(default)s")
+    parser.add_argument("--data", help="a directory with the four files of Fashion-MNIST")
+    parser.add_argument("--json", help="a file for all figures")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--accuracy", action="store_true", help="ten epochs with a one-cycle schedule")
+    modes.add_argument("--cpu-scaling", action="store_true", help="one and two ranks on the CPU")
+    given = parser.parse_args()
+    given.rows = [row.strip() for row in given.rows.split(",")]
+    if unknown := [row for row in given.rows if row not in ROWS]:
+        parser.error(f"no such row: {', '.join(unknown)}. There are {', '.join(ROWS)}")
+    given.epochs = given.epochs if given.epochs is not None else (10 if given.accuracy else 3)
+    if given.epochs < 1:
+        parser.error("--epochs: at least 1")
+    return given
+
+
+def problem_of(given: argparse.Namespace) -> tuple[Problem, str]:
+    data = fashion_mnist.load(given.data)
+    tensors = [torch.from_numpy(part) for part in (data.train.images, data.train.labels)]
+    tests = [torch.from_numpy(part) for part in (data.test.images, data.test.labels)]
+    problem = Problem(
+        given.model,
+        *(tensor[: given.samples] for tensor in tensors),
+        *tests,
+        device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
+        batch_size=given.batch_size,
+        lr=given.lr,
+        epochs=given.epochs if given.accuracy else given.epochs + 1,
+    )
+    return problem, "the small subset" if data.subset else "Fashion-MNIST"
+
+
+def header(given: argparse.Namespace, problem: Problem, data: str) -> str:
+    on_gpu = problem.device.type == "cuda"
+    host = f"{machine.usable_cores()} cores {machine.host_name()}"
+    hardware = f"{torch.cuda.get_device_name(problem.device)}, {host}" if on_gpu else host
+    software = ", ".join([f"Python {platform.python_version()}", *peers.versions()])
+    what = f"{given.model}, {len(problem.images)} images of {data}, batch {given.batch_size}, lr {given.lr}"
+    return f"{hardware}; {software}; {datetime.date.today()}; {what}; n = {given.epochs} epochs after a first"
+
+
+def main() -> int:
+    given = options()
+    peers.hush()
+    problem, data = problem_of(given)
+    words = header(given, problem, data)
+    left_out: list[str] = []
+    if given.accuracy or given.cpu_scaling:
+        print(words.split("; n = ")[0] if given.accuracy else words.split(f"; {given.model}")[0])
+        found: Any = accuracy(problem) if given.accuracy else cpu_scaling(problem, given.rounds)
+    else:
+        found, left_out = compare(given.rows, problem)
+        add_ratios(found)
+        print("\n" + words)
+        for line in left_out:
+            print(line)
+        print_table(found)
+    if given.json:
+        with open(given.json, "w") as file:
+            json.dump({"header": words, "found": found, "left_out": left_out}, file, indent=1)
+    return 1 if any("FAILED" in line for line in left_out) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""From a PyTorch function to tasks: every ATen operation, with the memories it reads and writes.
+
+The function is traced with ``make_fx`` on fake tensors: nothing is computed, and the caller's tensors are not touched.
+Tensors that it takes from outside its arguments (closures, a module's parameters) become constants of the trace, read
+anew at every run. What depends on values (``if x.sum() > 0``) cannot be traced: :class:`CannotTrace` says so.
+
+Memory is known by the storages of the fake results: a view shares its base's, an in-place operation writes its
+argument's. A convolution's backward, one operation in ATen, is taken apart into the gradient of its input, which the
+rest of the backward pass waits for, and those of its weight and bias, which nobody waits for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from manyhands.errors import CannotTrace
+from manyhands.task import Kind, Task
+
+_aten = torch.ops.aten
+# Operations that write to arguments without their schema saying so: the running statistics of batch normalisation.
+_HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
+    _aten.native_batch_norm.default: (3, 4),
+    _aten.cudnn_batch_norm.default: (3, 4),
+    _aten.miopen_batch_norm.default: (3, 4),
+}
+
+
+@dataclass
+class Step:
+    """A task and the operations behind it: one, and the parts taken out of its several results."""
+
+    nodes: list[Node]
+    task: Task
+
+    @property
+    def node(self) -> Node:
+        return self.nodes[0]
+
+
+@dataclass
+class Trace:
+    """A traced function: its steps in program order, inputs, outputs, and how results are put together again."""
+
+    module: GraphModule
+    steps: list[Step]
+    inputs: list[Node]
+    constants: list[Node]
+    outputs: list[Any]
+    structure: Any
+    storages: dict[Node, frozenset[int]] = field(repr=False, default_factory=dict)
+
+    @property
+    def tasks(self) -> list[Task]:
+        return [step.task for step in self.steps]
+
+
+def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Trace:
+    """Trace a function of a flat list of tensors."""
+    structure: Any = None
+
+    def flat(*tensors: torch.Tensor) -> list[Any]:
+        nonlocal structure
+        values, structure = tree_flatten(function(*tensors))
+        return values
+
+    try:
+        module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
+    except Exception as error:
+        raise CannotTrace(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error}") from error
+    _split_convolutions(module)
+    module.graph.eliminate_dead_code()
+    return _described(module, structure)
+
+
+def _described(module: GraphModule, structure: Any) -> Trace:
+    nodes = list(module.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    constants = [node for node in nodes if node.op == "get_attr"]
+    storages: dict[Node, frozenset[int]] = {}
+    for number, node in enumerate(nodes):
+        shared = _aliased(node, storages)
+        # A view touches no memory of its own; this stands for the handle itself, so that its users come after it.
+        handle = frozenset({number}) if shared else frozenset()
+        storages[node] = _storages(node, module) | shared | handle
+    steps: list[Step] = []
+    step_of: dict[Node, Step] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem and node.args[0] in step_of:
+            step_of[node] = step_of[node.args[0]]
+            step_of[node].nodes.append(node)
+            continue
+        step_of[node] = Step([node], _task(node, storages))
+        steps.append(step_of[node])
+    output = next(node for node in nodes if node.op == "output").args[0]
+    return Trace(module, steps, inputs, constants, list(output), structure, storages)
+
+
+def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
+    read: set[int] = set()
+    for argument in node.all_input_nodes:
+        read |= storages[argument]
+    written = _written(node, storages)
+    own = storages[node] | frozenset().union(
+        *(storages[user] for user in node.users if user.target is operator.getitem)
+    )
+    fresh = own - read
+    device, kind = _place(node)
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    name = str(node.target).removeprefix("aten.").split(".")[0]
+    return Task(
+        name=name,
+        reads=frozenset(read),
+        writes=frozenset(written | fresh),
+        device=device,
+        kind=kind,
+        token=f"random numbers of {device}" if random else None,
+    )
+
+
+def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:
+    """The memories of those arguments that the operation's schema says it writes to."""
+    schema = getattr(node.target, "_schema", None)
+    found: set[int] = set()
+    for number, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found |= _of_argument(node, number, argument.name, storages)
+    for number in _HIDDEN_WRITES.get(node.target, ()):
+        found |= _of_argument(node, number, "", storages)
+    return found
+
+
+def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
+    """The memories of arguments that the result is a view of, or is itself."""
+    if node.target is operator.getitem:
+        return frozenset()
+    schema = getattr(node.target, "_schema", None)
+    found: set[int] = set()
+    for number, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None:
+            found |= _of_argument(node, number, argument.name, storages)
+    return frozenset(found)
+
+
+def _of_argument(node: Node, number: int, name: str, storages: dict[Node, frozenset[int]]) -> set[int]:
+    value = node.args[number] if number < len(node.args) else node.kwargs.get(name)
+    found: set[int] = set()
+    for one in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(one, Node):
+            found |= storages[one]
+    return found
+
+
+def _storages(node: Node, module: GraphModule) -> frozenset[int]:
+    if node.op == "get_attr":
+        value = getattr(module, str(node.target))
+        # A negative number: never the same as a fake storage's, and the same for two names of one tensor.
+        return frozenset({-value.untyped_storage().data_ptr() - 1}) if isinstance(value, torch.Tensor) else frozenset()
+    values, _ = tree_flatten(node.meta.get("val"))
+    return frozenset(value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor))
+
+
+def _place(node: Node) -> tuple[str, Kind]:
+    """Device and kind of lane: a copy between devices goes to the copy lane of the GPU that takes part in it."""
+    results = [value for value in tree_flatten(node.meta.get("val"))[0] if isinstance(value, torch.Tensor)]
+    sources = [
+        argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)
+    ]
+    target = results[0].device if results else sources[0].device if sources else torch.device("cpu")
+    source = next((value.device for value in sources if value.dim() or value.device.type != "cpu"), target)
+    if node.target in (_aten._to_copy.default, _aten.copy_.default) and source.type != target.type:
+        return _name(source if source.type == "cuda" else target), "copy"
+    return _name(target), "compute"
+
+
+def _name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else f"gpu:{device.index or 0}"
+
+
+def _split_convolutions(module: GraphModule) -> None:
+    """Make two operations of every convolution's backward that gives both input and weight gradients."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is not _aten.convolution_backward.default or not (node.args[-1][0] and node.args[-1][1]):
+            continue
+        *arguments, mask = node.args
+        with graph.inserting_before(node):
+            for_input = graph.call_function(node.target, (*arguments, [True, False, False]))
+            for_weight = graph.call_function(node.target, (*arguments, [False, True, mask[2]]))
+        whole = node.meta["val"]
+        for_input.meta["val"] = (whole[0], None, None)
+        for_weight.meta["val"] = (None, whole[1], whole[2])
+        for user in list(node.users):
+            user.replace_input_with(node, for_input if user.args[1] == 0 else for_weight)
+        graph.erase_node(node)
+    module.recompile()
+
+
+def put_together(values: Sequence[Any], trace: Trace) -> Any:
+    return tree_unflatten(list(values), trace.structure)

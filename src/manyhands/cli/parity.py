@@ -1,0 +1,75 @@
+"""``manyhands parity``: is training on N devices the same as on one? Trained and compared."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import BadSettings
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "parity",
+        help="train a few steps on 1 and on N devices, and print the largest difference",
+        description="Compares weights after 50 steps in float64 (limit 1e-12) and after 5 in float32 (limit 1e-5).",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_SCRIPT",
+        help="resnet18, lenet, small-resnet, mlp, or script.py:function, which gives (model, (X, y)) or (.., .., loss)",
+    )
+    parser.add_argument("--devices", type=int, default=2, help="processes on the CPU to compare with one (default 2)")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.set_defaults(run_command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from manyhands.training.torch import parity
+
+    model, data, loss = _what(options.model)
+    print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
+    found = parity.compare(model, data, options.devices, loss=loss, batch_size=options.batch_size)
+    for one in found:
+        shares = "even" if one.shares is None else ":".join(f"{share:g}" for share in one.shares)
+        verdict = "equal" if one.equal else "NOT EQUAL"
+        figures = f"{one.difference:>10.1e} {one.limit:>7.0e}"
+        print(f"{one.precision:<10} {one.steps:>5} {one.devices:>7} {shares:<12} {figures} {verdict}")
+    return 0 if all(one.equal for one in found) else 1
+
+
+def _what(text: str) -> tuple[Any, Any, Any]:
+    """Model, data and loss: by name, or from the user's script."""
+    from manyhands.training import fashion_mnist
+    from manyhands.training.torch import datasets
+    from manyhands.training.torch.models import MODELS, initialise
+    from manyhands.training.torch.sources import Arrays, source
+
+    if text in MODELS:
+        net = MODELS[text](num_classes=10)
+        initialise(net, 0)
+        return net, datasets.of(fashion_mnist.load(), None)[0], None
+    path, _, name = text.partition(":")
+    if not name or not Path(path).is_file():
+        raise BadSettings(f"{text!r} is neither one of {', '.join(MODELS)} nor script.py:function")
+    made = getattr(_load(Path(path)), name)()
+    model, data, *loss = made
+    arrays = source(data)
+    if not isinstance(arrays, Arrays):
+        raise BadSettings(f"{name}() must give its data as (X, y) tensors or arrays, not a {type(data).__name__}")
+    return model, arrays, loss[0] if loss else None
+
+
+def _load(path: Path) -> Any:
+    """The user's script as a module of its own name, so that its classes can be sent to workers."""
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location("__main__", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    module.__name__ = "__mp_main__"  # cloudpickle sends what is defined here by value, and no `main` guard runs
+    spec.loader.exec_module(module)
+    return module

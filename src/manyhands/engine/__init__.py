@@ -1,0 +1,1 @@
+"""From tasks to a schedule over lanes, checked, simulated and explained. Imports no framework."""

@@ -1,0 +1,82 @@
+"""A graph as a picture: tasks from top to bottom by what they need, coloured by lane."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from manyhands.engine.schedule import Schedule
+
+_COLOURS = (
+    "#4e79a7",
+    "#f28e2b",
+    "#59a14f",
+    "#e15759",
+    "#76b7b2",
+    "#edc948",
+    "#b07aa1",
+    "#9c755f",
+    "#ff9da7",
+    "#bab0ac",
+)
+_WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 110, 24, 14, 26
+
+
+def save(schedule: Schedule, path: Path) -> Path:
+    path.write_text(svg(schedule))
+    return path
+
+
+def svg(schedule: Schedule) -> str:
+    """Boxes for tasks, lines for needs, a legend of lanes."""
+    places = _places(schedule)
+    legend = sorted(set(schedule.lane_of))
+    top = 20 + 20 * len(legend)
+    width = 40 + max((x for x, _ in places), default=0) + _WIDTH
+    height = top + 40 + max((y for _, y in places), default=0) + _HEIGHT
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for row, lane in enumerate(legend):
+        parts.append(f'<rect x="20" y="{12 + 20 * row}" width="14" height="14" fill="{_colour(lane)}"/>')
+        parts.append(f'<text x="40" y="{23 + 20 * row}">{escape(str(schedule.lanes[lane]))}</text>')
+    for task, needs in enumerate(schedule.graph.needs):
+        x, y = places[task]
+        for need in sorted(needs):
+            a, b = places[need]
+            across = schedule.lane_of[need] != schedule.lane_of[task]
+            parts.append(
+                f'<line x1="{20 + a + _WIDTH / 2}" y1="{top + b + _HEIGHT}" x2="{20 + x + _WIDTH / 2}" y2="{top + y}" '
+                f'stroke="{"#c00" if across else "#999"}" stroke-width="{1.2 if across else 0.8}"/>'
+            )
+    for task, (x, y) in enumerate(places):
+        one = schedule.graph.tasks[task]
+        parts.append(
+            f"<g><title>{escape(one.name)}: {one.seconds * 1e6:.1f} us on {escape(one.device)}</title>"
+            f'<rect x="{20 + x}" y="{top + y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4" '
+            f'fill="{_colour(schedule.lane_of[task])}"/>'
+            f'<text x="{20 + x + _WIDTH / 2}" y="{top + y + 16}" text-anchor="middle" fill="white">'
+            f"{escape(one.name[:17])}</text></g>"
+        )
+    return "\n".join([*parts, "</svg>"])
+
+
+def _colour(lane: int) -> str:
+    return _COLOURS[lane % len(_COLOURS)]
+
+
+def _places(schedule: Schedule) -> list[tuple[float, float]]:
+    """A row for each length of the longest chain before a task; in a row, lanes side by side."""
+    depth = [0] * len(schedule.graph)
+    for task, needs in enumerate(schedule.graph.needs):
+        depth[task] = 1 + max((depth[need] for need in needs), default=-1)
+    rows: dict[int, list[int]] = {}
+    for task in range(len(schedule.graph)):
+        rows.setdefault(depth[task], []).append(task)
+    places: list[tuple[float, float]] = [(0.0, 0.0)] * len(schedule.graph)
+    for row, tasks in rows.items():
+        for column, task in enumerate(sorted(tasks, key=lambda one: (schedule.lane_of[one], one))):
+            places[task] = (column * (_WIDTH + _GAP_X), row * (_HEIGHT + _GAP_Y))
+    return places

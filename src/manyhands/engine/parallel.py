@@ -1,0 +1,185 @@
+"""``parallel(fn)``: trace, plan, check, measure, keep what is fastest; plain execution is always among the candidates.
+
+A call is known by its signature (structure, shapes, strides, dtypes, devices, modes, plain values). The first call of a
+signature traces the function, measures its operations, plans for several numbers of lanes, proves every plan, tries
+the promising ones and compares results with plain execution. What is not faster, or not equal, is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhands.engine import draw
+from manyhands.engine.check import check
+from manyhands.engine.graph import graph
+from manyhands.engine.schedule import Lane, Schedule, schedule
+from manyhands.engine.simulate import bounds, simulate
+from manyhands.engine.timeline import Timeline
+from manyhands.errors import CannotTrace, EngineError
+
+_SIGNATURES = 8
+_LANES = (2, 3, 4, 8)
+_CLOSE = 1e-5  # how far results may be from plain execution's (another kernel may add in another order)
+
+
+@dataclass
+class Planned:
+    """What is known of one signature."""
+
+    run: Callable[[Any], Any]
+    how: str
+    schedule: Schedule | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Parallel:
+    """A function that gives what the plain one gives, sooner where that is possible."""
+
+    def __init__(self, function: Callable[..., Any], backend: Any, *, reuse_outputs: bool = False) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.backend = backend
+        self.reuse_outputs = reuse_outputs
+        self._planned: OrderedDict[Any, Planned] = OrderedDict()
+        self._last: Planned | None = None
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        call = self.backend.call(arguments, keywords)
+        planned = self._planned.get(call.signature)
+        if planned is None:
+            planned = self._planned[call.signature] = self._plan(call)
+            if len(self._planned) > _SIGNATURES:
+                self._planned.popitem(last=False)
+        self._last = planned
+        return planned.run(call)
+
+    # Telling
+
+    def explain(self) -> str:
+        """How the last call was run, what it took, what bounds it, and why it is not faster."""
+        planned = self._must_have_run()
+        lines = [f"{getattr(self.function, '__name__', 'function')}: run as {planned.how}"]
+        for name, spent in planned.seconds.items():
+            told = f", predicted {planned.predicted[name] * 1e3:.3f} ms" if name in planned.predicted else ""
+            lines.append(f"  {name:<24} {spent * 1e3:9.3f} ms measured{told}")
+        if planned.schedule is not None:
+            lines += _about(planned.schedule)
+        return "\n".join([*lines, *(f"  {note}" for note in planned.notes)])
+
+    def draw(self, path: str | Path) -> Path:
+        """The graph as SVG, coloured by lane."""
+        return draw.save(self._scheduled(), Path(path))
+
+    def timeline(self, path: str | Path) -> Path:
+        """When each task runs on which lane: a trace (``.json``) or a picture (``.png``), from measured costs."""
+        return self.simulated().save(path)
+
+    def simulated(self) -> Timeline:
+        return simulate(self._scheduled())
+
+    def _must_have_run(self) -> Planned:
+        if self._last is None:
+            raise EngineError("call the function first: it is planned for the arguments that it gets")
+        return self._last
+
+    def _scheduled(self) -> Schedule:
+        planned = self._must_have_run()
+        if planned.schedule is None:
+            raise EngineError(f"there is no schedule: {planned.how}; {'; '.join(planned.notes)}")
+        return planned.schedule
+
+    # Planning
+
+    def _plan(self, call: Any) -> Planned:
+        try:
+            found = self.backend.trace(self.function, call)
+            device = self.backend.device_of(call, found)
+        except CannotTrace as error:
+            return Planned(self._plainly, "plain execution", notes=[f"cannot be traced: {error}"])
+        with self.backend.untouched(found, call.tensors):
+            return self._choose(call, found, device)
+
+    def _plainly(self, call: Any) -> Any:
+        arguments, keywords = call.rebuild(call.tensors)
+        return self.function(*arguments, **keywords)
+
+    def _choose(self, call: Any, found: Any, device: Any) -> Planned:
+        """Try plain execution, one lane, and the plans that promise more; keep the fastest that is right."""
+        backend = self.backend
+        measured = graph(backend.costs(found, device))
+        best = Planned(self._plainly, "plain execution")
+        best.seconds["plain execution"] = least = backend.seconds(lambda: self._plainly(call), device)
+        if device is None:
+            best.schedule = _candidates(measured)[0][1]
+            best.notes.append("CPU lanes are not used yet: PyTorch's own threads work on each operation")
+            return best
+        with backend.untouched(found, call.tensors):
+            expected = backend.copied(backend.flat_results(self._plainly(call)))
+        for name, made in [("one lane, one graph", None), *_candidates(measured)]:
+            plan = backend.one_lane(found) if made is None else _handed_over(backend, made)
+            if made is not None:
+                check(made)
+                best.predicted[name] = simulate(made).seconds
+            with backend.untouched(found, call.tensors):
+                run = backend.graph_run(found, plan, call.tensors, device)
+            with backend.untouched(found, call.tensors):
+                same, difference = backend.equal(run.replay(call.tensors), expected)
+            if not same and difference > _CLOSE:
+                best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
+                continue
+            with backend.untouched(found, call.tensors):
+                best.seconds[name] = spent = backend.seconds(lambda run=run: run.replay(call.tensors), device)
+            if spent < least:
+                least = spent
+                best.how = name + (", equal to the bit" if same else f", equal to {difference:.0e}")
+                best.run = self._replaying(run, found)
+                best.schedule = made or schedule(measured, _lanes(measured, 1))
+        return best
+
+    def _replaying(self, run: Any, found: Any) -> Callable[[Any], Any]:
+        def replay(call: Any) -> Any:
+            results = run.replay(call.tensors)
+            return self.backend.together(results if self.reuse_outputs else self.backend.copied(results), found)
+
+        return replay
+
+
+def _lanes(measured: Any, count: int) -> list[Lane]:
+    kinds = dict.fromkeys((task.device, task.kind) for task in measured.tasks)
+    return [Lane(device, kind, number) for device, kind in kinds for number in range(count if kind == "compute" else 1)]
+
+
+def _candidates(measured: Any) -> list[tuple[str, Schedule]]:
+    """Plans for several numbers of lanes, those first that simulation likes."""
+    made = [
+        (f"{count} lanes, one graph", schedule(measured, _lanes(measured, count), switch_seconds=1e-6))
+        for count in _LANES
+    ]
+    return sorted(made, key=lambda pair: simulate(pair[1], wait_seconds=1e-6).seconds)
+
+
+def _handed_over(backend: Any, made: Schedule) -> Any:
+    return backend.plan_of([lane.kind for lane in made.lanes], made.lane_of, made.order, made.waits)
+
+
+def _about(made: Schedule) -> list[str]:
+    limit = bounds(made)
+    lanes = made.per_lane()
+    lines = [
+        f"  {len(made.graph)} tasks, {sum(map(bool, lanes))} lanes, {made.wait_count()} waits between them",
+        *(f"    {lane}: {len(own)} tasks" for lane, own in zip(made.lanes, lanes, strict=True) if own),
+        f"  work {made.graph.work() * 1e3:.3f} ms; longest chain {limit.critical_path * 1e3:.3f} ms; busiest device "
+        f"{limit.busiest_device * 1e3:.3f} ms",
+    ]
+    if limit.critical_path >= limit.busiest_device:
+        lines.append("  bound by the longest chain: more lanes cannot help")
+    else:
+        lines.append("  bound by the device: its work fills it, more lanes cannot help")
+    return lines

@@ -1,0 +1,139 @@
+"""From a graph to a schedule: a lane for every task, a place in its order, and the waits between lanes.
+
+List scheduling in the manner of HEFT (Topcuoglu, Hariri and Wu, 2002): tasks are taken by their upward rank, the
+length of the longest chain from them to the end, and each goes to the lane on which it ends first; of equal ones to
+the lane of the task it waited for last, so that no wait between lanes is needed there.
+
+A lane does its tasks in order. Of what a task needs on other lanes only those waits are kept that nothing else implies:
+each lane carries a clock with what it knows to be over on every lane, and a wait brings the other lane's clock along.
+If c (lane 0) has waited for b (lane 1), and b for a (lane 2), then c and all after it on lane 0 need not wait for a.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from manyhands.engine.graph import Graph
+from manyhands.task import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """An ordered queue of work on a device: a stream, a copy engine, a worker thread."""
+
+    device: str
+    kind: Kind = "compute"
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.kind} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which lane does which task, in which order everything is issued, and who waits for whom."""
+
+    graph: Graph
+    lanes: tuple[Lane, ...]
+    lane_of: tuple[int, ...]
+    order: tuple[int, ...]
+    waits: Mapping[int, tuple[int, ...]]
+
+    def per_lane(self) -> list[list[int]]:
+        """The tasks of each lane, in its order."""
+        found: list[list[int]] = [[] for _ in self.lanes]
+        for task in self.order:
+            found[self.lane_of[task]].append(task)
+        return found
+
+    def wait_count(self) -> int:
+        return sum(map(len, self.waits.values()))
+
+
+def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0) -> Schedule:
+    """Give every task of the graph one of the lanes of its device and kind.
+
+    ``switch_seconds`` is what a wait between two lanes costs.
+    """
+    choices = _choices(graph, lanes)
+    rank = upward_ranks(graph)
+    free = [0.0] * len(lanes)
+    end = [0.0] * len(graph)
+    lane_of = [-1] * len(graph)
+    order: list[int] = []
+    missing = [len(needs) for needs in graph.needs]
+    ready = [(-rank[i], i) for i in range(len(graph)) if not missing[i]]
+    heapq.heapify(ready)
+    while ready:
+        _, index = heapq.heappop(ready)
+        task = graph.tasks[index]
+        needs = graph.needs[index]
+        latest = max(needs, key=end.__getitem__, default=None)
+        best: tuple[float, bool, int] | None = None
+        for lane in choices[task.device, task.kind]:
+            start = free[lane]
+            for need in needs:
+                arrives = end[need] + (switch_seconds if lane_of[need] != lane else 0.0)
+                start = max(start, arrives)
+            elsewhere = latest is not None and lane_of[latest] != lane
+            candidate = (start, elsewhere, lane)
+            if best is None or candidate < best:
+                best = candidate
+        assert best is not None
+        start, _, lane = best
+        lane_of[index] = lane
+        end[index] = free[lane] = start + task.seconds
+        order.append(index)
+        for follower in graph.followers[index]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready, (-rank[follower], follower))
+    return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
+
+
+def upward_ranks(graph: Graph) -> list[float]:
+    """For each task the seconds of the longest chain from it to the end, its own included."""
+    rank = [0.0] * len(graph)
+    for index in range(len(graph) - 1, -1, -1):
+        after = max((rank[follower] for follower in graph.followers[index]), default=0.0)
+        rank[index] = graph.tasks[index].seconds + after
+    return rank
+
+
+def needed_waits(graph: Graph, lane_of: Sequence[int], order: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The waits between lanes that nothing else implies, for tasks issued in that order."""
+    place: dict[int, int] = {}  # the number of a task on its lane
+    issued: dict[int, int] = {}
+    clocks: list[dict[int, int]] = [{} for _ in range(max(lane_of, default=-1) + 1)]
+    known_after: dict[int, dict[int, int]] = {}
+    waits: dict[int, tuple[int, ...]] = {}
+    for task in order:
+        lane = lane_of[task]
+        clock = clocks[lane]
+        wanted = []
+        for need in sorted(graph.needs[task], key=issued.__getitem__, reverse=True):
+            other = lane_of[need]
+            if other != lane and clock.get(other, -1) < place[need]:
+                wanted.append(need)
+                for key, value in known_after[need].items():
+                    clock[key] = max(clock.get(key, -1), value)
+        if wanted:
+            waits[task] = tuple(wanted)
+        place[task] = clock[lane] = clock.get(lane, -1) + 1
+        issued[task] = len(issued)
+        # Copied only where another lane may look at it: a task whose followers are all on its own lane is not asked.
+        if any(lane_of[follower] != lane for follower in graph.followers[task]):
+            known_after[task] = dict(clock)
+    return waits
+
+
+def _choices(graph: Graph, lanes: Sequence[Lane]) -> dict[tuple[str, Kind], list[int]]:
+    choices: dict[tuple[str, Kind], list[int]] = {}
+    for number, lane in enumerate(lanes):
+        choices.setdefault((lane.device, lane.kind), []).append(number)
+    for task in graph.tasks:
+        if (task.device, task.kind) not in choices:
+            raise ValueError(f"no lane for {task.name}: it needs one for {task.kind} on {task.device}")
+    return choices

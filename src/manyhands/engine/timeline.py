@@ -1,0 +1,89 @@
+"""Spans on lanes: what a run, measured or simulated, looked like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A named interval on a lane, in seconds."""
+
+    name: str
+    lane: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max((span.stop for span in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
+
+    def lanes(self) -> list[str]:
+        return sorted({span.lane for span in self.spans})
+
+    def busy(self, lane: str) -> float:
+        return sum(span.stop - span.start for span in self.spans if span.lane == lane)
+
+    def save(self, path: str | Path) -> Path:
+        """A trace for Perfetto or chrome://tracing (``.json``), or a picture (``.png``, ``.svg``)."""
+        path = Path(path)
+        if path.suffix == ".json":
+            path.write_text(json.dumps(self.trace_events()))
+        else:
+            _picture(self.spans, path)
+        return path
+
+    def trace_events(self) -> dict[str, Any]:
+        lanes = {lane: number for number, lane in enumerate(self.lanes())}
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}
+            for lane, number in lanes.items()
+        ]
+        spans = [
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": 0,
+                "tid": lanes[span.lane],
+                "ts": span.start * 1e6,
+                "dur": (span.stop - span.start) * 1e6,
+            }
+            for span in self.spans
+        ]
+        return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
+
+
+def _picture(spans: Sequence[Span], path: Path) -> None:
+    """A Gantt picture: a row per lane, a bar per span, coloured by what it is."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    lanes = sorted({span.lane for span in spans})
+    kinds = sorted({span.name for span in spans})
+    colours = {kind: colormaps["tab20"](number % 20) for number, kind in enumerate(kinds)}
+    figure = Figure(figsize=(12, 1.2 + 0.5 * len(lanes)), layout="constrained")
+    axes = figure.add_subplot()
+    begin = min((span.start for span in spans), default=0.0)
+    for row, lane in enumerate(lanes):
+        own = [span for span in spans if span.lane == lane]
+        axes.broken_barh(
+            [((span.start - begin) * 1e3, (span.stop - span.start) * 1e3) for span in own],
+            (row - 0.4, 0.8),
+            facecolors=[colours[span.name] for span in own],
+            edgecolor="white",
+            linewidth=0.3,
+        )
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)

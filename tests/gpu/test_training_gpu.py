@@ -1,0 +1,162 @@
+"""Training on a real GPU: the graph computes what plain steps compute, and nothing makes the host wait."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from manyhands import torch as mh  # noqa: E402
+from manyhands.training.settings import Settings  # noqa: E402
+from manyhands.training.torch import world  # noqa: E402
+from manyhands.training.torch.job import Job  # noqa: E402
+from manyhands.training.torch.objective import Supervised  # noqa: E402
+from manyhands.training.torch.rank import Rank  # noqa: E402
+from manyhands.training.torch.sources import Arrays, source  # noqa: E402
+from manyhands.training.torch.trainer import _Sgd  # noqa: E402
+
+IMAGES = torch.rand(330, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(5, (330,), generator=torch.Generator().manual_seed(1))
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 8, 3),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(800, 5),
+    )
+
+
+def trained(**settings: Any) -> tuple[dict[str, Any], mh.Result]:
+    model = net()
+    settings = {"devices": ["gpu:0"], "batch_size": 32, "lr": 0.05, "quiet": True, "precision": "fp64", **settings}
+    result = mh.Trainer(3, **settings).fit(model.double(), ((IMAGES, LABELS), (IMAGES[:77], LABELS[:77])))
+    return model.state_dict(), result
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    pairs = [(one[name].double(), other[name].double()) for name in other]
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in pairs)
+
+
+# A learning rate or a step count that is a tensor on the device is a float32 there, whatever the model's numbers are.
+@pytest.mark.parametrize(
+    ("extra", "limit"),
+    [
+        ({}, 1e-10),
+        ({"gradient_clip_val": 0.1}, 1e-10),
+        ({"schedule": mh.one_cycle}, 1e-6),
+        ({"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-3)}, 1e-4),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "schedule": mh.one_cycle}, 1e-6),
+    ],
+    ids=["sgd", "clip", "schedule", "adamw", "momentum and schedule"],
+)
+def test_the_graph_computes_what_plain_steps_compute(extra: dict[str, Any], limit: float) -> None:
+    plain, plain_result = trained(fast=False, **extra)
+    graph, graph_result = trained(**extra)
+    assert "one CUDA graph" in graph_result.notes[0], graph_result.notes
+    assert difference(graph, plain) < limit
+    for one, other in zip(graph_result.rows, plain_result.rows, strict=True):
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=limit)
+        assert one["train_acc"] == other["train_acc"]
+        assert one["test_acc"] == other["test_acc"]
+        assert one["samples"] == 330
+
+
+def test_one_gpu_is_the_cpu() -> None:
+    assert difference(trained()[0], trained(devices=["cpu"])[0]) < 1e-10
+
+
+def test_two_ranks_on_one_gpu_are_one() -> None:
+    """Gloo, as NCCL refuses two ranks on one GPU; started after this process has used CUDA."""
+    alone, _ = trained(batch_stats="global")
+    for shares in (None, [0.7, 0.3]):
+        both, result = trained(batch_stats="global", ranks_per_device=2, shares=shares)
+        assert result.devices == ["gpu:0", "gpu:0"]
+        assert difference(both, alone) < 1e-10
+
+
+def test_a_cpu_and_a_gpu_in_one_job() -> None:
+    alone, _ = trained(batch_stats="global")
+    both, result = trained(batch_stats="global", devices=["gpu:0", "cpu"], shares="measured")
+    assert difference(both, alone) < 1e-10
+    assert any("shares measured" in note for note in result.notes)
+    assert result.shares is not None
+    assert sum(result.shares) == pytest.approx(1)
+
+
+def _rank(**settings: Any) -> Rank:
+    job = Job(
+        model=net(),
+        objective=Supervised(torch.nn.functional.cross_entropy),
+        train=settings.pop("train", Arrays((IMAGES, LABELS))),
+        test=None,
+        settings=Settings(batch_size=32, **settings),
+        optimizer=_Sgd(0.05),
+    )
+    return Rank(job, world.World(0, 1, torch.device("cuda", 0)), lambda event: None)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_no_step_makes_the_host_wait(fast: bool) -> None:
+    """The strictest check that torch has: an error for every synchronising operation it knows."""
+    rank = _rank(fast=fast, max_epochs=4, gradient_clip_val=1.0)
+    for _ in range(3):  # warm up: kernels, graphs of both sizes
+        rank._train_epoch()
+        rank.cursor = rank.cursor.next_epoch()
+        rank.metrics.peek()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rank._shown = 0.0  # a look at the figures is due
+        rank._train_epoch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert rank.metrics.read().count == 4 * 330
+
+
+def test_a_loader_is_prefetched_without_waits() -> None:
+    dataset = torch.utils.data.TensorDataset(IMAGES, LABELS)
+    samples = source(torch.utils.data.Subset(dataset, range(330)))
+    rank = _rank(train=samples, fast=False)
+    rank._train_epoch()
+    assert rank.metrics.read().count == 330
+    assert "plain steps" in rank.result.notes[0]
+    assert "loader" in _rank(train=samples).result.notes[0]
+
+
+def test_what_cannot_be_captured_falls_back_and_says_why() -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x) * (1.0 if float(x.sum()) > 0 else 2.0)  # reads a value on the host
+
+    model = Reads()
+    result = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True).fit(model, (IMAGES, LABELS))
+    assert any("could not be made" in note for note in result.notes)
+    assert result.rows[-1]["samples"] == 330
+
+
+def test_the_model_comes_back_where_it_was() -> None:
+    model = net()
+    before = copy.deepcopy(model)
+    mh.Trainer(1, num_gpus=1, batch_size=32, quiet=True).fit(model, (IMAGES, LABELS))
+    assert mh.device_of(model) == mh.cpu()
+    assert next(model.parameters()).dtype == torch.float32
+    assert not torch.equal(next(model.parameters()), next(before.parameters()))
+
+
+def test_labels_out_of_range_do_not_reach_the_gpu() -> None:
+    from manyhands.errors import BadLabels
+
+    with pytest.raises(BadLabels, match="0 to 9"):
+        mh.Trainer(1, num_gpus=1, quiet=True).fit(net(), (IMAGES, torch.arange(330) % 10))

@@ -1,0 +1,208 @@
+"""What cannot be trained is refused with the reason; what only looks odd is trained."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import run_python
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from training_cases import CLASSES, Chunks, OneHot, Rows, difference, fit, mlp, vectors
+
+from manyhands.errors import (
+    BadBatch,
+    BadDevice,
+    BadLabels,
+    BadSettings,
+    BadShares,
+    DuplicateDevices,
+    LossIsNotANumber,
+    NoSuchDevice,
+    NotATensor,
+    NotSendable,
+    WorkerFailed,
+)
+from manyhands.training.order import epoch_order
+from manyhands.training.torch.trainer import Trainer
+
+BATCH = 8
+
+
+def spoilt(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    X, y = vectors(40)
+    X[number] = torch.nan
+    return X, y
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_no_number(ranks: int) -> None:
+    """The step and its samples are named, the same on any number of ranks, whichever rank had the sample."""
+    for number in (17, 18, 19):
+        position = epoch_order(0, 0, 40).tolist().index(number)
+        step = position // BATCH
+        with pytest.raises(LossIsNotANumber, match=rf"step {step} is not a number .*samples .*\b{number}\b"):
+            fit(mlp(), spoilt(number), ranks, batch_size=BATCH, max_epochs=1)
+        if ranks == 2:
+            break  # each failure ends the workers; the next job gets new ones
+    assert difference(fit(mlp(), vectors(), ranks)[0], fit(mlp(), vectors(), 1)[0]) <= 1e-12
+
+
+def test_a_loss_that_is_no_number_can_be_ignored() -> None:
+    for ranks in (1, 2):
+        with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
+            _, result = fit(mlp(), spoilt(17), ranks, batch_size=BATCH, max_epochs=2, on_nan="continue")
+        assert [row["samples"] for row in result.rows] == [40, 40]
+        assert result.rows[0]["train_loss"] is None
+
+
+def test_a_loss_from_a_loader_that_is_no_number() -> None:
+    X, y = spoilt(17)
+    with pytest.raises(LossIsNotANumber, match=r"step 2 is not a number .*batch 2 of the loader"):
+        fit(mlp(), Chunks(X, y, BATCH), 1)
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(BadSettings, match="no parameters that could be trained"):
+        fit(nn.Flatten(), vectors())
+    with pytest.raises(BadSettings, match="no parameters that could be trained"):
+        fit(mlp().requires_grad_(False), vectors())
+
+
+def test_labels_out_of_range() -> None:
+    X, y = vectors()
+    for label in (CLASSES, -1):
+        y[5] = label
+        with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
+            fit(mlp(), (X, y))
+    rows = Rows()
+    rows.y[5] = CLASSES
+    with pytest.raises(WorkerFailed, match=r"(?s)rank [01] \(cpu\).*out of bounds"):
+        fit(mlp(), rows, 2)
+
+
+def test_labels_that_are_left_out_and_targets_that_are_no_labels() -> None:
+    X, y = vectors()
+    y[5] = -100
+    fit(mlp(), (X, y), max_epochs=1)
+    counts = nn.Sequential(nn.Linear(6, 1)).double()
+    fit(counts, (X, y), max_epochs=1, lr=0.001, loss=lambda answer, target: ((answer[:, 0] - target) ** 2).mean())
+    tokens = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, CLASSES))
+    fit(tokens, (torch.randint(9, (30, 3)), torch.randint(CLASSES, (30,))), max_epochs=1)
+
+
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(NoSuchDevice):
+        Trainer(devices=["gpu:7"])
+    with pytest.raises(DuplicateDevices):
+        Trainer(devices=["cpu", "cpu"])
+    with pytest.raises(BadDevice):
+        Trainer(devices=["toaster"])
+    with pytest.raises((BadDevice, BadSettings)):
+        Trainer(devices=[])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device must not be there")
+def test_a_device_that_vanished() -> None:
+    trainer = Trainer(1, devices=["cpu"], ranks_per_device=2, quiet=True)
+    trainer.ranks[1] = torch.device("cuda", 0)  # as if it had been there when the trainer was made
+    with pytest.raises(WorkerFailed, match=r"rank 1 \(cuda:0\)"):
+        trainer.fit(mlp(), vectors())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"batch_size": 1}, BadSettings),
+        ({"shares": [1.0]}, BadShares),
+        ({"shares": [-1, 2]}, BadShares),
+        ({"shares": [0, 0]}, BadShares),
+        ({"shares": "evenly"}, BadSettings),
+    ],
+)
+def test_settings_that_do_not_fit_two_devices(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        fit(mlp(), vectors(), 2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": 0}, {"max_epochs": 1.5}, {"batch_size": -1}, {"batch_size": 0}, {"batch_size": "many"},
+        {"lr": -1}, {"lr": float("nan")}, {"lr": "fast"}, {"seed": -1}, {"seed": "x"}, {"precision": "fp8"},
+        {"accumulate": 0}, {"batch_stats": "none"}, {"on_nan": "ignore"}, {"gradient_clip_val": -1},
+        {"gradient_clip_val": "x"}, {"checkpoint_every": 0}, {"keep_checkpoints": 0}, {"hang_seconds": 0},
+        {"hang_seconds": "x"}, {"accumulate": 2, "batch_stats": "global"}, {"loss": "mse"}, {"optimizer": "sgd"},
+        {"schedule": 0.1},
+    ],
+)  # fmt: skip
+def test_silly_settings(options: dict[str, Any]) -> None:
+    with pytest.raises(BadSettings, match=next(iter(options))):
+        fit(mlp(), vectors(), **options)
+
+
+def test_a_silly_number_of_ranks() -> None:
+    with pytest.raises(BadSettings, match="ranks_per_device"):
+        Trainer(devices=["cpu"], ranks_per_device=0)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    with pytest.raises(BadSettings, match="not of this model"):
+        fit(mlp(), vectors(), optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1))
+
+
+def test_empty_data() -> None:
+    X, y = vectors()
+    empty = (X[:0], y[:0])
+    for data in (empty, TensorDataset(*empty), OneHot(0), DataLoader(TensorDataset(*empty)), Chunks(*empty, 4)):
+        with pytest.raises(BadBatch, match="nothing to train on"):
+            fit(mlp(), data)
+    for wrong in (None, 3, object()):
+        with pytest.raises(NotATensor):
+            fit(mlp(), wrong)
+    with pytest.raises(BadBatch, match="same number"):
+        fit(mlp(), (X, y[:5]))
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    model = mlp()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(NotSendable, match="the model of this job"):
+        fit(model, vectors(), 2)
+    lock = threading.Lock()
+    with pytest.raises(NotSendable, match="the objective of this job"):
+        fit(mlp(), vectors(), 2, loss=lambda a, b: nn.functional.cross_entropy(a, b) * bool(lock))
+    fit(model, vectors(), 1)
+
+
+SCRIPT = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from training_cases import fit, mlp, vectors
+
+factor = 2.0
+
+class Doubled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+    def forward(self, X):
+        return factor * self.net(X)
+
+loss = lambda answer, target: torch.nn.functional.cross_entropy(answer, target)
+weights, result = fit(Doubled(), vectors(), 2, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+alone, _ = fit(Doubled(), vectors(), 1, loss=loss)
+print(max(float((weights[n] - alone[n]).abs().max()) for n in alone), len(result.rows))
+"""
+
+
+def test_a_script_without_a_main_guard() -> None:
+    """Its classes, lambdas and globals are sent along; the script itself is not run again in the workers."""
+    done = run_python(SCRIPT)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert float(line.split()[0]) <= 1e-14
+    assert line.split()[1] == "2"

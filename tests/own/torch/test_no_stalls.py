@@ -1,0 +1,149 @@
+"""In the steady state a step asks a device for nothing that the host would have to wait for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+from training_cases import convnet, images, mlp, vectors
+
+from manyhands.training.order import Cursor
+from manyhands.training.settings import Settings
+from manyhands.training.torch.job import Job
+from manyhands.training.torch.objective import objective_for
+from manyhands.training.torch.rank import Rank
+from manyhands.training.torch.recipes import one_cycle
+from manyhands.training.torch.sources import source
+from manyhands.training.torch.step import EagerStep
+from manyhands.training.torch.world import World
+
+WARM = 3  # steps
+# Operations whose result the host has to know, in its value or in its shape.
+WAITING = {
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_static", "masked_select", "unique",
+    "_unique", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount", "histc", "allclose",
+    "argwhere", "combinations", "linalg_eigvals",
+}  # fmt: skip
+
+
+# What asks for a value by name; on a CPU most of these are no operation at all.
+ASKING = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__", "__repr__"}
+
+
+class Waits(TorchDispatchMode):
+    """Writes down the operations that would make the host wait if the tensors were on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.seen = 0
+        self.on_host: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        self.seen += 1
+        masks = name in ("index", "index_put", "index_put_") and any(
+            isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1]
+        )
+        if (name in WAITING or masks) and args[0].data_ptr() not in self.on_host:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class Asks(TorchFunctionMode):
+    """Writes down the calls that ask for a value or for a copy on the host."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        where = [*args[1:], *(kwargs or {}).values()]
+        # PyTorch's clipping names the device of the gradients, which is the CPU only here.
+        clipping = sys._getframe(1).f_code.co_filename.endswith("clip_grad.py")
+        to_host = name == "to" and any(str(one) == "cpu" for one in where) and not clipping
+        if (name in ASKING or to_host) and args[0].data_ptr() not in self.waits.on_host:
+            self.waits.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class WatchedStep(EagerStep):
+    waits: Waits
+
+    def __call__(self, batch: Any, whole: int, step: int) -> None:
+        if step < WARM:
+            super().__call__(batch, whole, step)
+            return
+        # Adam counts its steps on the host, also for parameters on a GPU.
+        self.waits.on_host = {one["step"].data_ptr() for one in self.optimizer.state.values() if "step" in one}
+        with self.waits, Asks(self.waits):
+            super().__call__(batch, whole, step)
+
+
+def waits(job: Job) -> Waits:
+    """What happens between the first few steps and the end of the epoch."""
+    rank = Rank(job, World(0, 1, torch.device("cpu")), lambda event: None)
+    rank.step.__class__ = WatchedStep
+    watched: Any = rank.step
+    watched.waits = Waits()
+    rank._shown = 0.0  # so that the figures are looked at, too
+    rank._train_epoch()
+    assert rank.cursor == Cursor(0, 80, 10, 10)
+    assert watched.waits.seen > 100
+    return watched.waits  # type: ignore[no-any-return]
+
+
+def test_the_hooks_find_what_they_look_for() -> None:
+    x = torch.arange(4.0)
+    for wait in (
+        lambda: x.sum().item(), lambda: bool(x[0]), lambda: x[x > 1], lambda: x.nonzero(), lambda: x.unique(),
+        lambda: x.to("cpu"), lambda: x.cpu(), lambda: x.tolist(), lambda: float(x[0]), lambda: x.numpy(),
+        lambda: x.to(device=torch.device("cpu"), non_blocking=True), lambda: x.masked_select(x > 1),
+    ):  # fmt: skip
+        found = Waits()
+        with found, Asks(found):
+            wait()
+        assert found.found
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"gradient_clip_val": 0.1},
+    "accumulate": {"accumulate": 3},
+    "bf16": {"precision": "bf16"},
+    "go on after a bad loss": {"on_nan": "continue"},
+}
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+@pytest.mark.parametrize("name", CASES)
+def test_a_steady_step_waits_for_nothing(name: str, optimizer: Any) -> None:
+    settings = Settings(**{"max_epochs": 1, "batch_size": 8, "precision": "fp32", **CASES[name]})
+    X, y = images(80)
+    model = convnet().float()
+    data = source((X.float(), y))
+    job = Job(model, objective_for(model, None), data, None, settings, optimizer, schedule=one_cycle)
+    assert waits(job).found == []
+
+
+def test_steps_from_a_loader_wait_for_nothing() -> None:
+    X, y = vectors(80)
+    dataset = TensorDataset(X, y)
+    model = mlp(dropout=0.5, norm=True)
+    for data in (DataLoader(dataset, batch_size=8, shuffle=True), DataLoader(dataset, batch_size=8, drop_last=True)):
+        job = Job(model, objective_for(model, None), source(data), None, Settings(1, 8), momentum)
+        assert waits(job).found == []

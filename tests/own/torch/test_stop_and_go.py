@@ -1,0 +1,214 @@
+"""Stopped at any moment and resumed, a job sees every sample once; a worker that fails is named, and nothing hangs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from training_cases import Harm, OneHot, SumsUp, answer_itself, fit, mlp, one_hot, rows, same, vectors
+
+from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
+from manyhands.training import checkpoint, durable
+from manyhands.training.run_folder import RunFolder
+from manyhands.training.torch import pool
+from manyhands.training.torch.trainer import Trainer
+
+COUNT = 40
+STEPS = 12  # of 96 samples in batches of 16, in two epochs
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def with_dropout(ranks: int, run: Path, **options: Any) -> Any:
+    given = {"run": run, "optimizer": momentum, "checkpoint_every": 1, "keep_checkpoints": 100, **options}
+    return fit(mlp(dropout=0.5, norm=True), (vectors(96), vectors(20)), ranks, **given)
+
+
+def as_if_killed(run: Path, step: int) -> Path:
+    """A copy of a run's folder as a kill soon after that step would have left it; rows may be ahead of it."""
+    copied = run.with_name(f"killed-{step}")
+    shutil.copytree(run, copied)
+    checkpoint.drop_after(copied / "checkpoints", step)
+    return copied
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resumed_on_as_many_ranks_all_is_the_same(tmp_path: Path, ranks: int) -> None:
+    """In the middle of an epoch, exactly at its end, in the next one; dropout and momentum included: bit by bit."""
+    whole, expected = with_dropout(ranks, tmp_path / "whole")
+    for step in (1, 3, STEPS // 2, 8, STEPS):
+        killed = as_if_killed(tmp_path / "whole", step)
+        resumed, result = with_dropout(ranks, killed, resume="auto")
+        assert same(whole, resumed)
+        assert rows(result) == rows(expected)
+        assert [row["epoch"] for row in RunFolder.open(killed).metrics()] == [1, 2]
+
+
+def test_a_dataset_with_random_numbers_and_a_shuffling_loader(tmp_path: Path) -> None:
+    """The order of a loader that shuffles by itself is the same when the job is resumed in its second epoch."""
+    X, y = vectors(96)
+
+    def train(name: str, schedule: Any = None, resume: str | None = None) -> Any:
+        dataset = torch.utils.data.TensorDataset(X, y)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True, drop_last=True)
+        options = {"run": tmp_path / name, "checkpoint_every": 4, "schedule": schedule, "resume": resume}
+        return fit(mlp(dropout=0.5), loader, 1, **options)
+
+    def stop(_: float) -> float:
+        checkpoints = tmp_path / "cut" / "checkpoints"
+        if (checkpoints / "step-00000008").exists():
+            raise KeyboardInterrupt
+        return 1.0
+
+    whole, _ = train("whole")
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", stop)
+    assert same(whole, train("cut", resume="auto")[0])
+
+
+def seen(run: Path, ranks: int, *, harm: Any = None, epochs: int = 1, **options: Any) -> torch.Tensor:
+    """How often each sample was trained on, as the weights tell; the last batch is as large as the others."""
+    given = {"max_epochs": epochs, "batch_size": 4, "lr": 4.0, "checkpoint_every": 2, "run": run, **options}
+    weights, _ = fit(SumsUp(COUNT), OneHot(COUNT, harm), ranks, loss=answer_itself, **given)
+    return weights["seen"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_resumed_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
+    seen(tmp_path / "run", before, keep_checkpoints=100)
+    killed = as_if_killed(tmp_path / "run", 6)
+    assert checkpoint.load(killed / "checkpoints").state["cursor"]["sample"] == 24
+    assert seen(killed, after, resume="auto").tolist() == [1.0] * COUNT
+    assert [row["samples"] for row in RunFolder.open(killed).metrics()] == [COUNT]
+
+
+def test_a_worker_that_is_killed_from_outside(tmp_path: Path) -> None:
+    fit(mlp(), vectors(), 2)  # so that there is a pool
+    (workers,) = [one.workers for one in pool._pools.values()]
+    victim = random.Random(5).randrange(2)
+    delay = random.random() * 0.5
+
+    def kill() -> None:
+        while not (tmp_path / "run" / "checkpoints" / "step-00000002").exists():
+            time.sleep(0.01)
+        time.sleep(delay)
+        workers[victim].process.send_signal(signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=f"rank {victim} .* was killed by SIGKILL"):
+        seen(tmp_path / "run", 2, epochs=500)
+    assert time.monotonic() - began < 20
+    epochs = int(checkpoint.load(tmp_path / "run" / "checkpoints").state["cursor"]["epoch"]) + 1
+    assert seen(tmp_path / "run", 2, resume="auto", epochs=epochs).tolist() == [float(epochs)] * COUNT
+
+
+def test_a_worker_that_hangs_is_named_with_its_stack() -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"rank [01] \(cpu\) made no step") as caught:
+        Trainer(
+            1, devices=["cpu"], ranks_per_device=2, batch_size=4, loss=answer_itself, precision="fp64", quiet=True,
+            hang_seconds=0.5,
+        ).fit(SumsUp(COUNT), OneHot(COUNT, Harm("hang", 17)))  # fmt: skip
+    assert time.monotonic() - began < 30
+    text = str(caught.value)
+    assert text.count("made no step") == 1
+    assert "rank 0 (cpu), rank 1" not in text
+    assert "training_cases.py" in text
+    assert "__call__" in text
+
+
+def test_an_error_in_a_worker_shows_rank_and_traceback() -> None:
+    with pytest.raises(WorkerFailed, match=r"(?s)rank [01] \(cpu\).*Traceback.*sample 17 is spoilt"):
+        fit(SumsUp(COUNT), OneHot(COUNT, Harm("raise", 17)), 2, loss=answer_itself)
+
+
+def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:
+    """kill -9 leaves the caller no time to say goodbye: the workers notice."""
+    code = f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from training_cases import *
+        fit(mlp(), vectors(), 2, run={str(tmp_path / "run")!r}, max_epochs=100000, checkpoint_every=5)
+    """
+    caller = subprocess.Popen([sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())])
+    try:
+        until = time.monotonic() + 60
+        while checkpoint.latest(tmp_path / "run" / "checkpoints") is None and time.monotonic() < until:
+            time.sleep(0.1)
+        workers = psutil.Process(caller.pid).children(recursive=True)
+        assert len(workers) == 2
+    finally:
+        caller.kill()
+        caller.wait()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+    assert checkpoint.load(tmp_path / "run" / "checkpoints").step > 0
+
+
+def test_no_space_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on and says so; the checkpoint before stays."""
+    written = durable.write
+
+    def full(path: Path, data: bytes) -> None:
+        if "step-00000004" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written(path, data)
+
+    monkeypatch.setattr(durable, "write", full)
+    with pytest.warns(UserWarning, match="No space left on device.*goes on"):
+        seen(tmp_path / "run", 1, keep_checkpoints=10, checkpoint_every=2)
+    steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert steps == [f"step-{step:08}" for step in (2, 6, 8, 10)]
+    assert issubclass(CheckpointNotWritten, OSError)
+
+
+def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fit(mlp(), vectors(), 1, run=run, max_epochs=1)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("weights of another model", {"model": mlp(norm=True)}),
+        ("batch_size=16", {"batch_size": 8}),
+        ("seed=0", {"seed": 1}),
+        ("90 samples, this one has 91", {"data": vectors(91)}),
+        ("shuffled", {"data": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*vectors()), batch_size=16)}),
+        ("optimizer SGD", {"optimizer": torch.optim.AdamW}),
+    ]
+    for ranks in (1, 2):
+        for words, options in cases:
+            given = {"model": mlp(), "data": vectors(), "resume": run, **options}
+            with pytest.raises(WrongCheckpoint, match=words):
+                fit(given.pop("model"), given.pop("data"), ranks, max_epochs=2, **given)
+            if ranks == 2:
+                break  # one is enough: each failure ends the workers
+    with pytest.raises(NoCheckpoint):
+        fit(mlp(), vectors(), 1, resume=tmp_path / "nowhere")
+
+
+def test_a_job_that_is_over_gives_its_weights(tmp_path: Path) -> None:
+    first, result = fit(mlp(), (vectors(), vectors(20)), 1, run=tmp_path / "run")
+    again, same_result = fit(mlp(), (vectors(), vectors(20)), 1, run=tmp_path / "run", resume="auto")
+    assert same(first, again)
+    assert rows(result) == rows(same_result)
+    longer, _ = fit(mlp(), (vectors(), vectors(20)), 1, run=tmp_path / "run", resume="auto", max_epochs=3)
+    assert same(longer, fit(mlp(), vectors(), 1, max_epochs=3)[0])
+
+
+def test_one_hot_counts() -> None:
+    """The tool of these tests: without a stop each sample counts once."""
+    X, y = one_hot(COUNT)
+    weights, _ = fit(SumsUp(COUNT), (X, y), 1, loss=answer_itself, max_epochs=1, batch_size=4, lr=4.0)
+    assert weights["seen"].tolist() == [1.0] * COUNT

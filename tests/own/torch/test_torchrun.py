@@ -1,0 +1,117 @@
+"""The same script under torchrun: the same weights, also on two machines; a restart goes on from the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyhands.training import checkpoint
+
+SCRIPT = f"""
+import json, os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from training_cases import *
+
+run, out = sys.argv[1:3]
+model = convnet()
+trainer = Trainer(2, batch_size=15, lr=0.1, precision="fp64", batch_stats="global", quiet=True, run=run, resume="auto",
+                  checkpoint_every=2)
+result = trainer.fit(model, (images(), images(21)))
+weights = {{name: value.tolist() for name, value in model.state_dict().items()}}
+rank = os.environ.get("RANK", "0")
+with open(out + rank, "w") as file:
+    json.dump({{"weights": weights, "rows": rows(result), "patched": "forward" in vars(model[1])}}, file)
+"""
+
+KILLED = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from training_cases import *
+
+run, out = sys.argv[1:3]
+model = SumsUp(40)
+data = OneHot(40, Harm("kill", 17, Path(out + "killed")))
+trainer = Trainer(1, batch_size=4, lr=4.0, precision="fp64", loss=answer_itself, quiet=True, run=run, resume="auto",
+                  checkpoint_every=2, hang_seconds=5)
+trainer.fit(model, data)
+Trainer(1, precision="fp64", quiet=True).fit(mlp(), vectors())  # a second job in the same processes
+with open(out + os.environ["RANK"], "w") as file:
+    file.write(repr(model.seen.tolist()))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(script: Path, folder: Path, *options: str, launcher: bool = True) -> subprocess.Popen[str]:
+    launch = ["-m", "torch.distributed.run", *options] if launcher else []
+    command = [sys.executable, *launch, str(script), str(folder / "run"), str(folder / "out")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        text, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, text
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the script leaves without a launcher, on one device."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "script.py").write_text(SCRIPT)
+    finish(start(folder / "script.py", folder, launcher=False))
+    return folder
+
+
+def check(first: Path, second: Path, plain: Path) -> None:
+    plainly = json.loads((plain / "out0").read_text())
+    for rank, folder in enumerate([first, second]):
+        found = json.loads((folder / f"out{rank}").read_text())
+        for name, value in plainly["weights"].items():
+            ours, theirs = torch.tensor(found["weights"][name]).double(), torch.tensor(value).double()
+            assert float((ours - theirs).norm()) <= 1e-12 * float(theirs.norm())
+        assert not found["patched"]
+        for row, other in zip(found["rows"], plainly["rows"], strict=True):
+            assert row == pytest.approx(other, rel=1e-12)
+    assert len((first / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_same_script_on_two_ranks(tmp_path: Path, plain: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    finish(start(tmp_path / "script.py", tmp_path, "--standalone", "--nproc_per_node", "2"))
+    check(tmp_path, tmp_path, plain)
+
+
+def test_two_machines(tmp_path: Path, plain: Path) -> None:
+    """Two launchers that meet on the loopback go on with a job of one device; only the first one's disk has it."""
+    script, folders = plain / "script.py", [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    shutil.copytree(plain / "run", folders[0] / "run")
+    checkpoint.drop_after(folders[0] / "run" / "checkpoints", 6)
+    address = ["--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    finish(*[start(script, folders[node], *address, "--node_rank", str(node)) for node in range(2)])
+    check(*folders, plain)
+    assert not (folders[1] / "run").exists()
+
+
+def test_a_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(KILLED)
+    options = ["--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
+    finish(start(tmp_path / "script.py", tmp_path, *options))
+    assert (tmp_path / "outkilled").exists()
+    for rank in range(2):
+        assert json.loads((tmp_path / f"out{rank}").read_text()) == [1.0] * 40
