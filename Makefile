@@ -6,15 +6,19 @@ FRAMEWORKS := torch jax tensorflow mxnet
 TORCH := $(VENVS)/torch/bin
 VIRTUAL := 3
 
-# MXNet 1.9.1 stops at Python 3.11; what cannot be installed here is named and skipped.
-CAN_MXNET := $(shell $(PYTHON) -c 'import sys; print(int(sys.version_info < (3, 12)))')
-SKIPPED := $(if $(filter 0,$(CAN_MXNET)),mxnet)
+# MXNet 1.9.1 stops at Python 3.11, TensorFlow 2.21 at 3.13; what cannot be installed here is named and skipped.
+SKIPPED := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
+	print(*["tensorflow"] * (v >= (3, 14)), *["mxnet"] * (v >= (3, 12)))')
 HERE := $(filter-out $(SKIPPED),$(FRAMEWORKS))
 
-.PHONY: run test lint types test-core $(addprefix test-,$(FRAMEWORKS)) skipped bench clean
+# Virtual devices are asked for below, where they are meant: not by what happens to be set outside.
+export MANYHANDS_VIRTUAL_DEVICES :=
+
+.PHONY: run test lint types test-core test-gpu test-training $(addprefix test-,$(FRAMEWORKS)) skipped \
+	bench $(addprefix bench-,$(FRAMEWORKS)) clean
 
 run: $(VENVS)/torch/.ready
-	$(TORCH)/manyhands devices --measure
+	$(TORCH)/manyhands train
 
 test: lint types $(addprefix test-,$(HERE)) skipped
 
@@ -29,7 +33,15 @@ types: $(VENVS)/torch/.ready
 test-core: $(VENVS)/torch/.ready
 	$(TORCH)/pytest tests/core
 
-test-torch: test-core
+# Where there is no GPU these are skipped, and say so.
+test-gpu: $(VENVS)/torch/.ready
+	$(TORCH)/pytest tests/gpu -rs
+
+# Training starts processes of its own: once is enough, virtual devices change nothing there.
+test-training: $(VENVS)/torch/.ready
+	$(TORCH)/pytest tests/training/torch
+
+test-torch: test-core test-gpu test-training
 
 # The contract suite, and what is each framework's own: with the devices that are there, then with virtual ones.
 $(addprefix test-,$(FRAMEWORKS)): test-%: $(VENVS)/%/.ready
@@ -44,8 +56,10 @@ $(VENVS)/%/.ready: requirements/%.txt requirements/common.txt requirements/insta
 	$(PYTHON) requirements/install.py $* $(VENVS)/$*
 	touch $@
 
-bench: $(VENVS)/torch/.ready
-	$(TORCH)/python benchmarks/placement.py
+bench: $(addprefix bench-,$(HERE)) skipped
+
+$(addprefix bench-,$(FRAMEWORKS)): bench-%: $(VENVS)/%/.ready
+	$(VENVS)/$*/bin/python benchmarks/placement.py $*
 
 clean:
 	rm -rf $(VENVS) build dist .mypy_cache .ruff_cache .hypothesis

@@ -64,12 +64,15 @@ def _what(text: str) -> tuple[Any, Any, Any]:
 
 
 def _load(path: Path) -> Any:
-    """The user's script as a module of its own name, so that its classes can be sent to workers."""
+    """The user's script as a module; what it defines is sent to workers by value, as they cannot import it."""
+    import cloudpickle
+
     sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location("__main__", path)
+    name = f"manyhands_script_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    module.__name__ = "__mp_main__"  # cloudpickle sends what is defined here by value, and no `main` guard runs
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
     return module

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     option("--lr", type=float, help="the largest learning rate of the cycle")
     option("--epochs", type=int)
     option("--shares", help="how a batch is divided: 0.7,0.3 or measured; default: evenly")
-    option("--seed", type=int, default=0)
+    option("--seed", type=int, help="of the weights and the order of samples; default 0")
     option("--precision", choices=["auto", "fp32", "bf16", "fp64"], default="auto")
     option("--batch-stats", choices=["per_device", "global"], default="per_device")
     option("--plain", action="store_true", help="plain steps only: no CUDA graph, no compiling")
@@ -44,29 +44,20 @@ def run(options: argparse.Namespace) -> int:
     from manyhands.training.torch.models import MODELS, initialise
 
     devices, ranks = parse_devices(options.devices, mh.num_gpus())
-    on_gpu = any(not name.startswith("cpu") for name in devices)
-    model = options.model or ("resnet18" if on_gpu else "lenet")
-    if options.model is None and not on_gpu:
-        print("no GPU: training lenet, which takes about a minute on two cores (--model resnet18 for the book's)")
     data = fashion_mnist.load(options.data)
     print(f"data: {data.source}; {len(data.train.labels):,} to train on, {len(data.test.labels):,} to test with")
-    folder = options.resume or options.run or _new_run()
-    rate = options.lr if options.lr is not None else (0.1 if on_gpu else 0.05)
-    net = MODELS[model](num_classes=10)
-    initialise(net, options.seed)
-    size = options.batch_size or (256 if on_gpu else 128)
-    epochs = options.epochs or (10 if on_gpu else recipes.epochs_in_a_minute(net, size, len(data.train.labels)))
-    if options.epochs is None and not on_gpu:
-        print(f"{epochs} epochs: about a minute here (--epochs for another number)")
+    folder, chosen = _choose(options, on_gpu=any(name != "cpu" for name in devices), samples=len(data.train.labels))
+    net = MODELS[chosen["model"]](num_classes=10)
+    initialise(net, chosen["seed"])
     trainer = mh.Trainer(
-        epochs,
+        chosen["epochs"],
         devices=devices,
         ranks_per_device=ranks,
-        lr=rate,
-        optimizer=recipes.Nesterov(rate),
+        lr=chosen["lr"],
+        optimizer=recipes.Nesterov(chosen["lr"]),
         schedule=recipes.one_cycle,
         shares=parse_shares(options.shares),
-        seed=options.seed,
+        seed=chosen["seed"],
         precision=options.precision,
         batch_stats=options.batch_stats,
         fast=not options.plain,
@@ -76,13 +67,37 @@ def run(options: argparse.Namespace) -> int:
         checkpoint_every=options.checkpoint_every,
         quiet=options.quiet,
     )
-    result = trainer.fit(net, datasets.of(data, size))
+    result = trainer.fit(net, datasets.of(data, chosen["batch_size"]))
     for note in result.notes:
         print(note)
-    picture = plot.curves(result.rows, folder / "curves.png", title=f"{model} on {', '.join(result.devices)}")
+    title = f"{chosen['model']} on {', '.join(result.devices)}"
+    picture = plot.curves(result.rows, folder / "curves.png", title=title)
     print(f"run: {folder} (config.json, metrics.jsonl, checkpoints, {picture.name})")
     print(result)
     return 0
+
+
+def _choose(options: argparse.Namespace, *, on_gpu: bool, samples: int) -> tuple[Path, dict[str, Any]]:
+    """The run folder, and what is trained there: as asked, as the resumed run was begun, or what suits the machine."""
+    from manyhands.training.run_folder import RunFolder
+    from manyhands.training.torch import recipes
+
+    begun = options.resume or (options.run if options.run and options.run.exists() else None)
+    run = RunFolder.open(begun) if begun else _new_run(options.run)
+    before = run.config.get("train", {}) if begun else {}
+    chosen: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1, "seed": 0}
+    if not on_gpu:
+        chosen |= {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
+    asked = {name: value for name in chosen if (value := getattr(options, name)) is not None}
+    chosen |= {**before, **asked}
+    if not on_gpu and not before and "model" not in asked and "epochs" not in asked:
+        chosen["model"], chosen["epochs"] = recipes.for_a_minute(chosen["batch_size"], samples)
+        print(
+            f"no GPU: {chosen['model']} for {chosen['epochs']} epochs, which takes about a minute here "
+            "(--model resnet18 for the book's, --epochs for another number)"
+        )
+    run.config = {**(run.config if begun else {}), "train": chosen}
+    return run.path, chosen
 
 
 def parse_devices(text: str, gpus: int) -> tuple[list[str], int]:
@@ -119,9 +134,7 @@ def parse_shares(text: str | None) -> Any:
         raise BadShares(f"--shares {text}: write one number per device, as 0.7,0.3, or measured") from None
 
 
-def _new_run() -> Path:
+def _new_run(path: Path | None) -> Any:
     from manyhands.training.run_folder import RunFolder
 
-    run = RunFolder.create(Path("runs"))
-    run.config = {}
-    return run.path
+    return RunFolder.create(path.parent, path.name) if path else RunFolder.create(Path("runs"))

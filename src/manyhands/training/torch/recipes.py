@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from manyhands.training.torch.models import MODELS
+
 
 def one_cycle(done: float) -> float:
     """Up in a line to 1 during the first fifth, then down to nothing along a cosine."""
@@ -25,8 +27,8 @@ class Nesterov:
         return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
 
 
-def epochs_in_a_minute(net: torch.nn.Module, batch_size: int, samples: int) -> int:
-    """One to four: as many as about a minute holds, by the time that three steps take on this machine's CPU."""
+def seconds_per_epoch(net: torch.nn.Module, batch_size: int, samples: int) -> float:
+    """About how long an epoch takes on this machine's CPU, by the time of three steps."""
     net = copy.deepcopy(net)
     images, labels = torch.rand(batch_size, 1, 28, 28), torch.zeros(batch_size, dtype=torch.int64)
     seconds = []
@@ -34,4 +36,13 @@ def epochs_in_a_minute(net: torch.nn.Module, batch_size: int, samples: int) -> i
         start = time.perf_counter()
         torch.nn.functional.cross_entropy(net(images), labels).backward()
         seconds.append(time.perf_counter() - start)
-    return max(1, min(4, round(60 / (min(seconds) * samples / batch_size))))
+    return min(seconds) * samples / batch_size
+
+
+def for_a_minute(batch_size: int, samples: int) -> tuple[str, int]:
+    """A model and a number of epochs (at most four) that a CPU is ready with in about a minute."""
+    for name in ("lenet", "mlp"):
+        seconds = seconds_per_epoch(MODELS[name](num_classes=10), batch_size, samples)
+        if seconds < 75:
+            break
+    return name, max(1, min(4, round(60 / seconds)))

@@ -194,15 +194,18 @@ def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_e
 
 
 def _fit_here(job: Job, here: world.World, display: Display) -> Result:
-    """Train in this process, and leave the model where it was."""
-    first = next(job.model.parameters())
-    device, dtype = first.device, first.dtype
-    training = job.model.training
+    """Train in this process; leave the model, and the caller's random numbers, where they were."""
+    device, training = next(job.model.parameters()).device, job.model.training
+    dtypes = {name: tensor.dtype for name, tensor in state.model_tensors(job.model).items()}
+    gpus = [here.device] if here.device.type == "cuda" else []
     try:
-        return Rank(job, here, display.event).fit()
+        with torch.random.fork_rng(devices=gpus):
+            return Rank(job, here, display.event).fit()
     finally:
-        job.model.to(device=device, dtype=dtype)
+        job.model.to(device)
         job.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        for name, tensor in [*job.model.named_parameters(), *job.model.named_buffers()]:
+            tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
         job.model.train(training)
 
 
