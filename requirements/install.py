@@ -28,11 +28,9 @@ def main(framework: str, folder: Path) -> None:
         wanted.append("tensorflow-cpu")
     if framework == "mxnet" and ON_ARM:
         wanted.append("scipy")
-    subprocess.run(
-        [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        + ["-c", ROOT / "requirements" / f"{framework}.txt", "-e", f"{ROOT}[{','.join(extras)}]", *wanted],
-        check=True,
-    )
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    versions = ["-c", ROOT / "requirements" / f"{framework}.txt"]
+    subprocess.run([*pip, *versions, "-e", f"{ROOT}[{','.join(extras)}]", *wanted], check=True)
     if framework == "mxnet" and ON_ARM:
         stand_in_for_arm_libraries(folder)
 

@@ -18,7 +18,7 @@ from manyhands import shares as _shares
 from manyhands import tree
 from manyhands.backend import Arrival, Backend, D, T
 from manyhands.device import Device, DeviceRecord, Memory, check_index
-from manyhands.errors import BadBatch, DeviceMismatch, NotATensor, SeveralDevices, VirtualDevicesError
+from manyhands.errors import BadBatch, DeviceError, DeviceMismatch, NotATensor, SeveralDevices, VirtualDevicesError
 from manyhands.placement import VIRTUAL_DEVICES, Placement, once_each
 
 X = TypeVar("X")
@@ -71,7 +71,13 @@ class Verbs(Generic[T, D]):
 
     def memory(self, device: D | Device | str) -> Memory:
         """The device's memory in bytes: ``memory(d).total``, ``memory(d).free``."""
-        return self._backend.describe(self._place.existing(device)).memory
+        record = self._backend.describe(self._place.existing(device))
+        if record.memory is None:
+            raise DeviceError(
+                f"{self._backend.name} does not tell the memory of {record.device}, and neither does the driver: "
+                "pip install 'manyhands[gpu]' lets it be asked"
+            )
+        return record.memory
 
     def virtual_devices(self, n: int) -> list[D]:
         """Make ``n`` devices out of the host's CPU; they stand in for GPUs from now on.
@@ -79,10 +85,9 @@ class Verbs(Generic[T, D]):
         The same as ``MANYHANDS_VIRTUAL_DEVICES=n`` in the environment. Most frameworks need to hear
         of it before their runtime starts, that is before the first tensor.
         """
-        count = check_index(n)
-        have = self._backend.virtual_count()
-        if not 1 <= count <= 64:
-            raise VirtualDevicesError(f"{count} virtual devices cannot be made: ask for 1 to 64")
+        if isinstance(n, bool) or not hasattr(n, "__index__") or not 1 <= n.__index__() <= 64:
+            raise VirtualDevicesError(f"{n!r} virtual devices cannot be made: ask for 1 to 64")
+        count, have = n.__index__(), self._backend.virtual_count()
         if have not in (0, count):
             raise VirtualDevicesError(
                 f"this process has {have} virtual devices already, their number cannot change to {count}: "
@@ -140,8 +145,10 @@ class Verbs(Generic[T, D]):
             return self._place.start_move(x, native)
         if backend.is_tensor(x):
             return x if backend.is_on(x, native) else self._place.move(x, native)  # type: ignore[arg-type,return-value]
-        if backend.all_on(tree.plain_leaves(x), native):
+        values = tree.plain_leaves(x)
+        if values and backend.all_on(values, native):
             return x
+        self._place.existing(native)
         leaves, structure = tree.flatten(x)
         move = once_each(functools.partial(self._place.to_leaf, native=native))
         moved = [move(leaf) for leaf in leaves]
@@ -165,7 +172,7 @@ class Verbs(Generic[T, D]):
 
         return tree.map_leaves(once_each(duplicate), x)  # type: ignore[no-any-return]
 
-    def check_same_device(self, *xs: object, **named: object) -> D | None:
+    def check_same_device(self, /, *xs: object, **named: object) -> D | None:
         """Raise :class:`DeviceMismatch` unless all tensors in the arguments are on one device.
 
         The error names each of them with its device, and the line to write instead. Worth a call in
@@ -229,12 +236,18 @@ class Verbs(Generic[T, D]):
         return [x for x, _ in pairs], [y for _, y in pairs]
 
     def gather(self, shards: Sequence[X], device: D | Device | str) -> X:
-        """Put shards together again on one device: the inverse of :func:`split`."""
+        """Put shards together again on one device: the inverse of :func:`split`.
+
+        Leaves that are no tensors must be the same in all shards, as :func:`split` gives them.
+        """
+        if self._backend.is_tensor(shards) or not isinstance(shards, Sequence) or isinstance(shards, str):
+            raise BadBatch(f"a list of shards is needed, as mh.split gives it; this is a {type(shards).__name__}")
         if not shards:
             raise BadBatch("there are no shards to put together")
         native = self._place.existing(device)
         flat = [tree.flatten(shard) for shard in shards]
-        if any(structure != flat[0][1] for _, structure in flat):
+        structure = flat[0][1]
+        if any(other != structure for _, other in flat):
             raise BadBatch("the shards differ in structure: they are not parts of one batch")
-        joined = [self._place.join(column, native) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-        return flat[0][1].unflatten(joined)  # type: ignore[return-value]
+        columns = zip(tree.paths(structure, "shard"), *(leaves for leaves, _ in flat), strict=True)
+        return structure.unflatten(self._place.join(path, column, native) for path, *column in columns)  # type: ignore[return-value]

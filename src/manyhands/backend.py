@@ -2,8 +2,9 @@
 
 An adapter is a plain module, ``manyhands/backends/<framework>.py``, whose functions are these. The
 type checker holds it to the protocol where its door is built (``Verbs(backend)``). Adapters know
-nothing of trees, lists of devices or error texts for users' arguments: that is done once, in
-:mod:`manyhands.api`. What a framework cannot do stands in its :class:`Capabilities`.
+nothing of trees (but may ask for a class to be a leaf: ``tree.keep_whole``), lists of devices or error
+texts for users' arguments: that is done once, in :mod:`manyhands.api`. What a framework cannot do stands
+in its :class:`Capabilities`.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ class Arrival(Generic[V]):
         return self._finish is None or self._ready()
 
     def result(self) -> V:
-        """The value, safe to use on its device.
+        """The value, safe to use on its device; and the source may be written to again.
 
         For a value that goes to the host this waits until it is there, unless the framework's own
         reading does (JAX, MXNet). For one that goes to a GPU the host does not wait: work issued on
-        the device from now on comes after the copy.
+        the device from now on comes after the copy. The exception is a page-locked source of yours in
+        PyTorch, which is read in place: this waits until it has been read. For full speed do other
+        work before the call, or give a pageable source, which is staged when the move is started.
         """
         if self._finish is not None:
             self._value = self._finish()

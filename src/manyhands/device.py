@@ -33,7 +33,7 @@ class Device:
 
     @classmethod
     def parse(cls, text: str) -> Device:
-        """Read ``cpu``, ``gpu`` (that is ``gpu:0``), ``gpu:1``, ``cuda:1`` or ``virtual:1``."""
+        """Read ``cpu`` (or ``cpu:0``: the host), ``gpu`` (that is ``gpu:0``), ``gpu:1``, ``cuda:1``, ``virtual:1``."""
         match = _NAME.match(text.strip().lower())
         kind = _KINDS.get(match["kind"]) if match else None
         if match is None or kind is None:
@@ -53,12 +53,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """What is known of one device, as :func:`devices` lists it."""
+    """What is known of one device, as :func:`devices` lists it; None is what nobody tells."""
 
     device: Device
     name: str
     uuid: str | None
-    memory: Memory
+    memory: Memory | None
     capability: str | None
 
     @property

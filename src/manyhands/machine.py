@@ -41,7 +41,7 @@ class GpuFacts:
     index: int
     uuid: str
     name: str
-    memory: Memory
+    memory: Memory | None
     load_percent: float | None
     temperature: int | None
     capability: str | None
@@ -97,23 +97,26 @@ def gpus() -> list[GpuFacts]:
     with _driver() as nvml:
         if nvml is None:
             return []
-        driver = _text(nvml.nvmlSystemGetDriverVersion())
-        return [_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount())]
+        driver = _text(_optional(nvml, nvml.nvmlSystemGetDriverVersion) or "unknown")
+        count = _optional(nvml, nvml.nvmlDeviceGetCount) or 0
+        found = [_optional(nvml, lambda index=index: _gpu(nvml, index, driver)) for index in range(count)]
+        return [gpu for gpu in found if gpu is not None]
 
 
 def why_no_gpus() -> str | None:
     """A sentence that says why :func:`gpus` is empty, or None where it is not."""
+    if gpus():
+        return None
     try:
         import pynvml
+
+        pynvml.nvmlInit()
+        pynvml.nvmlShutdown()
     except ImportError:
         return "GPU facts need nvidia-ml-py: pip install 'manyhands[gpu]'"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+    except Exception as error:  # whatever is wrong with the driver, it is said in its own words
         return f"no NVIDIA driver answers ({error})"
-    count = pynvml.nvmlDeviceGetCount()
-    pynvml.nvmlShutdown()
-    return None if count else "the NVIDIA driver sees no GPU"
+    return "the NVIDIA driver sees no GPU that it can tell of"
 
 
 def visible_uuid(ordinal: int) -> str | None:
@@ -154,15 +157,16 @@ def _driver() -> Iterator[Any]:
 
 
 def _gpu(nvml: Any, index: int, driver: str) -> GpuFacts:
+    """Its facts; raises where the driver has lost it, so that it cannot be named at all."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    memory = _optional(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     utilization = _optional(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     capability = _optional(nvml, lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
     return GpuFacts(
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory=Memory(total=memory.total, free=memory.free),
+        memory=None if memory is None else Memory(total=memory.total, free=memory.free),
         load_percent=None if utilization is None else float(utilization),
         temperature=_optional(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         capability=None if capability is None else "{}.{}".format(*capability),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from manyhands import tree
@@ -21,6 +21,7 @@ from manyhands.errors import (
     NoSuchDevice,
     NotATensor,
     PlacementFailed,
+    SeveralDevices,
 )
 
 X = TypeVar("X")
@@ -69,6 +70,8 @@ class Placement(Generic[T, D]):
     def distinct(self, devices: Sequence[D | Device | str]) -> list[D]:
         if isinstance(devices, (str, Device)) or self.backend.is_device(devices):
             raise BadDevice(f"a list of devices is needed, {devices!r} is one device: write [{devices!r}]")
+        if not isinstance(devices, Iterable):
+            raise BadDevice(f"a list of devices is needed, {devices!r} is none: for example mh.try_all_gpus()")
         natives = [self.existing(device) for device in devices]
         check_distinct([str(self.backend.neutral(native)) for native in natives])
         return natives
@@ -77,6 +80,8 @@ class Placement(Generic[T, D]):
         """Whether it is a tensor of this framework; one of another framework is an error."""
         if self.backend.is_tensor(leaf):
             return True
+        if isinstance(leaf, Arrival):
+            raise NotATensor("a move that is under way is not its value yet: call its result() first, and give that")
         framework = _framework_of(leaf)
         if framework not in (None, self.backend.name):
             raise ForeignTensor(
@@ -87,7 +92,7 @@ class Placement(Generic[T, D]):
 
     def refuse_model(self, leaf: object, instead: str) -> None:
         if self.backend.is_model(leaf):
-            raise NotATensor(f"a {type(leaf).__name__} is a model, not a tensor: {instead}")
+            raise NotATensor(f"a {type(leaf).__name__} is not a tensor but holds them, as a model does: {instead}")
 
     def to_leaf(self, leaf: Any, native: D) -> Any:
         if self.is_tensor(leaf):
@@ -115,6 +120,7 @@ class Placement(Generic[T, D]):
 
     def start_move(self, x: X, native: D) -> Arrival[X]:
         leaves, structure = tree.flatten(x)
+        self.existing(native)
 
         def start(leaf: Any) -> Arrival[Any]:
             if not self.is_tensor(leaf):
@@ -122,7 +128,7 @@ class Placement(Generic[T, D]):
                 return Arrival(lambda: leaf, lambda: True)
             if self.backend.is_on(leaf, native):
                 return Arrival(lambda: leaf, lambda: True)
-            return self.backend.start_move(leaf, self.existing(native))
+            return self.backend.start_move(leaf, native)
 
         start_once = once_each(start)
         arrivals = [start_once(leaf) for leaf in leaves]
@@ -143,22 +149,30 @@ class Placement(Generic[T, D]):
         placed: list[tuple[str, D]] = []
         for path, leaf in zip(tree.paths(structure, root), leaves, strict=True):
             if self.is_tensor(leaf):
-                placed.append((path, self.backend.device_of(leaf)))
+                placed.append(self._where(path, leaf))
             elif self.backend.is_model(leaf):
                 tensors = self.backend.model_tensors(leaf)
-                placed.extend((f"{path}.{name}", self.backend.device_of(tensor)) for name, tensor in tensors)
+                placed.extend(self._where(f"{path}.{name}", tensor) for name, tensor in tensors)
         return placed
 
+    def _where(self, path: str, tensor: T) -> tuple[str, D]:
+        try:
+            return path, self.backend.device_of(tensor)
+        except SeveralDevices as error:
+            raise SeveralDevices(f"{path}: {error}") from None
+
     def listing(self, placed: list[tuple[str, D]]) -> str:
-        """One line per tensor; of long runs on one device the first ones, so that it can be read."""
+        """One line per tensor; of those where most are, only the first ones, so that it can be read."""
         lines: list[str] = []
         by_device: dict[str, list[str]] = {}
         for path, device in placed:
             by_device.setdefault(str(self.backend.neutral(device)), []).append(path)
+        most = max(by_device, key=lambda name: len(by_device[name]))
         for device_name, device_paths in by_device.items():
-            lines += [f"  {path}: {device_name}" for path in device_paths[:8]]
-            if len(device_paths) > 8:
-                lines.append(f"  ... and {len(device_paths) - 8} more on {device_name}")
+            shown = device_paths[:8] if device_name == most else device_paths
+            lines += [f"  {path}: {device_name}" for path in shown]
+            if len(device_paths) > len(shown):
+                lines.append(f"  ... and {len(device_paths) - len(shown)} more on {device_name}")
         return "\n".join(lines)
 
     def lengths(self, leaves: list[Any], structure: tree.Structure) -> list[tuple[str, int]]:
@@ -185,9 +199,24 @@ class Placement(Generic[T, D]):
         part = leaf if (start, stop) == (0, self.backend.rows(leaf)) else self.backend.cut(leaf, start, stop)
         return self.to_leaf(part, native)
 
-    def join(self, column: tuple[Any, ...], native: D) -> Any:
-        if not self.is_tensor(column[0]):
+    def join(self, path: str, column: Sequence[Any], native: D) -> Any:
+        """One leaf of all shards, put together: tensors of one kind, or the same value everywhere."""
+        are_tensors = [self.is_tensor(part) for part in column]
+        if not any(are_tensors):
+            for i, part in enumerate(column):
+                self.refuse_model(part, "shards hold samples; mh.to(net, device) moves a model")
+                if not _same(part, column[0]):
+                    raise BadBatch(f"{path} is {column[0]!r} in shard 0 and {part!r} in shard {i}: which one is it?")
             return column[0]
+        if not all(are_tensors):
+            raise BadBatch(f"{path} is a tensor in some shards and none in others: they are not parts of one batch")
+        for i, part in enumerate(column):
+            if self.backend.rows(part) is None:
+                raise BadBatch(f"{path} is a scalar in shard {i}: there are no samples to put together")
+        shapes = [tuple(part.shape)[1:] for part in column]
+        if len(set(shapes)) > 1:
+            listing = ", ".join(f"{shape} in shard {i}" for i, shape in enumerate(shapes))
+            raise BadBatch(f"{path} has samples of different shapes: {listing}")
         parts = [self.to_leaf(part, native) for part in column]
         return parts[0] if len(parts) == 1 else self.verified(self.backend.join(parts), native)
 
@@ -203,6 +232,13 @@ def once_each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return done[key]
 
     return remembering
+
+
+def _same(one: object, other: object) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # arrays of strings compare element by element, others not at all
+        return False
 
 
 _CONVERSIONS = {
@@ -231,13 +267,18 @@ def _framework_of(leaf: object) -> str | None:
     return None
 
 
+def installed(framework: str) -> bool:
+    """Whether it could be imported; it is not. A mere folder of that name is not it."""
+    try:
+        found = importlib.util.find_spec(framework)
+    except ValueError:  # the name is blocked: sys.modules[framework] is None
+        return False
+    return found is not None and found.origin is not None
+
+
 def require(framework: str) -> None:
     """Say what to install where a door's framework is missing."""
-    try:
-        found = importlib.util.find_spec(framework) is not None
-    except ValueError:  # the name is blocked: sys.modules[framework] is None
-        found = False
-    if not found:
+    if not installed(framework):
         raise FrameworkMissing(
             f"manyhands.{framework} needs {framework}, which is not installed: pip install 'manyhands[{framework}]'",
             name=framework,

@@ -10,6 +10,7 @@ Even shares are the case where all are equal: ten samples on three devices are 4
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -18,18 +19,32 @@ from manyhands.errors import BadShares
 
 def check(shares: Sequence[float], count: int) -> list[Fraction]:
     """The shares as exact fractions of one, or the reason why they are no shares."""
-    if len(shares) != count:
-        raise BadShares(f"{len(shares)} shares for {count} devices: give one share per device")
-    for share in shares:
-        if isinstance(share, bool) or not isinstance(share, (int, float, Fraction)):
-            raise BadShares(f"a share is a number, {share!r} is a {type(share).__name__}")
-        if not math.isfinite(share) or share < 0:
-            raise BadShares(f"a share is zero or more and finite, {share!r} is not: for example [0.7, 0.3] or [7, 3]")
-    exact = [Fraction(share) for share in shares]
+    try:
+        given = list(shares)
+    except TypeError:
+        raise BadShares(f"shares are a list, one per device; {shares!r} is none: for example [0.7, 0.3]") from None
+    if len(given) != count:
+        raise BadShares(f"{len(given)} shares for {count} devices: give one share per device")
+    exact = [_exact(share) for share in given]
     whole = sum(exact)
     if whole == 0:
-        raise BadShares(f"all of the shares {list(shares)} are zero: somebody has to do the work")
+        raise BadShares(f"all of the shares {given} are zero: somebody has to do the work")
     return [share / whole for share in exact]
+
+
+def _exact(share: object) -> Fraction:
+    """One share, of Python's or NumPy's numbers, as a fraction of Python's whole numbers."""
+    if isinstance(share, bool) or not isinstance(share, numbers.Real):
+        raise BadShares(f"a share is a number, {share!r} is a {type(share).__name__}")
+    try:
+        about = float(share)
+    except OverflowError:
+        raise BadShares("a share is a number that a float can hold, this one is far larger: use [7, 3]") from None
+    if not math.isfinite(about) or about < 0:
+        raise BadShares(f"a share is zero or more and finite, {share!r} is not: for example [0.7, 0.3] or [7, 3]")
+    if isinstance(share, numbers.Rational):
+        return Fraction(int(share.numerator), int(share.denominator))
+    return Fraction(about)
 
 
 def sizes(total: int, count: int, shares: Sequence[float] | None = None) -> list[int]:

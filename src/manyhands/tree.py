@@ -2,13 +2,15 @@
 
 A thin layer over optree with one addition: a plain ``@dataclass`` is a branch, not a leaf. Its class
 is registered (in a namespace of ours) when one is first seen, and put together again as a copy,
-without calling ``__init__``, so that a ``__post_init__`` does not run twice.
+without calling ``__init__``, so that a ``__post_init__`` does not run twice. And some classes that look
+like named tuples, but are more, are leaves (:func:`keep_whole`).
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +20,10 @@ from manyhands.errors import BadBatch
 
 _NAMESPACE = "manyhands"
 _ENDLESS = "the tree is nested too deeply, or contains itself: it has no last leaf"
-_seen: set[type] = set()
+_lock = threading.Lock()
+_branches: set[type] = set()
+_no_branches: set[type] = set()
+_whole: set[type] = set()
 
 Structure = optree.PyTreeSpec
 
@@ -27,12 +32,21 @@ def flatten(tree: object) -> tuple[list[Any], Structure]:
     """The leaves in order, and the structure that puts them together again (``unflatten``)."""
     branch: Any = tree
     try:
-        leaves, structure = optree.tree_flatten(branch, namespace=_NAMESPACE)
-        while not _seen.issuperset(types := set(map(type, leaves))) and _register_dataclasses(types):
-            leaves, structure = optree.tree_flatten(branch, namespace=_NAMESPACE)
+        leaves, structure = optree.tree_flatten(branch, _is_whole if _whole else None, namespace=_NAMESPACE)
+        while _new_branches(set(map(type, leaves))):
+            leaves, structure = optree.tree_flatten(branch, _is_whole if _whole else None, namespace=_NAMESPACE)
     except RecursionError:
         raise BadBatch(_ENDLESS) from None
     return leaves, structure
+
+
+def keep_whole(cls: type) -> None:
+    """Make instances of this class leaves: it cannot be put together again from its parts."""
+    _whole.add(cls)
+
+
+def _is_whole(value: object) -> bool:
+    return value.__class__ in _whole
 
 
 def plain_leaves(tree: object) -> list[Any]:
@@ -70,17 +84,23 @@ def paths(structure: Structure, root: str = "") -> list[str]:
     return [accessor.codify(root) for accessor in structure.accessors()]
 
 
-def _register_dataclasses(types: Iterable[type]) -> bool:
-    """Make branches of those types that are dataclasses; True if there was a new one."""
-    found = False
-    for cls in types:
-        if cls not in _seen and dataclasses.is_dataclass(cls) and _register(cls):
-            found = True
-        _seen.add(cls)
-    return found
+def _new_branches(types: set[type]) -> bool:
+    """Whether one of these types of leaves is a dataclass: a branch from now on, so take the tree apart again.
+
+    True also for one that another thread has just made a branch: it was still a leaf when this tree was taken apart.
+    """
+    if types <= _no_branches:
+        return False
+    with _lock:
+        dataclass_types = {cls for cls in types - _no_branches if dataclasses.is_dataclass(cls) and cls not in _whole}
+        for cls in dataclass_types - _branches:
+            _register(cls)
+        _branches.update(dataclass_types)
+        _no_branches.update(types - dataclass_types)
+    return bool(dataclass_types)
 
 
-def _register(cls: type) -> bool:
+def _register(cls: type) -> None:
     names = tuple(field.name for field in dataclasses.fields(cls))
     assign = setattr if issubclass(cls, dict) else object.__setattr__  # the latter also where frozen
 
@@ -94,17 +114,13 @@ def _register(cls: type) -> bool:
             assign(value, name, child)
         return value
 
-    try:
-        optree.register_pytree_node(
-            cls,
-            take_apart,
-            put_together,  # type: ignore[arg-type]
-            path_entry_type=optree.GetAttrEntry,
-            namespace=_NAMESPACE,
-        )
-    except ValueError:  # another thread was first
-        return False
-    return True
+    optree.register_pytree_node(
+        cls,
+        take_apart,
+        put_together,  # type: ignore[arg-type]
+        path_entry_type=optree.GetAttrEntry,
+        namespace=_NAMESPACE,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

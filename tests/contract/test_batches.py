@@ -70,6 +70,20 @@ def test_bad_batches(mh: Any, own: Any) -> None:
         mh.gather([[own.tensor(rows(1))], own.tensor(rows(1))], mh.cpu())
 
 
+def test_bad_shards(mh: Any, own: Any) -> None:
+    x = own.tensor(rows(2))
+    for shards, text in (
+        ({"x": x}, "a list of shards"),
+        (x, "a list of shards"),
+        ([x, own.tensor([[1.0, 2.0, 3.0]])], r"different shapes: \(2,\) in shard 0, \(3,\) in shard 1"),
+        ([own.tensor(1.0), own.tensor(2.0)], "scalar"),
+        ([x, "x"], "tensor in some shards"),
+        ([{"x": x, "n": 1}, {"x": x, "n": 2}], r"shard\['n'\] is 1 in shard 0 and 2 in shard 1"),
+    ):
+        with pytest.raises(BadBatch, match=text):
+            mh.gather(shards, mh.cpu())
+
+
 def test_an_empty_batch_is_refused(mh: Any, own: Any) -> None:
     empty = own.tensor(rows(2))[0:0]
     with pytest.raises(BadBatch, match="empty"):
@@ -84,5 +98,6 @@ def test_bad_lists_of_devices(mh: Any, own: Any) -> None:
         mh.split(x, [])
     with pytest.raises(BadDevice, match="list"):
         mh.split(x, "cpu")
-    with pytest.raises(BadDevice, match="list"):
-        mh.split(x, mh.cpu())
+    for wrong in (mh.cpu(), None, 2):
+        with pytest.raises(BadDevice, match="list"):
+            mh.split(x, wrong)

@@ -69,13 +69,16 @@ def test_a_device_that_is_not_there_is_refused_when_used(mh: Any, own: Any) -> N
         mh.to(x, "gpu:99")
     with pytest.raises(NoSuchDevice):
         mh.to(x, "virtual:99")
+    for nothing in ([], {}, "text"):
+        with pytest.raises(NoSuchDevice):
+            mh.to(nothing, "gpu:99")
     with pytest.raises(NoSuchDevice):
         mh.memory("gpu:99")
 
 
-@pytest.mark.parametrize("count", [0, 65, 10**9])
-def test_a_silly_number_of_virtual_devices_is_refused(mh: Any, count: int) -> None:
-    with pytest.raises(VirtualDevicesError):
+@pytest.mark.parametrize("count", [0, 65, 10**9, -2, "2", 1.5])
+def test_a_silly_number_of_virtual_devices_is_refused(mh: Any, count: Any) -> None:
+    with pytest.raises(VirtualDevicesError, match="ask for 1 to 64"):
         mh.virtual_devices(count)
 
 

@@ -85,6 +85,23 @@ def test_an_asynchronous_move_is_read_through_its_result(mh: Any, own: Any) -> N
         assert mh.to(back, mh.cpu(), wait=False).result() is back
 
 
+def test_a_move_under_way_is_not_its_value(mh: Any, own: Any) -> None:
+    arrival = mh.to(own.tensor([1.0]), mh.cpu(), wait=False)
+    for call in (lambda x: mh.to(x, mh.cpu()), mh.copy, mh.check_same_device, lambda x: mh.split(x, [mh.cpu()])):
+        with pytest.raises(NotATensor, match=r"result\(\) first"):
+            call([own.tensor([1.0]), arrival])
+
+
+def test_all_of_many_tensors_are_looked_at(mh: Any, own: Any, two: list[Any]) -> None:
+    for elsewhere in (0, 50, 99):
+        many = [mh.to(own.tensor([float(i)]), two[0]) for i in range(100)]
+        assert mh.to(many, two[0]) is many
+        many[elsewhere] = mh.to(many[elsewhere], two[1])
+        assert not own.backend.all_on(many, two[0])
+        assert mh.device_of(mh.to(many, two[0])) == two[0]
+    assert not own.backend.all_on([mh.to(own.tensor([1.0]), two[0]), "text"], two[0])
+
+
 def test_a_mismatch_names_every_culprit_and_the_cure(mh: Any, own: Any, two: list[Any]) -> None:
     a = mh.to(own.tensor([1.0]), two[1])
     b = mh.to(own.tensor([2.0]), two[1])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
+from manyhands.backends import torch as backend  # noqa: E402
 from manyhands.errors import ChangedInFlight, DeviceMismatch, NoSuchDevice  # noqa: E402
 
 LARGE = 2**20  # floats: taking page-locked memory for them is quick, and their copy is not over at once
@@ -17,6 +20,12 @@ LARGE = 2**20  # floats: taking page-locked memory for them is quick, and their 
 def busy() -> None:
     """Keep the GPU's current stream busy for some tenths of a second without the host waiting."""
     torch.cuda._sleep(500_000_000)
+
+
+def busy_copies() -> None:
+    """The same for the stream that carries asynchronous moves: a copy that is started now is late."""
+    with torch.cuda.stream(backend._side_stream(torch.device("cuda", 0))):
+        busy()
 
 
 def test_records() -> None:
@@ -69,6 +78,86 @@ def test_a_pinned_source_that_changes_in_flight_is_an_error() -> None:
         arrival.result()
 
 
+def test_a_pinned_source_may_be_written_to_after_result() -> None:
+    """The device's order does not bind the host, so the host has to wait: this was silent corruption once."""
+    x = torch.full((LARGE,), 2.0).pin_memory()
+    mh.to(x, "gpu", wait=False).result()
+    busy_copies()
+    arrival = mh.to({"x": x}, "gpu", wait=False)
+    assert not arrival.ready()
+    y = arrival.result()["x"]
+    x.fill_(-1.0)
+    x.numpy().fill(-2.0)  # not counted by PyTorch, and harmless too
+    assert bool((y == 2.0).all())
+
+
+@pytest.mark.parametrize("kind", ["kept", "pageable"])
+def test_the_host_does_not_wait_where_nobody_can_write(kind: str) -> None:
+    x = torch.full((LARGE,), 2.0)
+    x = x.pin_memory() if kind == "kept" else x
+    start = backend.start_move_of_kept if kind == "kept" else backend.start_move
+    device = mh.gpu(0)
+    for _ in range(2):  # the first time page-locked memory is taken, and that waits
+        torch.cuda.synchronize()
+        busy_copies()
+        began = time.perf_counter()
+        y = start(x, device).result()
+        waited = time.perf_counter() - began
+    assert waited < 0.1
+    assert not torch.cuda.current_stream().query()  # the copy is still to come, and so is what is computed with it
+    assert bool((y * 2 == 4.0).all())
+
+
+def test_a_source_on_the_gpu_that_changes_in_flight_is_an_error() -> None:
+    x = torch.full((LARGE,), 2.0, device="cuda")
+    mh.to(x, "cpu", wait=False).result()
+    busy_copies()
+    arrival = mh.to(x, "cpu", wait=False)
+    x.fill_(-1.0)  # on the current stream, which does not wait for the copy
+    with pytest.raises(ChangedInFlight):
+        arrival.result()
+    torch.cuda.synchronize()
+
+
+def test_tensors_of_every_kind_are_moved_asynchronously() -> None:
+    with torch.inference_mode():
+        inference = torch.ones(3).pin_memory()
+    sparse = torch.eye(3).to_sparse()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for x in (inference, torch.ones(3), sparse, sparse.to_sparse_csr(), nested, torch.ones(0), torch.tensor(1.0)):
+        there = mh.to(x, "gpu", wait=False).result()
+        back = mh.to(there, "cpu", wait=False).result()
+        assert (there.device, back.device) == (mh.gpu(0), mh.cpu())
+        assert there.layout == back.layout == x.layout
+        if x is not nested:
+            assert torch.equal(back.to_dense() if x.layout != torch.strided else back, x.to_dense())
+
+
+def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(5, 1)], enforce_sorted=False)
+    moved = mh.to([packed], "gpu")[0]
+    assert (mh.device_of(moved), moved.batch_sizes.device) == (mh.gpu(0), mh.cpu())
+    assert torch.nn.LSTM(1, 2).cuda()(moved)[0].data.is_cuda
+
+
+def test_moves_from_several_threads() -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for step in range(20):
+            value = float(number * 100 + step)
+            arrival = mh.to(torch.full((4096,), value).pin_memory(), "gpu", wait=False)
+            if not bool((arrival.result() + 0 == value).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
 def test_asynchronous_moves_make_no_host_wait() -> None:
     pinned = torch.ones(1024).pin_memory()
     on_gpu = torch.ones(1024, device="cuda")
@@ -76,7 +165,7 @@ def test_asynchronous_moves_make_no_host_wait() -> None:
     mh.to(on_gpu, "cpu", wait=False).result()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        arrivals = [mh.to(pinned, "gpu", wait=False).result(), mh.to(on_gpu, "cpu", wait=False)]
+        arrivals = [backend.start_move_of_kept(pinned, mh.gpu(0)).result(), mh.to(on_gpu, "cpu", wait=False)]
         assert mh.to(on_gpu, mh.gpu(0)) is on_gpu
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -118,7 +207,6 @@ def test_errors_of_asynchronous_work_surface_at_synchronize() -> None:
 
 def test_measuring_a_gpu() -> None:
     from manyhands import measure
-    from manyhands.backends import torch as backend
 
     figures = dict(measure.speed(backend, mh.gpu(0)))
     assert all(value is not None and value > 0 for value in figures.values())

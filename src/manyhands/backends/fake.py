@@ -37,6 +37,14 @@ class FakeTensor:
         self.data = data
         self.device = device
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        sizes, part = [], self.data
+        while isinstance(part, list):
+            sizes.append(len(part))
+            part = part[0] if part else None
+        return tuple(sizes)
+
     def __repr__(self) -> str:
         return f"FakeTensor({self.data}, {Device(self.device.kind, self.device.index)})"
 
@@ -58,6 +66,8 @@ class Faults:
     pending_error: Exception | None = None
     # Asynchronous moves do not arrive before they are waited for.
     slow: bool = False
+    # What is put together of several shards lands on the host.
+    joins_on_host: bool = False
 
 
 class FakeBackend:
@@ -78,6 +88,7 @@ class FakeBackend:
         self.virtual = 0
         self.faults = faults or Faults()
         self.calls: list[str] = []
+        self.waited_for: list[FakeDevice | None] = []
 
     # Devices
 
@@ -145,10 +156,12 @@ class FakeBackend:
         return FakeTensor(tensor.data[start:stop], tensor.device)
 
     def join(self, tensors: Sequence[FakeTensor]) -> FakeTensor:
-        return FakeTensor([row for tensor in tensors for row in tensor.data], tensors[0].device)
+        where = HOST if self.faults.joins_on_host else tensors[0].device
+        return FakeTensor([row for tensor in tensors for row in tensor.data], where)
 
     def synchronize(self, device: FakeDevice | None) -> None:
         self.calls.append("synchronize")
+        self.waited_for.append(device)
         error, self.faults.pending_error = self.faults.pending_error, None
         if error is not None:
             raise error

@@ -165,7 +165,10 @@ def rows(tensor: jax.Array) -> int | None:
 
 
 def cut(tensor: jax.Array, start: int, stop: int) -> jax.Array:
-    return tensor[start:stop]
+    _refuse_tracer(tensor)
+    part = tensor[start:stop]
+    # An array that is somewhere only by default follows its partners elsewhere: a shard is put there.
+    return jax.device_put(part, device_of(part)) if len(part.sharding.device_set) == 1 else part
 
 
 def join(tensors: Sequence[jax.Array]) -> jax.Array:
@@ -263,12 +266,12 @@ def _index(device: jax.Device, local: list[jax.Device]) -> int:
     return local.index(device) if device in local else cast(int, device.id)
 
 
-def _gpu_memory(device: jax.Device, uuid: str | None) -> Memory:
+def _gpu_memory(device: jax.Device, uuid: str | None) -> Memory | None:
     """What JAX may use of it; where its allocator does not tell, what the driver knows."""
     told = device.memory_stats() or {}
     if told.get("bytes_limit"):
         return Memory(total=told["bytes_limit"], free=max(0, told["bytes_limit"] - told.get("bytes_in_use", 0)))
-    return next((fact.memory for fact in machine.gpus() if fact.uuid == uuid), Memory(total=0, free=0))
+    return next((fact.memory for fact in machine.gpus() if fact.uuid == uuid), None)
 
 
 def _refuse_tracer(tensor: jax.Array) -> None:

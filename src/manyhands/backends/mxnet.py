@@ -9,14 +9,16 @@ an array waits for its readers. Nothing here has to make that safe.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import mxnet as mx
 
 from manyhands import machine
 from manyhands.backend import Arrival, Capabilities
 from manyhands.device import Device, DeviceRecord, Memory
-from manyhands.errors import NotATensor
+from manyhands.errors import BadBatch, NotATensor
 
 name = "mxnet"
 CAPABILITIES = Capabilities(
@@ -102,8 +104,18 @@ def is_on(tensor: mx.nd.NDArray, device: mx.Context) -> bool:
     return here == device or (device == _CPU and here.device_type not in ("cpu", "gpu"))
 
 
-def all_on(values: Sequence[object], device: mx.Context) -> bool:
-    return all(isinstance(value, mx.nd.NDArray) and is_on(value, device) for value in values)
+def all_on(values: Sequence[Any], device: mx.Context) -> bool:
+    # MXNet's own `ctx` makes two numbers and a Context for every array: most of the cost of a large tree.
+    if not all(issubclass(kind, mx.nd.NDArray) for kind in set(map(type, values))):
+        return False
+    ask, wanted = mx.base._LIB.MXNDArrayGetContext, (device.device_typeid, device.device_id)
+    kind, index = ctypes.c_int(), ctypes.c_int()
+    to_kind, to_index = ctypes.byref(kind), ctypes.byref(index)
+    for value in values:
+        failed = ask(value.handle, to_kind, to_index)
+        if (failed or (kind.value, index.value) != wanted) and not is_on(value, device):
+            return False
+    return True
 
 
 def move(tensor: mx.nd.NDArray, device: mx.Context) -> mx.nd.NDArray:
@@ -135,6 +147,8 @@ def rows(tensor: mx.nd.NDArray) -> int | None:
 
 
 def cut(tensor: mx.nd.NDArray, start: int, stop: int) -> mx.nd.NDArray:
+    if tensor.stype == "row_sparse":
+        raise BadBatch("MXNet cannot cut a row_sparse array: split x.tostype('default'), or one of stype 'csr'")
     with mx.util.np_shape(True):
         return tensor[start:stop]
 

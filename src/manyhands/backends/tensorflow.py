@@ -7,7 +7,8 @@ TensorFlow runs an operation where the scope says, not where its inputs are, and
 word. So everything here that computes does it in the scope of its input's device.
 
 A variable (``tf.Variable``, ``keras.Variable``) counts as a tensor: it has a device, and it stays there for
-life. One that has to move, or is copied, gives a tensor with its value.
+life. One that has to move, or is copied, gives a tensor with its value. A composite (ragged, sparse, slices, an
+extension type) counts as one too: it is moved and copied part by part; only ragged ones can be cut.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ import tensorflow as tf
 
 from manyhands import machine
 from manyhands.backend import Arrival, Capabilities
-from manyhands.device import Device, DeviceRecord, Memory
-from manyhands.errors import BadDevice, DeviceError, NoSuchDevice, NotATensor, VirtualDevicesError
+from manyhands.device import Device, DeviceRecord
+from manyhands.errors import (
+    BadBatch,
+    BadDevice,
+    DeviceError,
+    NoSuchDevice,
+    NotATensor,
+    SeveralDevices,
+    VirtualDevicesError,
+)
 
 name = "tensorflow"
 CAPABILITIES = Capabilities(
@@ -38,6 +47,9 @@ CAPABILITIES = Capabilities(
 )
 
 _NAME = re.compile(r"/device:(CPU|GPU):(\d+)\Z")
+_COMPOSITES = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, tf.experimental.ExtensionType)
+_TENSORS = (tf.Tensor, tf.Variable, *_COMPOSITES)
+_EAGER = tf.__internal__.EagerTensor  # what holds numbers; it is asked first, as most are
 _virtual_count = 0
 
 # tf.identity shares memory on one device; DeepCopy never does, but lacks a gradient.
@@ -87,7 +99,8 @@ def num_gpus() -> int:
 
 
 def is_device(value: object) -> bool:
-    return isinstance(value, TensorFlowDevice)
+    """Ours, and TensorFlow's own names: ``/device:GPU:1``, or what ``x.device`` says."""
+    return isinstance(value, TensorFlowDevice) or (isinstance(value, str) and _NAME.search(value) is not None)
 
 
 def neutral(device: TensorFlowDevice) -> Device:
@@ -111,7 +124,7 @@ def describe(device: TensorFlowDevice) -> DeviceRecord:
         name=details.get("device_name") or (facts.name if facts else str(device)),
         uuid=uuid,
         # TensorFlow itself tells only what its own tensors use.
-        memory=facts.memory if facts else Memory(total=0, free=0),
+        memory=facts.memory if facts else None,
         capability="{}.{}".format(*details["compute_capability"]) if "compute_capability" in details else None,
     )
 
@@ -140,7 +153,7 @@ def virtual_count() -> int:
 
 
 def is_tensor(value: object) -> bool:
-    return isinstance(value, (tf.Tensor, tf.Variable)) or _is_keras(value, "Variable")
+    return isinstance(value, _TENSORS) or _is_keras(value, "Variable")
 
 
 def device_of(tensor: Any) -> TensorFlowDevice:
@@ -148,19 +161,30 @@ def device_of(tensor: Any) -> TensorFlowDevice:
     if isinstance(tensor, tf.Tensor):
         _refuse_symbolic(tensor)
         return _known(tensor.device)
+    if _is_composite(tensor):
+        return _device_of_parts(tensor)
     return _known(tensor.device if isinstance(tensor, tf.Variable) else tensor.value.device)
 
 
 def is_on(tensor: Any, device: TensorFlowDevice) -> bool:
-    return device_of(tensor) == device
+    if isinstance(tensor, _EAGER):
+        return _known(tensor.device) == _known(device)
+    if _is_composite(tensor):
+        return all(is_on(part, device) for part in _parts(tensor))
+    return device_of(tensor) == _known(device)
 
 
-def all_on(values: Sequence[object], device: TensorFlowDevice) -> bool:
-    return all(is_tensor(value) and device_of(value) == device for value in values)
+def all_on(values: Sequence[Any], device: TensorFlowDevice) -> bool:
+    # Eager tensors all know their device's name as they are; one type check per type, one look per name.
+    if all(issubclass(kind, _EAGER) for kind in set(map(type, values))):
+        return all(_known(full_name) == _known(device) for full_name in {value.device for value in values})
+    return all(is_tensor(value) and is_on(value, device) for value in values)
 
 
 def move(tensor: Any, device: TensorFlowDevice) -> Any:
     with tf.device(device):
+        if _is_composite(tensor):
+            return tf.nest.map_structure(tf.identity, tensor, expand_composites=True)
         return tf.identity(tensor)
 
 
@@ -171,6 +195,8 @@ def start_move(tensor: Any, device: TensorFlowDevice) -> Arrival[Any]:
 
 
 def copy(tensor: Any, device: TensorFlowDevice) -> Any:
+    if _is_composite(tensor):
+        return tf.nest.map_structure(lambda part: copy(part, device), tensor, expand_composites=True)
     with tf.device(device):
         duplicate = _duplicate(tf.identity(tensor))
     # A type without a kernel for this on the device was duplicated on the host: the way back is a copy too.
@@ -179,6 +205,9 @@ def copy(tensor: Any, device: TensorFlowDevice) -> Any:
 
 def rows(tensor: Any) -> int | None:
     _refuse_symbolic(tensor)
+    if _is_composite(tensor) and not isinstance(tensor, tf.RaggedTensor):
+        cure = "make it dense first (tf.sparse.to_dense(x), tf.convert_to_tensor(x))"
+        raise BadBatch(f"a {type(tensor).__name__} cannot be cut into shards or put together of them: {cure}")
     return int(tensor.shape[0]) if len(tensor.shape) else None
 
 
@@ -269,6 +298,23 @@ def _kind_and_index(device: str) -> tuple[str, int]:
 def _known(full_name: str) -> TensorFlowDevice:
     """The device in ``/job:localhost/replica:0/task:0/device:CPU:1``."""
     return TensorFlowDevice("/device:{}:{}".format(*_kind_and_index(full_name)))
+
+
+def _is_composite(value: object) -> bool:
+    return isinstance(value, _COMPOSITES)
+
+
+def _parts(composite: Any) -> list[Any]:
+    """The tensors that a ragged, sparse or other composite one is made of."""
+    return list(tf.nest.flatten(composite, expand_composites=True))
+
+
+def _device_of_parts(composite: Any) -> TensorFlowDevice:
+    found = list(dict.fromkeys(device_of(part) for part in _parts(composite)))
+    if len(found) != 1:
+        where = f"a {type(composite).__name__} is not on one device, its parts are on {', '.join(found) or 'none'}"
+        raise SeveralDevices(f"{where}: mh.to(x, device) puts the whole of it on one")
+    return found[0]
 
 
 def _refuse_symbolic(tensor: Any) -> None:

@@ -1,7 +1,8 @@
 """PyTorch.
 
-A GPU is a CUDA (or ROCm) device. Virtual devices are in ``torch_virtual``: PyTorch has no numbered CPUs
-of its own.
+A GPU is a CUDA (or ROCm) device; of PyTorch's other kinds (``meta``, ``mps``, ``xpu``) nothing is known here.
+Virtual devices are in ``torch_virtual``: PyTorch has no numbered CPUs of its own. A ``PackedSequence`` is a
+whole, as a model is: PyTorch keeps a part of it on the host, so only its own ``.to`` moves it rightly.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
-from manyhands import machine
+from manyhands import machine, tree
 from manyhands.backend import Arrival, Capabilities
 from manyhands.backends import torch_virtual
 from manyhands.device import Device, DeviceRecord, Memory
-from manyhands.errors import ChangedInFlight
+from manyhands.errors import BadDevice, ChangedInFlight
 
 name = "torch"
 CAPABILITIES = Capabilities(
@@ -28,6 +30,7 @@ CAPABILITIES = Capabilities(
 
 _CPU = torch.device("cpu")
 _side_streams: dict[int, torch.cuda.Stream] = {}
+tree.keep_whole(PackedSequence)
 
 
 # Devices
@@ -50,9 +53,12 @@ def is_device(value: object) -> bool:
 
 
 def neutral(device: torch.device) -> Device:
+    device = _numbered(device)
     if device.type == "cpu":
         return Device("cpu") if device.index is None else Device("virtual", device.index)
-    return Device("gpu", device.index or 0)
+    if device.type == "cuda":
+        return Device("gpu", device.index)
+    raise BadDevice(f"{str(device)!r} is neither the CPU nor a GPU of CUDA or ROCm: those are known here")
 
 
 def describe(device: torch.device) -> DeviceRecord:
@@ -99,23 +105,26 @@ def all_on(values: Sequence[object], device: torch.device) -> bool:
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch_virtual.place(tensor, device) if device.type == "cpu" else tensor.to(_numbered(device))
+    device = _numbered(device)
+    return torch_virtual.place(tensor, device) if device.type == "cpu" else tensor.to(device)
 
 
 def copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    device = _numbered(device)
     if device.type == "cpu" and tensor.device.type == "cpu":
         return torch_virtual.place(tensor.clone(), device)
-    return tensor.to(_numbered(device), copy=True)
+    return tensor.to(device, copy=True)
 
 
 def start_move(tensor: torch.Tensor, device: torch.device) -> Arrival[torch.Tensor]:
-    device = _numbered(device)
-    if tensor.device.type == device.type == "cpu":
-        moved = move(tensor, device)
-        return Arrival(lambda: moved, lambda: True)
-    if device.type == "cpu":
-        return _start_to_host(tensor)
-    return _start_to_gpu(tensor, device)
+    """Where the source is page-locked host memory of the caller's, ``result()`` waits until it has been read."""
+    return _start_move(tensor, device, kept=False)
+
+
+def start_move_of_kept(tensor: torch.Tensor, device: torch.device) -> Arrival[torch.Tensor]:
+    """The same where the caller promises that nobody writes to the source any more: on the way to a GPU the host
+    then never waits."""
+    return _start_move(tensor, device, kept=True)
 
 
 def rows(tensor: torch.Tensor) -> int | None:
@@ -143,16 +152,21 @@ def synchronize(device: torch.device | None) -> None:
 
 
 def is_model(value: object) -> bool:
-    return isinstance(value, torch.nn.Module)
+    return isinstance(value, (torch.nn.Module, PackedSequence))
 
 
-def model_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def model_tensors(model: torch.nn.Module | PackedSequence) -> Iterable[tuple[str, torch.Tensor]]:
+    if isinstance(model, PackedSequence):
+        parts = {name: getattr(model, name) for name in ("data", "sorted_indices", "unsorted_indices")}
+        yield from ((name, part) for name, part in parts.items() if part is not None)
+        return
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-def move_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    return model.to(_numbered(device))
+def move_model(model: torch.nn.Module | PackedSequence, device: torch.device) -> torch.nn.Module | PackedSequence:
+    with torch_virtual.hooks():
+        return model.to(_numbered(device))  # type: ignore[arg-type]  # PyTorch declares PackedSequence's for dtypes only
 
 
 # Measuring
@@ -171,11 +185,24 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # How asynchronous moves stay safe: a stream of their own, so that they run beside the computation; the
-# allocator is told of every tensor that a second stream uses; page-locked memory on the host side; and an
-# event that `result()` waits for.
+# allocator is told of every tensor that a second stream uses; page-locked memory on the host side; an event
+# that `result()` waits for; and a source that was written to meanwhile is an error.
+
+
+def _start_move(tensor: torch.Tensor, device: torch.device, *, kept: bool) -> Arrival[torch.Tensor]:
+    device = _numbered(device)
+    # Sparse and nested tensors are several pieces of memory, for which PyTorch has no page-locked form.
+    in_pieces = tensor.layout != torch.strided or tensor.is_nested
+    if in_pieces or tensor.device.type == device.type == "cpu":
+        moved = move(tensor, device)
+        return Arrival(lambda: moved, lambda: True)
+    if device.type == "cpu":
+        return _start_to_host(tensor)
+    return _start_to_gpu(tensor, device, kept=kept)
 
 
 def _start_to_host(tensor: torch.Tensor) -> Arrival[torch.Tensor]:
+    version = _version(tensor)
     stream = _side_stream(tensor.device)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
@@ -185,18 +212,21 @@ def _start_to_host(tensor: torch.Tensor) -> Arrival[torch.Tensor]:
         arrived = stream.record_event()
 
     def finish() -> torch.Tensor:
+        _check_unchanged(tensor, version)
         arrived.synchronize()
         return arriving
 
     return Arrival(finish, arrived.query)
 
 
-def _start_to_gpu(tensor: torch.Tensor, device: torch.device) -> Arrival[torch.Tensor]:
+def _start_to_gpu(tensor: torch.Tensor, device: torch.device, *, kept: bool) -> Arrival[torch.Tensor]:
     stream = _side_stream(device)
     from_host = tensor.device.type == "cpu"
     # A pageable source is staged now, so that writing to it later is harmless. A pinned one is read in place.
-    source = tensor if not from_host or tensor.is_pinned() else tensor.pin_memory()
-    version = source._version
+    staged = from_host and not tensor.is_pinned()
+    source = tensor.pin_memory() if staged else tensor
+    exposed = from_host and not staged and not kept
+    version = _version(source)
     if not from_host:
         stream.wait_stream(torch.cuda.current_stream(source.device))
     with torch.cuda.stream(stream):
@@ -206,17 +236,29 @@ def _start_to_gpu(tensor: torch.Tensor, device: torch.device) -> Arrival[torch.T
         arrived = stream.record_event()
 
     def finish() -> torch.Tensor:
-        if source._version != version:
-            raise ChangedInFlight(
-                "the source of an asynchronous move was written to before result() was called: the copy may hold a mix "
-                "of old and new. Call result() first, or write to another buffer in turn"
-            )
+        _check_unchanged(source, version)
+        if exposed:
+            # The owner may write to it as soon as he has the result, and the device's order does not bind the host.
+            arrived.synchronize()
         current = torch.cuda.current_stream(device)
         current.wait_event(arrived)
         arriving.record_stream(current)
         return arriving
 
     return Arrival(finish, arrived.query)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often it was written to; PyTorch does not count that for tensors made in inference mode."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _check_unchanged(source: torch.Tensor, version: int | None) -> None:
+    if _version(source) != version:
+        raise ChangedInFlight(
+            "the source of an asynchronous move was written to before result() was called: the copy may hold a mix "
+            "of old and new. Call result() first, or write to another buffer in turn"
+        )
 
 
 def _keep_for_peer(source: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -232,5 +274,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """`cuda` without a number is the first GPU for us; for torch it is the current one."""
-    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+    """One name per device: `cuda` is the first GPU (for torch the current one), and `cpu:0` the host as long as
+    there are no virtual devices."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", 0)
+    return _CPU if device.type == "cpu" and device.index == 0 and not torch_virtual.count() else device

@@ -6,6 +6,7 @@ Nothing but the standard library is imported before a subcommand runs, so that `
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -42,6 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("manyhands: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `manyhands devices | head`
-        sys.stderr.close()
+    except BrokenPipeError:  # `manyhands devices | head -1`: who reads has enough, and Python must not try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -46,10 +45,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     facts = collect(options.framework, measured=options.measure, quiet=options.json)
     text = json.dumps(facts, indent=2) if options.json else _shown(facts, measured=options.measure)
-    try:
-        print(text.rstrip(), flush=True)
-    except BrokenPipeError:  # `manyhands devices | head -1`: who reads has enough, and Python must not try again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text.rstrip(), flush=True)
     return 0
 
 
@@ -147,9 +143,7 @@ def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
 
 
 def _table(answers: list[dict[str, Any]]) -> Table:
-    table = _empty_table(
-        ("name", "left"), ("GiB", "right"), ("free", "right"), ("load", "right"), ("capability", "left")
-    )
+    table = _empty_table(("name", "left"), ("GiB", "right"), ("free", "right"), ("load", "right"), ("cap.", "left"))
     table.columns[2].no_wrap = False  # a name may take two lines, a figure never
     for label, row in _rows(answers):
         figures = _gib(row["memory"], "total"), _gib(row["memory"], "free"), _percent(row["load_percent"])
@@ -161,7 +155,8 @@ def _speed_table(answers: list[dict[str, Any]]) -> Table:
     table = _empty_table(*((title, "right") for title in _COLUMNS.values()))
     table.caption = "copies to, from and on the device in GB/s (*: page-locked host memory); products in TFLOP/s"
     for label, row in _rows(answers):
-        table.add_row(label, row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
+        framework = label.partition(" ")[0]  # its version stands in the table above, and the figures need the room
+        table.add_row(framework, row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
     return table
 
 

@@ -186,6 +186,18 @@ def test_an_array_spread_over_devices_has_no_one_device(two: list[Any]) -> None:
     assert np.asarray(whole).tolist() == list(range(8))
     assert mh.device_of(mh.copy(x, two[0])) == two[0]
     assert mh.to(x, two[0], wait=False).result().devices() == {two[0]}
+    with pytest.raises(SeveralDevices, match=r"batch\['x'\]: an array of shape \(8,\)"):
+        mh.check_same_device(y=whole, batch={"x": x})
+    assert [np.asarray(shard).tolist() for shard in mh.split(x, two)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_shards_stay_where_they_are_put(two: list[Any]) -> None:
+    with jax.default_device(two[0]):
+        batch = jnp.arange(4.0)  # on its device only by default
+    shards = mh.split(batch, two)
+    assert [shard.committed for shard in shards] == [True, True]
+    with pytest.raises(ValueError, match="incompatible devices"):
+        shards[0] + shards[1]
 
 
 def test_a_sharding_over_one_device_is_that_device() -> None:
@@ -204,6 +216,7 @@ def test_inside_jit_a_value_has_no_device() -> None:
         lambda x: mh.to({"x": x}, device),
         lambda x: mh.to(x, device, wait=False),
         lambda x: mh.check_same_device(x),
+        lambda x: mh.split(x, mh.try_all_gpus(), shares=[1] * max(1, mh.num_gpus())),
         lambda x: mh.synchronize(),
     ):
         with pytest.raises(NotATensor, match="inside jit, grad or vmap"):

@@ -13,7 +13,7 @@ import mxnet as mx
 from manyhands import Device
 from manyhands import mxnet as mh
 from manyhands.backends import mxnet as backend
-from manyhands.errors import DeviceMismatch, NotATensor, SeveralDevices
+from manyhands.errors import BadBatch, DeviceMismatch, NotATensor, SeveralDevices
 
 # Contexts of the host exist without being asked for, so that most of this needs no virtual devices.
 HERE, THERE = mx.cpu(0), mx.cpu(1)
@@ -99,6 +99,23 @@ def test_sparse_arrays_move() -> None:
     moved = backend.move(x, THERE)
     assert (moved.stype, moved.ctx) == ("csr", THERE)
     assert moved.asnumpy().tolist() == [[0.0, 1.0], [0.0, 0.0]]
+
+
+def test_a_sparse_batch_is_cut_or_refused() -> None:
+    dense = mx.nd.array([[0.0, 1.0], [2.0, 0.0]], ctx=HERE)
+    assert backend.cut(dense.tostype("csr"), 1, 2).asnumpy().tolist() == [[2.0, 0.0]]
+    with pytest.raises(BadBatch, match=r"tostype\('default'\)"):
+        backend.cut(dense.tostype("row_sparse"), 0, 1)
+
+
+def test_many_arrays_are_looked_at_one_by_one() -> None:
+    here, there = mx.nd.ones(2, ctx=HERE), mx.np.ones(2, ctx=THERE)
+    assert backend.all_on([here, mx.np.ones(1, ctx=HERE), backend.pin(here)], HERE)
+    assert backend.all_on([there, there], THERE)
+    assert not backend.all_on([here, here, there], HERE)
+    assert not backend.all_on([there, backend.pin(here)], THERE)
+    assert not backend.all_on([here, "text"], HERE)
+    assert backend.all_on([mx.nd.ones((2, 2), ctx=HERE).tostype("csr")], HERE)
 
 
 def test_a_move_has_a_gradient() -> None:

@@ -20,7 +20,16 @@ import tensorflow as tf
 
 from manyhands import tensorflow as mh
 from manyhands.backends import tensorflow as backend
-from manyhands.errors import DeviceError, NoSuchDevice, NotATensor, PlacementFailed, SeveralDevices
+from manyhands.errors import (
+    BadBatch,
+    BadDevice,
+    DeviceError,
+    DeviceMismatch,
+    NoSuchDevice,
+    NotATensor,
+    PlacementFailed,
+    SeveralDevices,
+)
 
 
 @pytest.fixture
@@ -49,7 +58,23 @@ def test_a_device_is_a_name_and_a_scope() -> None:
     for twin in (copy.deepcopy(device), pickle.loads(pickle.dumps(device))):
         assert backend.is_device(twin)
         assert twin == device
-    assert not backend.is_device(str(device))
+
+
+def test_tensorflows_own_names_are_devices(two: list[Any]) -> None:
+    x, y = mh.to([tf.constant([1.0]), tf.constant([2.0])], two[1])
+    for name in (str(two[1]), y.device):
+        assert type(name) is str
+        assert mh.to(x, name) is x
+        assert mh.device_of(mh.to(tf.constant([1.0]), name)) == two[1]
+        assert mh.device_of(mh.copy(x, name)) == two[1]
+        assert mh.to([x, y], name)[0] is x
+        assert mh.device_of(mh.gather(mh.split(tf.constant([1.0, 2.0]), [str(two[0]), name]), name)) == two[1]
+        assert mh.memory(name).total > 0
+        mh.synchronize(name)
+    with pytest.raises(NoSuchDevice):
+        mh.to(x, str(two[1])[:-1] + "99")
+    with pytest.raises(BadDevice):
+        mh.to(x, "/device:TPU:0")
 
 
 def test_scopes_nest_and_come_back_after_an_error(two: list[Any]) -> None:
@@ -194,6 +219,59 @@ def test_a_variable_stays_and_gives_its_value(two: list[Any]) -> None:
             made.assign([5.0, 6.0])
             assert moved.numpy().tolist() == duplicate.numpy().tolist() == [1.0, 2.0]
             assert [mh.device_of(shard) for shard in mh.split(made, two)] == two
+
+
+class Box(tf.experimental.ExtensionType):
+    values: tf.Tensor
+
+
+def composites() -> list[Any]:
+    return [
+        tf.ragged.constant([[1.0], [2.0, 3.0], []]),
+        tf.sparse.from_dense([[0.0, 1.0], [2.0, 0.0]]),
+        tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([0]), dense_shape=tf.constant([2, 2])),
+        Box(tf.constant([1.0])),
+    ]
+
+
+def parts(composite: Any) -> list[Any]:
+    return tf.nest.flatten(composite, expand_composites=True)
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_composite_tensors_are_moved_part_by_part(kind: int, two: list[Any]) -> None:
+    x = mh.to(composites()[kind], two[0])
+    moved = mh.to({"x": x, "y": tf.constant([1.0])}, two[1])["x"]
+    for made, device in ((moved, two[1]), (mh.copy(x), two[0]), (mh.to(x, two[1], wait=False).result(), two[1])):
+        assert type(made) is type(x)
+        assert {mh.device_of(part) for part in parts(made)} == {mh.device_of(made)} == {device}
+        assert all(tf.reduce_all(a == b) for a, b in zip(parts(made), parts(x), strict=True))
+        assert made is not x
+    assert mh.to(moved, two[1]) is moved
+    assert mh.to([moved], two[1])[0] is moved
+    with pytest.raises(DeviceMismatch, match="x: "):
+        mh.check_same_device(x=x, y=moved)
+
+
+def test_a_composite_on_two_devices_is_told(two: list[Any]) -> None:
+    values, splits = mh.to(tf.constant([1.0, 2.0]), two[0]), mh.to(tf.constant([0, 1, 2], tf.int64), two[1])
+    mixed = tf.RaggedTensor.from_row_splits(values, splits, validate=False)
+    if len({mh.device_of(part) for part in parts(mixed)}) > 1:
+        with pytest.raises(SeveralDevices, match="batch: a RaggedTensor"):
+            mh.check_same_device(batch=mixed)
+    assert mh.device_of(mh.to(mixed, two[1])) == two[1]
+
+
+def test_ragged_tensors_are_cut_others_refused() -> None:
+    ragged, *others = composites()
+    devices = mh.try_all_gpus()[:2]
+    shards = mh.split(ragged, devices)
+    assert [mh.device_of(shard) for shard in shards] == devices
+    assert mh.gather(shards, mh.cpu()).to_list() == [[1.0], [2.0, 3.0], []]
+    for other in others:
+        for call in (lambda: mh.split(other, devices), lambda: mh.gather([other, other], mh.cpu())):  # noqa: B023
+            with pytest.raises(BadBatch, match="make it dense first"):
+                call()
 
 
 def test_inside_a_function_there_is_no_device_yet() -> None:

@@ -78,6 +78,7 @@ def test_a_packed_sequence_is_moved_by_its_own_rules() -> None:
             call()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_every_layout_takes_an_asynchronous_move() -> None:
     device = mh.cpu()
     with torch.inference_mode():

@@ -135,8 +135,7 @@ def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
     def start(value: Any) -> Any:
         leaves, structure = tree.flatten(value)
-        moving = [backend.start_move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return moving, structure
+        return [_started(leaf, device) for leaf in leaves], structure
 
     def finish(started: Any) -> Any:
         moving, structure = started
@@ -150,3 +149,9 @@ def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
         coming = started
     if coming is not None:
         yield finish(coming)
+
+
+def _started(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return backend.start_move_of_kept(leaf, device)  # a batch is ours alone
+    return backend.move_model(leaf, device) if backend.is_model(leaf) else leaf  # a PackedSequence moves itself

@@ -1,0 +1,379 @@
+"""Lanes on threads of the CPU: the same results to the bit, errors as they were, nothing left running."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from support import run_python
+
+from manyhands.backends import torch_parallel, torch_threads
+from manyhands.backends.torch_threads import ThreadRun
+from manyhands.backends.torch_trace import Trace
+from manyhands.engine import parallel_cpu
+from manyhands.engine.check import check
+from manyhands.engine.graph import graph
+from manyhands.engine.parallel import Parallel
+from manyhands.engine.schedule import Schedule, schedule
+from manyhands.task import Task
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
+)
+
+
+@torch.library.custom_op("manyhands_tests::fails", mutates_args=())
+def fails(x: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError("on purpose")
+
+
+@fails.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("manyhands_tests::sleeps", mutates_args=())
+def sleeps(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.05)
+    return x.clone()
+
+
+@sleeps.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Trace, list[torch.Tensor]]:
+    call = torch_parallel.call(arguments, {})
+    return torch_parallel.trace(function, call), call.tensors
+
+
+def scheduled(found: Trace, lanes: int, tasks: Sequence[Task] | None = None) -> Schedule:
+    tasks = torch_threads.tasks(found) if tasks is None else tasks
+    made = schedule(graph(tasks), parallel_cpu.lanes(graph(tasks), lanes))
+    check(made)
+    return made
+
+
+def run_on(function: Callable[..., Any], lanes: int, *arguments: Any) -> ThreadRun:
+    found, _ = traced(function, *arguments)
+    return ThreadRun(found, parallel_cpu.handed_over(torch_parallel, scheduled(found, lanes)), lanes)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """Not a number is the same as itself, too."""
+    found: list[int] = tensor.contiguous().view(torch.int32).flatten().tolist()
+    return found
+
+
+# Random programs
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "mm", "sin_", "add_", "view", "row", "row_", "rand", "dropout", "split", "copy_"]),
+        st.integers(0, 50),
+        st.integers(0, 50),
+    ),
+    min_size=1,
+    max_size=14,
+)
+_WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "add": lambda a, b: a + b,
+    "mm": lambda a, b: a @ b,
+    "sin_": lambda a, b: a.sin_(),
+    "add_": lambda a, b: a.add_(b),
+    "view": lambda a, b: a.t(),
+    "row": lambda a, b: a[1].expand(3, 3),
+    "row_": lambda a, b: a.fill_diagonal_(0.5) if a.is_contiguous() else a + 1,
+    "rand": lambda a, b: torch.rand_like(a) + b,
+    "dropout": lambda a, b: torch.nn.functional.dropout(a, 0.5),
+    "split": lambda a, b: torch.cat(a.split([1, 2])[::-1]),
+    "copy_": lambda a, b: a.copy_(b) if a.is_contiguous() else a * b,
+}
+
+
+def program(steps: list[tuple[str, int, int]]) -> Callable[..., Any]:
+    def function(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        values = list(inputs)
+        for way, one, other in steps:
+            a, b = values[one % len(values)], values[other % len(values)]
+            if way.endswith("_") and 0 in a.stride():
+                a = a.clone()
+            values.append(_WAYS[way](a, b))
+        return [value * 1 for value in values[len(inputs) :]]
+
+    return function
+
+
+@given(STEPS, st.integers(1, 3), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_random_programs_equal_eager_to_the_bit(steps: list[tuple[str, int, int]], lanes: int, chance: Any) -> None:
+    """Writes in place, views and random numbers, on lanes chosen by random costs; arguments written to as well."""
+    function = program(steps)
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 3) for _ in range(3)]
+    plain, own = [x.clone() for x in inputs], [x.clone() for x in inputs]
+    torch.manual_seed(1)
+    expected = function(*plain)
+    state = torch.get_rng_state()
+    found, _ = traced(function, *inputs)
+    tasks = [
+        Task(t.name, t.reads, t.writes, t.device, t.kind, chance.random(), 1.0, t.token)
+        for t in torch_threads.tasks(found)
+    ]
+    run = ThreadRun(found, parallel_cpu.handed_over(torch_parallel, scheduled(found, lanes, tasks)), lanes)
+    for _ in range(2):  # gates are closed again after a run
+        for mine, first in zip(own, inputs, strict=True):
+            mine.copy_(first)
+        torch.manual_seed(1)
+        results = run.replay(own)
+        assert [bits(one) for one in results] == [bits(one) for one in expected]
+        assert [bits(one) for one in own] == [bits(one) for one in plain]
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_random_numbers_in_two_branches_keep_their_order() -> None:
+    def branches(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for _ in range(10):
+            x = torch.nn.functional.dropout((x @ x).tanh(), 0.3)
+            y = (y @ y).tanh() * torch.rand_like(y)
+        return x, y
+
+    x, y = torch.randn(20, 20) / 5, torch.randn(20, 20) / 5
+    run = run_on(branches, 2, x, y)
+    assert run.lanes == 2
+    torch.manual_seed(3)
+    expected = branches(x, y)
+    torch.manual_seed(3)
+    assert all(map(torch.equal, run.replay([x, y]), expected))
+
+
+# Errors, interrupts, memory, processes
+
+
+def two_branches(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for _ in range(5):
+            x, y = first(x), second(y)
+        return x + y, x - y
+
+    return function
+
+
+def busy_workers() -> int:
+    return sum(worker._busy for worker in torch_threads.pool()._idle)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_error_comes_with_its_traceback_and_stops_the_other_lanes(place: int) -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    ways = [fails, sleeps] if place == 0 else [sleeps, fails]
+    run = run_on(two_branches(*ways), 2, x, y)
+    assert run.lanes == 2
+    for _ in range(2):
+        start = time.perf_counter()
+        with pytest.raises(ArithmeticError, match="on purpose") as caught:
+            run.replay([x, y])
+        assert time.perf_counter() - start < 0.2  # not all five sleeps
+        shown = "".join(traceback.format_exception(caught.value))
+        assert 'raise ArithmeticError("on purpose")' in shown
+        assert "in fails (task" in shown or "in manyhands_tests" in shown
+        assert busy_workers() == 0
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_an_interrupt_stops_and_joins(lanes: int) -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    run = run_on(two_branches(sleeps, sleeps), lanes, x, y)
+    threads = torch.get_num_threads()
+    timer = threading.Timer(0.12, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        run.replay([x, y])
+    assert time.perf_counter() - start < 2
+    assert busy_workers() == 0
+    assert torch.get_num_threads() == threads
+    timer.join()
+    assert all(map(torch.equal, run.replay([x, y]), (x + y, x - y)))
+
+
+def test_memory_is_let_go_with_its_last_use_on_any_lane() -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    @torch.library.custom_op("manyhands_tests::watched", mutates_args=())
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(one() is not None for one in seen))
+        result = x + 1
+        seen.append(weakref.ref(result))
+        return result
+
+    watched.register_fake(torch.empty_like)
+
+    def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(12):
+            x, y = watched(x), watched(y)
+        return x + y
+
+    x, y = torch.ones(2), torch.ones(2)
+    gc.disable()
+    try:
+        assert torch.equal(run_on(chain, 2, x, y).replay([x, y])[0], torch.full((2,), 26.0))
+    finally:
+        gc.enable()
+    assert max(alive) <= 4
+    assert sum(one() is not None for one in seen) == 0
+
+
+def test_two_callers_at_once() -> None:
+    x, y = torch.randn(30, 30), torch.randn(30, 30)
+    run = run_on(two_branches(lambda a: (a @ a).tanh(), lambda b: (b @ b).sin()), 2, x, y)
+    expected = run.replay([x, y])
+    wrong: list[int] = []
+
+    def work() -> None:
+        wrong.extend(i for i in range(30) if not all(map(torch.equal, run.replay([x, y]), expected)))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not wrong
+
+
+SCRIPT = """
+import os, sys, threading, torch
+sys.path[:0] = {path!r}
+from test_parallel_cpu import run_on, two_branches
+torch.set_num_threads(1)
+x, y = torch.randn(8, 8), torch.randn(8, 8)
+run = run_on(two_branches(torch.sin, torch.cos), 2, x, y)
+expected = run.replay([x, y])
+"""
+
+
+def script(rest: str) -> Any:
+    import support
+
+    paths = [os.path.dirname(__file__), os.path.dirname(support.__file__)]
+    return run_python(SCRIPT.format(path=paths) + rest)
+
+
+def test_a_forked_child_has_workers_of_its_own() -> None:
+    result = script(
+        "child = os.fork()\n"
+        "assert all(map(torch.equal, run.replay([x, y]), expected))\n"
+        "if not child: os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "print('both')"
+    )
+    assert result.stdout.strip() == "both", result.stderr
+
+
+def test_workers_are_joined_before_the_interpreter_ends() -> None:
+    result = script(
+        "import atexit\n"
+        "def late():\n"
+        "    assert all(map(torch.equal, run.replay([x, y]), expected)); print('late')\n"
+        "import manyhands.backends.torch_workers as w\n"
+        "atexit.unregister(w._close); atexit.register(late); \n"
+        "atexit.register(lambda: print(sum(t.name.startswith('manyhands') for t in threading.enumerate())))\n"
+        "atexit.register(w._close)\n"
+        "print(sum(t.name.startswith('manyhands') for t in threading.enumerate()))"
+    )
+    assert result.stdout.split() == ["1", "0", "late"], result.stderr
+    assert result.returncode == 0
+
+
+# The choice
+
+
+def test_not_a_number_is_no_small_difference() -> None:
+    nan, one = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0])
+    assert torch_parallel.equal([nan], [nan.clone()]) == (True, 0.0)
+    assert torch_parallel.equal([nan], [one]) == (False, float("inf"))
+    assert torch_parallel.equal([one], [nan]) == (False, float("inf"))
+
+
+def test_what_is_chosen_is_right_and_not_slower() -> None:
+    def branches(*xs: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+        for x in xs:
+            for _ in range(4):
+                x = (x @ x).tanh_()
+            results.append(x)
+        return results
+
+    fast = Parallel(branches, torch_parallel)
+    inputs = [torch.randn(64, 64) for _ in range(4)]
+    with torch.no_grad():
+        results = fast(*inputs)
+        assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(results, branches(*inputs), strict=True))
+        told = fast.explain()
+    assert "plain execution" in told
+    assert "one lane" in told
+    planned = fast._must_have_run()
+    chosen = planned.how.split(", equal")[0]
+    assert planned.seconds[chosen] <= planned.seconds["plain execution"] * 1.1
+
+
+def test_trying_out_leaves_no_trace() -> None:
+    def noisy(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        total.add_(1)
+        return torch.rand_like(x) + x
+
+    fast = Parallel(noisy, torch_parallel)
+    torch.manual_seed(5)
+    total = torch.zeros(3)
+    result = fast(torch.zeros(4), total)
+    torch.manual_seed(5)
+    assert torch.equal(result, torch.rand(4))
+    assert total.tolist() == [1, 1, 1]
+
+
+def test_synchronous_runs_the_schedules_order_in_the_callers_thread() -> None:
+    where: list[int] = []
+
+    @torch.library.custom_op("manyhands_tests::told", mutates_args=())
+    def told(x: torch.Tensor) -> torch.Tensor:
+        where.append(threading.get_ident())
+        return x + 1
+
+    told.register_fake(torch.empty_like)
+    slow = Parallel(two_branches(told, told), torch_parallel, synchronous=True)
+    x = torch.ones(2)
+    where.clear()
+    sums, differences = slow(x, x.clone())
+    assert sums.tolist() == [12, 12]
+    assert differences.tolist() == [0, 0]
+    assert set(where) == {threading.get_ident()}
+    assert "synchronous" in slow.explain()
+    assert slow._must_have_run().schedule is not None
+
+
+def test_autocast_is_not_applied_twice() -> None:
+    x = torch.randn(8, 8)
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = x @ x
+        return y + (x @ x).float()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run = run_on(mixed, 2, x)
+        assert torch.equal(run.replay([x])[0], mixed(x))
+        assert torch.is_autocast_enabled("cpu")
