@@ -18,6 +18,7 @@ from manyhands import shares as _shares
 from manyhands import tree
 from manyhands.backend import Arrival, Backend, D, T
 from manyhands.device import Device, DeviceRecord, Memory, check_index
+from manyhands.engine import futures
 from manyhands.errors import BadBatch, DeviceError, DeviceMismatch, NotATensor, SeveralDevices, VirtualDevicesError
 from manyhands.placement import VIRTUAL_DEVICES, Placement, once_each
 
@@ -205,7 +206,8 @@ class Verbs(Generic[T, D]):
         self._backend.synchronize(None if device is None else self._place.existing(device))
 
     def waitall(self) -> None:
-        """The same as ``synchronize()``: MXNet's word for it."""
+        """Wait for all tasks given in parallel scopes, and for everything in flight on all devices."""
+        futures.waitall()
         self.synchronize()
 
     # Batches

@@ -35,7 +35,9 @@
      |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
      +- EngineError
      |   +- CannotTrace          a function whose operations depend on values      (RuntimeError)
+     |   |   +- NotYet           one that can perhaps be traced at its next call
      |   +- UnsafeSchedule       a schedule that could compute something else      (RuntimeError)
+     |   +- TaskCancelled        a task that was not run                           (RuntimeError)
      +- FrameworkMissing         the framework of this door is not installed       (ImportError)
      +- PackageMissing           an optional package is not installed              (ImportError)
 
@@ -178,8 +180,16 @@ class CannotTrace(EngineError, RuntimeError):
     """A function that cannot be traced, most often because it looks at values."""
 
 
+class NotYet(CannotTrace):
+    """A function that cannot be traced at this call, but perhaps at the next."""
+
+
 class UnsafeSchedule(EngineError, RuntimeError):
     """Two tasks that conflict are not ordered by the schedule."""
+
+
+class TaskCancelled(EngineError, RuntimeError):
+    """A task that was not run: one that it needs failed, or its scope was left by an error."""
 
 
 class FrameworkMissing(ManyhandsError, ImportError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["compute", "copy", "host"]
+# Copies to and from a GPU have lanes of their own: it has an engine for each direction.
+Kind = Literal["compute", "copy in", "copy out", "copy", "host"]
 
 
 @dataclass(frozen=True, slots=True)

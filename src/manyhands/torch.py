@@ -4,6 +4,9 @@ Its devices are ``torch.device``. Every name here is the same in all four doors;
 written once, in :mod:`manyhands.api`.
 """
 
+from collections.abc import Callable
+from typing import Any, overload
+
 from manyhands.placement import require
 
 require("torch")
@@ -11,6 +14,11 @@ require("torch")
 from manyhands.api import Verbs  # noqa: E402
 from manyhands.backend import Arrival  # noqa: E402
 from manyhands.backends import torch as _backend  # noqa: E402
+from manyhands.backends import torch_parallel as _parallel_backend  # noqa: E402
+from manyhands.backends import torch_workers as _workers  # noqa: E402
+from manyhands.engine.futures import Future, task  # noqa: E402
+from manyhands.engine.futures import parallel as _Scope  # noqa: E402
+from manyhands.engine.parallel import Parallel  # noqa: E402
 from manyhands.training.torch.book import DataModule, Module  # noqa: E402
 from manyhands.training.torch.datasets import load_data_fashion_mnist  # noqa: E402
 from manyhands.training.torch.figures import (  # noqa: E402
@@ -52,6 +60,28 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 
+@overload
+def parallel(function: Callable[..., Any], *, reuse_outputs: bool = ...) -> Parallel: ...
+
+
+@overload
+def parallel(function: None = None, *, threads: int | None = ...) -> _Scope: ...
+
+
+def parallel(
+    function: Callable[..., Any] | None = None, *, reuse_outputs: bool = False, threads: int | None = None
+) -> Parallel | _Scope:
+    """``fast = parallel(fn)``: gives what ``fn`` gives, sooner where that is possible; ``with parallel():`` for tasks.
+
+    The first call traces the function for its arguments' shapes, plans it over lanes, proves and measures the plans,
+    and keeps the fastest; ``fast.explain()`` says what was chosen and why. Results belong to the caller, unless
+    ``reuse_outputs=True`` allows the next call to overwrite them. In a scope, ``task(fn)(a, b)`` runs beside others.
+    """
+    if function is None:
+        return _Scope(threads, memory_of=_workers.memory_of, bound=_workers.bound)
+    return Parallel(function, _parallel_backend, reuse_outputs=reuse_outputs)
+
+
 class Benchmark(_Benchmark):
     """``with Benchmark("text"):`` prints how long the block took, all work on the devices included."""
 
@@ -65,8 +95,10 @@ __all__ = [
     "Arrival",
     "Benchmark",
     "DataModule",
+    "Future",
     "HyperParameters",
     "Module",
+    "Parallel",
     "Residual",
     "Result",
     "Timer",
@@ -87,10 +119,12 @@ __all__ = [
     "memory",
     "num_gpus",
     "one_cycle",
+    "parallel",
     "resnet18",
     "split",
     "split_batch",
     "synchronize",
+    "task",
     "to",
     "train",
     "try_all_gpus",

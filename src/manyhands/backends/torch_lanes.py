@@ -1,8 +1,8 @@
-"""Runs a traced function on lanes: straight-line code, CUDA streams, one CUDA graph.
+"""The code of a run on lanes: a straight line, CUDA streams, the waits between them.
 
-The code of a run is generated: one line per operation, in the order in which the schedule issues them, with the waits
-between streams where the schedule has them. It is issued by one thread, and captured into a CUDA graph, which is then
-replayed: the host is out of the way.
+It is generated: one line per operation, in the order in which the schedule issues them, with the waits between streams
+where the schedule has them. One thread issues it. Work on the CPU between work on a GPU is done by that thread, when
+its turn comes; before that the host waits for the copies that it reads. :mod:`torch_runs` runs the code.
 
 Memory: a result belongs to the stream it was made on, and its memory is used again by later work on that stream. So
 it is let go where the schedule's own waits have brought that stream behind all of its users, and not earlier: no luck
@@ -48,6 +48,8 @@ class Code:
 
     lines: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
+    streams: bool = False  # whether copies between devices are issued without waiting for them
+    static: bool = False
 
     def name(self, value: Any) -> str:
         """A name for an object that cannot be written out."""
@@ -61,9 +63,12 @@ class Code:
         return self.names["run"]  # type: ignore[no-any-return]
 
 
-def generate(trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | None) -> Code:
-    """The code of a run; without streams (one lane, or a CPU) it has no waits."""
-    code = Code()
+def generate(trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | None, *, static: bool = False) -> Code:
+    """The code of a run; without streams (one lane, or a CPU) it has no waits.
+
+    ``static``: copies to the host go to the same memory at every run, as in a CUDA graph they must.
+    """
+    code = Code(streams=streams is not None, static=static)
     inputs = "".join(f"{node.name}, " for node in trace.inputs)
     if inputs:
         code.lines.append(f"{inputs}= inputs")
@@ -75,29 +80,35 @@ def generate(trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | No
     for task in plan.order:
         marks.before(task)
         for node in trace.steps[task].nodes:
-            code.lines.append(f"{node.name} = {_call(node, code)}")
+            code.lines.append(f"{node.name} = {call_text(node, code)}")
         marks.after(task)
         if gone := let_go.get(task):
             code.lines.append(f"del {', '.join(gone)}")
     marks.end()
-    code.lines.append(f"return [{', '.join(_argument(value, code) for value in trace.outputs)}]")
+    code.lines.append(f"return [{', '.join(argument_text(value, code) for value in trace.outputs)}]")
     return code
 
 
-def _call(node: Node, code: Code) -> str:
+def call_text(node: Node, code: Code) -> str:
+    """The call of an operation as source; what cannot be written out gets a name in the code."""
     if node.target.__name__ == "getitem":  # type: ignore[union-attr]
-        return f"{_argument(node.args[0], code)}[{node.args[1]}]"
-    given = [_argument(value, code) for value in node.args]
-    given += [f"{name}={_argument(value, code)}" for name, value in node.kwargs.items()]
-    target = to_host if _is_to_host(node) else node.target
-    return f"{code.name(target)}({', '.join(given)})"
+        return f"{argument_text(node.args[0], code)}[{node.args[1]}]"
+    given = [argument_text(value, code) for value in node.args]
+    if code.streams and _is_to_host(node):
+        return f"{code.name(_to_host(node, static=code.static))}({given[0]})"
+    named = dict(node.kwargs)
+    if code.streams and _is_to_device(node):
+        named["non_blocking"] = True
+    given += [f"{name}={argument_text(value, code)}" for name, value in named.items()]
+    return f"{code.name(node.target)}({', '.join(given)})"
 
 
-def _argument(value: Any, code: Code) -> str:
+def argument_text(value: Any, code: Code) -> str:
+    """An argument as source: the name of an earlier result, or a value."""
     if isinstance(value, Node):
         return value.name
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(_argument(one, code) for one in value)
+        inner = ", ".join(argument_text(one, code) for one in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     if value is None or isinstance(value, (bool, int)):
         return repr(value)
@@ -105,66 +116,105 @@ def _argument(value: Any, code: Code) -> str:
 
 
 def _is_to_host(node: Node) -> bool:
-    if node.target is not _aten._to_copy.default or not isinstance(node.meta.get("val"), torch.Tensor):
-        return False
-    source = node.args[0]
-    return (
-        node.meta["val"].device.type == "cpu" and isinstance(source, Node) and source.meta["val"].device.type == "cuda"
-    )
+    return node.target is _aten._to_copy.default and _types(node) == ("cuda", "cpu")
 
 
-def to_host(tensor: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
-    """A copy into page-locked memory that does not wait; the run waits for all of them at its end."""
-    if dtype is not None:
-        tensor = tensor.to(dtype)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+def _is_to_device(node: Node) -> bool:
+    return node.target is _aten._to_copy.default and _types(node) == ("cpu", "cuda")
+
+
+def _types(node: Node) -> tuple[str, str]:
+    """From where to where a copy goes."""
+    source: Any = node.args[0]
+    return source.meta["val"].device.type, node.meta["val"].device.type
+
+
+def _to_host(node: Node, *, static: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A copy into page-locked memory that does not wait: who reads it waits, and the run at its end."""
+    meta = node.meta["val"]
+    shape, stride, dtype = tuple(meta.shape), meta.stride(), meta.dtype
+
+    def fresh() -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True)
+
+    kept = fresh() if static else None
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.stride() != stride or tensor.dtype != dtype:  # or the copy would go through ordinary host memory
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
+        return (fresh() if kept is None else kept).copy_(tensor, non_blocking=True)
+
+    return to_host
+
+
+def on_cpu(step: Step) -> bool:
+    return step.task.device == "cpu"
 
 
 class _Marks:
     """The lines about streams: which one is current, what it waits for, where others may wait."""
 
     def __init__(self, trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | None, code: Code) -> None:
-        self._plan, self._code, self._streams = plan, code, streams
+        self._trace, self._plan, self._code, self._streams = trace, plan, code, streams
         self._waited = {other for others in plan.waits.values() for other in others}
-        self._used = sorted(set(plan.lane_of)) if streams else []
+        self._used = gpu_lanes(trace, plan) if streams else []
         self._names = {lane: code.name(streams[lane]) for lane in self._used} if streams else {}
         self._set = code.name(torch.cuda.set_stream)
         self._events: dict[int, str] = {}
-        self._current = 0
+        self._first = self._current = self._used[0] if self._used else 0
+        self._from_host: str | None = None
 
     def begin(self) -> None:
         """All lanes begin behind the first one, which is behind the caller's stream."""
         if len(self._used) > 1:
             start = self._code.name(torch.cuda.Event())
-            self._code.lines.append(f"{start}.record({self._names[0]})" if 0 in self._names else "pass")
-            for lane in self._used:
-                if lane:
-                    self._code.lines.append(f"{self._names[lane]}.wait_event({start})")
+            self._code.lines.append(f"{start}.record({self._names[self._first]})")
+            for lane in self._used[1:]:
+                self._code.lines.append(f"{self._names[lane]}.wait_event({start})")
 
     def before(self, task: int) -> None:
         if not self._streams:
             return
+        host = on_cpu(self._trace.steps[task])
         lane = self._plan.lane_of[task]
         for other in self._plan.waits.get(task, ()):
-            self._code.lines.append(f"{self._names[lane]}.wait_event({self._events[other]})")
-        if lane != self._current:
+            if on_cpu(self._trace.steps[other]):
+                continue  # done when it was issued
+            if host:
+                self._code.lines.append(f"{self._events[other]}.synchronize()")
+            else:
+                self._code.lines.append(f"{self._names[lane]}.wait_event({self._events[other]})")
+        if lane != self._current and not host:
             self._code.lines.append(f"{self._set}({self._names[lane]})")
             self._current = lane
 
     def after(self, task: int) -> None:
-        if self._streams and task in self._waited:
+        step = self._trace.steps[task]
+        if not self._streams or on_cpu(step):
+            return
+        # The host waits for such a copy, as it does in plain execution: then its source may be written to.
+        blocking = step.task.kind == "copy in" and not step.node.kwargs.get("non_blocking")
+        if task in self._waited or (blocking and not self._code.static):
             self._events[task] = self._code.name(torch.cuda.Event())
             self._code.lines.append(f"{self._events[task]}.record({self._names[self._plan.lane_of[task]]})")
+        if blocking:
+            self._from_host = self._events.get(task)
 
     def end(self) -> None:
         """The first lane waits for all others: what comes after the run comes after all of it."""
-        for lane in self._used:
-            if lane:
-                done = self._code.name(torch.cuda.Event())
-                self._code.lines.append(f"{done}.record({self._names[lane]})")
-                self._code.lines.append(f"{self._names[0]}.wait_event({done})")
-        if self._current:
-            self._code.lines.append(f"{self._set}({self._names[0]})")
+        for lane in self._used[1:]:
+            done = self._code.name(torch.cuda.Event())
+            self._code.lines.append(f"{done}.record({self._names[lane]})")
+            self._code.lines.append(f"{self._names[self._first]}.wait_event({done})")
+        if self._current != self._first:
+            self._code.lines.append(f"{self._set}({self._names[self._first]})")
+        if self._from_host is not None and not self._code.static:
+            self._code.lines.append(f"{self._from_host}.synchronize()")
+
+
+def gpu_lanes(trace: Trace, plan: Plan) -> list[int]:
+    """The lanes that are streams; the others are the issuing thread."""
+    return sorted({plan.lane_of[task] for task, step in enumerate(trace.steps) if not on_cpu(step)})
 
 
 # When memory is let go
@@ -238,40 +288,3 @@ def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict
                 left.append((memory, needed))
         waiting[lane] = left
     return found
-
-
-# Replaying
-
-
-class GraphRun:
-    """A run captured in one CUDA graph. Inputs that stay where they were are read in place, others are copied in."""
-
-    def __init__(self, trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._device = device
-        self._static = list(inputs)
-        self._streams = [torch.cuda.Stream(device) for _ in plan.kinds]
-        self._run = generate(trace, plan, self._streams).build()
-        current = torch.cuda.current_stream(device)
-        self._streams[0].wait_stream(current)
-        with torch.no_grad(), torch.cuda.stream(self._streams[0]):
-            self._run(self._static)  # warms up libraries and, on every stream, their workspaces
-        current.wait_stream(self._streams[0])
-        torch.cuda.synchronize(device)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self.graph, stream=self._streams[0]):
-            self.outputs: list[Any] = self._run(self._static)
-        self.host_outputs = any(isinstance(one, torch.Tensor) and one.device.type == "cpu" for one in self.outputs)
-
-    def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        """Run; what comes back is overwritten by the next replay."""
-        into, source = [], []
-        for own, given in zip(self._static, inputs, strict=True):
-            if own is not given and own.data_ptr() != given.data_ptr():
-                into.append(own)
-                source.append(given)
-        if into:
-            torch._foreach_copy_(into, source)
-        self.graph.replay()
-        if self.host_outputs:
-            torch.cuda.current_stream(self._device).synchronize()
-        return self.outputs

@@ -3,91 +3,40 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
-from manyhands import tree
-from manyhands.backends import torch_lanes, torch_trace
-from manyhands.backends.torch_lanes import GraphRun, Plan
+from manyhands.backends import torch_lanes, torch_threads, torch_trace
+from manyhands.backends.torch_call import Call, call, trace
+from manyhands.backends.torch_lanes import Plan
+from manyhands.backends.torch_runs import GraphRun, StreamRun, copies_or_computes_on_host, why_no_graph
+from manyhands.backends.torch_threads import ThreadRun
 from manyhands.backends.torch_trace import Step, Trace
 from manyhands.errors import CannotTrace
 from manyhands.task import Task
 
 name = "torch"
 _REPEATS = 20
+_ISSUE = 8e-6  # seconds in which Python issues an operation
+_LONG = 0.5  # seconds of a call, from which on it needs no warm-up and few repetitions
 _CROWD = 8  # how many copies of an operation run at once when it is measured how much of the chip it fills
 
 
-# Calls
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call's tensors, and what has to be the same for another call to be run in the same way."""
-
-    signature: tuple[Any, ...]
-    tensors: list[torch.Tensor]
-    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
-    leaves, structure = tree.flatten((arguments, keywords))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-    shapes = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
-    aliases = tuple(next(j for j, other in enumerate(tensors) if _same_memory(t, other)) for t in tensors)
-    modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
-
-    def rebuild(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = iter(values)
-        return structure.unflatten(next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)  # type: ignore[return-value]
-
-    return Call((structure, others, shapes, aliases, modes), tensors, rebuild)
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def trace(function: Callable[..., Any], one: Call) -> Trace:
-    """Trace the function for calls of this signature."""
-    if len(set(one.signature[3])) < len(one.tensors):
-        raise CannotTrace("two of the arguments share memory")
-
-    def flat(*tensors: torch.Tensor) -> Any:
-        arguments, keywords = one.rebuild(tensors)
-        result = function(*arguments, **keywords)
-        for leaf in tree.flatten(result)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                raise CannotTrace(
-                    "a result carries gradients that are to be computed later: compute them inside the function "
-                    "(torch.autograd.grad), or call it under torch.no_grad()"
-                )
-        return result
-
-    found = torch_trace.trace(flat, [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in one.tensors])
-    if any(isinstance(value, Node) and value.op == "placeholder" for value in found.outputs):
-        raise CannotTrace("a result is one of the arguments")
-    return found
-
-
 def device_of(one: Call, found: Trace) -> torch.device | None:
-    """The GPU that all steps run on, if it is one; None on the CPU."""
-    devices = {step.task.device for step in found.steps}
-    if devices == {"cpu"} or not devices:
+    """The GPU that steps run on, beside the CPU perhaps; None where there is only the CPU."""
+    devices = {step.task.device for step in found.steps} - {"cpu"}
+    if not devices:
         return None
     if len(devices) > 1:
-        raise CannotTrace(
-            f"several devices in one function ({', '.join(sorted(devices))}) are not put into one graph yet"
-        )
+        raise CannotTrace(f"several GPUs in one function ({', '.join(sorted(devices))}) are not planned together yet")
     return torch.device("cuda", int(devices.pop().partition(":")[2]))
 
 
@@ -97,11 +46,8 @@ def device_of(one: Call, found: Trace) -> torch.device | None:
 @contextmanager
 def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Trying a function out leaves no trace: what it writes to, and random numbers, are put back."""
-    written = frozenset().union(*(step.task.writes for step in found.steps))
-    places = [*zip(found.inputs, tensors, strict=True)]
-    places += [(node, getattr(found.module, str(node.target))) for node in found.constants]
-    changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and found.storages[node] & written}
-    saved = [(tensor, tensor.detach().clone()) for tensor in changed.values()]
+    saved = [(tensor, tensor.detach().clone()) for tensor in _written(found, tensors)]
+    gradients = [(tensor, tensor.grad) for tensor, _ in found.gradients]
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
@@ -109,31 +55,95 @@ def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, before in saved:
                 tensor.copy_(before)
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
         torch.set_rng_state(state)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
 
 
+def _written(found: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The arguments and the tensors from outside that the function writes to."""
+    written = frozenset().union(*(step.task.writes for step in found.steps))
+    places = [*zip(found.inputs, tensors, strict=True)]
+    places += [(node, getattr(found.module, str(node.target))) for node in found.constants]
+    changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and found.storages[node] & written}
+    return list(changed.values())
+
+
+def expected(found: Trace, one: Call, plainly: Callable[[Call], Any]) -> list[Any]:
+    """What plain execution gives and leaves behind: results, gradients, what it writes to."""
+    with untouched(found, one.tensors):
+        results = tree_flatten(plainly(one))[0]
+        gradients = [tensor.grad for tensor, there in found.gradients if there]
+        return copied([*results, *gradients, *_written(found, one.tensors)])
+
+
+def observed(found: Trace, one: Call, run: Any) -> list[Any]:
+    """The same of a run."""
+    with untouched(found, one.tensors):
+        return copied([*run.replay(one.tensors), *_written(found, one.tensors)])
+
+
 def graph_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], device: torch.device) -> GraphRun:
-    static = [tensor.detach() if _stays(tensor) else tensor.detach().clone() for tensor in tensors]
-    return GraphRun(found, plan, static, device)
+    return GraphRun(found, plan, tensors, device)
 
 
-def _stays(tensor: torch.Tensor) -> bool:
-    """A parameter is the same tensor at every call: read in place rather than copied."""
-    return isinstance(tensor, torch.nn.Parameter)
+def stream_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], device: torch.device) -> StreamRun:
+    return StreamRun(found, plan, device)
+
+
+def threads() -> int:
+    """How many threads PyTorch may use here: what CPU lanes divide among themselves."""
+    return torch.get_num_threads()
+
+
+def why_no_threads() -> str | None:
+    """Why lanes cannot be threads now, or None."""
+    if torch._C._len_torch_dispatch_stack():
+        return "CPU lanes are not used: a dispatch mode is active (virtual devices?), and it holds for one thread only"
+    return None
+
+
+def thread_run(found: Trace, plan: Plan, count: int) -> ThreadRun:
+    """The lanes of a plan on threads of the CPU, ``count`` in all."""
+    return ThreadRun(found, plan, count)
+
+
+def with_threads(run: Callable[[Call], Any], count: int) -> Callable[[Call], Any]:
+    """The same with so many threads for each operation."""
+
+    def limited(one: Call) -> Any:
+        with torch_threads.operation_threads(count):
+            return run(one)
+
+    return limited
+
+
+def synchronous_run(found: Trace, plan: Plan) -> ThreadRun:
+    """The plan's order in the caller's thread."""
+    return ThreadRun(found, torch_threads.in_order(plan), torch.get_num_threads())
 
 
 def copied(values: Sequence[Any]) -> list[Any]:
-    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+    """The same values in memory of their own; what was one tensor stays one."""
+    tensors = {id(value): value.detach() for value in values if isinstance(value, torch.Tensor)}
+    made: dict[int, torch.Tensor] = {}
+    alike: dict[Any, list[int]] = {}
+    for key, value in tensors.items():
+        if value.device.type == "cuda":
+            alike.setdefault((value.device, value.dtype), []).append(key)
+        else:
+            made[key] = value.clone()
+    for keys in alike.values():
+        fresh = [torch.empty_like(tensors[key]) for key in keys]
+        torch._foreach_copy_(fresh, [tensors[key] for key in keys])  # one kernel for all
+        made.update(zip(keys, fresh, strict=True))
+    return [made[id(value)] if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def together(values: Sequence[Any], found: Trace) -> Any:
     return torch_trace.put_together(values, found)
-
-
-def flat_results(result: Any) -> list[Any]:
-    return tree_flatten(result)[0]
 
 
 def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
@@ -145,24 +155,34 @@ def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
             continue
         if a.shape != b.shape or a.dtype != b.dtype:
             return False, float("inf")
+        if torch.equal(a, b):
+            continue
+        if not torch.equal(a.isnan(), b.isnan()):
+            return False, float("inf")
+        # Not a number in the same places is the same.
+        a, b = (one.masked_fill(one.isnan(), 0) for one in (a, b))
         if not torch.equal(a, b):
             same = False
             wide_a, wide_b = a.double(), b.double()
-            worst = max(worst, float((wide_a - wide_b).norm() / wide_b.norm().clamp(min=1e-3)))
+            difference = float((wide_a - wide_b).norm() / wide_b.norm().clamp(min=1e-3))
+            worst = max(worst, difference if math.isfinite(difference) else float("inf"))
     return same, worst
 
 
 def seconds(run: Callable[[], object], device: torch.device | None, repeats: int = _REPEATS) -> float:
-    """The median time of one call, the device's work included, after a warm-up."""
-    times = []
+    """The median time of one call, the device's work included, after a warm-up; fewer calls where one takes long."""
+    times: list[float] = []
     for number in range(repeats + 3):
         _wait(device)
         start = time.perf_counter()
         run()
         _wait(device)
-        if number >= 3:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        once = time.perf_counter() - start
+        if number >= 3 or once > _LONG:
+            times.append(once)
+        if len(times) >= 4 and sum(times) > 4 * _LONG:
+            break
+    return statistics.median(times[1:])
 
 
 def _wait(device: torch.device | None) -> None:
@@ -177,12 +197,12 @@ def costs(found: Trace, device: torch.device | None) -> list[Task]:
     """The tasks with measured seconds, and how much of the chip each fills."""
     known: dict[tuple[Any, ...], tuple[float, float]] = {}
     result = []
-    for step in found.steps:
+    tasks = torch_threads.tasks(found) if device is None else found.tasks
+    for step, old in zip(found.steps, tasks, strict=True):
         key = _key(step)
         if key not in known:
             known[key] = _measured(step, device)
         spent, share = known[key]
-        old = step.task
         result.append(Task(old.name, old.reads, old.writes, old.device, old.kind, max(spent, 1e-9), share, old.token))
     return result
 
@@ -201,9 +221,11 @@ def _key(step: Step) -> tuple[Any, ...]:
 
 
 def _measured(step: Step, device: torch.device | None) -> tuple[float, float]:
+    if device is None or step.task.device == "cpu":
+        return _on_cpu(step)
     if not step.task.writes - step.task.reads or all(memory < 1 << 20 for memory in step.task.writes):
         return 0.0, 0.0  # a view
-    if device is None or step.task.kind != "compute":
+    if step.task.kind != "compute":
         return _estimate(step), 1.0
     try:
         return _on_gpu(step, device)
@@ -211,11 +233,33 @@ def _measured(step: Step, device: torch.device | None) -> tuple[float, float]:
         return _estimate(step), 0.5
 
 
+def _on_cpu(step: Step) -> tuple[float, float]:
+    """The least seconds of some calls with one thread; views count too, because calling them takes as long."""
+    node, target = step.node, cast(Any, step.node.target)
+    share = 1 / torch.get_num_threads()
+    least, spent = float("inf"), 0.0
+    try:
+        given, named = [_made_up(a) for a in node.args], {k: _made_up(v) for k, v in node.kwargs.items()}
+        with torch.no_grad(), torch_threads.operation_threads(1):
+            target(*given, **named)
+            for _ in range(20):
+                start = time.perf_counter()
+                target(*given, **named)
+                least = min(least, time.perf_counter() - start)
+                spent += time.perf_counter() - start
+                if spent > 2e-3:
+                    break
+    except Exception:  # an operation that does not take made-up numbers
+        return _estimate(step), share
+    # Python issues one operation at a time: tiny ones fill all cores with waiting for their turn.
+    return least, max(share, min(1.0, _ISSUE / least))
+
+
 def _on_gpu(step: Step, device: torch.device) -> tuple[float, float]:
     """Time it alone, and in a crowd of its own kind: what a crowd adds tells how much of the chip one fills."""
     node = step.node
-    sets = [([_made_up(a, device) for a in node.args], {k: _made_up(v, device) for k, v in node.kwargs.items()})]
-    sets += [([_made_up(a, device) for a in node.args], dict(sets[0][1])) for _ in range(_CROWD - 1)]
+    sets = [([_made_up(a) for a in node.args], {k: _made_up(v) for k, v in node.kwargs.items()})]
+    sets += [([_made_up(a) for a in node.args], dict(sets[0][1])) for _ in range(_CROWD - 1)]
     target: Any = node.target
     with torch.no_grad():
         alone = _replayed(lambda: [target(*sets[0][0], **sets[0][1]) for _ in range(_CROWD)], device) / _CROWD
@@ -259,15 +303,17 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 5e3
 
 
-def _made_up(value: Any, device: torch.device) -> Any:
+def _made_up(value: Any) -> Any:
     """A real value of the shape that the trace saw: random numbers, zeros where they are indices."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_made_up(one, device) for one in value)
+        return type(value)(_made_up(one) for one in value)
     if not isinstance(value, Node):
         return value
     meta = value.meta["val"]
-    made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device)
-    return made.normal_() if meta.is_floating_point() else made.zero_()
+    # Filled before it gets its strides: an expanded tensor cannot be written to.
+    count = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride(), strict=True))
+    made = torch.zeros(max(count, 0) if meta.numel() else 0, dtype=meta.dtype, device=meta.device)
+    return (made.normal_() if meta.is_floating_point() else made).as_strided(meta.shape, meta.stride())
 
 
 def _estimate(step: Step) -> float:
@@ -275,7 +321,10 @@ def _estimate(step: Step) -> float:
     nodes = [*step.node.all_input_nodes, *step.nodes]
     values = [node.meta.get("val") for node in nodes]
     count = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
-    return 1e-6 + count / (50e9 if step.task.kind == "copy" else 10e9 if step.task.device == "cpu" else 2e12)
+    return 1e-6 + count / (50e9 if step.task.kind.startswith("copy") else 10e9 if step.task.device == "cpu" else 2e12)
+
+
+__all__ = ["Call", "call", "copies_or_computes_on_host", "trace", "why_no_graph"]
 
 
 def plan_of(kinds: Sequence[str], lane_of: Sequence[int], order: Sequence[int], waits: Any) -> Plan:

@@ -2,7 +2,8 @@
 
 The function is traced with ``make_fx`` on fake tensors: nothing is computed, and the caller's tensors are not touched.
 Tensors that it takes from outside its arguments (closures, a module's parameters) become constants of the trace, read
-anew at every run. What depends on values (``if x.sum() > 0``) cannot be traced: :class:`CannotTrace` says so.
+anew at every run. What depends on values (``if x.sum() > 0``) cannot be traced: :class:`CannotTrace` says so. Gradients
+that the function leaves in ``.grad`` of such tensors are results of the trace too (:mod:`torch_watch`).
 
 Memory is known by the storages of the fake results: a view shares its base's, an in-place operation writes its
 argument's. A convolution's backward, one operation in ATen, is taken apart into the gradient of its input, which the
@@ -21,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from manyhands.backends.torch_watch import Watch
 from manyhands.errors import CannotTrace
 from manyhands.task import Kind, Task
 
@@ -56,40 +58,96 @@ class Trace:
     outputs: list[Any]
     structure: Any
     storages: dict[Node, frozenset[int]] = field(repr=False, default_factory=dict)
+    # The last outputs are gradients: whose they are. False for one that the function takes away.
+    gradients: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    # Whether everything that the function takes from outside is as it was when it was traced.
+    holds: Callable[[], bool] = field(repr=False, default=lambda: True)
+
+    def constant_values(self) -> list[torch.Tensor]:
+        values = [getattr(self.module, str(node.target)) for node in self.constants]
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     @property
     def tasks(self) -> list[Task]:
         return [step.task for step in self.steps]
 
 
-def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Trace:
+def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch: Watch | None = None) -> Trace:
     """Trace a function of a flat list of tensors."""
     structure: Any = None
+    gradients: list[tuple[torch.Tensor, bool]] = []
 
     def flat(*tensors: torch.Tensor) -> list[Any]:
         nonlocal structure
-        values, structure = tree_flatten(function(*tensors))
-        return values
+        if watch is None:
+            values, structure = tree_flatten(function(*tensors))
+            return values
+        with watch.watching():
+            values, structure = tree_flatten(function(*tensors))
+        left = watch.gradients()
+        gradients.extend((tensor, gradient is not None) for tensor, gradient in left)
+        return [*values, *(gradient for _, gradient in left if gradient is not None)]
 
     try:
         module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
+    except CannotTrace:
+        raise
     except Exception as error:
         raise CannotTrace(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error}") from error
+    _drop_profiling(module)
     _split_convolutions(module)
-    module.graph.eliminate_dead_code()
-    return _described(module, structure)
+    module.graph.eliminate_dead_code(is_impure_node=_has_effects)
+    _must_be_static(module)
+    found = _described(module, structure)
+    found.gradients = gradients
+    return found
+
+
+def _drop_profiling(module: GraphModule) -> None:
+    """Optimizers mark their steps for the profiler."""
+    for node in reversed(list(module.graph.nodes)):
+        if node.op == "call_function" and str(node.target).startswith("profiler."):
+            module.graph.erase_node(node)
+
+
+def _has_effects(node: Node) -> bool:
+    """Whether an operation has to be done although nobody takes its result: it writes, or draws random numbers."""
+    if node.op in ("placeholder", "output"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    writes = schema is not None and schema.is_mutable
+    return writes or node.target in _HIDDEN_WRITES or torch.Tag.nondeterministic_seeded in _tags(node)
+
+
+def _must_be_static(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(_tags(node)):
+            raise CannotTrace(f"{_operation(node)} depends on values: what comes after it cannot be planned")
+
+
+def _tags(node: Node) -> Sequence[Any]:
+    return getattr(node.target, "tags", ())
+
+
+def _operation(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").split(".")[0]
 
 
 def _described(module: GraphModule, structure: Any) -> Trace:
     nodes = list(module.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     constants = [node for node in nodes if node.op == "get_attr"]
+    for node in constants:
+        node.meta.setdefault("val", getattr(module, str(node.target)))
     storages: dict[Node, frozenset[int]] = {}
+    handles: dict[Any, frozenset[int]] = {}
     for number, node in enumerate(nodes):
         shared = _aliased(node, storages)
-        # A view touches no memory of its own; this stands for the handle itself, so that its users come after it.
-        handle = frozenset({number}) if shared else frozenset()
-        storages[node] = _storages(node, module) | shared | handle
+        # A view touches no memory of its own; this stands for the handle itself, so that its users come after it. A
+        # part of several views (split, unbind) comes with the handle of the whole.
+        part = node.target is operator.getitem
+        handles[node] = handles.get(node.args[0], frozenset()) if part else frozenset({number} if shared else ())
+        storages[node] = _storages(node, module) | shared | handles[node]
     steps: list[Step] = []
     step_of: dict[Node, Step] = {}
     for node in nodes:
@@ -115,10 +173,9 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
     )
     fresh = own - read
     device, kind = _place(node)
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    name = str(node.target).removeprefix("aten.").split(".")[0]
+    random = torch.Tag.nondeterministic_seeded in _tags(node)
     return Task(
-        name=name,
+        name=_operation(node),
         reads=frozenset(read),
         writes=frozenset(written | fresh),
         device=device,
@@ -178,7 +235,7 @@ def _place(node: Node) -> tuple[str, Kind]:
     target = results[0].device if results else sources[0].device if sources else torch.device("cpu")
     source = next((value.device for value in sources if value.dim() or value.device.type != "cpu"), target)
     if node.target in (_aten._to_copy.default, _aten.copy_.default) and source.type != target.type:
-        return _name(source if source.type == "cuda" else target), "copy"
+        return (_name(source), "copy out") if source.type == "cuda" else (_name(target), "copy in")
     return _name(target), "compute"
 
 
@@ -206,4 +263,9 @@ def _split_convolutions(module: GraphModule) -> None:
 
 
 def put_together(values: Sequence[Any], trace: Trace) -> Any:
-    return tree_unflatten(list(values), trace.structure)
+    """The function's result; gradients go where the function would have put them."""
+    count = len(values) - sum(there for _, there in trace.gradients)
+    gradients = iter(values[count:])
+    for tensor, there in trace.gradients:
+        tensor.grad = next(gradients) if there else None
+    return tree_unflatten(list(values[:count]), trace.structure)

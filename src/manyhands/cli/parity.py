@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
+from manyhands.cli import script
 from manyhands.errors import BadSettings
 
 
@@ -52,27 +50,12 @@ def _what(text: str) -> tuple[Any, Any, Any]:
         net = MODELS[text](num_classes=10)
         initialise(net, 0)
         return net, datasets.of(fashion_mnist.load(), None)[0], None
-    path, _, name = text.partition(":")
-    if not name or not Path(path).is_file():
+    if ":" not in text:
         raise BadSettings(f"{text!r} is neither one of {', '.join(MODELS)} nor script.py:function")
-    made = getattr(_load(Path(path)), name)()
+    _, function = script.load(text)
+    made = function()
     model, data, *loss = made
     arrays = source(data)
     if not isinstance(arrays, Arrays):
-        raise BadSettings(f"{name}() must give its data as (X, y) tensors or arrays, not a {type(data).__name__}")
+        raise BadSettings(f"{text} must give its data as (X, y) tensors or arrays, not a {type(data).__name__}")
     return model, arrays, loss[0] if loss else None
-
-
-def _load(path: Path) -> Any:
-    """The user's script as a module; what it defines is sent to workers by value, as they cannot import it."""
-    import cloudpickle
-
-    sys.path.insert(0, str(path.parent.resolve()))
-    name = f"manyhands_script_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
-    return module

@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.engine import draw
+from manyhands.engine import draw, parallel_cpu
 from manyhands.engine.check import check
 from manyhands.engine.graph import graph
 from manyhands.engine.schedule import Lane, Schedule, schedule
 from manyhands.engine.simulate import bounds, simulate
 from manyhands.engine.timeline import Timeline
-from manyhands.errors import CannotTrace, EngineError
+from manyhands.errors import CannotTrace, EngineError, NotYet
 
 _SIGNATURES = 8
+_VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
+_PLANNINGS = 8  # of one signature; then it is run as it is
 _LANES = (2, 3, 4, 8)
 _CLOSE = 1e-5  # how far results may be from plain execution's (another kernel may add in another order)
 
@@ -37,28 +39,49 @@ class Planned:
     seconds: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    # Whether what the function takes from outside its arguments is as it was.
+    holds: Callable[[], bool] = lambda: True
+    again: bool = False  # plan anew at the next call
 
 
 class Parallel:
     """A function that gives what the plain one gives, sooner where that is possible."""
 
-    def __init__(self, function: Callable[..., Any], backend: Any, *, reuse_outputs: bool = False) -> None:
+    def __init__(
+        self, function: Callable[..., Any], backend: Any, *, reuse_outputs: bool = False, synchronous: bool = False
+    ) -> None:
+        """``synchronous``: no lanes, no choice; the schedule's order in the caller's thread, for debugging."""
         functools.update_wrapper(self, function)
         self.function = function
         self.backend = backend
         self.reuse_outputs = reuse_outputs
-        self._planned: OrderedDict[Any, Planned] = OrderedDict()
+        self.synchronous = synchronous
+        self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
+        self._plannings: dict[Any, int] = {}
         self._last: Planned | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         call = self.backend.call(arguments, keywords)
-        planned = self._planned.get(call.signature)
-        if planned is None:
-            planned = self._planned[call.signature] = self._plan(call)
-            if len(self._planned) > _SIGNATURES:
-                self._planned.popitem(last=False)
+        variants = self._planned.get(call.signature, ())
+        planned = next((one for one in variants if one.holds()), None) or self._plan_anew(call)
         self._last = planned
         return planned.run(call)
+
+    def _plan_anew(self, call: Any) -> Planned:
+        count = self._plannings[call.signature] = self._plannings.get(call.signature, 0) + 1
+        if count <= _PLANNINGS:
+            planned = self._plan(call)
+        else:
+            why = "what it takes from outside is different at every call: pass it as an argument"
+            planned = Planned(self._plainly, "plain execution", notes=[f"planned {_PLANNINGS} times already; {why}"])
+        if not planned.again:
+            variants = self._planned.setdefault(call.signature, [])
+            variants.append(planned)
+            del variants[:-_VARIANTS]
+            if len(self._planned) > _SIGNATURES:
+                gone, _ = self._planned.popitem(last=False)
+                del self._plannings[gone]
+        return planned
 
     # Telling
 
@@ -102,9 +125,13 @@ class Parallel:
             found = self.backend.trace(self.function, call)
             device = self.backend.device_of(call, found)
         except CannotTrace as error:
-            return Planned(self._plainly, "plain execution", notes=[f"cannot be traced: {error}"])
+            planned = Planned(self._plainly, "plain execution", notes=[f"cannot be traced: {error}"])
+            planned.again = isinstance(error, NotYet)
+            return planned
         with self.backend.untouched(found, call.tensors):
-            return self._choose(call, found, device)
+            planned = self._choose(call, found, device)
+        planned.holds = found.holds
+        return planned
 
     def _plainly(self, call: Any) -> Any:
         arguments, keywords = call.rebuild(call.tensors)
@@ -115,40 +142,66 @@ class Parallel:
         backend = self.backend
         measured = graph(backend.costs(found, device))
         best = Planned(self._plainly, "plain execution")
-        best.seconds["plain execution"] = least = backend.seconds(lambda: self._plainly(call), device)
-        if device is None:
-            best.schedule = _candidates(measured)[0][1]
-            best.notes.append("CPU lanes are not used yet: PyTorch's own threads work on each operation")
+        if self.synchronous:
+            parallel_cpu.synchronously(best, backend, found, measured)
             return best
-        with backend.untouched(found, call.tensors):
-            expected = backend.copied(backend.flat_results(self._plainly(call)))
-        for name, made in [("one lane, one graph", None), *_candidates(measured)]:
+        if device is None:
+            parallel_cpu.choose(best, backend, call, found, measured)
+            return best
+        best.seconds["plain execution"] = least = backend.seconds(lambda: self._plainly(call), device)
+        expected = backend.expected(found, call, self._plainly)
+        for name, made, make in _ways(backend, found, measured, best):
             plan = backend.one_lane(found) if made is None else _handed_over(backend, made)
             if made is not None:
                 check(made)
                 best.predicted[name] = simulate(made).seconds
-            with backend.untouched(found, call.tensors):
-                run = backend.graph_run(found, plan, call.tensors, device)
-            with backend.untouched(found, call.tensors):
-                same, difference = backend.equal(run.replay(call.tensors), expected)
-            if not same and difference > _CLOSE:
-                best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
+            try:
+                with backend.untouched(found, call.tensors):
+                    run = make(found, plan, call.tensors, device)
+                same, difference = backend.equal(backend.observed(found, call, run), expected)
+                if not same and difference > _CLOSE:
+                    best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
+                    continue
+                replaying = self._replaying(run, found)
+                with backend.untouched(found, call.tensors):
+                    spent = backend.seconds(lambda replaying=replaying: replaying(call), device)
+            except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
+                best.notes.append(f"{name} is not used: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
                 continue
-            with backend.untouched(found, call.tensors):
-                best.seconds[name] = spent = backend.seconds(lambda run=run: run.replay(call.tensors), device)
+            best.seconds[name] = spent
             if spent < least:
                 least = spent
                 best.how = name + (", equal to the bit" if same else f", equal to {difference:.0e}")
-                best.run = self._replaying(run, found)
+                best.run = replaying
                 best.schedule = made or schedule(measured, _lanes(measured, 1))
         return best
 
     def _replaying(self, run: Any, found: Any) -> Callable[[Any], Any]:
+        as_they_are = self.reuse_outputs or run.fresh
+
         def replay(call: Any) -> Any:
             results = run.replay(call.tensors)
-            return self.backend.together(results if self.reuse_outputs else self.backend.copied(results), found)
+            return self.backend.together(results if as_they_are else self.backend.copied(results), found)
 
         return replay
+
+
+def _ways(
+    backend: Any, found: Any, measured: Any, best: Planned
+) -> list[tuple[str, Schedule | None, Callable[..., Any]]]:
+    """What is tried on a GPU: graphs where they can be captured, streams where the host takes part."""
+    ways: list[tuple[str, Schedule | None, Callable[..., Any]]] = []
+    candidates = _candidates(measured)
+    if (reason := backend.why_no_graph(found)) is None:
+        ways.append(("one lane, one graph", None, backend.graph_run))
+        ways += [(f"{name}, one graph", made, backend.graph_run) for name, made in candidates]
+    else:
+        best.notes.append(reason)
+    if backend.copies_or_computes_on_host(found):
+        one = schedule(measured, _lanes(measured, 1))
+        ways.append(("one lane of each kind", one, backend.stream_run))
+        ways += [(f"{name}, issued at every call", made, backend.stream_run) for name, made in candidates[:2]]
+    return ways
 
 
 def _lanes(measured: Any, count: int) -> list[Lane]:
@@ -158,10 +211,7 @@ def _lanes(measured: Any, count: int) -> list[Lane]:
 
 def _candidates(measured: Any) -> list[tuple[str, Schedule]]:
     """Plans for several numbers of lanes, those first that simulation likes."""
-    made = [
-        (f"{count} lanes, one graph", schedule(measured, _lanes(measured, count), switch_seconds=1e-6))
-        for count in _LANES
-    ]
+    made = [(f"{count} lanes", schedule(measured, _lanes(measured, count), switch_seconds=1e-6)) for count in _LANES]
     return sorted(made, key=lambda pair: simulate(pair[1], wait_seconds=1e-6).seconds)
 
 

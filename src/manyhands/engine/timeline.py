@@ -66,11 +66,12 @@ def _picture(spans: Sequence[Span], path: Path) -> None:
     """A Gantt picture: a row per lane, a bar per span, coloured by what it is."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     lanes = sorted({span.lane for span in spans})
     kinds = sorted({span.name for span in spans})
     colours = {kind: colormaps["tab20"](number % 20) for number, kind in enumerate(kinds)}
-    figure = Figure(figsize=(12, 1.2 + 0.5 * len(lanes)), layout="constrained")
+    figure = Figure(figsize=(12, 1.6 + 0.5 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
     begin = min((span.start for span in spans), default=0.0)
     for row, lane in enumerate(lanes):
@@ -86,4 +87,7 @@ def _picture(spans: Sequence[Span], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     axes.grid(axis="x", alpha=0.3)
+    if len(kinds) <= 12:
+        handles = [Patch(color=colours[kind], label=kind) for kind in kinds]
+        figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=120)

@@ -21,8 +21,10 @@ from support import run_python
 from manyhands.backends import torch_parallel, torch_threads
 from manyhands.backends.torch_threads import ThreadRun
 from manyhands.backends.torch_trace import Trace
+from manyhands.backends.torch_workers import bound, memory_of
 from manyhands.engine import parallel_cpu
 from manyhands.engine.check import check
+from manyhands.engine.futures import parallel, task
 from manyhands.engine.graph import graph
 from manyhands.engine.parallel import Parallel
 from manyhands.engine.schedule import Schedule, schedule
@@ -92,14 +94,14 @@ _WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "add": lambda a, b: a + b,
     "mm": lambda a, b: a @ b,
     "sin_": lambda a, b: a.sin_(),
-    "add_": lambda a, b: a.add_(b),
+    "add_": lambda a, b: a.add_(b.clone()),  # b may be a view of a
     "view": lambda a, b: a.t(),
     "row": lambda a, b: a[1].expand(3, 3),
     "row_": lambda a, b: a.fill_diagonal_(0.5) if a.is_contiguous() else a + 1,
     "rand": lambda a, b: torch.rand_like(a) + b,
     "dropout": lambda a, b: torch.nn.functional.dropout(a, 0.5),
     "split": lambda a, b: torch.cat(a.split([1, 2])[::-1]),
-    "copy_": lambda a, b: a.copy_(b) if a.is_contiguous() else a * b,
+    "copy_": lambda a, b: a.copy_(b.clone()) if a.is_contiguous() else a * b,
 }
 
 
@@ -307,6 +309,8 @@ def test_not_a_number_is_no_small_difference() -> None:
     assert torch_parallel.equal([nan], [nan.clone()]) == (True, 0.0)
     assert torch_parallel.equal([nan], [one]) == (False, float("inf"))
     assert torch_parallel.equal([one], [nan]) == (False, float("inf"))
+    assert torch_parallel.equal([one / 0], [one]) == (False, float("inf"))
+    assert torch_parallel.equal([one / 0, nan], [one / 0, nan])[0]
 
 
 def test_what_is_chosen_is_right_and_not_slower() -> None:
@@ -377,3 +381,12 @@ def test_autocast_is_not_applied_twice() -> None:
         run = run_on(mixed, 2, x)
         assert torch.equal(run.replay([x])[0], mixed(x))
         assert torch.is_autocast_enabled("cpu")
+
+
+def test_explicit_tasks_know_views_and_carry_the_grad_mode() -> None:
+    x = torch.zeros(4)
+    top, whole = x[:2], x.view(2, 2)
+    with torch.no_grad(), parallel(threads=2, memory_of=memory_of, bound=bound):
+        task(lambda t: time.sleep(0.02) or t.add_(1), writes=(top,))(top)
+        assert task(lambda t: t.sum().item())(whole).result() == 2
+        assert task(torch.is_grad_enabled)().result() is False

@@ -1,0 +1,342 @@
+"""Automatic parallelism against everything one could write instead, in the same run.
+
+    python benchmarks/parallel.py                            every row, on the GPU
+    python benchmarks/parallel.py --rows chains-256,resnet-256,planning
+    python benchmarks/parallel.py --json found.json          all figures
+    python benchmarks/parallel.py --tiny                     small sizes: a try on a CPU, no figures to quote
+
+Every way is first checked against eager; only then it is timed: a warm-up apart, then the median of several trials,
+each of many calls between two CUDA events (on a CPU: the clock). "manyhands" gives results that are the caller's
+to keep; "manyhands, reuse" those of `reuse_outputs=True`, overwritten by the next call as a CUDA graph's are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import parallel_cases
+import torch
+from parallel_cases import Case, synchronize
+from torch.utils._pytree import tree_leaves
+
+from manyhands import machine
+from manyhands.backends import torch_parallel
+from manyhands.engine.check import check
+from manyhands.engine.graph import graph
+from manyhands.engine.parallel import Parallel
+from manyhands.engine.schedule import Lane, schedule
+from manyhands.task import Task
+
+TRIALS = 11
+OURS = ("manyhands", "manyhands, reuse")
+
+
+# --- time
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, quick: bool) -> tuple[float, float, float]:
+    """Median, least and most seconds of one call, over trials of many calls each."""
+    for _ in range(3):
+        work()
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    once = time.perf_counter() - start
+    calls = 1 if quick else max(1, min(200, int(0.03 / max(once, 1e-6))))
+    times = [_trial(work, calls, device) for _ in range(3 if quick or once > 1 else TRIALS)]
+    return statistics.median(times), min(times), max(times)
+
+
+def _trial(work: Callable[[], object], calls: int, device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return (time.perf_counter() - start) / calls
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / calls
+
+
+# --- the ways
+
+
+def captured(function: Callable[..., Any], arguments: tuple[Any, ...], device: torch.device) -> Callable[[], Any]:
+    """The function in one CUDA graph, on one stream unless it uses more itself."""
+    if device.type != "cuda":
+        return lambda: function(*arguments)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function(*arguments)
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    taken = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(taken, stream=side):
+        results = function(*arguments)
+
+    def replay() -> Any:
+        taken.replay()
+        return results
+
+    return replay
+
+
+def compiled(case: Case, device: torch.device) -> Callable[[], Any]:
+    if device.type != "cuda":
+        raise NotImplementedError("compiled on a GPU only")
+    torch._dynamo.reset()
+    made = case.compiled() if case.compiled else _marked(torch.compile(case.function, mode="reduce-overhead"))
+    return lambda: made(*case.arguments)
+
+
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return function(*arguments)
+
+    return call
+
+
+def ours(case: Case, reuse: bool) -> tuple[Callable[[], Any], Parallel]:
+    fast = Parallel(case.function, torch_parallel, reuse_outputs=reuse)
+    return lambda: fast(*case.arguments), fast
+
+
+def ways(case: Case, device: torch.device) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """For each way what makes it, so that each is made when its turn comes and its memory goes with it."""
+    arguments = case.arguments
+    found: dict[str, Callable[[], Callable[[], Any]]] = {}
+    for name, other in case.others.items():
+        found[name] = lambda other=other: lambda: other(*arguments)  # type: ignore[misc]
+    if case.graph:
+        found["one-stream graph"] = lambda: captured(case.function, arguments, device)
+        found["compile, reduce-overhead"] = lambda: compiled(case, device)
+    for name, other in case.captured.items():
+        found[name] = lambda other=other: captured(other, arguments, device)  # type: ignore[misc]
+    return found
+
+
+# --- the same results
+
+
+def kept(results: Any) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
+
+
+def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """0 where all is equal to the bit, else the norm of the difference over that of what was expected, all together."""
+    if len(found) != len(expected) or any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
+        return float("inf")
+    if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+        return 0.0
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
+    whole = sum(float(b.double().square().sum()) for b in expected)
+    return (apart / max(whole, 1e-300)) ** 0.5
+
+
+# --- rows
+
+
+def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
+    """All ways of one case; what differs from eager or breaks is told and not timed."""
+    expected = kept(case.function(*case.arguments))
+    row: dict[str, Any] = {"name": case.name, "seconds": {}, "spread": {}, "difference": {}, "left_out": {}}
+    row["naive"] = case.naive
+
+    def add(name: str, make: Callable[[], Callable[[], Any]]) -> None:
+        try:
+            work = make()
+            apart = difference(kept(work()), expected)
+            if not apart <= case.close:
+                row["left_out"][name] = f"NOT EQUAL to eager: {apart:.1e}"
+                return
+            median, least, most = median_seconds(work, device, quick)
+        except NotImplementedError as error:
+            row["left_out"][name] = f"skipped: {error}"
+            return
+        except Exception as error:
+            traceback.print_exc()
+            row["left_out"][name] = f"failed: {type(error).__name__}: {error}".splitlines()[0][:160]
+            return
+        row["seconds"][name], row["spread"][name], row["difference"][name] = median, (least, most), apart
+        print(f"  {name:<30}{median * 1e3:10.3f} ms  {_told(apart)}", flush=True)
+
+    print(case.name, flush=True)
+    add("eager", lambda: lambda: case.function(*case.arguments))
+    for name, make in ways(case, device).items():
+        add(name, make)
+        tidy(device)
+    for name in OURS:
+        start = time.perf_counter()
+        work, fast = ours(case, name != "manyhands")
+        add(name, lambda work=work: work)  # type: ignore[misc]
+        row.setdefault("planning", time.perf_counter() - start)
+        row["explained"] = fast.explain() if fast._last else ""
+        tidy(device)
+    row["bounds"] = {
+        name: median_seconds(lambda one=one: one(*case.arguments), device, quick)[0]  # type: ignore[misc]
+        for name, one in case.bounds.items()
+    }
+    return row
+
+
+def tidy(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _told(apart: float) -> str:
+    return "equal to the bit" if apart == 0 else f"equal to {apart:.0e}"
+
+
+def planning(device: torch.device, quick: bool) -> dict[str, Any]:
+    """From tasks to a checked schedule on 8 lanes, no framework: a graph in which every task needs two earlier ones."""
+    row: dict[str, Any] = {"name": "planning", "seconds": {}, "left_out": {}, "bounds": {}}
+    for count in (100, 1000) if quick else (1000, 10_000):
+        tasks = [
+            Task("t", frozenset({i - 7, i - 31}), frozenset({i}), "gpu:0", seconds=1e-6 * (1 + i % 5))
+            for i in range(count)
+        ]
+        lanes = [Lane("gpu:0", "compute", number) for number in range(8)]
+
+        def plan(tasks: list[Task] = tasks, lanes: list[Lane] = lanes) -> None:
+            check(schedule(graph(tasks), lanes))
+
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            plan()
+            times.append(time.perf_counter() - start)
+        row["seconds"][f"{count} tasks"] = statistics.median(times)
+        print(f"  planning and checking {count} tasks: {row['seconds'][f'{count} tasks'] * 1e3:.1f} ms")
+    return row
+
+
+def overhead(device: torch.device, quick: bool) -> dict[str, Any]:
+    """What a call of ours costs the host beyond the replay of the same CUDA graph: four small products."""
+    case = parallel_cases.chains(64, device, count=4, length=4)
+    row: dict[str, Any] = {"name": "replay overhead per call", "seconds": {}, "left_out": {}, "bounds": {}}
+    works = {"one-stream graph": captured(case.function, case.arguments, device)}
+    works |= {name: ours(case, name != "manyhands")[0] for name in OURS}
+    for name, work in works.items():
+        for _ in range(5):
+            work()
+        synchronize(device)
+        times = []
+        for _ in range(50 if quick else 1000):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+            synchronize(device)
+        row["seconds"][name] = statistics.median(times)
+        print(f"  host time of a call, {name}: {row['seconds'][name] * 1e6:.1f} us")
+    return row
+
+
+# --- telling
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print(f"\n{'row':<42}{'ours ms':>10}{'eager':>8}{'graph':>8}{'compile':>9}{'by hand':>9}{'batched':>9}{'bound':>8}")
+    for row in rows:
+        seconds = row["seconds"]
+        best = min((seconds[name] for name in OURS if name in seconds), default=None)
+        if "eager" not in seconds or best is None:
+            continue
+        by_hand = _least(seconds, ("streams in a graph", "copy stream by hand", "streams by hand"))
+        batched = _least(seconds, ("bmm in a graph", "vmap in a graph", "bmm"))
+        compiled_one = _least(seconds, ("compile, reduce-overhead", "compile in a graph"))
+        others = (
+            seconds.get(row["naive"], seconds["eager"]),
+            seconds.get("one-stream graph"),
+            compiled_one,
+            by_hand,
+            batched,
+        )
+        cells = [f"{one / best:.2f}" if one else "-" for one in others]
+        bound = max(row["bounds"].values(), default=None)
+        widths = (8, 8, 9, 9, 9)
+        print(
+            f"{row['name']:<42}{best * 1e3:>10.3f}"
+            + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+            + (f"{best / bound:>8.2f}" if bound else f"{'-':>8}")
+        )
+    print("times as fast as each other way (below 1: the other way wins); bound: our time over the slowest stage alone")
+
+
+def _least(seconds: dict[str, float], names: tuple[str, ...]) -> float | None:
+    return min((seconds[name] for name in names if name in seconds), default=None)
+
+
+def header(device: torch.device) -> str:
+    host = f"{machine.usable_cores()} cores {machine.host_name()}"
+    hardware = f"{torch.cuda.get_device_name(device)}, {host}" if device.type == "cuda" else host
+    return (
+        f"{hardware}; Python {platform.python_version()}, torch {torch.__version__}; {datetime.date.today()}; "
+        f"medians of {TRIALS} trials after a warm-up"
+    )
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", help="which rows, with commas between; a beginning is enough (resnet)")
+    parser.add_argument("--json", help="a file for all figures")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, few repetitions")
+    parser.add_argument("--explain", action="store_true", help="print what manyhands says of each row")
+    given = parser.parse_args()
+    given.tiny = given.tiny or not torch.cuda.is_available()
+    return given
+
+
+def main() -> int:
+    given = options()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
+        name: lambda make=make: measure(make(), device, given.tiny)  # type: ignore[misc]
+        for name, make in parallel_cases.cases(device, tiny=given.tiny)
+    }
+    makers["planning"] = lambda: planning(device, given.tiny)
+    makers["overhead"] = lambda: overhead(device, given.tiny)
+    wanted = given.rows.split(",") if given.rows else [""]
+    chosen = [name for name in makers if any(name.startswith(one.strip()) for one in wanted)]
+    if not chosen:
+        print(f"no such row: {given.rows}. There are {', '.join(makers)}", file=sys.stderr)
+        return 2
+    print(header(device) + (" (tiny: no figures to quote)" if given.tiny else ""))
+    rows = []
+    for name in chosen:
+        rows.append(makers[name]())
+        tidy(device)
+        for what, why in rows[-1]["left_out"].items():
+            print(f"  {what}: {why}")
+        if given.explain and rows[-1].get("explained"):
+            print(rows[-1]["explained"])
+        if given.json:
+            with open(given.json, "w") as file:
+                json.dump({"header": header(device), "rows": rows}, file, indent=1)
+    print_table(rows)
+    return 1 if any("NOT EQUAL" in why for row in rows for why in row["left_out"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

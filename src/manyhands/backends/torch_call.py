@@ -1,0 +1,185 @@
+"""Calls of PyTorch functions: by what they are known, and how one is traced.
+
+Two calls are run in the same way if their arguments have the same structure, their tensors the same shape, stride, type
+and place, everything else has the same value or (modules, functions, optimizers) is the same object, and PyTorch's
+modes are the same. What a function takes from outside its arguments is watched (:mod:`torch_outside`).
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from manyhands import tree
+from manyhands.backends import torch_trace
+from manyhands.backends.torch_outside import Outside
+from manyhands.backends.torch_trace import Trace
+from manyhands.backends.torch_watch import Watch
+from manyhands.errors import CannotTrace
+
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
+_BY_VALUE_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SAME_OBJECT = (nn.Module, torch.optim.Optimizer, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's tensors, and what has to be the same for another call to be run in the same way."""
+
+    signature: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+    others: list[Any]
+    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class _Same:
+    """An object that equals only itself; it is kept, so that no other can come to its address."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
+    leaves, structure = tree.flatten((arguments, keywords))
+    tensors: list[torch.Tensor] = []
+    others: list[Any] = []
+    known: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            known.append(_tensor_key(leaf))
+        else:
+            others.append(leaf)
+            known.append(_key(leaf))
+
+    def rebuild(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if values is tensors:
+            return arguments, keywords
+        given = iter(values)
+        return structure.unflatten(next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)  # type: ignore[return-value]
+
+    return Call((structure, tuple(known), _aliases(tensors), _modes()), tensors, others, rebuild)
+
+
+def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (_Same(tensor),)
+    # A parameter is read where it is, so another one, elsewhere, is another call.
+    place = tensor.data_ptr() if type(tensor) is nn.Parameter else None
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, place)
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, (*_BY_VALUE, *_BY_VALUE_OF_TORCH)):
+        return type(leaf), repr(leaf)
+    return _Same(leaf)
+
+
+def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of them share memory."""
+    places = {tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor) for tensor in tensors}
+    return len(places) < len(tensors)
+
+
+def _modes() -> tuple[Any, ...]:
+    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype("cuda") if cuda else None,
+        torch.get_autocast_dtype("cpu") if cpu else None,
+        torch.get_default_dtype(),
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        torch._C._get_fp32_precision_getter("cuda", "conv"),
+        torch.get_num_threads(),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+# Tracing
+
+
+def trace(function: Callable[..., Any], one: Call) -> Trace:
+    """Trace the function for calls of this signature."""
+    _must_be_plain(one)
+    outside = Outside(function, one.others)
+    with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in one.tensors)
+    watch = Watch(outside, refuse_gradients=with_gradient)
+
+    def flat(*tensors: torch.Tensor) -> Any:
+        arguments, keywords = one.rebuild(tensors)
+        result = function(*arguments, **keywords)
+        _must_be_done(result)
+        _must_not_be_changed(tensors, one.tensors)
+        return result
+
+    try:
+        with watch:
+            stand_ins = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in one.tensors]
+            found = torch_trace.trace(flat, stand_ins, watch)
+    except CannotTrace:
+        watch.must_not_have_changed()  # the better reason
+        raise
+    watch.must_not_have_changed()
+    _must_be_fresh(found)
+    constants = {id(value): value for value in found.constant_values()}
+    for tensor in constants.values():
+        outside.add_address(tensor, "a tensor from outside")
+    for tensor, before in watch.known():
+        outside.add_gradient(tensor, before, same=id(before) in constants)
+    found.holds = outside.holds
+    return found
+
+
+def _must_be_plain(one: Call) -> None:
+    if one.signature[2]:
+        raise CannotTrace("two of the arguments share memory")
+    for tensor in one.tensors:
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise CannotTrace(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
+    for leaf in one.others:
+        if not isinstance(leaf, (*_BY_VALUE, *_BY_VALUE_OF_TORCH, *_SAME_OBJECT)):
+            raise CannotTrace(f"an argument is a {type(leaf).__name__}: its content may change without being noticed")
+
+
+def _must_be_done(result: Any) -> None:
+    for leaf in tree.flatten(result)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+            raise CannotTrace(
+                "a result carries gradients that are to be computed later: compute them inside the function "
+                "(loss.backward(), torch.autograd.grad), or call it under torch.no_grad()"
+            )
+
+
+def _must_not_be_changed(stand_ins: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    for stand_in, tensor in zip(stand_ins, given, strict=True):
+        if stand_in.requires_grad != tensor.requires_grad:
+            raise CannotTrace("it changes requires_grad of an argument")
+        if stand_in.is_leaf and stand_in.grad is not None:
+            raise CannotTrace(
+                "backward() reaches an argument and would put a gradient into it: use torch.autograd.grad, or take the "
+                "tensor from outside (a closure, a module)"
+            )
+
+
+def _must_be_fresh(found: Trace) -> None:
+    taken = {memory for node in [*found.inputs, *found.constants] for memory in found.storages[node]}
+    count = len(found.outputs) - sum(there for _, there in found.gradients)
+    for value in found.outputs[:count]:
+        if isinstance(value, Node) and found.storages[value] & taken:
+            raise CannotTrace("a result is one of the arguments or a tensor from outside, or shares its memory")

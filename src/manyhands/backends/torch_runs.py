@@ -1,0 +1,155 @@
+"""Runs the code of lanes on a GPU: captured in one CUDA graph and replayed, or issued anew at every call.
+
+A graph takes the host out of the way, but its memory is always the same: arguments are copied in, results stay until
+the next replay. Issuing anew costs the host some microseconds an operation, and gives fresh results: better where much
+goes to the host, and the only way where the CPU computes in between, or numbers on the host are arguments of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from manyhands.backends.torch_lanes import Plan, generate, gpu_lanes, on_cpu
+from manyhands.backends.torch_trace import Trace
+
+_MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be copied on the host for too long
+
+
+def why_no_graph(trace: Trace) -> str | None:
+    """Why the trace cannot be, or is better not, captured in a CUDA graph."""
+    to_host = 0
+    for step in trace.steps:
+        if on_cpu(step):
+            return f"no CUDA graph: {step.task.name} is computed on the CPU"
+        if step.task.kind == "compute" and any(_on_host(one) for one in step.node.all_input_nodes):
+            return f"no CUDA graph: {step.task.name} takes a number from the host, which would stay as it was captured"
+        if step.task.kind == "copy in" and any(one.op != "placeholder" for one in step.node.all_input_nodes):
+            return f"no CUDA graph: {step.task.name} copies a tensor from outside, or computed, from the host"
+        if step.task.kind == "copy out":
+            value = step.node.meta["val"]
+            to_host += value.numel() * value.element_size()
+    if to_host > _MUCH:
+        return f"no CUDA graph: {to_host / 1e6:.0f} MB go to the host, into memory that every call needs afresh"
+    return None
+
+
+def copies_or_computes_on_host(trace: Trace) -> bool:
+    return any(on_cpu(step) or step.task.kind in ("copy in", "copy out") for step in trace.steps) or any(
+        _on_host(one) for step in trace.steps for one in step.node.all_input_nodes
+    )
+
+
+def _on_host(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+@contextmanager
+def _as_traced(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
+    """The casts and the gradients are in the trace."""
+    with (
+        torch.cuda.device(device),
+        torch.no_grad(),
+        torch.autocast("cuda", enabled=False),
+        torch.autocast("cpu", enabled=False),
+        torch.cuda.stream(stream),
+    ):
+        yield
+
+
+class StreamRun:
+    """A run that is issued anew at every call. Its results are fresh."""
+
+    fresh = True
+
+    def __init__(self, trace: Trace, plan: Plan, device: torch.device) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in plan.kinds]
+        self._first = self._streams[next(iter(gpu_lanes(trace, plan)), 0)]
+        self._run = generate(trace, plan, self._streams).build()
+        self._waits = any(step.task.kind == "copy out" for step in trace.steps)
+
+    def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        current = torch.cuda.current_stream(self._device)
+        self._first.wait_stream(current)
+        with _as_traced(self._device, self._first):
+            results: list[Any] = self._run(inputs)
+        current.wait_stream(self._first)
+        if self._waits:
+            self._first.synchronize()
+        for result in results:
+            # It was made on a stream of the run; the caller lets it go on their own.
+            if isinstance(result, torch.Tensor) and result.device.type == "cuda":
+                result.record_stream(current)
+        return results
+
+
+class GraphRun:
+    """A run captured in one CUDA graph. Parameters are read in place, other arguments are copied in."""
+
+    fresh = False
+
+    def __init__(self, trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._device = device
+        self._static = [_static(tensor) for tensor in inputs]
+        self._written = _written_inputs(trace)
+        # The graph knows addresses: that memory is kept, whatever becomes of the tensors.
+        self._kept = [value.detach() for value in trace.constant_values()]
+        streams = [torch.cuda.Stream(device) for _ in plan.kinds]
+        first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
+        run = generate(trace, plan, streams, static=True).build()
+        current = torch.cuda.current_stream(device)
+        first.wait_stream(current)
+        with _as_traced(device, first):
+            run(self._static)  # warms up libraries and, on every stream, their workspaces
+        current.wait_stream(first)
+        torch.cuda.synchronize(device)
+        self.graph = torch.cuda.CUDAGraph()
+        with _as_traced(device, first), torch.cuda.graph(self.graph, stream=first):
+            self.outputs: list[Any] = run(self._static)
+        self._from_host = any(step.task.kind == "copy in" for step in trace.steps)
+        self._to_host = any(step.task.kind == "copy out" for step in trace.steps)
+        self._over = torch.cuda.Event()
+
+    def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Run; what comes back is overwritten by the next replay."""
+        into, source = [], []
+        for own, given in zip(self._static, inputs, strict=True):
+            if own.data_ptr() != given.data_ptr():
+                if own.device.type == "cpu":
+                    self._over.synchronize()  # the replay before may still be reading it
+                    own.copy_(given)
+                else:
+                    into.append(own)
+                    source.append(given.detach())
+        if into:
+            torch._foreach_copy_(into, source)
+        self.graph.replay()
+        for number in self._written:
+            if inputs[number].data_ptr() != self._static[number].data_ptr():
+                inputs[number].detach().copy_(self._static[number])
+        if self._from_host:
+            self._over.record(torch.cuda.current_stream(self._device))
+        if self._to_host:
+            torch.cuda.current_stream(self._device).synchronize()
+        return self.outputs
+
+
+def _static(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter is the same tensor at every call: read in place rather than copied."""
+    if type(tensor) is torch.nn.Parameter:
+        return tensor.detach()
+    if tensor.device.type == "cpu":
+        kept = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+        return kept.copy_(tensor.detach())
+    return tensor.detach().clone()
+
+
+def _written_inputs(trace: Trace) -> list[int]:
+    written = frozenset().union(*(step.task.writes for step in trace.steps))
+    return [number for number, node in enumerate(trace.inputs) if trace.storages[node] & written]

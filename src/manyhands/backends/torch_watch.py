@@ -1,0 +1,168 @@
+"""Watches a function while it is traced, so that tracing leaves nothing behind and bakes nothing in.
+
+Tensors from outside the arguments take part in a trace as they are. Three things could go wrong with them, and are
+looked after here. ``loss.backward()`` puts made-up gradients into their ``.grad``: these are noted as results of the
+trace, and what was there before is put back. An in-place operation on nothing but such tensors is really done by
+``make_fx``: what it writes to is put back. And numbers read from them (``step.item()``) would stand in the trace for
+ever: that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from manyhands.backends.torch_outside import Outside
+from manyhands.errors import CannotTrace, NotYet
+
+_aten = torch.ops.aten
+# What turns a tensor into Python values without an operation that a trace would see.
+_READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+_grad: Any = torch.Tensor.grad
+_GRADIENT = (_grad.__get__, _grad.__set__)
+_READING = (
+    "it reads numbers of a tensor from outside, as .item() does: they may be others next time (where an optimizer does "
+    "so, make it with fused=True or capturable=True)"
+)
+_FOR_GOOD = "it is run as it is"
+
+
+class Watch:
+    """A scope for tracing; afterwards it knows which gradients the function leaves where."""
+
+    def __init__(self, outside: Outside, *, refuse_gradients: bool = False) -> None:
+        """``refuse_gradients``: stand-ins of arguments have none, so if one has, none may be looked at."""
+        self._outside = outside
+        self.refuse_gradients = refuse_gradients
+        self._fact: Any = None
+        self._refused: CannotTrace | None = None
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with their first gradient
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Watch:
+        torch.clear_autocast_cache()  # of real weights, cast before; and below, of made-up ones
+        self._hook = register_optimizer_step_pre_hook(lambda one, *_: self._outside.optimizer(one))
+        self._stack.callback(self._hook.remove)
+        return self
+
+    def watching(self) -> ExitStack:
+        """The modes, for the traced function alone."""
+        modes = ExitStack()
+        modes.enter_context(_Functions(self))
+        modes.enter_context(_Operations(self))
+        return modes
+
+    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The tensors from outside whose ``.grad`` the function sets, and what to; to be asked while tracing."""
+        found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for tensor, before in self._before.values():
+            now = tensor.grad
+            if now is before:
+                continue
+            if now is not None and not isinstance(now, FakeTensor):
+                raise CannotTrace(f"it puts a tensor from outside into a .grad: {_FOR_GOOD}")
+            found.append((tensor, now))
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        torch.clear_autocast_cache()
+        for tensor, before in self._before.values():
+            tensor.grad = before
+        with torch.no_grad():
+            for tensor, kept in self._saved.values():
+                tensor.copy_(kept)
+        self._fact = self._outside.changed() if not self._outside.holds() else None
+        if self._fact is not None:
+            self._outside.put_back()
+
+    def must_not_have_changed(self) -> None:
+        """Refuse a function that changes Python state outside itself: replaying would not change it."""
+        if self._refused is not None:  # also where the function itself has caught it
+            raise self._refused
+        if self._fact is None:
+            return
+        if self._fact.optimizer:
+            raise NotYet(
+                f"the optimizer changed {self._fact.name} in this call: state that is made at the first step is there "
+                "at the next call, which is planned; numbers that change at every step cannot be planned"
+            )
+        raise CannotTrace(f"it changes {self._fact.name}, which is outside it: {_FOR_GOOD}")
+
+    def known(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Leaves from outside that were seen, with the gradient that they had."""
+        return list(self._before.values())
+
+    # Called by the modes
+
+    def sees(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, FakeTensor) or not tensor.requires_grad or id(tensor) in self._before:
+            return
+        if tensor.is_leaf:
+            self._before[id(tensor)] = (tensor, tensor.grad)
+        elif torch.is_grad_enabled():
+            raise CannotTrace(f"gradients would flow into a tensor that was computed outside: {_FOR_GOOD}")
+
+    def refuses_reading(self, tensor: object) -> None:
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+            self._refused = CannotTrace(_READING)
+            raise self._refused
+
+    def keeps(self, tensor: torch.Tensor) -> None:
+        """Tracing is about to write to a real tensor."""
+        if id(tensor) in self._saved:
+            return
+        with _disable_current_modes(), torch.no_grad():
+            self._saved[id(tensor)] = (tensor, tensor.detach().clone())
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what is called in Python: leaves before a gradient can come to them, numbers that are read."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS and args:
+            self._watch.refuses_reading(args[0])
+        if self._watch.refuse_gradients and func in _GRADIENT and isinstance(args[0], FakeTensor):
+            raise CannotTrace("it looks at .grad while an argument has a gradient from before")
+        with torch._C.DisableTorchFunction():
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, torch.Tensor):
+                    self._watch.sees(one)
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    """Sees what is computed: numbers that are read, tensors that tracing may write to."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            self._watch.refuses_reading(args[0])
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        for one in tensors:
+            self._watch.sees(one)
+        if func._schema.is_mutable and not any(isinstance(one, FakeTensor) for one in tensors):
+            for one in tensors:
+                self._watch.keeps(one)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,36 @@
+"""``manyhands parallel``: run a function of a script in parallel, and say how that goes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from manyhands.cli import script
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "parallel",
+        help="spread a function's work over lanes; explain it, draw it, show when what runs",
+        description="Plans script.py:function for the arguments that inputs() of the same script gives (none: no "
+        "arguments), runs it, and prints what was chosen and why.",
+    )
+    parser.add_argument("function", metavar="SCRIPT:FUNCTION")
+    parser.add_argument("--draw", type=Path, metavar="SVG", help="the graph, coloured by lane")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="a trace (.json) or a picture (.png)")
+    parser.set_defaults(run_command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from manyhands import torch as mh
+
+    module, function = script.load(options.function)
+    given = module.inputs() if hasattr(module, "inputs") else ()
+    fast = mh.parallel(function)
+    fast(*(given if isinstance(given, (tuple, list)) else (given,)))
+    print(fast.explain())
+    for path, make in ((options.draw, fast.draw), (options.timeline, fast.timeline)):
+        if path is not None:
+            print(f"written: {make(path)}")
+    return 0

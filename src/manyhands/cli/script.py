@@ -1,0 +1,37 @@
+"""A user's script as a module: for commands that take ``script.py:function``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import BadSettings
+
+
+def load(text: str) -> tuple[Any, Any]:
+    """The module and the function that ``script.py:function`` names."""
+    file, _, name = text.partition(":")
+    path = Path(file)
+    if not name or not path.is_file():
+        raise BadSettings(f"{text!r} does not name a function of a script: write script.py:function")
+    module = _module(path)
+    if not callable(getattr(module, name, None)):
+        raise BadSettings(f"there is no function {name!r} in {path}")
+    return module, getattr(module, name)
+
+
+def _module(path: Path) -> Any:
+    """What the script defines is sent to workers by value, as they cannot import it."""
+    import cloudpickle
+
+    sys.path.insert(0, str(path.parent.resolve()))
+    name = f"manyhands_script_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    return module

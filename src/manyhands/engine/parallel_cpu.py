@@ -1,0 +1,144 @@
+"""Which way to run a traced function on the CPU: as it is written, as straight-line code, or on several lanes.
+
+Frameworks already use several threads for one operation; several lanes use them for several operations. Which is
+better depends on sizes, on the machine and on its load, so it is measured: all ways that give the right result run in
+turns, round after round, and each is compared with plain execution in the same round, so that a machine that is busy
+for a while is busy for all of them. What is not clearly faster than plain execution is not used.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from manyhands.engine.check import check
+from manyhands.engine.graph import Graph
+from manyhands.engine.schedule import Lane, Schedule, schedule
+from manyhands.engine.simulate import simulate
+
+if TYPE_CHECKING:
+    from manyhands.engine.parallel import Planned
+
+HANDOVER = 20e-6  # seconds; below this it does not pay to hand a task to another thread
+CLOSE = 1e-5
+_PLAIN = "plain execution"
+_CLEARLY = 0.97  # of plain execution's time
+_ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
+_BUDGET = 1.0  # seconds for all rounds: the least number of them may take longer, the next number three times as long
+
+
+def choose(best: Planned, backend: Any, call: Any, found: Any, measured: Graph) -> None:
+    """Measure the candidates and put the fastest that is right into ``best``, which holds plain execution."""
+    plainly = best.run
+    count = backend.threads()
+    tried = [("one lane", one_lane(measured), count)]
+    if count > 1:
+        tried.append(("one lane, one thread", one_lane(measured), 1))
+    if (reason := backend.why_no_threads()) is not None:
+        best.notes.append(reason)
+        tried = []
+    else:
+        tried += [(name, made, count) for name, made in candidates(measured, count, best)]
+    expected = backend.expected(found, call, plainly)
+    ways: dict[str, tuple[Callable[[Any], Any], Schedule | None, str]] = {_PLAIN: (plainly, None, "")}
+
+    def add(name: str, way: Callable[[Any], Any], made: Schedule, results: Any) -> None:
+        same, difference = backend.equal(results, expected)
+        if not same and difference > CLOSE:
+            best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
+        else:
+            ways[name] = (way, made, ", equal to the bit" if same else f", equal to {difference:.0e}")
+
+    if count > 1:  # small operations lose by being divided
+        alone = backend.with_threads(plainly, 1)
+        add(f"{_PLAIN}, one thread", alone, one_lane(measured), backend.expected(found, call, alone))
+    for name, made, threads in tried:
+        check(made)
+        run = backend.thread_run(found, handed_over(backend, made), threads)
+        add(name, replaying(backend, run, found), made, backend.observed(found, call, run))
+    with backend.untouched(found, call.tensors):
+        times = race([lambda way=way: way[0](call) for way in ways.values()])  # type: ignore[misc]
+    best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
+    ratios = {name: _ratio(own, times[0]) for name, own in zip(ways, times, strict=True)}
+    name = min(ratios, key=ratios.__getitem__)
+    best.schedule = one_lane(measured)
+    if name != _PLAIN and ratios[name] < _CLEARLY:
+        best.run, made_or_none, equality = ways[name]
+        best.how, best.schedule = name + equality, made_or_none
+
+
+def synchronously(best: Planned, backend: Any, found: Any, measured: Graph) -> None:
+    """The order of the schedule with the most lanes, in the caller's thread: for debugging."""
+    best.schedule = schedule(measured, lanes(measured, max(2, backend.threads())), switch_seconds=HANDOVER)
+    check(best.schedule)
+    best.how = "the schedule's order in the caller's thread (synchronous)"
+    best.run = replaying(backend, backend.synchronous_run(found, handed_over(backend, best.schedule)), found)
+
+
+def one_lane(measured: Graph) -> Schedule:
+    """Everything on one lane in the program's order: it also frees memory in that order."""
+    count = len(measured)
+    return Schedule(measured, tuple(lanes(measured, 1)) or (Lane("cpu"),), (0,) * count, tuple(range(count)), {})
+
+
+def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[str, Schedule]]:
+    """Schedules on 2, 3, 4, 6, 8, ... lanes, as many as there are threads, if simulation gives them a chance."""
+    found = []
+    for count in sorted({*(n for n in (2, 3, 4, 6, 8, 12, 16) if n <= threads), threads} - {1}):
+        made = schedule(measured, lanes(measured, count), switch_seconds=HANDOVER)
+        name = f"{count} lanes"
+        best.predicted[name] = predicted = simulate(made, wait_seconds=HANDOVER).seconds
+        if len(set(made.lane_of)) > 1 and predicted < measured.work():
+            found.append((name, made))
+        else:
+            best.notes.append(f"{name} are not tried: simulation says that they do not pay")
+    return found
+
+
+def lanes(measured: Graph, count: int) -> list[Lane]:
+    devices = dict.fromkeys((task.device, task.kind) for task in measured.tasks)
+    return [Lane(device, kind, number) for device, kind in devices for number in range(count)]
+
+
+def handed_over(backend: Any, made: Schedule) -> Any:
+    return backend.plan_of([lane.kind for lane in made.lanes], made.lane_of, made.order, made.waits)
+
+
+def replaying(backend: Any, run: Any, found: Any) -> Callable[[Any], Any]:
+    """Its results are fresh at every run: they need not be copied."""
+
+    def replay(call: Any) -> Any:
+        return backend.together(run.replay(call.tensors), found)
+
+    return replay
+
+
+def race(runs: Sequence[Callable[[], object]]) -> list[list[float]]:
+    """Run all of them in turns; the seconds of each in every round."""
+    times: list[list[float]] = [[] for _ in runs]
+    least, some, most = _ROUNDS
+    start = time.perf_counter()
+    for number in range(most + 1):
+        for place in range(len(runs)):
+            one = (place + number) % len(runs)
+            begin = time.perf_counter()
+            runs[one]()
+            once = time.perf_counter() - begin
+            if once < 5e-3:  # threads of the run before may still be spinning: only the second run counts
+                begin = time.perf_counter()
+                runs[one]()
+                once = time.perf_counter() - begin
+            if number:  # the first round is the warm-up
+                times[one].append(once)
+        spent = time.perf_counter() - start
+        if spent > _BUDGET and (number >= some or (number >= least and spent > 3 * _BUDGET)):
+            break
+    return times
+
+
+def _ratio(own: Sequence[float], plain: Sequence[float]) -> float:
+    """Of the rounds, and of the best ones, whichever is worse: a load from outside that hits only plain execution's
+    threads, and may be gone in a minute, is no reason to leave it."""
+    return max(statistics.median(mine / theirs for mine, theirs in zip(own, plain, strict=True)), min(own) / min(plain))

@@ -1,0 +1,269 @@
+"""Automatic parallelism on a real GPU: the same bits as plain execution, and results that are the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from manyhands.backends import torch_parallel  # noqa: E402
+from manyhands.engine.check import check  # noqa: E402
+from manyhands.engine.graph import graph  # noqa: E402
+from manyhands.engine.parallel import Parallel, _handed_over, _lanes  # noqa: E402
+from manyhands.engine.schedule import schedule  # noqa: E402
+
+GPU = "cuda:0"
+
+
+class Forced:
+    """One kind of run on so many lanes, whether it is faster or not."""
+
+    def __init__(self, function: Callable[..., Any], lanes: int, kind: str) -> None:
+        self.function, self.lanes, self.kind = function, lanes, kind
+        self.made: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        call = torch_parallel.call(arguments, {})
+        if self.made is None or not self.made[0].holds():
+            found = torch_parallel.trace(self.function, call)
+            device = torch_parallel.device_of(call, found)
+            with torch_parallel.untouched(found, call.tensors):
+                measured = graph(torch_parallel.costs(found, device))
+            one = schedule(measured, _lanes(measured, self.lanes), switch_seconds=1e-6)
+            check(one)
+            make = torch_parallel.graph_run if self.kind == "graph" else torch_parallel.stream_run
+            with torch_parallel.untouched(found, call.tensors):
+                self.made = found, make(found, _handed_over(torch_parallel, one), call.tensors, device)
+        found, run = self.made
+        results = run.replay(call.tensors)
+        return torch_parallel.together(results if run.fresh else torch_parallel.copied(results), found)
+
+
+RUNS = [(1, "graph"), (4, "graph"), (8, "graph"), (1, "stream"), (4, "stream")]
+each_run = pytest.mark.parametrize(("lanes", "kind"), RUNS, ids=lambda value: str(value))
+
+
+def assert_same(one: Any, other: Any) -> None:
+    ones, others = tree_leaves(one), tree_leaves(other)
+    assert len(ones) == len(others)
+    for a, b in zip(ones, others, strict=True):
+        if isinstance(b, torch.Tensor):
+            assert a.device == b.device
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b)
+        else:
+            assert a == b
+
+
+def chains(xs: list[Any], w: Any) -> list[Any]:
+    results = []
+    for x in xs:
+        for _ in range(10):
+            x = (x @ w).relu()
+        results.append(x)
+    return results
+
+
+@each_run
+def test_chains_are_equal_to_the_bit_and_stay(lanes: int, kind: str) -> None:
+    torch.manual_seed(0)
+    w = torch.randn(128, 128, device=GPU) / 8
+    fast = Forced(chains, lanes, kind)
+    kept = []
+    for _ in range(5):
+        xs = [torch.randn(128, 128, device=GPU) for _ in range(8)]
+        kept.append((fast(xs, w), chains(xs, w)))
+    for ours, theirs in kept:  # the next calls have not touched them
+        assert_same(ours, theirs)
+
+
+class Branchy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(16, 16, size, padding=size // 2) for size in (1, 3, 5, 3))
+
+    def forward(self, x: Any) -> Any:
+        for _ in range(3):
+            x = torch.stack([branch(x) for branch in self.branches]).sum(0).relu()
+        return x
+
+
+@each_run
+def test_a_branchy_net(lanes: int, kind: str) -> None:
+    torch.manual_seed(0)
+    net = Branchy().to(GPU, torch.bfloat16).requires_grad_(False).to(memory_format=torch.channels_last)
+    fast = Forced(lambda x: net(x), lanes, kind)
+    for _ in range(3):
+        x = torch.randn(2, 16, 14, 14, device=GPU, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        assert_same(fast(x), net(x))
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(8 * 64, 5),
+    ).to(GPU)  # fmt: skip
+
+
+def step_of(make: Callable[..., Any] | None) -> tuple[Any, Callable[..., Any]]:
+    net = classifier()
+    optimizer = make(net.parameters()) if make else None
+
+    def step(x: Any, y: Any) -> Any:
+        if optimizer is not None:
+            optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = cross_entropy(net(x), y)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        return loss.detach()
+
+    return net, step
+
+
+MAKES: dict[str, Any] = {
+    "no optimizer": None,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam, capturable": lambda parameters: torch.optim.Adam(parameters, lr=0.01, capturable=True),
+    "Adam, fused": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize(("lanes", "kind"), [(1, "graph"), (4, "graph"), (4, "stream")])
+def test_training_steps(name: str, lanes: int, kind: str) -> None:
+    """Batch normalisation, dropout with the same seed, gradients, updates: after every step the same bits."""
+    torch.backends.cudnn.deterministic = True
+    (plain, step), (net, ours) = step_of(MAKES[name]), step_of(MAKES[name])
+    fast = Forced(ours, lanes, kind)
+    for number in range(5):
+        x, y = torch.randn(16, 1, 12, 12, device=GPU), torch.randint(5, (16,), device=GPU)
+        torch.manual_seed(number)
+        expected = step(x, y)
+        torch.manual_seed(number)
+        found = ours(x, y) if not number else fast(x, y)  # the first step makes the optimizer's state
+        assert_same(found, expected)
+        assert_same(list(net.state_dict().values()), list(plain.state_dict().values()))
+        assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
+    assert int(net[1].num_batches_tracked) == 5
+
+
+@each_run
+def test_in_place_and_views(lanes: int, kind: str) -> None:
+    total = torch.zeros(64, 64, device=GPU)
+
+    def function(x: Any) -> Any:
+        y = x @ x
+        y[0].fill_(7.0)
+        z = y.t()
+        z.mul_(2)
+        x.add_(1)
+        total.add_(y)
+        return y + x, z @ x
+
+    fast = Forced(function, lanes, kind)
+    for number in range(4):
+        x = torch.full((64, 64), float(number), device=GPU)
+        mine = x.clone()
+        before = total.clone()
+        ours = fast(mine)
+        after = total.clone()
+        total.copy_(before)
+        assert_same(ours, function(x))
+        assert_same(mine, x)
+        assert_same(after, total)
+
+
+@each_run
+def test_copies_to_and_from_the_host(lanes: int, kind: str) -> None:
+    w = torch.randn(256, 256, device=GPU) / 16
+
+    def function(batches: list[Any]) -> list[Any]:
+        return [(batch.to(GPU) @ w).relu().t().cpu() for batch in batches]
+
+    fast = Forced(function, lanes, kind)
+    kept = []
+    for pin in (True, False, True):
+        batches = [torch.randn(256, 256, pin_memory=pin) for _ in range(6)]
+        expected = function(batches)
+        kept.append((fast(batches), expected))
+        for batch in batches:
+            batch.zero_()  # the call is over: nobody reads it any more
+    for ours, theirs in kept:
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_the_cpu_computes_in_between(lanes: int) -> None:
+    def function(x: Any) -> Any:
+        parts = [((x * k) @ x).cpu() for k in range(1, 5)]
+        norms = [part.double().norm() for part in parts]
+        return (torch.stack(norms).sum().float().to(GPU) * x), norms
+
+    fast = Forced(function, lanes, "stream")
+    for _ in range(4):
+        x = torch.randn(300, 300, device=GPU)
+        assert_same(fast(x), function(x))
+
+
+def test_a_number_on_the_host_is_not_baked_in() -> None:
+    fast = Parallel(lambda x, rate: (x @ x) * rate, torch_parallel)
+    x = torch.randn(64, 64, device=GPU)
+    for rate in (1.0, 2.0, 3.0):
+        assert_same(fast(x, torch.tensor(rate)), (x @ x) * rate)
+    assert "number from the host" in fast.explain()
+
+
+def test_results_stay_unless_they_are_reused() -> None:
+    w = torch.randn(128, 128, device=GPU) / 11
+    xs = [[torch.randn(128, 128, device=GPU) for _ in range(8)] for _ in range(2)]
+    keeping, reusing = (Parallel(chains, torch_parallel, reuse_outputs=reuse) for reuse in (False, True))
+    first = keeping(xs[0], w)
+    expected = [one.clone() for one in first]
+    keeping(xs[1], w)
+    assert_same(first, expected)
+    assert_same(reusing(xs[0], w), expected)
+    assert_same(reusing(xs[1], w), chains(xs[1], w))
+    assert "graph" in keeping.explain()
+    assert "equal to the bit" in keeping.explain()
+
+
+def test_parameters_of_another_net_are_another_plan() -> None:
+    nets = [nn.Linear(64, 64, device=GPU) for _ in range(2)]
+    before = [p.detach().clone() for net in nets for p in net.parameters()]
+    fast = Parallel(lambda w, b, x: torch.addmm(b, x, w.t()), torch_parallel)
+    x = torch.randn(8, 64, device=GPU)
+    with torch.no_grad():
+        for net in (*nets, *nets):
+            assert_same(fast(net.weight, net.bias, x), torch.addmm(net.bias, x, net.weight.t()))
+    assert_same([p.detach() for net in nets for p in net.parameters()], before)
+
+
+def test_planning_changes_nothing_and_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    net, step = step_of(None)
+    _, theirs = step_of(None)
+    x, y = torch.randn(16, 1, 12, 12, device=GPU), torch.randint(5, (16,), device=GPU)
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(0)
+    expected = theirs(x, y)
+    eager = torch.cuda.max_memory_allocated()
+    fast = Parallel(step, torch_parallel)
+    torch.manual_seed(0)
+    found = fast(x, y)
+    assert torch.allclose(found, expected)
+    assert int(net[1].num_batches_tracked) == 1
+    torch.cuda.reset_peak_memory_stats()
+    fast(x, y)
+    with capsys.disabled():
+        print(f"\npeak memory: plain {eager / 1e6:.1f} MB, planned {torch.cuda.max_memory_allocated() / 1e6:.1f} MB")
+        print(fast.explain())
