@@ -47,13 +47,18 @@ def _exact(share: object) -> Fraction:
     return Fraction(about)
 
 
-def sizes(total: int, count: int, shares: Sequence[float] | None = None) -> list[int]:
+def sizes(total: int, count: int, shares: Sequence[float] | None = None, *, least: int = 1) -> list[int]:
     """Samples per device: together exactly ``total``, in the given shares or as even as can be.
+
+    A device that would get fewer than ``least`` gets none; its samples go to the nearest device before it that has
+    some, or else after it. Only where ``total`` itself is less than ``least``, one device has that few.
 
     >>> sizes(10, 3)
     [4, 3, 3]
     >>> sizes(7, 3, [0.5, 0.3, 0.2])
     [4, 2, 1]
+    >>> sizes(7, 3, [0.5, 0.3, 0.2], least=2)
+    [4, 3, 0]
     """
     parts = [Fraction(1, count)] * count if shares is None else check(shares, count)
     due = [part * total for part in parts]
@@ -62,4 +67,14 @@ def sizes(total: int, count: int, shares: Sequence[float] | None = None) -> list
     by_remainder = sorted(range(count), key=lambda i: (given[i] - due[i], i))
     for i in by_remainder[:left]:
         given[i] += 1
+    return given if least <= 1 else _without_small(given, least)
+
+
+def _without_small(given: list[int], least: int) -> list[int]:
+    for i in reversed(range(len(given))):
+        if 0 < given[i] < least:
+            nearest = [j for j in [*range(i - 1, -1, -1), *range(i + 1, len(given))] if given[j]]
+            if nearest:
+                given[nearest[0]] += given[i]
+                given[i] = 0
     return given

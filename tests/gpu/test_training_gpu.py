@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,3 +161,35 @@ def test_labels_out_of_range_do_not_reach_the_gpu() -> None:
 
     with pytest.raises(BadLabels, match="0 to 9"):
         mh.Trainer(1, num_gpus=1, quiet=True).fit(net(), (IMAGES, torch.arange(330) % 10))
+
+
+def test_adam_goes_on_in_the_graph(tmp_path: Path) -> None:
+    """The count of steps of a resumed optimizer must be on the GPU before the graph is captured."""
+
+    def going_on(epochs: int, **where: Any) -> dict[str, Any]:
+        model = net().double()
+        settings: dict[str, Any] = {"optimizer": lambda p: torch.optim.Adam(p, lr=1e-3), "precision": "fp64", **where}
+        trainer = mh.Trainer(epochs, devices=["gpu:0"], batch_size=32, quiet=True, **settings)
+        assert "one CUDA graph" in trainer.fit(model, (IMAGES, LABELS)).notes[0]
+        return model.state_dict()
+
+    straight = going_on(4)
+    going_on(2, run=tmp_path / "run")
+    assert difference(going_on(4, run=tmp_path / "run", resume="auto"), straight) < 1e-6
+
+
+def test_an_optimizer_comes_back_as_it_was() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    trainer = mh.Trainer(2, devices=["gpu:0"], optimizer=optimizer, schedule=mh.one_cycle, batch_size=32, quiet=True)
+    trainer.fit(model, (IMAGES, LABELS))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["capturable"]) == (0.01, False)
+    assert {one.device.type for values in optimizer.state.values() for one in values.values()} == {"cpu"}
+    model(IMAGES).sum().backward()
+    optimizer.step()
+
+
+def test_a_cpu_and_a_gpu_save_their_random_numbers(tmp_path: Path) -> None:
+    trained(devices=["gpu:0", "cpu"], run=tmp_path / "run")
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) >= 1

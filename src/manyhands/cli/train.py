@@ -40,13 +40,17 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from manyhands import torch as mh
     from manyhands.training import fashion_mnist, plot
-    from manyhands.training.torch import datasets, recipes
+    from manyhands.training.torch import datasets, recipes, world
     from manyhands.training.torch.models import MODELS, initialise
 
     devices, ranks = parse_devices(options.devices, mh.num_gpus())
     data = fashion_mnist.load(options.data)
-    print(f"data: {data.source}; {len(data.train.labels):,} to train on, {len(data.test.labels):,} to test with")
-    folder, chosen = _choose(options, on_gpu=any(name != "cpu" for name in devices), samples=len(data.train.labels))
+    samples = len(data.train.labels)
+    say = print if world.is_first() else _say_nothing
+    say(f"data: {data.source}; {samples:,} to train on, {len(data.test.labels):,} to test with")
+    # Under torchrun all ranks do the same job, in the folder that the first one makes.
+    folder_name, chosen = world.from_first(lambda: _choose(options, _on_gpu(devices), samples))
+    folder = Path(folder_name)
     net = MODELS[chosen["model"]](num_classes=10)
     initialise(net, chosen["seed"])
     trainer = mh.Trainer(
@@ -69,7 +73,9 @@ def run(options: argparse.Namespace) -> int:
     )
     result = trainer.fit(net, datasets.of(data, chosen["batch_size"]))
     for note in result.notes:
-        print(note)
+        say(note)
+    if not world.is_first():
+        return 0
     title = f"{chosen['model']} on {', '.join(result.devices)}"
     picture = plot.curves(result.rows, folder / "curves.png", title=title)
     print(f"run: {folder} (config.json, metrics.jsonl, checkpoints, {picture.name})")
@@ -77,27 +83,35 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(options: argparse.Namespace, *, on_gpu: bool, samples: int) -> tuple[Path, dict[str, Any]]:
+def _on_gpu(devices: list[str]) -> bool:
+    return any(name != "cpu" for name in devices)
+
+
+def _say_nothing(*_: object) -> None:
+    pass
+
+
+def _choose(options: argparse.Namespace, on_gpu: bool, samples: int) -> tuple[str, dict[str, Any]]:
     """The run folder, and what is trained there: as asked, as the resumed run was begun, or what suits the machine."""
     from manyhands.training.run_folder import RunFolder
     from manyhands.training.torch import recipes
 
-    begun = options.resume or (options.run if options.run and options.run.exists() else None)
-    run = RunFolder.open(begun) if begun else _new_run(options.run)
-    before = run.config.get("train", {}) if begun else {}
+    run = RunFolder.open(options.resume) if options.resume else _run_at(options.run)
+    before = run.config if run.config_path.exists() else {}
+    begun = before.get("train", {})
     chosen: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1, "seed": 0}
     if not on_gpu:
         chosen |= {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
     asked = {name: value for name in chosen if (value := getattr(options, name)) is not None}
-    chosen |= {**before, **asked}
-    if not on_gpu and not before and "model" not in asked and "epochs" not in asked:
+    chosen |= {**begun, **asked}
+    if not on_gpu and not begun and "model" not in asked and "epochs" not in asked:
         chosen["model"], chosen["epochs"] = recipes.for_a_minute(chosen["batch_size"], samples)
         print(
             f"no GPU: {chosen['model']} for {chosen['epochs']} epochs, which takes about a minute here "
             "(--model resnet18 for the book's, --epochs for another number)"
         )
-    run.config = {**(run.config if begun else {}), "train": chosen}
-    return run.path, chosen
+    run.config = {**before, "train": chosen}
+    return str(run.path.absolute()), chosen
 
 
 def parse_devices(text: str, gpus: int) -> tuple[list[str], int]:
@@ -134,7 +148,7 @@ def parse_shares(text: str | None) -> Any:
         raise BadShares(f"--shares {text}: write one number per device, as 0.7,0.3, or measured") from None
 
 
-def _new_run(path: Path | None) -> Any:
+def _run_at(path: Path | None) -> Any:
     from manyhands.training.run_folder import RunFolder
 
-    return RunFolder.create(path.parent, path.name) if path else RunFolder.create(Path("runs"))
+    return RunFolder.at(path) if path else RunFolder.create(Path("runs"))

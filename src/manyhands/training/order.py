@@ -60,9 +60,9 @@ class Window:
     def size(self) -> int:
         return self.stop - self.start
 
-    def part(self, rank: int, world: int, shares: Sequence[float] | None = None) -> tuple[int, int]:
-        """Where in the epoch's order one rank's shard begins and ends."""
-        sizes = _shares.sizes(self.size, world, shares)
+    def part(self, rank: int, world: int, shares: Sequence[float] | None = None, *, least: int = 1) -> tuple[int, int]:
+        """Where in the epoch's order one rank's shard begins and ends; it has no samples, or at least that many."""
+        sizes = _shares.sizes(self.size, world, shares, least=least)
         begin = self.start + sum(sizes[:rank])
         return begin, begin + sizes[rank]
 

@@ -50,6 +50,20 @@ class RunFolder:
                 path = root / f"{wanted}-{number}"
 
     @classmethod
+    def at(cls, path: Path) -> RunFolder:
+        """The run at this very path: the one that is there, or a new one if there is nothing, or an empty folder."""
+        path = Path(path)
+        run = cls(path)
+        if run.config_path.exists():
+            return run
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise BadRunFolder(
+                f"{path} holds other things than a run (no {run.config_path.name}): name another folder."
+            )
+        return run
+
+    @classmethod
     def open(cls, path: Path) -> RunFolder:
         """The folder of a run that was started before."""
         run = cls(Path(path))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from manyhands import shares as _shares
@@ -47,6 +47,10 @@ class Settings:
     hang_seconds: float = 60.0
 
     def __post_init__(self) -> None:
+        for name in ("max_epochs", "batch_size", "accumulate", "keep_checkpoints", "checkpoint_every", "seed"):
+            self._make_plain(name, Integral, int)
+        for name in ("lr", "gradient_clip_val", "hang_seconds"):
+            self._make_plain(name, Real, float)
         for name in ("max_epochs", "batch_size", "accumulate", "keep_checkpoints"):
             _check_positive(name, getattr(self, name))
         if self.checkpoint_every is not None:
@@ -69,6 +73,12 @@ class Settings:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise BadSettings(f"seed={self.seed!r}: give a number from 0 to 2**63 - 1")
+
+    def _make_plain(self, name: str, kind: type, plain: Callable[[Any], Any]) -> None:
+        """A number of NumPy's becomes one of Python's, which JSON knows; what is no number is left for the checks."""
+        value = getattr(self, name)
+        if isinstance(value, kind) and not isinstance(value, bool):
+            object.__setattr__(self, name, plain(value))
 
     def check_devices(self, count: int) -> None:
         """What can only be said once the number of devices is known."""

@@ -80,8 +80,13 @@ def test_labels_out_of_range() -> None:
             fit(mlp(), (X, y))
     rows = Rows()
     rows.y[5] = CLASSES
-    with pytest.raises(WorkerFailed, match=r"(?s)rank [01] \(cpu\).*out of bounds"):
-        fit(mlp(), rows, 2)
+    for ranks in (1, 2):
+        with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
+            fit(mlp(), rows, ranks)
+    with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
+        fit(mlp(), (vectors(), (X, y)))
+    with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
+        fit(mlp(), DataLoader(TensorDataset(X, y), batch_size=8, sampler=range(len(y))))
 
 
 def test_labels_that_are_left_out_and_targets_that_are_no_labels() -> None:
@@ -106,9 +111,10 @@ def test_devices_that_are_not_there() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device must not be there")
-def test_a_device_that_vanished() -> None:
+def test_a_device_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(1, devices=["cpu"], ranks_per_device=2, quiet=True)
-    trainer.ranks[1] = torch.device("cuda", 0)  # as if it had been there when the trainer was made
+    # As if it had been there when the trainer was made.
+    monkeypatch.setattr(Trainer, "ranks", [torch.device("cpu"), torch.device("cuda", 0)])
     with pytest.raises(WorkerFailed, match=r"rank 1 \(cuda:0\)"):
         trainer.fit(mlp(), vectors())
 

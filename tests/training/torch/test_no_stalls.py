@@ -14,6 +14,8 @@ from training_cases import convnet, images, mlp, vectors
 
 from manyhands.training.order import Cursor
 from manyhands.training.settings import Settings
+from manyhands.training.torch import metrics
+from manyhands.training.torch import rank as rank_module
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.rank import Rank
@@ -73,30 +75,55 @@ class Asks(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class Arrived:
+    """The figures as they come from a device: on the host, where reading them waits for nothing."""
+
+    def __init__(self, waits: Waits, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.clone()
+        waits.on_host.add(self.tensor.data_ptr())
+
+    def ready(self) -> bool:
+        return True
+
+    def result(self) -> torch.Tensor:
+        return self.tensor
+
+
 class WatchedStep(EagerStep):
     waits: Waits
 
     def __call__(self, batch: Any, whole: int, step: int) -> None:
-        if step < WARM:
-            super().__call__(batch, whole, step)
-            return
-        # Adam counts its steps on the host, also for parameters on a GPU.
-        self.waits.on_host = {one["step"].data_ptr() for one in self.optimizer.state.values() if "step" in one}
-        with self.waits, Asks(self.waits):
-            super().__call__(batch, whole, step)
+        super().__call__(batch, whole, step)
+        if step == WARM:
+            # Adam counts its steps on the host, also for parameters on a GPU.
+            self.waits.on_host |= {one["step"].data_ptr() for one in self.optimizer.state.values() if "step" in one}
+            self.waits.found.clear()
 
 
-def waits(job: Job) -> Waits:
-    """What happens between the first few steps and the end of the epoch."""
-    rank = Rank(job, World(0, 1, torch.device("cpu")), lambda event: None)
+def waits(job: Job, monkeypatch: pytest.MonkeyPatch, looks: int = 10) -> Waits:
+    """What happens between the first few steps and the end of the epoch: steps, rates, figures and the feed."""
+    found = Waits()
+    kept: list[Arrived] = []  # an address that is used again would hide something
+
+    def start_move(tensor: torch.Tensor, device: torch.device) -> Arrived:
+        kept.append(Arrived(found, tensor))
+        return kept[-1]
+
+    monkeypatch.setattr(rank_module, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
+    monkeypatch.setattr(metrics.backend, "start_move", start_move)
+    said: list[Any] = []
+    rank = Rank(job, World(0, 1, torch.device("cpu")), said.append)
     rank.step.__class__ = WatchedStep
     watched: Any = rank.step
-    watched.waits = Waits()
-    rank._shown = 0.0  # so that the figures are looked at, too
-    rank._train_epoch()
+    watched.waits = found
+    with found, Asks(found):
+        rank._train_epoch()
     assert rank.cursor == Cursor(0, 80, 10, 10)
-    assert watched.waits.seen > 100
-    return watched.waits  # type: ignore[no-any-return]
+    assert found.seen > 100
+    assert len(kept) == looks
+    assert len(said) == 10
+    assert said[-1]["loss"] is not None
+    return found
 
 
 def test_the_hooks_find_what_they_look_for() -> None:
@@ -131,19 +158,27 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("optimizer", [momentum, adamw])
 @pytest.mark.parametrize("name", CASES)
-def test_a_steady_step_waits_for_nothing(name: str, optimizer: Any) -> None:
+def test_a_steady_step_waits_for_nothing(name: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(**{"max_epochs": 1, "batch_size": 8, "precision": "fp32", **CASES[name]})
     X, y = images(80)
     model = convnet().float()
     data = source((X.float(), y))
     job = Job(model, objective_for(model, None), data, None, settings, optimizer, schedule=one_cycle)
-    assert waits(job).found == []
+    assert waits(job, monkeypatch).found == []
 
 
-def test_steps_from_a_loader_wait_for_nothing() -> None:
+def test_steps_from_a_loader_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     X, y = vectors(80)
     dataset = TensorDataset(X, y)
     model = mlp(dropout=0.5, norm=True)
     for data in (DataLoader(dataset, batch_size=8, shuffle=True), DataLoader(dataset, batch_size=8, drop_last=True)):
         job = Job(model, objective_for(model, None), source(data), None, Settings(1, 8), momentum)
-        assert waits(job).found == []
+        assert waits(job, monkeypatch).found == []
+
+
+def test_a_look_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    X, y = vectors(80)
+    model = mlp()
+    job = Job(model, objective_for(model, None), source((X, y)), None, Settings(1, 8), momentum)
+    monkeypatch.setattr(metrics.Metrics, "peek", metrics.Metrics.read)
+    assert "cpu" in waits(job, monkeypatch, looks=0).found

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import manyhands.training
 from manyhands.training import checkpoint
 
 SCRIPT = f"""
@@ -45,6 +46,21 @@ trainer.fit(model, data)
 Trainer(1, precision="fp64", quiet=True).fit(mlp(), vectors())  # a second job in the same processes
 with open(out + os.environ["RANK"], "w") as file:
     file.write(repr(model.seen.tolist()))
+"""
+
+OWN_GROUP = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from training_cases import *
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = mlp(norm=True)
+Trainer(1, devices=["cpu"], precision="fp64", quiet=True).fit(model, vectors())
+mine = torch.cat([value.double().flatten() for value in model.state_dict().values()])
+all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+dist.all_gather(all_of_them, mine)  # the group is still there
+assert torch.equal(*all_of_them), all_of_them
 """
 
 
@@ -115,3 +131,21 @@ def test_a_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "outkilled").exists()
     for rank in range(2):
         assert json.loads((tmp_path / f"out{rank}").read_text()) == [1.0] * 40
+
+
+def test_a_group_that_the_script_has_made(tmp_path: Path) -> None:
+    """It is used and stays; all ranks end with the same numbers, running statistics too."""
+    (tmp_path / "script.py").write_text(OWN_GROUP)
+    finish(start(tmp_path / "script.py", tmp_path, "--standalone", "--nproc_per_node", "2"))
+
+
+def test_the_command_makes_one_run_and_prints_once(tmp_path: Path) -> None:
+    small = str(Path(manyhands.training.__file__).parent / "data" / "fashion-mnist-small")
+    options = ["--model", "mlp", "--epochs", "1", "--data", small]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "manyhands", "train"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *launch, *options]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert done.stdout.count("sec/epoch on") == done.stdout.count("data: ") == done.stdout.count("run: ") == 1

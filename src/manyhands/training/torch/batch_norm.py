@@ -6,6 +6,9 @@ samples takes part with a count of zero. Works on CPUs and GPUs (PyTorch's SyncB
 
 Means and sums of squared deviations of the shards are merged exactly (Chan, Golub and LeVeque 1979): with counts n_i,
 means m_i and squared deviations s_i the whole has m = sum(n_i m_i) / n and s = sum(s_i + n_i (m_i - m)^2).
+
+The layers have a process group of their own. Sums of gradients start while the backward pass runs, at a moment that
+depends on which parameters a rank used: in one group, one rank's sum could meet another's statistics.
 """
 
 from __future__ import annotations
@@ -17,9 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
+_group: Any = None
+
 
 def globalise(model: torch.nn.Module) -> None:
-    """Make every BatchNorm layer of the model use the statistics of all ranks while it trains."""
+    """Make every BatchNorm layer of the model use the statistics of all ranks while it trains.
+
+    To be called on every rank: the first call makes the group in which they meet.
+    """
+    if dist.is_initialized():
+        _make_group()
     for layer in model.modules():
         if isinstance(layer, _BatchNorm):
             layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
@@ -30,6 +40,15 @@ def localise(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if getattr(layer.__dict__.get("forward"), "__func__", None) is _forward:
             del layer.forward
+
+
+def _make_group() -> None:
+    """Make the layers' group, or keep that of an earlier job of the same world."""
+    global _group
+    try:
+        dist.get_group_rank(_group, dist.get_rank())
+    except ValueError:  # none yet, or one of a world that is gone
+        _group = dist.new_group()
 
 
 def _forward(layer: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +83,7 @@ class _Normalise(torch.autograd.Function):
         samples = x.numel() // x.shape[1]
         local = _local_statistics(wide, axes, samples)
         gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, local)
+        dist.all_gather(gathered, local, group=_group)
         counts, means, squares = torch.stack(gathered).unbind(1)
         total = counts.sum(0)
         mean = (counts * means).sum(0) / total
@@ -84,7 +103,7 @@ class _Normalise(torch.autograd.Function):
         gradient = gradients[0].to(normalised.dtype)
         sums = torch.stack([gradient.sum(ctx.axes), (gradient * normalised).sum(ctx.axes)])
         bias_gradient, weight_gradient = sums[0].clone(), sums[1].clone()  # of this shard: summed with the others later
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=_group)
         means = (sums / total).view(2, *ctx.shape)
         factor = scale if weight is None else scale * weight
         x_gradient = factor.view(ctx.shape) * (gradient - means[0] - normalised * means[1])

@@ -42,9 +42,13 @@ def shards(
     *,
     seed: int = 0,
     empty: bool = False,
+    least: int = 1,
 ) -> Iterator[Batch | None]:
-    """This rank's shard of every window, on its device; for an empty one None, or a batch of no samples."""
-    parts = [window.part(world.rank, world.size, shares) for window in windows]
+    """This rank's shard of every window, on its device; for an empty one None, or a batch of no samples.
+
+    ``least``: no shard has fewer samples than that, unless it has none (normalisation over a shard needs two).
+    """
+    parts = [window.part(world.rank, world.size, shares, least=least) for window in windows]
     if isinstance(source, Arrays) and source.tensors[0].device == world.device:
         numbers = torch.from_numpy(order)
         if world.device.type == "cuda":
@@ -73,6 +77,7 @@ def stream_shards(
     *,
     seed: int = 0,
     empty: bool = False,
+    least: int = 1,
 ) -> Iterator[tuple[Window, Batch | None]]:
     """The batches that a loader gives, cut for this rank, each with its window."""
 
@@ -80,7 +85,7 @@ def stream_shards(
         start = cursor.sample
         for step, batch in enumerate(source.batches(cursor.batch, seed), cursor.step):
             window = Window(cursor.epoch, start, start + rows(batch), step)
-            begin, end = window.part(world.rank, world.size, shares)
+            begin, end = window.part(world.rank, world.size, shares, least=least)
             start = window.stop
             yield window, cut(batch, begin - window.start, end - window.start) if end > begin or empty else None
 

@@ -152,13 +152,19 @@ def _part(correct: int, counted: int) -> float:
 
 @contextlib.contextmanager
 def _evaluating(net: object) -> Iterator[None]:
-    """No gradients and evaluation mode; afterwards every layer has its own mode back, a frozen one too."""
+    """No gradients and evaluation mode."""
+    with torch.no_grad(), modes_kept(net):
+        if isinstance(net, nn.Module):
+            net.eval()
+        yield
+
+
+@contextlib.contextmanager
+def modes_kept(net: object) -> Iterator[None]:
+    """Afterwards every layer is in its own mode again, training or evaluation: one may be frozen."""
     modes = [(layer, layer.training) for layer in net.modules()] if isinstance(net, nn.Module) else []
     try:
-        with torch.no_grad():
-            if isinstance(net, nn.Module):
-                net.eval()
-            yield
+        yield
     finally:
         for layer, mode in modes:
             layer.training = mode

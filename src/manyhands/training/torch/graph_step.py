@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from manyhands.training.torch import state
 from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep
 
@@ -116,6 +117,7 @@ def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, 
             group["fused"], group["foreach"] = True, False
         if changing_rate and not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], device=device)
+    state.settle(optimizer)  # the state of a resumed or used optimizer goes to the device, its count of steps too
 
 
 def why_not(

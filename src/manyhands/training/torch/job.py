@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from manyhands import machine
 from manyhands.training.settings import Settings
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.sources import Source
+from manyhands.training.torch.step import Numbers
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 Schedule = Callable[[float], float]
@@ -32,6 +34,49 @@ class Job:
     schedule: Schedule | None = None
     run: Path | None = None
     resume: Path | None = None
+
+
+def numbers_for(job: Job, device: torch.device) -> Numbers:
+    """Precision and memory format: chosen where the user leaves it to us."""
+    on_gpu = device.type == "cuda"
+    precision = job.settings.precision
+    if precision == "auto":
+        quick = torch.cuda.is_bf16_supported() if on_gpu else "amx_bf16" in machine.host_features()
+        precision = "bf16" if quick and job.settings.fast else "fp32"
+    images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
+    autocast = torch.bfloat16 if precision == "bf16" else None
+    laid = images and job.settings.fast and (on_gpu or autocast is not None)
+    return Numbers(autocast, channels_last=laid, dtype=torch.float64 if precision == "fp64" else None)
+
+
+def torch_settings() -> dict[str, Any]:
+    """How PyTorch computes in this process: a worker shall compute in the same way."""
+    products = torch.backends
+    return {
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn_deterministic": products.cudnn.deterministic,
+        "cudnn_benchmark": products.cudnn.benchmark,
+        # One by one: PyTorch refuses to read its older summary of them once a caller has set one.
+        "products": [where.fp32_precision for where in _products()],
+    }
+
+
+def set_torch_settings(settings: dict[str, Any]) -> None:
+    torch.set_default_dtype(settings["dtype"])
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
+    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+    for where, precision in zip(_products(), settings["products"], strict=True):
+        if where.fp32_precision != precision:
+            where.fp32_precision = precision
+
+
+def _products() -> list[Any]:
+    """Where PyTorch keeps how exact products of float32 are."""
+    backends: Any = torch.backends
+    return [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv]
 
 
 @dataclass

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from manyhands import tree
+from manyhands.errors import BadBatch
 from manyhands.training.torch.book import Module
-from manyhands.training.torch.sources import Batch
+from manyhands.training.torch.sources import Batch, rows
 
 
 class Objective(Protocol):
@@ -24,9 +26,10 @@ class Supervised:
     loss: Callable[[Any, Any], torch.Tensor]
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        *inputs, target = batch
+        inputs, target = inputs_and_target(batch)
         answer = model(*inputs)
-        return mean_loss(self.loss, self.loss(answer, target), target), right_answers(answer, target)
+        value = in_full(self.loss, answer, target)
+        return mean_loss(self.loss, value, target), right_answers(answer, target)
 
 
 @dataclass
@@ -36,10 +39,37 @@ class OwnStep:
     def __call__(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         own: Any = model
         if isinstance(model, Module) and type(model).training_step is Module.training_step:
-            answer = own(*batch[:-1])  # the same step, but with the answers at hand
-            return own.loss(answer, batch[-1]), right_answers(answer, batch[-1])
+            inputs, target = inputs_and_target(batch)  # the same step, but with the answers at hand
+            answer = own(*inputs)
+            return in_full(own.loss, answer, target), right_answers(answer, target)
         step = own.training_step if model.training else getattr(own, "validation_step", own.training_step)
         return step(batch), None
+
+
+def inputs_and_target(batch: Batch) -> tuple[Sequence[Any], Any]:
+    """The last part of a batch is the target, all others are the model's inputs."""
+    if isinstance(batch, Mapping):
+        raise BadBatch("a dict batch needs a training_step: give the model one, training_step(batch) -> loss")
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise BadBatch(
+            f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both, or a model "
+            "with a training_step(batch) of its own"
+        )
+    return batch[:-1], batch[-1]
+
+
+def in_full(loss: Callable[[Any, Any], torch.Tensor], answer: Any, target: Any) -> torch.Tensor:
+    """The loss in full precision: autocast is for the model (some losses refuse it, all lose by it)."""
+    leaves = [answer] if isinstance(answer, torch.Tensor) else tree.flatten(answer)[0]
+    kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
+    if not torch.is_autocast_enabled(kind):
+        return loss(answer, target)
+    with torch.autocast(kind, enabled=False):
+        return loss(_widened(answer) if isinstance(answer, torch.Tensor) else tree.map_leaves(_widened, answer), target)
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
 
 
 def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:
@@ -47,7 +77,7 @@ def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:
     if value.dim():
         return value.flatten(1).sum(1).mean() if value.dim() > 1 else value.mean()
     if getattr(loss, "reduction", "mean") == "sum":
-        return value / max(1, len(target))
+        return value / max(1, len(target) if isinstance(target, torch.Tensor) else rows(target))
     return value
 
 

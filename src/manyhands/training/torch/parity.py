@@ -58,24 +58,35 @@ def compare(
     uneven = [float(devices - rank) for rank in range(devices)]
     found = []
     for trial in trials:
-        count = min(data.count, batch_size * trial.steps - batch_size // 3)  # the last batch is short
+        count, epochs = _extent(data.count, batch_size, trial.steps)
         part = Arrays(tuple(t[:count] for t in data.tensors), data.prepare, batch_size)
 
-        def trained(ranks: int, shares: Sequence[float] | None, trial: Trial = trial, part: Arrays = part) -> Any:
+        def trained(
+            ranks: int, shares: Sequence[float] | None, trial: Trial = trial, part: Arrays = part, epochs: int = epochs
+        ) -> Any:
             net = copy.deepcopy(model).to(trial.dtype)
             settings: dict[str, Any] = {"batch_stats": batch_stats, "precision": trial.precision, "shares": shares}
             optimizer = _Momentum()
             Trainer(
-                1, devices=["cpu"], ranks_per_device=ranks, loss=loss, optimizer=optimizer, quiet=True, **settings
+                epochs, devices=["cpu"], ranks_per_device=ranks, loss=loss, optimizer=optimizer, quiet=True, **settings
             ).fit(net, part)
             return net.state_dict()
 
         alone = trained(1, None)
         for shares in (None, uneven):
             difference = largest_difference(trained(devices, shares), alone)
-            steps = -(-count // batch_size)
+            steps = epochs * -(-count // batch_size)
             found.append(Comparison(trial.precision, steps, devices, shares, difference, trial.limit))
     return found
+
+
+def _extent(count: int, batch_size: int, steps: int) -> tuple[int, int]:
+    """How many samples, and how many epochs of them: at least so many steps, and the last of an epoch is short."""
+    short = max(1, batch_size // 3)
+    count = min(count, batch_size * steps - short)
+    if count % batch_size == 0 and count > short:
+        count -= short
+    return count, -(-steps // -(-count // batch_size))
 
 
 class _Momentum:

@@ -14,6 +14,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,8 +28,8 @@ import torch
 
 from manyhands import errors, machine
 from manyhands.errors import ManyhandsError, NotSendable, WorkerFailed
-from manyhands.training.torch import world
-from manyhands.training.torch.job import Job
+from manyhands.training.torch import reduce, world
+from manyhands.training.torch.job import Job, torch_settings
 
 _START_SECONDS = 120
 _FIRST_STEPS = 10  # times as long as later ones may take: compilers and caches are cold
@@ -44,9 +45,10 @@ class _Worker:
     log: Path
     connection: Connection = None  # type: ignore[assignment]
     heard: float = 0.0
-    # Between two steps that it told of.
+    # Between two messages.
     longest: float = 0.0
     step: int = -1
+    spoke: bool = False
     answer: dict[str, Any] | None = None
 
 
@@ -58,12 +60,24 @@ class Pool:
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-manyhands"))
     workers: list[_Worker] = field(default_factory=list)
     jobs: int = 0
+    # The user's modules, and when each was last changed.
+    files: dict[str, int] = field(default_factory=dict)
 
     def start(self) -> None:
+        """Start all workers, or none: an interruption leaves no process behind."""
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            self.folder.cleanup()
+            raise
+
+    def _start(self) -> None:
         key = secrets.token_bytes(32)
         address = os.path.join(self.folder.name, "pool")
         with Listener(address, "AF_UNIX", backlog=len(self.devices), authkey=key) as listener:
-            self.workers = [self._spawn(rank, address, key) for rank in range(len(self.devices))]
+            for rank in range(len(self.devices)):
+                self.workers.append(self._spawn(rank, address, key))
             listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
             until = time.monotonic() + _START_SECONDS
             missing = len(self.devices)
@@ -100,12 +114,17 @@ class Pool:
     def _check_start(self, until: float) -> None:
         for worker in self.workers:
             if worker.process.poll() is not None or time.monotonic() > until:
-                text = _tail(worker.log)
-                self.stop()
-                raise WorkerFailed(f"the worker of rank {worker.rank} did not start:\n{text}")
+                raise WorkerFailed(f"the worker of rank {worker.rank} did not start:\n{_tail(worker.log)}")
 
     def alive(self) -> bool:
         return bool(self.workers) and all(worker.process.poll() is None for worker in self.workers)
+
+    def is_stale(self) -> bool:
+        """Whether a file of the user's code has changed since it was first seen: workers do not import it again."""
+        files = _user_files()
+        changed = any(self.files.get(path, when) != when for path, when in files.items())
+        self.files = {**files, **self.files}
+        return changed
 
     def run(self, job: Job, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Do a job; gives what the first rank sends home: its result, the weights, and the state of the optimizer."""
@@ -113,7 +132,7 @@ class Pool:
         job_bytes = pickled(job)
         now = time.monotonic()
         for worker in self.workers:
-            worker.heard, worker.longest, worker.step, worker.answer = now, 0.0, -1, None
+            worker.heard, worker.longest, worker.step, worker.spoke, worker.answer = now, 0.0, -1, False, None
         try:
             for worker in self.workers:
                 self._send(worker, _with_place(job_bytes, self._place(worker, job)))
@@ -142,8 +161,8 @@ class Pool:
             "address": f"file://{self.folder.name}/store-{self.jobs}",
             "threads": self.threads,
             "path": [os.path.abspath(one) for one in sys.path],
-            # Longer than a hang takes to be found here, so that the message names the rank that hangs.
-            "seconds": 30 * job.settings.hang_seconds,
+            "torch": torch_settings(),
+            "seconds": world.PATIENCE_IN_POOL * job.settings.hang_seconds,
         }
 
     def _listen(self, say: Callable[[dict[str, Any]], None]) -> None:
@@ -155,9 +174,9 @@ class Pool:
             except (EOFError, OSError):
                 self._fail_dead(worker)
             now = time.monotonic()
-            if worker.step > 0:
+            if worker.spoke:
                 worker.longest = max(worker.longest, now - worker.heard)
-            worker.heard, worker.step = now, message.get("step", worker.step)
+            worker.heard, worker.spoke, worker.step = now, True, message.get("step", worker.step)
             if message["kind"] == "error":
                 self._fail_with(worker, message)
             elif message["kind"] == "done":
@@ -236,10 +255,12 @@ _pools: dict[tuple[str, ...], Pool] = {}
 def pool_for(devices: list[torch.device]) -> Pool:
     """The pool of those devices: the one of the job before, if all its workers are still there."""
     key = tuple(map(str, devices))
-    if key not in _pools or not _pools[key].alive():
+    if key not in _pools or not _pools[key].alive() or _pools[key].is_stale():
         stop_all()  # idle workers of other devices would keep memory and cores
-        _pools[key] = Pool(devices)
-        _pools[key].start()
+        pool = Pool(devices)
+        pool.start()
+        pool.is_stale()
+        _pools[key] = pool
     return _pools[key]
 
 
@@ -250,6 +271,21 @@ def stop_all() -> None:
         pool.stop()
         pool.folder.cleanup()
     _pools.clear()
+
+
+def _user_files() -> dict[str, int]:
+    """The files of all modules that are neither Python's nor installed, and when they were changed."""
+    installed = tuple(
+        os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
+    found = {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        # The main module travels with each job.
+        if name != "__main__" and isinstance(path, str) and path.endswith(".py") and not path.startswith(installed):
+            with contextlib.suppress(OSError):
+                found[path] = os.stat(path).st_mtime_ns
+    return found
 
 
 def pickled(job: Job) -> bytes:
@@ -290,7 +326,7 @@ def _unsealed(job_bytes: bytes, place: dict[str, Any]) -> tuple[Job, dict[str, A
 def _waits_for_others(stack: str) -> bool:
     """Whether a rank's main thread is in a collective: then it is not the one that the others wait for."""
     _, _, main = stack.partition("Current thread")
-    return os.path.join("torch", "distributed") in main or "reduce.py" in main
+    return os.path.join("torch", "distributed") in main or reduce.__file__ in main
 
 
 def _tail(log: Path, start: int = 0, lines: int = 30) -> str:

@@ -1,8 +1,11 @@
-"""Random numbers that a loader draws for itself, the same on every rank and apart from those of the model."""
+"""The random numbers of a process: PyTorch's, NumPy's and Python's, seeded, kept and put back together."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +34,57 @@ class Own:
     ) -> None:
         self._within = _state()
         _set_state(self._without)
+
+
+def mixed_seed(*parts: int) -> int:
+    """One seed of several numbers, well mixed."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+def seed_all(seed: int) -> None:
+    """Begin all of this process's random numbers anew, those on its GPUs too."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextlib.contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """Afterwards the random numbers go on as if nothing had been drawn within."""
+    before = as_tensors(device)
+    try:
+        yield
+    finally:
+        restore(before, device)
+
+
+def as_tensors(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of every generator, as tensors by name: nothing has to be pickled."""
+    _, words, spare = random.getstate()
+    found = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words),
+        "python_spare": torch.tensor(math.nan if spare is None else spare, dtype=torch.float64),
+    }
+    array: Any = np.random.get_state()
+    if isinstance(array, tuple) and array[0] == "MT19937":  # a caller may have put in another one
+        found["numpy"] = torch.tensor([*map(int, array[1]), array[2], array[3]])
+        found["numpy_spare"] = torch.tensor(array[4], dtype=torch.float64)
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def restore(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what :func:`as_tensors` gave."""
+    torch.set_rng_state(saved["torch"])
+    spare = float(saved["python_spare"])
+    random.setstate((3, tuple(saved["python"].tolist()), None if math.isnan(spare) else spare))
+    if "numpy" in saved:
+        *words, position, has_spare = saved["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(words, np.uint32), position, has_spare, float(saved["numpy_spare"])))
+    if device.type == "cuda" and "cuda" in saved:
+        torch.cuda.set_rng_state(saved["cuda"], device)
 
 
 def _seeded(seed: int) -> tuple[Any, ...]:

@@ -12,18 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands import machine
 from manyhands.errors import BadBatch, LossIsNotANumber
 from manyhands.training.order import Cursor, Window, epoch_order, windows
 from manyhands.training.run_folder import RunFolder
-from manyhands.training.torch import batch_norm, clock, feed, graph_step, metrics, saving
+from manyhands.training.torch import batch_norm, clock, feed, graph_step, metrics, randomness, saving, state
+from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.graph_step import GraphStep
-from manyhands.training.torch.job import Job, Result, Say
+from manyhands.training.torch.job import Job, Result, Say, numbers_for
 from manyhands.training.torch.metrics import Figures, Metrics
 from manyhands.training.torch.reduce import GradientSum
 from manyhands.training.torch.sources import Arrays, Batch, Source, Stream
-from manyhands.training.torch.step import EagerStep, Numbers, evaluate
+from manyhands.training.torch.step import EagerStep, evaluate
 from manyhands.training.torch.world import World
 
 _SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
@@ -42,14 +43,17 @@ class Rank:
         self.metrics = Metrics(world.device)
         self.shares = self._first_shares()
         self.run = RunFolder.open(job.run) if job.run is not None and world.first else None
-        torch.manual_seed(saving.mixed_seed(job.settings.seed, world.rank))
-        self.numbers = _numbers(job, world)
+        randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
+        self.numbers = numbers_for(job, world.device)
         # Statistics over the whole batch need every rank in every layer, also one without samples.
         self.all_take_part = job.settings.batch_stats == "global" and world.size > 1
         self.model = self._place_model(job.model)
+        self.least = 2 if world.size > 1 and not self.all_take_part and _normalises(self.model) else 1
         self.optimizer = (
             job.optimizer if isinstance(job.optimizer, torch.optim.Optimizer) else job.optimizer(self.model)
         )
+        state.settle(self.optimizer)
+        self.ways = state.optimizer_ways(self.optimizer)
         self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.train = feed.resident(job.train, world.device)
         self.test = feed.resident(job.test, world.device) if job.test is not None else None
@@ -71,10 +75,10 @@ class Rank:
             model = model.double()
         if self.numbers.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.world.broadcast_([tensor.data for tensor in [*model.parameters(), *model.buffers()]])
+        self.world.broadcast_([*model.parameters(), *model.buffers()])
         if self.all_take_part:
             batch_norm.globalise(model)
-        return model.train()
+        return model if model.training else model.train()  # layers that the caller has frozen stay so
 
     def _make_step(self) -> EagerStep:
         several = self.world.size > 1
@@ -116,6 +120,7 @@ class Rank:
             self.close()
 
     def _fit(self) -> Result:
+        self.say_alive()
         while self.cursor.epoch < self.settings.max_epochs:
             whole = self.cursor.sample == 0
             start = time.perf_counter()
@@ -127,10 +132,11 @@ class Rank:
         return self.result
 
     def close(self) -> None:
-        """Leave the model as a plain one: under torchrun it is the caller's own."""
+        """Leave model and optimizer as plain ones: they may be the caller's own."""
         if self.step.gradients is not None:
             self.step.gradients.close()
         batch_norm.localise(self.model)
+        state.restore_ways(self.optimizer, self.ways, self.base_rates)
 
     def _train_epoch(self) -> None:
         first = self.cursor.step
@@ -160,17 +166,17 @@ class Rank:
         chunk = _MEASURE_EVERY if self.settings.shares == "measured" else len(left)
         for begin in range(0, len(left), max(1, chunk)):
             part = left[begin : begin + chunk]
-            seed = saving.mixed_seed(self.settings.seed, self.cursor.step, self.world.rank)
-            empty = self.all_take_part
-            shards = feed.shards(self.train, order, part, self.world, self.shares, seed=seed, empty=empty)
+            seed = randomness.mixed_seed(self.settings.seed, self.cursor.step, self.world.rank)
+            how: Any = {"seed": seed, "empty": self.all_take_part, "least": self.least}
+            shards = feed.shards(self.train, order, part, self.world, self.shares, **how)
             yield from zip(part, shards, strict=True)
             self._measure()
 
     def _stream_shards(self, stream: Stream) -> Iterator[tuple[Window, Any]]:
         any_given = False
-        seed = saving.mixed_seed(self.settings.seed, self.cursor.epoch)
-        empty = self.all_take_part
-        for given in feed.stream_shards(stream, self.cursor, self.world, self.shares, seed=seed, empty=empty):
+        seed = randomness.mixed_seed(self.settings.seed, self.cursor.epoch)
+        how: Any = {"seed": seed, "empty": self.all_take_part, "least": self.least}
+        for given in feed.stream_shards(stream, self.cursor, self.world, self.shares, **how):
             any_given = True
             yield given
         if not any_given and not self.cursor.sample:
@@ -191,6 +197,8 @@ class Rank:
             )
             self.graph = None
             torch.cuda.synchronize()
+            state.restore_ways(self.optimizer, self.ways, self.base_rates)
+            self._set_rate(window)
             return False
 
     def _set_rate(self, window: Window) -> None:
@@ -272,6 +280,7 @@ class Rank:
 
     def _end_epoch(self, figures: Figures, seconds: float, *, whole: bool) -> None:
         epoch = self.cursor.epoch
+        self.share_buffers()
         tested = self._evaluate()
         self.cursor = self.cursor.next_epoch()
         self.metrics.reset()
@@ -297,7 +306,7 @@ class Rank:
         """Loss and accuracy on the test set, each sample counted once, whatever the number of ranks."""
         if self.test is None:
             return None
-        self.share_buffers()
+        self.say_alive()
         sums = Metrics(self.world.device)
         batches: Iterator[Batch | None]
         if isinstance(self.test, Stream):
@@ -306,7 +315,9 @@ class Rank:
             size = max(self.settings.batch_size, 512)
             all_of_them = list(windows(Cursor(), self.test.count, size))
             batches = feed.shards(self.test, np.arange(self.test.count), all_of_them, self.world)
-        evaluate(self.model, self.job.objective, self._alive(batches), sums, self.numbers)
+        with modes_kept(self.model):
+            evaluate(self.model, self.job.objective, self._alive(batches), sums, self.numbers)
+        self.say_alive()
         return self._over_all_ranks(sums.read())
 
     def _alive(self, batches: Iterator[Batch | None]) -> Iterator[Batch | None]:
@@ -314,24 +325,19 @@ class Rank:
         for batch in batches:
             yield batch
             if time.perf_counter() - self._shown > _SHOW_EVERY:
-                self._shown = time.perf_counter()
-                self.say({"kind": "alive", "step": self.cursor.step})
+                self.say_alive()
+
+    def say_alive(self) -> None:
+        self._shown = time.perf_counter()
+        self.say({"kind": "alive", "step": self.cursor.step})
 
     def share_buffers(self) -> None:
         """Running statistics differ from device to device; those of the (first) largest share count."""
         if self.settings.batch_stats == "per_device":
             largest = self.shares.index(max(self.shares)) if self.shares else 0
-            self.world.broadcast_([buffer.data for buffer in self.model.buffers()], largest)
+            self.world.broadcast_([*self.model.buffers()], largest)
 
 
-def _numbers(job: Job, world: World) -> Numbers:
-    """Precision and memory format: chosen where the user leaves it to us."""
-    on_gpu = world.device.type == "cuda"
-    precision = job.settings.precision
-    if precision == "auto":
-        quick = torch.cuda.is_bf16_supported() if on_gpu else "amx_bf16" in machine.host_features()
-        precision = "bf16" if quick and job.settings.fast else "fp32"
-    images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
-    autocast = torch.bfloat16 if precision == "bf16" else None
-    laid = images and job.settings.fast and (on_gpu or autocast is not None)
-    return Numbers(autocast, channels_last=laid, dtype=torch.float64 if precision == "fp64" else None)
+def _normalises(model: torch.nn.Module) -> bool:
+    """Whether a layer takes statistics over its shard: of a single sample there are none."""
+    return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())

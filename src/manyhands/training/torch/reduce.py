@@ -26,6 +26,10 @@ import torch.distributed as dist
 
 _FIRST_BUCKET = 1 << 20  # bytes: a small first bucket lets the sums begin early
 _BUCKET = 25 << 20
+_TWICE = (
+    "a parameter got a second gradient in one backward pass, when the first was already on its way to the other ranks. "
+    "A layer that is used twice within reentrant checkpointing does that: give checkpoint(..., use_reentrant=False)"
+)
 
 
 @dataclass
@@ -34,8 +38,12 @@ class _Bucket:
     flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     users: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     used: set[int] = field(default_factory=set)
-    missing: int = 0
+    arrived: set[int] = field(default_factory=set)  # those of them whose gradient is whole: the last backward gave it
     work: Any = None
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == len(self.parameters)
 
 
 class GradientSum:
@@ -58,8 +66,8 @@ class GradientSum:
         self._next = 0
         for bucket in self._buckets:
             bucket.flat.zero_()
-            bucket.missing = len(bucket.parameters)
             bucket.used.clear()
+            bucket.arrived.clear()
             bucket.work = None
             _lay_views(bucket)
 
@@ -95,8 +103,10 @@ class GradientSum:
             bucket.used.add(number)
             if not self._armed:
                 return
-            bucket.missing -= 1
-            while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
+            if bucket.work is not None:
+                raise RuntimeError(_TWICE)
+            bucket.arrived.add(number)
+            while self._next < len(self._buckets) and self._buckets[self._next].complete:
                 _start(self._buckets[self._next])
                 self._next += 1
 

@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from manyhands.errors import CheckpointNotWritten
 from manyhands.training import checkpoint
 from manyhands.training.order import Cursor
-from manyhands.training.torch import metrics, state
+from manyhands.training.torch import metrics, randomness, state
+from manyhands.training.torch.world import World
 
 if TYPE_CHECKING:
     from manyhands.training.torch.rank import Rank
@@ -26,14 +26,21 @@ def save(rank: Rank) -> None:
     figures = rank.world.gather(metrics.as_tensor(rank.metrics.read()))
     rank.check_numbers(metrics.together(figures))
     rank.share_buffers()
-    generators = rank.world.gather(state.random_state(rank.world.device))
+    generators = rank.world.gather_bytes(state.pack(randomness.as_tensors(rank.world.device)))
+    devices = _device_types(rank.world)
     if rank.run is None:
         return
     tensors, numbers = state.optimizer_state(rank.optimizer)
     blobs = {
         "model": state.pack(state.model_tensors(rank.model)),
         "optimizer": state.pack(tensors),
-        "random": state.pack({str(number): one for number, one in enumerate(generators)}),
+        "random": state.pack(
+            {
+                f"{number}.{name}": one
+                for number, all_ in enumerate(generators)
+                for name, one in state.unpack(all_).items()
+            }
+        ),
     }
     cursor = {"epoch": rank.cursor.epoch, "sample": rank.cursor.sample, "batch": rank.cursor.batch}
     content = {
@@ -42,16 +49,24 @@ def save(rank: Rank) -> None:
         "samples": rank.train.count,
         "shuffle": rank.train.shuffle,
         "world": rank.world.size,
-        "device": rank.world.device.type,
+        "devices": devices,
         "optimizer": numbers,
+        "optimizer_groups": state.optimizer_groups(rank.optimizer),
         "optimizer_type": type(rank.optimizer).__name__,
         "figures": [_figures_as_json(metrics.together([one])) for one in figures],
         "shares": rank.shares,
     }
+    rank.say_alive()
     try:
         checkpoint.save(rank.run.checkpoints, rank.cursor.step, content, blobs, keep=rank.settings.keep_checkpoints)
     except CheckpointNotWritten as error:
         rank.say({"kind": "warning", "text": f"{error}; the training goes on, the older checkpoint stays"})
+    rank.say_alive()
+
+
+def _device_types(world: World) -> list[str]:
+    """The kind of device of each rank."""
+    return [one.decode() for one in world.gather_bytes(world.device.type.encode())]
 
 
 def restore(rank: Rank, path: Path | None) -> None:
@@ -68,7 +83,7 @@ def restore(rank: Rank, path: Path | None) -> None:
     saved = header["state"]
     state.check_fits(saved, rank.settings, rank.train, rank.optimizer)
     state.restore_model(rank.model, blobs["model"])
-    state.restore_optimizer(rank.optimizer, blobs["optimizer"], saved["optimizer"])
+    state.restore_optimizer(rank.optimizer, blobs["optimizer"], saved["optimizer"], saved.get("optimizer_groups", ()))
     rank.cursor = Cursor(**saved["cursor"])
     _restore_own_part(rank, saved, state.unpack(blobs["random"]))
     if rank.run is not None:
@@ -82,13 +97,18 @@ def restore(rank: Rank, path: Path | None) -> None:
 def _restore_own_part(rank: Rank, saved: dict[str, Any], generators: dict[str, torch.Tensor]) -> None:
     """What each rank has for itself: figures and random numbers. On other devices the first takes all the figures."""
     here, figures = rank.world, [_figures_from_json(one) for one in saved["figures"]]
-    if (saved["world"], saved["device"]) == (here.size, here.device.type):
-        state.restore_random_state(generators[str(here.rank)], here.device)
-        mine = figures[here.rank]
-        if rank.settings.shares == "measured":
-            rank.shares = saved["shares"]
+    devices, before = _device_types(here), saved.get("devices", [])
+    if before[here.rank : here.rank + 1] == [here.device.type] and saved["world"] == here.size:
+        own = f"{here.rank}."
+        found = {name.removeprefix(own): one for name, one in generators.items() if name.startswith(own)}
+        randomness.restore(found, here.device)
     else:
-        torch.manual_seed(mixed_seed(rank.settings.seed, here.rank, rank.cursor.step))
+        randomness.seed_all(randomness.mixed_seed(rank.settings.seed, here.rank, rank.cursor.step))
+    if devices == before and rank.settings.shares == "measured":
+        rank.shares = saved["shares"]
+    if saved["world"] == here.size:
+        mine = figures[here.rank]
+    else:
         everything = metrics.together([metrics.as_tensor(one) for one in figures])
         mine = everything if here.first else metrics.Figures(0.0, 0.0, 0.0, None, everything.counted)
     rank.metrics.restore(mine.loss_sum, mine.right, mine.count, counted=mine.counted)
@@ -101,11 +121,6 @@ def _figures_as_json(figures: metrics.Figures) -> list[float | bool | None]:
 def _figures_from_json(values: list[Any]) -> metrics.Figures:
     loss, right, count, counted = values
     return metrics.Figures(math.nan if loss is None else loss, right, count, None, counted)
-
-
-def mixed_seed(*parts: int) -> int:
-    """One seed of several numbers, well mixed."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 
 def json_number(value: float) -> float | None:

@@ -8,20 +8,25 @@ own (an iterable dataset, a custom sampler): every rank reads all of it and take
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from manyhands import tree
 from manyhands.errors import BadBatch, NotATensor
 from manyhands.training.torch import randomness
 
-Batch = tuple[Any, ...]
+Batch = Any  # what the user's loader gives: as a rule a tuple of tensors, but a dict or a dataclass is as good
 Prepare = Callable[[Batch], Batch]
+Look = Callable[[Batch], None]
 
 
 def scale_images(batch: Batch) -> Batch:
@@ -82,6 +87,10 @@ class Samples:
     batch_size: int | None = None
     shuffle: bool = True
     start_worker: Callable[[int], None] | None = None
+    # Of the loader, where it has worker processes: what they are started with.
+    options: dict[str, Any] = field(default_factory=dict)
+    # Looks at each batch on the host, before it goes to the device; raises where it cannot be trained on.
+    look: Look | None = None
 
     def __post_init__(self) -> None:
         if not self.count:
@@ -105,13 +114,25 @@ class Samples:
             worker_init_fn=self.start_worker,
             # Its own, or it would draw from the numbers that dropout uses, and a job that was resumed once more.
             generator=torch.Generator().manual_seed(seed),
+            **(self.options if self.workers else {}),
         )
         loaded = iter(loader)
         for part in parts:
             if len(part):
-                yield _as_batch(next(loaded))
+                yield self._looked_at(next(loaded), len(part))
             else:
-                yield cut(_as_batch(next(loaded)), 0, 0) if empty else None
+                yield cut(self._looked_at(next(loaded), 1), 0, 0) if empty else None
+
+    def _looked_at(self, batch: Batch, asked: int) -> Batch:
+        if (given := rows(batch)) != asked:
+            raise BadBatch(
+                f"{asked} samples were asked for, and the first tensor of the batch that the collate function made has "
+                f"{given} rows: a batch must be batch-first, with one row per sample. Put the samples on the first "
+                "axis, and leave samples out in the dataset, not in the collate function"
+            )
+        if self.look is not None:
+            self.look(batch)
+        return batch
 
 
 @dataclass
@@ -122,6 +143,7 @@ class Stream:
     batch_size: int | None = None
     shuffle: bool = False
     count: int | None = None
+    look: Look | None = None
 
     def batches(self, skip: int, seed: int) -> Iterator[Batch]:
         """The batches after the first few; the loader draws the same random numbers on every rank."""
@@ -134,10 +156,12 @@ class Stream:
                 batch = next(loaded, None)
             if batch is None:
                 return
-            if not rows(_as_batch(batch)):
+            if not rows(batch):
                 continue
             if number >= skip:
-                yield _as_batch(batch)
+                if self.look is not None:
+                    self.look(batch)
+                yield batch
             number += 1
 
 
@@ -152,7 +176,7 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
         return _of_loader(data)
     if isinstance(data, IterableDataset):
         raise BadBatch("an IterableDataset gives samples, not batches: wrap it in a DataLoader with a batch_size")
-    if isinstance(data, TensorDataset):
+    if type(data) is TensorDataset:  # one of a subclass may give something else than its tensors
         return Arrays(data.tensors, shuffle=shuffle)
     if isinstance(data, torch.Tensor | np.ndarray):
         return Arrays((torch.as_tensor(data),), shuffle=shuffle)
@@ -168,23 +192,43 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
 
 
 def _of_loader(loader: DataLoader[Any]) -> Source:
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        raise BadBatch(
+            "the loader has a DistributedSampler, and the trainer divides the batch itself: give shuffle=True instead"
+        )
     if not _gives_each_once(loader) or loader.drop_last or isinstance(loader.dataset, IterableDataset):
         return Stream(loader, loader.batch_size)
-    shuffle = isinstance(loader.sampler, RandomSampler)
-    if isinstance(loader.dataset, TensorDataset) and loader.collate_fn is torch.utils.data.default_collate:
+    shuffle = type(loader.sampler) is RandomSampler
+    if type(loader.dataset) is TensorDataset and loader.collate_fn is torch.utils.data.default_collate:
         return Arrays(loader.dataset.tensors, None, loader.batch_size, shuffle)
     return Samples(
-        loader.dataset, loader.collate_fn, loader.num_workers, loader.batch_size, shuffle, loader.worker_init_fn
+        loader.dataset,
+        loader.collate_fn,
+        loader.num_workers,
+        loader.batch_size,
+        shuffle,
+        loader.worker_init_fn,
+        _worker_options(loader),
     )
+
+
+def _worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How the loader wants its workers. Not persistent: there is a loader for each epoch, and they end with it."""
+    given: Any = loader.multiprocessing_context
+    method = given.get_start_method() if hasattr(given, "get_start_method") else given  # a context cannot be sent
+    return {"multiprocessing_context": method, "prefetch_factor": loader.prefetch_factor, "timeout": loader.timeout}
 
 
 def _gives_each_once(loader: DataLoader[Any]) -> bool:
     """Whether the loader's order is one that we can make ourselves: all samples, as they come or shuffled."""
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return False
     sampler = loader.sampler
-    if isinstance(sampler, RandomSampler):
+    if type(sampler) is RandomSampler:
         plain = not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     else:
-        plain = isinstance(sampler, SequentialSampler)
+        plain = type(sampler) is SequentialSampler
     return plain and loader.batch_size is not None
 
 
@@ -197,10 +241,40 @@ def rows(batch: Batch) -> int:
 
 
 def cut(batch: Batch, start: int, stop: int) -> Batch:
-    return tree.map_leaves(  # type: ignore[no-any-return]
-        lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, batch
-    )
+    """Those samples of the batch: of tensors their rows, and of lists without tensors (names, say) their entries."""
+    size = rows(batch)
+    return batch if (start, stop) == (0, size) else _cut(batch, size, slice(start, stop))
 
 
-def _as_batch(batch: Any) -> Batch:
-    return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+def _cut(part: Any, size: int, where: slice) -> Any:
+    if isinstance(part, PackedSequence):
+        raise BadBatch("a PackedSequence cannot be cut into shards: give padded tensors, and pack them in the model")
+    if isinstance(part, (torch.Tensor, np.ndarray)):
+        return _cut_rows(part, size, where)
+    if isinstance(part, (list, tuple)):
+        if type(part) in (list, tuple) and len(part) == size and not _has_tensors(part):
+            return part[where]
+        parts = [_cut(one, size, where) for one in part]
+        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+    changed: Any = copy.copy(part)
+    if isinstance(part, dict):
+        changed.update({key: _cut(value, size, where) for key, value in part.items()})
+    elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+        for one in dataclasses.fields(part):
+            object.__setattr__(changed, one.name, _cut(getattr(part, one.name), size, where))
+    else:
+        return part
+    return changed
+
+
+def _cut_rows(part: Any, size: int, where: slice) -> Any:
+    if part.ndim and part.shape[0] != size:
+        raise BadBatch(
+            f"the batch has {size} samples, and one of its tensors has the shape {tuple(part.shape)}: to be cut into "
+            "shards, every tensor must be batch-first, with one row per sample"
+        )
+    return part[where] if part.ndim else part
+
+
+def _has_tensors(part: Any) -> bool:
+    return any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in tree.flatten(part)[0])

@@ -5,7 +5,8 @@ Tensors become safetensors, everything else JSON. Nothing is pickled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from safetensors.torch import save as _save
 from manyhands.errors import WrongCheckpoint
 from manyhands.training.settings import Settings
 from manyhands.training.torch.sources import Source
+
+_WAYS = ("lr", "capturable", "fused", "foreach")
+_NOT_SAVED = ("params", "differentiable", *_WAYS)
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -33,7 +37,9 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def restore_model(model: torch.nn.Module, blob: bytes) -> None:
     """Put weights into a model; a checkpoint of another model is refused, with the differences named."""
-    saved, own = unpack(blob), model_tensors(model)
+    # The model's own tensors, not views of them: one that cannot be written to is given other memory.
+    own = {n: value for n, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    saved = unpack(blob)
     differences = [f"{name} is missing" for name in own.keys() - saved.keys()]
     differences += [f"{name} is not in the model" for name in saved.keys() - own.keys()]
     differences += [
@@ -46,7 +52,15 @@ def restore_model(model: torch.nn.Module, blob: bytes) -> None:
         raise WrongCheckpoint(f"these are weights of another model: {shown}")
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(saved[name])
+            write(tensor, saved[name])
+
+
+def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Set a tensor's values; one that is expanded (many elements in one place) gets memory of its own if need be."""
+    if not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        tensor.data.copy_(value)
+    elif not torch.equal(tensor.data, value.to(tensor.device, tensor.dtype)):
+        tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -67,7 +81,24 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
     return tensors, numbers
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, blob: bytes, numbers: Mapping[str, Any]) -> None:
+def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What an optimizer keeps per group of parameters, as JSON; not how it runs, nor the rate, which is the job's."""
+    return [
+        {name: value for name, value in group.items() if name not in _NOT_SAVED and _is_plain(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return finite and type(value) in (int, float, str, bool, type(None))
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, blob: bytes, numbers: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()
+) -> None:
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*unpack(blob).items(), *numbers.items()]:
         index, _, key = name.partition(".")
@@ -75,19 +106,40 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, blob: bytes, numbers: Ma
     known = sum(len(group["params"]) for group in optimizer.param_groups)
     if state and max(state) >= known:
         raise WrongCheckpoint(f"the optimizer's state is of {max(state) + 1} parameters, the model has {known}")
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    own = optimizer.state_dict()["param_groups"]
+    for group, saved in zip(own, groups, strict=False):
+        # JSON knows no tuples.
+        group.update({n: tuple(v) if isinstance(group.get(n), tuple) else v for n, v in saved.items()})
+    optimizer.load_state_dict({"state": state, "param_groups": own})
+    settle(optimizer)
 
 
-def random_state(device: torch.device) -> torch.Tensor:
-    """The state of this process's random numbers on its device, as bytes."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Bring an optimizer's state to where its parameters are, in their dtype: the model may have been moved."""
+    if not optimizer.state:
+        return
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for parameter in group["params"]:  # load_state_dict leaves the count of steps where it is
+            count = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(count, torch.Tensor):
+                optimizer.state[parameter]["step"] = count.cpu()
 
 
-def restore_random_state(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+def optimizer_ways(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """How an optimizer runs, per group of parameters: what the fast step changes, and a schedule."""
+    return [{name: group[name] for name in _WAYS if name in group} for group in optimizer.param_groups]
+
+
+def restore_ways(optimizer: torch.optim.Optimizer, ways: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
+    """Let an optimizer run as it did, at the rates that it began with."""
+    for group, way, rate in zip(optimizer.param_groups, ways, rates, strict=True):
+        group.update(way)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+    settle(optimizer)
 
 
 def check_fits(saved: Mapping[str, Any], settings: Settings, data: Source, optimizer: torch.optim.Optimizer) -> None:

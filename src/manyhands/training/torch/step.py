@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from manyhands import tree
+from manyhands.errors import BadBatch
 from manyhands.training.torch import sources
 from manyhands.training.torch.clock import Clock
 from manyhands.training.torch.metrics import Metrics
@@ -41,9 +43,16 @@ class Numbers:
         """The batch as the model wants it; what is so already is left alone."""
         if not self.channels_last and self.dtype is None:
             return batch
-        return tuple(self._laid(part) if isinstance(part, torch.Tensor) else part for part in batch)
+        if type(batch) is tuple:  # the usual one, without a tree: the compiler cannot look into those
+            return tuple(self._laid(part) if isinstance(part, torch.Tensor) else self._lay_tree(part) for part in batch)
+        return self._lay_tree(batch)
 
-    def _laid(self, part: torch.Tensor) -> torch.Tensor:
+    def _lay_tree(self, part: Any) -> Any:
+        return tree.map_leaves(self._laid, part)
+
+    def _laid(self, part: Any) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return part
         if self.dtype is not None and part.is_floating_point():
             part = part.to(self.dtype)
         images = self.channels_last and part.dim() == 4
@@ -111,6 +120,11 @@ class EagerStep:
     def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if size:
             return self.objective(self.model, part)
+        if not isinstance(part, (tuple, list)):
+            raise BadBatch(
+                "batch_stats='global' needs every rank in every layer, also one without samples, and the trainer "
+                f"cannot tell what of a {type(part).__name__} the model's inputs are: give batches (inputs, target)"
+            )
         answer = self.model(*part[:-1])  # an empty shard: only to take part in what all ranks do together
         leaves = [leaf for leaf in tree.flatten(answer)[0] if isinstance(leaf, torch.Tensor)]
         return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum(), None

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.backends import torch as backend
 from manyhands.device import Device
-from manyhands.errors import BadSettings, NoCheckpoint
+from manyhands.errors import BadRunFolder, BadSettings, NoCheckpoint, WorkerFailed
 from manyhands.placement import Placement
 from manyhands.training import checkpoint
 from manyhands.training.display import Display
 from manyhands.training.run_folder import RunFolder
 from manyhands.training.settings import BatchStats, Precision, Settings
-from manyhands.training.torch import checks, pool, state, world
+from manyhands.training.torch import checks, pool, randomness, state, world
+from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.job import Job, Result, Schedule
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.rank import Rank
@@ -70,23 +75,39 @@ class Trainer(HyperParameters):
         quiet: bool = False,
     ) -> None:
         self.save_hyperparameters()
-        if isinstance(ranks_per_device, bool) or not isinstance(ranks_per_device, int) or ranks_per_device < 1:
+        if isinstance(ranks_per_device, bool) or not isinstance(ranks_per_device, Integral) or ranks_per_device < 1:
             raise BadSettings(f"ranks_per_device={ranks_per_device!r}: give a whole number of at least 1")
         for name, given in (("loss", loss), ("schedule", schedule), ("optimizer", optimizer)):
             if given is not None and not callable(given) and not isinstance(given, torch.optim.Optimizer):
                 raise BadSettings(f"{name}={given!r} is a {type(given).__name__}: give a function")
-        place = Placement(backend)
         if devices is None:
-            wanted = min(num_gpus, backend.num_gpus())
-            natives = [backend.gpu(i) for i in range(wanted)] or [backend.cpu()]
+            self.gpus = [backend.gpu(i) for i in range(min(num_gpus, backend.num_gpus()))]
         else:
-            natives = place.distinct(devices)
-        self.gpus = [device for device in natives if backend.neutral(device).kind != "cpu"]
-        self.device_names = [str(backend.neutral(device)) for device in natives for _ in range(ranks_per_device)]
-        # Virtual devices are made of the CPU; a rank is a process, so plain CPU tensors do.
-        plain = [device if device.type == "cuda" else torch.device("cpu") for device in natives]
-        self.ranks = [device for device in plain for _ in range(ranks_per_device)]
-        self.result: Result | None = None
+            self.gpus = [one for one in self._natives() if backend.neutral(one).kind != "cpu"]
+
+    # The book lets readers write __init__ themselves, with its three arguments and self.gpus: nothing below relies on
+    # more than that.
+
+    gpus: list[torch.device]
+    result: Result | None = None
+
+    def _option(self, name: str) -> Any:
+        return vars(self).get(name, _DEFAULTS[name])
+
+    def _natives(self) -> list[torch.device]:
+        """The device of each rank, as the backend knows it."""
+        devices = self._option("devices")
+        once = Placement(backend).distinct(devices) if devices is not None else list(self.gpus) or [backend.cpu()]
+        return [device for device in once for _ in range(self._option("ranks_per_device"))]
+
+    @property
+    def device_names(self) -> list[str]:
+        return [str(backend.neutral(device)) for device in self._natives()]
+
+    @functools.cached_property
+    def ranks(self) -> list[torch.device]:
+        """The device of each rank. Virtual ones are made of the CPU; a rank is a process, so plain CPU tensors do."""
+        return [device if device.type == "cuda" else torch.device("cpu") for device in self._natives()]
 
     # The book's hooks, for loops written by hand
 
@@ -112,50 +133,54 @@ class Trainer(HyperParameters):
         ``data``: (X, y) tensors or arrays, a Dataset, a DataLoader, an object with ``train_dataloader`` and
         ``val_dataloader``; or a pair of two such, for training and testing.
         """
-        self.prepare_data(data)
+        self.train_source, self.test_source = _two_sources(data)
         settings = self._settings(model)
         _check_model(model)
-        checks.materialise(model, self.train_source)
-        job = self._job(model, settings)
-        checks.check_labels(model, job)
-        with Display(settings.max_epochs, quiet=self.hparams["quiet"] or not _is_first()) as display:
+        with modes_kept(model):
+            checks.materialise(model, self.train_source)
+            job = self._job(model, settings)
+            checks.check_labels(model, job)
+            if not _mixes_samples(model):
+                checks.check_loss(model, job, world.launched_size() or len(self.ranks))
+        with Display(settings.max_epochs, quiet=self._option("quiet") or not world.is_first()) as display:
             if world.under_torchrun():
                 result = self._fit_as_rank(job, display)
-            elif len(self.ranks) == 1:
-                settings.check_devices(1)
-                result = _fit_here(job, world.World(0, 1, self.ranks[0]), display)
             else:
-                settings.check_devices(len(self.ranks))
-                result = self._fit_with_workers(job, display)
-        result.devices = self.device_names
+                ranks = self.ranks
+                settings.check_devices(len(ranks))
+                if len(ranks) == 1:
+                    result = _fit_here(job, world.World(0, 1, ranks[0]), display)
+                else:
+                    result = self._fit_with_workers(job, display)
+                result.devices = self.device_names
         result.run = str(job.run) if job.run else None
         self.result = result
         return result
 
     def _settings(self, model: Any) -> Settings:
-        given = self.hparams
         names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size", "lr"}
-        rate = given["lr"] if given["lr"] is not None else getattr(model, "lr", _DEFAULT_RATE)
-        size = given["batch_size"]
+        rate, size = self._option("lr"), self._option("batch_size")
+        if rate is None:
+            rate = getattr(model, "lr", _DEFAULT_RATE)
         if size is None:
             size = self.train_source.batch_size or _DEFAULT_BATCH
-        return Settings(batch_size=size, lr=rate, **{name: given[name] for name in names})
+        return Settings(batch_size=size, lr=rate, **{name: self._option(name) for name in names})
 
     def _job(self, model: torch.nn.Module, settings: Settings) -> Job:
-        given = self.hparams
-        run = Path(given["run"]).absolute() if given["run"] is not None else None
-        if run is not None and _is_first():
-            _open_run(run, settings)
+        run = Path(self._option("run")).absolute() if self._option("run") is not None else None
+        resume = self._option("resume")
+        if run is not None and world.is_first():
+            _open_run(run, settings, resumes=resume is not None)
         return Job(
             model=model,
-            objective=objective_for(model, given["loss"]),
+            objective=objective_for(model, self._option("loss")),
             train=self.train_source,
             test=self.test_source,
             settings=settings,
-            optimizer=_optimizer(model, given["optimizer"], settings.lr),
-            schedule=given["schedule"],
+            optimizer=_optimizer(model, self._option("optimizer"), settings.lr),
+            schedule=self._option("schedule"),
             run=run,
-            resume=_resume(given["resume"], run) if _is_first() else None,  # it is sent to the other ranks
+            resume=_resume(resume, run) if world.is_first() else None,  # it is sent to the other ranks
         )
 
     def _fit_with_workers(self, job: Job, display: Display) -> Result:
@@ -163,7 +188,9 @@ class Trainer(HyperParameters):
         home = pool.pool_for(self.ranks).run(sent, display.event)
         state.restore_model(job.model, home["weights"])
         if isinstance(job.optimizer, torch.optim.Optimizer):
-            state.restore_optimizer(job.optimizer, home["optimizer"], home["optimizer_numbers"])
+            state.restore_optimizer(
+                job.optimizer, home["optimizer"], home["optimizer_numbers"], home["optimizer_groups"]
+            )
         result: Result = home["result"]
         return result
 
@@ -171,16 +198,30 @@ class Trainer(HyperParameters):
         """This process is one rank of several, as torchrun's environment says."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local, on_node = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        own_gpu = torch.cuda.device_count() >= on_node
+        on_cpu = self._option("devices") is not None and not self.gpus
+        own_gpu = not on_cpu and torch.cuda.device_count() >= on_node
         device = torch.device("cuda", local) if own_gpu else torch.device("cpu")
         job.settings.check_devices(size)
-        self.device_names = [f"{'gpu' if own_gpu else 'cpu'} of rank {one}" for one in range(size)]
         name = "nccl" if own_gpu else "gloo"
-        here = world.join(rank, size, device, name, address=None, seconds=10 * job.settings.hang_seconds)
+        seconds = world.PATIENCE_UNDER_LAUNCHER * job.settings.hang_seconds
+        here = world.join(rank, size, device, name, address=None, seconds=seconds)
         try:
-            return _fit_here(job, here, display)
+            result = _fit_here(job, here, display)
+            result.devices = [f"{'gpu' if own_gpu else 'cpu'} of rank {one}" for one in range(size)]
+            return result
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():
+                raise
+            raise WorkerFailed(
+                f"rank {rank} waited {seconds:g} seconds for another one, which hangs or is gone "
+                f"({world.PATIENCE_UNDER_LAUNCHER} times hang_seconds)"
+            ) from error
         finally:
             world.leave(here)
+
+
+# As written here: a reader of the book may put in another __init__.
+_DEFAULTS = {name: one.default for name, one in inspect.signature(Trainer.__init__).parameters.items()}
 
 
 def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
@@ -195,18 +236,25 @@ def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_e
 
 def _fit_here(job: Job, here: world.World, display: Display) -> Result:
     """Train in this process; leave the model, and the caller's random numbers, where they were."""
-    device, training = next(job.model.parameters()).device, job.model.training
-    dtypes = {name: tensor.dtype for name, tensor in state.model_tensors(job.model).items()}
-    gpus = [here.device] if here.device.type == "cuda" else []
+    device = next(job.model.parameters()).device
+    dtypes = {name: tensor.dtype for name, tensor in _own_tensors(job.model)}
     try:
-        with torch.random.fork_rng(devices=gpus):
+        with randomness.kept(here.device), modes_kept(job.model):
             return Rank(job, here, display.event).fit()
     finally:
         job.model.to(device)
         job.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        for name, tensor in [*job.model.named_parameters(), *job.model.named_buffers()]:
+        for name, tensor in _own_tensors(job.model):
             tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
-        job.model.train(training)
+            if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
+                tensor.grad = tensor.grad.to(tensor.dtype)
+        if isinstance(job.optimizer, torch.optim.Optimizer):
+            state.settle(job.optimizer)
+
+
+def _own_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """All tensors of a model, those that it does not save too."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _two_sources(data: Any) -> tuple[Source, Source | None]:
@@ -267,8 +315,12 @@ def _on_host(job: Job) -> Job:
     return sent
 
 
-def _open_run(path: Path, settings: Settings) -> None:
-    run = RunFolder.open(path) if (path / "config.json").exists() else RunFolder.create(path.parent, path.name)
+def _open_run(path: Path, settings: Settings, *, resumes: bool) -> None:
+    run = RunFolder.at(path)
+    if not resumes and checkpoint.latest(run.checkpoints) is not None:
+        raise BadRunFolder(
+            f"{path} holds checkpoints of a run: give resume='auto' to go on with it, or another folder to begin anew"
+        )
     run.config = {**(run.config if run.config_path.exists() else {}), "settings": settings.as_dict()}
 
 
@@ -285,8 +337,9 @@ def _resume(resume: str | Path | None, run: Path | None) -> Path | None:
     return found
 
 
-def _is_first() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0 if world.under_torchrun() else True
+def _mixes_samples(model: torch.nn.Module) -> bool:
+    """Whether a layer takes statistics of the batch in evaluation too: a loss is then no mean over samples."""
+    return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules())
 
 
 def _check_model(model: torch.nn.Module) -> None:

@@ -21,7 +21,7 @@ import cloudpickle
 import torch
 
 from manyhands.training.torch import state, world
-from manyhands.training.torch.job import Job
+from manyhands.training.torch.job import Job, set_torch_settings
 from manyhands.training.torch.rank import Rank
 
 
@@ -62,6 +62,7 @@ def _do(message: bytes, connection: Connection) -> None:
 
 def _run(job: Job, place: dict[str, Any], connection: Connection) -> dict[str, Any]:
     torch.set_num_threads(place["threads"])
+    set_torch_settings(place["torch"])
     here = world.join(
         place["rank"],
         place["size"],
@@ -78,7 +79,7 @@ def _run(job: Job, place: dict[str, Any], connection: Connection) -> dict[str, A
         home: dict[str, Any] = {"result": result, "weights": state.pack(state.model_tensors(worker.model))}
         if isinstance(job.optimizer, torch.optim.Optimizer):  # the caller has one, too
             tensors, home["optimizer_numbers"] = state.optimizer_state(worker.optimizer)
-            home["optimizer"] = state.pack(tensors)
+            home["optimizer"], home["optimizer_groups"] = state.pack(tensors), state.optimizer_groups(worker.optimizer)
         return home
     finally:
         world.leave(here)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import datetime
 import functools
 import itertools
+import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from manyhands.errors import BadSettings
+from manyhands.training.torch import state
+
+# How long a collective may wait for the other ranks, in hang_seconds. In a pool longer than a hang takes to be found,
+# so that the message names the rank that hangs.
+PATIENCE_IN_POOL = 30
+PATIENCE_UNDER_LAUNCHER = 10
+_MEETING_SECONDS = 300
 _jobs = itertools.count()
 
 
@@ -27,22 +37,23 @@ class World:
     rank: int
     size: int
     device: torch.device
+    # Whether the process group was made here; one that the caller has made stays.
+    own_group: bool = True
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
         """Every rank gets what the source has, in place."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, source)
+                dense = tensor.detach().contiguous()
+                if dense.numel():
+                    # As bytes: Gloo does not know every dtype.
+                    dist.broadcast(dense.reshape(-1).view(torch.uint8), source)
+                    if dense.data_ptr() != tensor.data_ptr() or dense.stride() != tensor.stride():
+                        state.write(tensor, dense)
 
     def bytes_from_first(self, data: bytes) -> bytes:
         """The bytes that the first rank has; what the others give is not looked at."""
@@ -66,15 +77,20 @@ class World:
         dist.all_gather(gathered, staged)
         return [one.cpu() for one in gathered]
 
-    def barrier(self) -> None:
-        if self.size > 1:
-            self.sum_(torch.zeros(1, device=self.device))
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of each rank, of any length."""
+        lengths = [int(one) for one in self.gather(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [bytes(one[:length].numpy()) for one, length in zip(self.gather(padded), lengths, strict=True)]
 
 
 def join(rank: int, size: int, device: torch.device, backend: str, *, address: str | None, seconds: float) -> World:
     """Become a rank of the job; ``address`` is where the ranks meet (None: torchrun's environment tells)."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return _in_callers_group(device)
     if size > 1:
         timeout = datetime.timedelta(seconds=seconds)
         place: dict[str, Any] = (
@@ -82,6 +98,27 @@ def join(rank: int, size: int, device: torch.device, backend: str, *, address: s
         )
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, **place)
     return World(rank, size, device)
+
+
+def _in_callers_group(device: torch.device) -> World:
+    """The script has made a process group itself: its ranks are those of the job."""
+    if dist.get_backend() == "nccl" and device.type == "cpu":
+        raise BadSettings(
+            "the process group of this script is of NCCL, which knows no CPU tensors, and the job is on the CPU: make "
+            "it with init_process_group('gloo'), or leave it to the trainer"
+        )
+    return World(dist.get_rank(), dist.get_world_size(), device, own_group=False)
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What the first rank of a launcher makes, as every rank gets it; JSON. Without a launcher: what is made."""
+    if not under_torchrun():
+        return make()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _launchers_store(rank, size, datetime.timedelta(seconds=_MEETING_SECONDS))
+    if rank == 0:
+        store.set("said", json.dumps(make()))
+    return json.loads(store.get("said"))
 
 
 def _launchers_store(rank: int, size: int, timeout: datetime.timedelta) -> Store:
@@ -101,7 +138,7 @@ def _open_store(rank: int, size: int) -> Store:
 
 
 def leave(world: World) -> None:
-    if world.size > 1 and dist.is_initialized():
+    if world.size > 1 and world.own_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -114,3 +151,13 @@ def backend_for(devices: list[torch.device]) -> str:
 def under_torchrun() -> bool:
     """Whether a launcher has set up this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and shows things."""
+    return not under_torchrun() or int(os.environ["RANK"]) == 0
+
+
+def launched_size() -> int:
+    """How many ranks a launcher has started; 0 without one."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 0
