@@ -61,6 +61,7 @@ mine = torch.cat([value.double().flatten() for value in model.state_dict().value
 all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
 dist.all_gather(all_of_them, mine)  # the group is still there
 assert torch.equal(*all_of_them), all_of_them
+dist.destroy_process_group()  # who made it ends it: a process that leaves it open may abort when it ends
 """
 
 
