@@ -44,6 +44,10 @@ OURS = ("manyhands", "manyhands, reuse")
 # --- time
 
 
+class Skipped(Exception):
+    """A way that is not tried here, and why."""
+
+
 def median_seconds(work: Callable[[], object], device: torch.device, quick: bool) -> tuple[float, float, float]:
     """Median, least and most seconds of one call, over trials of many calls each."""
     for _ in range(3):
@@ -101,7 +105,7 @@ def captured(function: Callable[..., Any], arguments: tuple[Any, ...], device: t
 
 def compiled(case: Case, device: torch.device) -> Callable[[], Any]:
     if device.type != "cuda":
-        raise NotImplementedError("compiled on a GPU only")
+        raise Skipped("compiled on a GPU only")
     torch._dynamo.reset()
     made = case.compiled() if case.compiled else _marked(torch.compile(case.function, mode="reduce-overhead"))
     return lambda: made(*case.arguments)
@@ -169,7 +173,7 @@ def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
                 row["left_out"][name] = f"NOT EQUAL to eager: {apart:.1e}"
                 return
             median, least, most = median_seconds(work, device, quick)
-        except NotImplementedError as error:
+        except Skipped as error:
             row["left_out"][name] = f"skipped: {error}"
             return
         except Exception as error:
