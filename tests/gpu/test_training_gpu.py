@@ -11,11 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
+from manyhands.training.loop import Loop  # noqa: E402
 from manyhands.training.settings import Settings  # noqa: E402
 from manyhands.training.torch import world  # noqa: E402
 from manyhands.training.torch.job import Job  # noqa: E402
 from manyhands.training.torch.objective import Supervised  # noqa: E402
-from manyhands.training.torch.rank import Rank  # noqa: E402
+from manyhands.training.torch.rank import Rank, loop_of  # noqa: E402
 from manyhands.training.torch.sources import Arrays, source  # noqa: E402
 from manyhands.training.torch.trainer import _Sgd  # noqa: E402
 
@@ -92,7 +93,7 @@ def test_a_cpu_and_a_gpu_in_one_job() -> None:
     assert sum(result.shares) == pytest.approx(1)
 
 
-def _rank(**settings: Any) -> Rank:
+def _loop(**settings: Any) -> tuple[Loop, Rank]:
     job = Job(
         model=net(),
         objective=Supervised(torch.nn.functional.cross_entropy),
@@ -101,22 +102,22 @@ def _rank(**settings: Any) -> Rank:
         settings=Settings(batch_size=32, **settings),
         optimizer=_Sgd(0.05),
     )
-    return Rank(job, world.World(0, 1, torch.device("cuda", 0)), lambda event: None)
+    return loop_of(job, world.World(0, 1, torch.device("cuda", 0)), lambda event: None)
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_no_step_makes_the_host_wait(fast: bool) -> None:
     """The strictest check that torch has: an error for every synchronising operation it knows."""
-    rank = _rank(fast=fast, max_epochs=4, gradient_clip_val=1.0)
+    loop, rank = _loop(fast=fast, max_epochs=4, gradient_clip_val=1.0)
     for _ in range(3):  # warm up: kernels, graphs of both sizes
-        rank._train_epoch()
-        rank.cursor = rank.cursor.next_epoch()
+        loop._train_epoch()
+        loop.cursor = loop.cursor.next_epoch()
         rank.metrics.peek()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rank._shown = 0.0  # a look at the figures is due
-        rank._train_epoch()
+        loop._shown = 0.0  # a look at the figures is due
+        loop._train_epoch()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert rank.metrics.read().count == 4 * 330
@@ -125,11 +126,13 @@ def test_no_step_makes_the_host_wait(fast: bool) -> None:
 def test_a_loader_is_prefetched_without_waits() -> None:
     dataset = torch.utils.data.TensorDataset(IMAGES, LABELS)
     samples = source(torch.utils.data.Subset(dataset, range(330)))
-    rank = _rank(train=samples, fast=False)
-    rank._train_epoch()
+    loop, rank = _loop(train=samples, fast=False)
+    loop._train_epoch()
     assert rank.metrics.read().count == 330
-    assert "plain steps" in rank.result.notes[0]
-    assert "loader" in _rank(train=samples).result.notes[0]
+    assert "plain steps" in rank.notes[0]
+    loop, rank = _loop(train=samples)
+    loop._train_epoch()
+    assert "loader" in rank.notes[0]
 
 
 def test_what_cannot_be_captured_falls_back_and_says_why() -> None:

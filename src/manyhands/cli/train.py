@@ -39,14 +39,14 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from manyhands import torch as mh
-    from manyhands.training import fashion_mnist, plot
+    from manyhands.training import fashion_mnist, launcher, plot
     from manyhands.training.torch import datasets, recipes, world
     from manyhands.training.torch.models import MODELS, initialise
 
     devices, ranks = parse_devices(options.devices, mh.num_gpus())
     data = fashion_mnist.load(options.data)
     samples = len(data.train.labels)
-    say = print if world.is_first() else _say_nothing
+    say = print if launcher.is_first() else _say_nothing
     say(f"data: {data.source}; {samples:,} to train on, {len(data.test.labels):,} to test with")
     # Under torchrun all ranks do the same job, in the folder that the first one makes.
     folder_name, chosen = world.from_first(lambda: _choose(options, _on_gpu(devices), samples))
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     result = trainer.fit(net, datasets.of(data, chosen["batch_size"]))
     for note in result.notes:
         say(note)
-    if not world.is_first():
+    if not launcher.is_first():
         return 0
     title = f"{chosen['model']} on {', '.join(result.devices)}"
     picture = plot.curves(result.rows, folder / "curves.png", title=title)

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import convnet, images, mlp, vectors
 
+from manyhands.training import loop as loop_module
 from manyhands.training.order import Cursor
 from manyhands.training.settings import Settings
 from manyhands.training.torch import metrics
-from manyhands.training.torch import rank as rank_module
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.rank import Rank
+from manyhands.training.torch.rank import loop_of
 from manyhands.training.torch.recipes import one_cycle
 from manyhands.training.torch.sources import source
 from manyhands.training.torch.step import EagerStep
@@ -109,16 +109,16 @@ def waits(job: Job, monkeypatch: pytest.MonkeyPatch, looks: int = 10) -> Waits:
         kept.append(Arrived(found, tensor))
         return kept[-1]
 
-    monkeypatch.setattr(rank_module, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
+    monkeypatch.setattr(loop_module, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
     monkeypatch.setattr(metrics.backend, "start_move", start_move)
     said: list[Any] = []
-    rank = Rank(job, World(0, 1, torch.device("cpu")), said.append)
-    rank.step.__class__ = WatchedStep
-    watched: Any = rank.step
+    loop, rank = loop_of(job, World(0, 1, torch.device("cpu")), said.append)
+    rank.plain_step.__class__ = WatchedStep
+    watched: Any = rank.plain_step
     watched.waits = found
     with found, Asks(found):
-        rank._train_epoch()
-    assert rank.cursor == Cursor(0, 80, 10, 10)
+        loop._train_epoch()
+    assert loop.cursor == Cursor(0, 80, 10, 10)
     assert found.seen > 100
     assert len(kept) == looks
     assert len(said) == 10

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from manyhands.training.torch.job import Result
+from manyhands.training.result import Result
 from manyhands.training.torch.trainer import Trainer
 
 CLASSES = 3

@@ -7,34 +7,14 @@ arrived; :meth:`Metrics.read` waits, and is for the end of an epoch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from manyhands.backend import Arrival
 from manyhands.backends import torch as backend
+from manyhands.training.figures import Figures
 
 _LOSS, _RIGHT, _COUNT, _BAD_STEP = range(4)
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Sums over samples; the first step whose loss was no number; and whether right answers are counted at all."""
-
-    loss_sum: float
-    right: float
-    count: float
-    bad_step: int | None
-    counted: bool
-
-    @property
-    def loss(self) -> float:
-        return self.loss_sum / self.count if self.count else math.nan
-
-    @property
-    def accuracy(self) -> float:
-        return self.right / self.count if self.count and self.counted else math.nan
 
 
 class Metrics:
@@ -92,19 +72,11 @@ class Metrics:
         return Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)
 
 
-def together(parts: Sequence[torch.Tensor]) -> Figures:
-    """The figures of all ranks as one, of what :func:`as_tensor` gave on each."""
-    loss, right, count, bad, counted = torch.stack(list(parts)).unbind(1)
-    first = float(bad.min())
-    return Figures(
-        float(loss.sum()),
-        float(right.sum()),
-        float(count.sum()),
-        None if math.isinf(first) else int(first),
-        bool(counted.max()),
-    )
-
-
 def as_tensor(own: Figures) -> torch.Tensor:
     bad = math.inf if own.bad_step is None else own.bad_step
     return torch.tensor([own.loss_sum, own.right, own.count, bad, own.counted], dtype=torch.float64)
+
+
+def from_tensor(values: torch.Tensor) -> Figures:
+    loss, right, count, bad, counted = values.tolist()
+    return Figures(loss, right, count, None if math.isinf(bad) else int(bad), bool(counted))

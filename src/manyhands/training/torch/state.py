@@ -14,8 +14,6 @@ from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 
 from manyhands.errors import WrongCheckpoint
-from manyhands.training.settings import Settings
-from manyhands.training.torch.sources import Source
 
 _WAYS = ("lr", "capturable", "fused", "foreach")
 _NOT_SAVED = ("params", "differentiable", *_WAYS)
@@ -140,25 +138,3 @@ def restore_ways(optimizer: torch.optim.Optimizer, ways: Sequence[Mapping[str, A
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
     settle(optimizer)
-
-
-def check_fits(saved: Mapping[str, Any], settings: Settings, data: Source, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to go on with data or settings that would make it another job."""
-    before = saved["settings"]
-    for name in ("batch_size", "seed"):
-        if before[name] != getattr(settings, name):
-            raise WrongCheckpoint(
-                f"the checkpoint is of a job with {name}={before[name]}, this one has {getattr(settings, name)}: the "
-                f"order of samples would not be the same. Give {name}={before[name]}"
-            )
-    if saved["samples"] != data.count:
-        raise WrongCheckpoint(
-            f"the checkpoint is of a data set of {saved['samples']} samples, this one has {data.count}"
-        )
-    if saved["shuffle"] != data.shuffle:
-        raise WrongCheckpoint("the checkpoint is of data in another order: one is shuffled, the other is not")
-    if saved["optimizer_type"] != type(optimizer).__name__:
-        raise WrongCheckpoint(
-            f"the checkpoint holds the state of the optimizer {saved['optimizer_type']}, this job has a "
-            f"{type(optimizer).__name__}"
-        )

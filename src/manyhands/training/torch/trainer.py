@@ -7,170 +7,78 @@ process is a rank already, and the same script runs on several machines unchange
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-import inspect
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.backends import torch as backend
-from manyhands.device import Device
-from manyhands.errors import BadRunFolder, BadSettings, NoCheckpoint, WorkerFailed
-from manyhands.placement import Placement
-from manyhands.training import checkpoint
+from manyhands.errors import BadSettings, WorkerFailed
+from manyhands.training import launcher
+from manyhands.training.base_trainer import BaseTrainer, two_parts
 from manyhands.training.display import Display
-from manyhands.training.run_folder import RunFolder
-from manyhands.training.settings import BatchStats, Precision, Settings
+from manyhands.training.result import Result
+from manyhands.training.settings import Settings
 from manyhands.training.torch import checks, pool, randomness, state, world
 from manyhands.training.torch.figures import modes_kept
-from manyhands.training.torch.job import Job, Result, Schedule
+from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.rank import Rank
+from manyhands.training.torch.rank import loop_of
 from manyhands.training.torch.sources import Source, source
-from manyhands.training.vocabulary import HyperParameters
-
-_DEFAULT_BATCH = 256
-_DEFAULT_RATE = 0.1
 
 
-class Trainer(HyperParameters):
-    """Trains a model on every device it is given, with the update that one device would make.
+class Trainer(BaseTrainer):
+    __doc__ = BaseTrainer.__doc__
 
-    The book's arguments come first: ``max_epochs``, ``num_gpus`` (as many as there are of them; 0 is the CPU) and
-    ``gradient_clip_val`` (the global norm of the gradients; 0 does not clip). All others are by name.
-    """
+    backend: ClassVar[Any] = backend
 
-    def __init__(
-        self,
-        max_epochs: int = 10,
-        num_gpus: int = 0,
-        gradient_clip_val: float = 0,
-        *,
-        devices: Sequence[torch.device | Device | str] | None = None,
-        batch_size: int | None = None,
-        lr: float | None = None,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-        schedule: Schedule | None = None,
-        shares: Sequence[float] | Literal["measured"] | None = None,
-        accumulate: int = 1,
-        batch_stats: BatchStats = "per_device",
-        precision: Precision = "auto",
-        seed: int = 0,
-        fast: bool = True,
-        compile: bool | None = None,
-        on_nan: Literal["stop", "continue"] = "stop",
-        run: str | Path | None = None,
-        resume: str | Path | Literal["auto"] | None = None,
-        checkpoint_every: int | None = None,
-        keep_checkpoints: int = 3,
-        ranks_per_device: int = 1,
-        hang_seconds: float = 60.0,
-        quiet: bool = False,
-    ) -> None:
-        self.save_hyperparameters()
-        if isinstance(ranks_per_device, bool) or not isinstance(ranks_per_device, Integral) or ranks_per_device < 1:
-            raise BadSettings(f"ranks_per_device={ranks_per_device!r}: give a whole number of at least 1")
-        for name, given in (("loss", loss), ("schedule", schedule), ("optimizer", optimizer)):
-            if given is not None and not callable(given) and not isinstance(given, torch.optim.Optimizer):
-                raise BadSettings(f"{name}={given!r} is a {type(given).__name__}: give a function")
-        if devices is None:
-            self.gpus = [backend.gpu(i) for i in range(min(num_gpus, backend.num_gpus()))]
-        else:
-            self.gpus = [one for one in self._natives() if backend.neutral(one).kind != "cpu"]
-
-    # The book lets readers write __init__ themselves, with its three arguments and self.gpus: nothing below relies on
-    # more than that.
-
-    gpus: list[torch.device]
-    result: Result | None = None
-
-    def _option(self, name: str) -> Any:
-        return vars(self).get(name, _DEFAULTS[name])
+    def _check_options(self) -> None:
+        ranks, optimizer = self._option("ranks_per_device"), self._option("optimizer")
+        if isinstance(ranks, bool) or not isinstance(ranks, Integral) or ranks < 1:
+            raise BadSettings(f"ranks_per_device={ranks!r}: give a whole number of at least 1")
+        if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+            raise BadSettings(f"optimizer={optimizer!r} is a {type(optimizer).__name__}: give a function")
 
     def _natives(self) -> list[torch.device]:
         """The device of each rank, as the backend knows it."""
-        devices = self._option("devices")
-        once = Placement(backend).distinct(devices) if devices is not None else list(self.gpus) or [backend.cpu()]
-        return [device for device in once for _ in range(self._option("ranks_per_device"))]
-
-    @property
-    def device_names(self) -> list[str]:
-        return [str(backend.neutral(device)) for device in self._natives()]
+        return [device for device in super()._natives() for _ in range(self._option("ranks_per_device"))]
 
     @functools.cached_property
     def ranks(self) -> list[torch.device]:
         """The device of each rank. Virtual ones are made of the CPU; a rank is a process, so plain CPU tensors do."""
         return [device if device.type == "cuda" else torch.device("cpu") for device in self._natives()]
 
-    # The book's hooks, for loops written by hand
+    def _sources(self, data: Any) -> tuple[Source, Source | None]:
+        train, test = two_parts(data, lambda part: isinstance(part, torch.Tensor | np.ndarray))
+        return source(train), None if test is None else source(test, shuffle=False)
 
-    def prepare_batch(self, batch: Any) -> Any:
-        """The batch on the first of the trainer's devices."""
-        place = Placement(backend)
-        return [place.to_leaf(part, self.gpus[0]) for part in batch] if self.gpus else batch
-
-    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model on the first of the trainer's devices, knowing its trainer."""
-        model.trainer = self  # type: ignore[assignment]
-        return model.to(self.gpus[0]) if self.gpus else model
-
-    def prepare_data(self, data: Any) -> None:
-        """Find the training and the test part of what the user has."""
-        self.train_source, self.test_source = _two_sources(data)
-
-    # Training
-
-    def fit(self, model: torch.nn.Module, data: Any) -> Result:
-        """Train the model, in place; gives what came of it (also as ``trainer.result``).
-
-        ``data``: (X, y) tensors or arrays, a Dataset, a DataLoader, an object with ``train_dataloader`` and
-        ``val_dataloader``; or a pair of two such, for training and testing.
-        """
-        self.train_source, self.test_source = _two_sources(data)
-        settings = self._settings(model)
+    def _train(
+        self, model: torch.nn.Module, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+    ) -> Result:
         _check_model(model)
         with modes_kept(model):
             checks.materialise(model, self.train_source)
-            job = self._job(model, settings)
+            job = self._job(model, settings, run, resume)
             checks.check_labels(model, job)
             if not _mixes_samples(model):
-                checks.check_loss(model, job, world.launched_size() or len(self.ranks))
-        with Display(settings.max_epochs, quiet=self._option("quiet") or not world.is_first()) as display:
-            if world.under_torchrun():
-                result = self._fit_as_rank(job, display)
-            else:
-                ranks = self.ranks
-                settings.check_devices(len(ranks))
-                if len(ranks) == 1:
-                    result = _fit_here(job, world.World(0, 1, ranks[0]), display)
-                else:
-                    result = self._fit_with_workers(job, display)
-                result.devices = self.device_names
-        result.run = str(job.run) if job.run else None
-        self.result = result
+                checks.check_loss(model, job, launcher.size() or len(self.ranks))
+        if launcher.is_there():
+            return self._fit_as_rank(job, display)
+        ranks = self.ranks
+        settings.check_devices(len(ranks))
+        if len(ranks) == 1:
+            result = _fit_here(job, world.World(0, 1, ranks[0]), display)
+        else:
+            result = self._fit_with_workers(job, display)
+        result.devices = self.device_names
         return result
 
-    def _settings(self, model: Any) -> Settings:
-        names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size", "lr"}
-        rate, size = self._option("lr"), self._option("batch_size")
-        if rate is None:
-            rate = getattr(model, "lr", _DEFAULT_RATE)
-        if size is None:
-            size = self.train_source.batch_size or _DEFAULT_BATCH
-        return Settings(batch_size=size, lr=rate, **{name: self._option(name) for name in names})
-
-    def _job(self, model: torch.nn.Module, settings: Settings) -> Job:
-        run = Path(self._option("run")).absolute() if self._option("run") is not None else None
-        resume = self._option("resume")
-        if run is not None and world.is_first():
-            _open_run(run, settings, resumes=resume is not None)
+    def _job(self, model: torch.nn.Module, settings: Settings, run: Path | None, resume: Path | None) -> Job:
         return Job(
             model=model,
             objective=objective_for(model, self._option("loss")),
@@ -180,7 +88,7 @@ class Trainer(HyperParameters):
             optimizer=_optimizer(model, self._option("optimizer"), settings.lr),
             schedule=self._option("schedule"),
             run=run,
-            resume=_resume(resume, run) if world.is_first() else None,  # it is sent to the other ranks
+            resume=resume,
         )
 
     def _fit_with_workers(self, job: Job, display: Display) -> Result:
@@ -196,32 +104,27 @@ class Trainer(HyperParameters):
 
     def _fit_as_rank(self, job: Job, display: Display) -> Result:
         """This process is one rank of several, as torchrun's environment says."""
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local, on_node = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        place = launcher.place()
         on_cpu = self._option("devices") is not None and not self.gpus
-        own_gpu = not on_cpu and torch.cuda.device_count() >= on_node
-        device = torch.device("cuda", local) if own_gpu else torch.device("cpu")
-        job.settings.check_devices(size)
+        own_gpu = not on_cpu and torch.cuda.device_count() >= place.local_size
+        device = torch.device("cuda", place.local_rank) if own_gpu else torch.device("cpu")
+        job.settings.check_devices(place.size)
         name = "nccl" if own_gpu else "gloo"
         seconds = world.PATIENCE_UNDER_LAUNCHER * job.settings.hang_seconds
-        here = world.join(rank, size, device, name, address=None, seconds=seconds)
+        here = world.join(place.rank, place.size, device, name, address=None, seconds=seconds)
         try:
             result = _fit_here(job, here, display)
-            result.devices = [f"{'gpu' if own_gpu else 'cpu'} of rank {one}" for one in range(size)]
+            result.devices = [f"{'gpu' if own_gpu else 'cpu'} of rank {one}" for one in range(place.size)]
             return result
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
             raise WorkerFailed(
-                f"rank {rank} waited {seconds:g} seconds for another one, which hangs or is gone "
+                f"rank {place.rank} waited {seconds:g} seconds for another one, which hangs or is gone "
                 f"({world.PATIENCE_UNDER_LAUNCHER} times hang_seconds)"
             ) from error
         finally:
             world.leave(here)
-
-
-# As written here: a reader of the book may put in another __init__.
-_DEFAULTS = {name: one.default for name, one in inspect.signature(Trainer.__init__).parameters.items()}
 
 
 def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
@@ -240,7 +143,7 @@ def _fit_here(job: Job, here: world.World, display: Display) -> Result:
     dtypes = {name: tensor.dtype for name, tensor in _own_tensors(job.model)}
     try:
         with randomness.kept(here.device), modes_kept(job.model):
-            return Rank(job, here, display.event).fit()
+            return loop_of(job, here, display.event)[0].fit()
     finally:
         job.model.to(device)
         job.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
@@ -255,18 +158,6 @@ def _fit_here(job: Job, here: world.World, display: Display) -> Result:
 def _own_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """All tensors of a model, those that it does not save too."""
     return [*model.named_parameters(), *model.named_buffers()]
-
-
-def _two_sources(data: Any) -> tuple[Source, Source | None]:
-    if hasattr(data, "train_dataloader"):
-        test = data.val_dataloader() if hasattr(data, "val_dataloader") else None
-        return source(data.train_dataloader()), None if test is None else source(test, shuffle=False)
-    if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], torch.Tensor):
-        import numpy as np
-
-        if not isinstance(data[0], np.ndarray):
-            return source(data[0]), source(data[1], shuffle=False)
-    return source(data), None
 
 
 def _optimizer(model: Any, given: Any, rate: float) -> Any:
@@ -313,28 +204,6 @@ def _on_host(job: Job) -> Job:
     sent.model, sent.optimizer = copy.deepcopy((job.model, job.optimizer))
     sent.model.to("cpu")
     return sent
-
-
-def _open_run(path: Path, settings: Settings, *, resumes: bool) -> None:
-    run = RunFolder.at(path)
-    if not resumes and checkpoint.latest(run.checkpoints) is not None:
-        raise BadRunFolder(
-            f"{path} holds checkpoints of a run: give resume='auto' to go on with it, or another folder to begin anew"
-        )
-    run.config = {**(run.config if run.config_path.exists() else {}), "settings": settings.as_dict()}
-
-
-def _resume(resume: str | Path | None, run: Path | None) -> Path | None:
-    if resume is None:
-        return None
-    if resume == "auto":
-        folder = None if run is None else run / "checkpoints"
-        return folder if folder is not None and checkpoint.latest(folder) is not None else None
-    path = Path(resume)
-    found = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not found.exists():
-        raise NoCheckpoint(f"there is no run or checkpoint at {path}")
-    return found
 
 
 def _mixes_samples(model: torch.nn.Module) -> bool:

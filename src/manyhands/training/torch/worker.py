@@ -22,7 +22,7 @@ import torch
 
 from manyhands.training.torch import state, world
 from manyhands.training.torch.job import Job, set_torch_settings
-from manyhands.training.torch.rank import Rank
+from manyhands.training.torch.rank import loop_of
 
 
 def main(address: str, rank: int) -> None:
@@ -72,8 +72,8 @@ def _run(job: Job, place: dict[str, Any], connection: Connection) -> dict[str, A
         seconds=place["seconds"],
     )
     try:
-        worker = Rank(job, here, connection.send)
-        result = worker.fit()
+        loop, worker = loop_of(job, here, connection.send)
+        result = loop.fit()
         if not here.first:
             return {"result": result}
         home: dict[str, Any] = {"result": result, "weights": state.pack(state.model_tensors(worker.model))}

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from manyhands.errors import BadSettings
+from manyhands.training import launcher
 from manyhands.training.torch import state
 
 # How long a collective may wait for the other ranks, in hang_seconds. In a pool longer than a hang takes to be found,
@@ -112,11 +113,11 @@ def _in_callers_group(device: torch.device) -> World:
 
 def from_first(make: Callable[[], Any]) -> Any:
     """What the first rank of a launcher makes, as every rank gets it; JSON. Without a launcher: what is made."""
-    if not under_torchrun():
+    if not launcher.is_there():
         return make()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _launchers_store(rank, size, datetime.timedelta(seconds=_MEETING_SECONDS))
-    if rank == 0:
+    here = launcher.place()
+    store = _launchers_store(here.rank, here.size, datetime.timedelta(seconds=_MEETING_SECONDS))
+    if here.rank == 0:
         store.set("said", json.dumps(make()))
     return json.loads(store.get("said"))
 
@@ -146,18 +147,3 @@ def backend_for(devices: list[torch.device]) -> str:
     """NCCL where every rank has a GPU to itself, else Gloo."""
     own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
     return "nccl" if own_gpus and dist.is_nccl_available() else "gloo"
-
-
-def under_torchrun() -> bool:
-    """Whether a launcher has set up this process as one rank of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
-
-
-def is_first() -> bool:
-    """Whether this process is the one that writes and shows things."""
-    return not under_torchrun() or int(os.environ["RANK"]) == 0
-
-
-def launched_size() -> int:
-    """How many ranks a launcher has started; 0 without one."""
-    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 0

@@ -1,0 +1,195 @@
+"""What the trainers of all frameworks have in common: their options, their settings and their run folders."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from manyhands.errors import BadRunFolder, BadSettings, NoCheckpoint
+from manyhands.placement import Placement
+from manyhands.training import checkpoint, launcher
+from manyhands.training.display import Display
+from manyhands.training.learner import Schedule
+from manyhands.training.result import Result
+from manyhands.training.run_folder import RunFolder
+from manyhands.training.settings import BatchStats, Precision, Settings
+from manyhands.training.vocabulary import HyperParameters
+
+_DEFAULT_BATCH = 256
+_DEFAULT_RATE = 0.1
+
+
+class BaseTrainer(HyperParameters, abc.ABC):
+    """Trains a model on every device it is given, with the update that one device would make.
+
+    The book's arguments come first: ``max_epochs``, ``num_gpus`` (as many as there are of them; 0 is the CPU) and
+    ``gradient_clip_val`` (the global norm of the gradients; 0 does not clip). All others are by name.
+    """
+
+    # Of each framework: its adapter, and the options that have no meaning there, with the reason.
+    backend: ClassVar[Any]
+    refused: ClassVar[dict[str, str]] = {}
+
+    def __init__(
+        self,
+        max_epochs: int = 10,
+        num_gpus: int = 0,
+        gradient_clip_val: float = 0,
+        *,
+        devices: Sequence[Any] | None = None,
+        batch_size: int | None = None,
+        lr: float | None = None,
+        loss: Callable[[Any, Any], Any] | None = None,
+        optimizer: Any = None,
+        schedule: Schedule | None = None,
+        shares: Sequence[float] | Literal["measured"] | None = None,
+        accumulate: int = 1,
+        batch_stats: BatchStats = "per_device",
+        precision: Precision = "auto",
+        seed: int = 0,
+        fast: bool = True,
+        compile: bool | None = None,
+        on_nan: Literal["stop", "continue"] = "stop",
+        run: str | Path | None = None,
+        resume: str | Path | Literal["auto"] | None = None,
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int = 3,
+        ranks_per_device: int = 1,
+        hang_seconds: float = 60.0,
+        quiet: bool = False,
+    ) -> None:
+        self.save_hyperparameters()
+        for name, reason in self.refused.items():
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise BadSettings(f"{name}={getattr(self, name)!r}: {reason}")
+        for name, given in (("loss", loss), ("schedule", schedule)):
+            if given is not None and not callable(given):
+                raise BadSettings(f"{name}={given!r} is a {type(given).__name__}: give a function")
+        self._check_options()
+        if devices is None:
+            self.gpus = [self.backend.gpu(i) for i in range(min(num_gpus, self.backend.num_gpus()))]
+        else:
+            self.gpus = [one for one in self._natives() if self.backend.neutral(one).kind != "cpu"]
+
+    # The book lets readers write __init__ themselves, with its three arguments and self.gpus: nothing below relies on
+    # more than that.
+
+    gpus: list[Any]
+    result: Result | None = None
+
+    def _check_options(self) -> None:
+        """Refuse what a framework cannot take; called when a trainer is made."""
+
+    def _option(self, name: str) -> Any:
+        """What the user gave, or the default."""
+        return vars(self).get(name, _DEFAULTS[name])
+
+    def _natives(self) -> list[Any]:
+        """The devices that are trained on, as the framework knows them."""
+        devices = self._option("devices")
+        if devices is not None:
+            return Placement(self.backend).distinct(devices)
+        return list(self.gpus) or [self.backend.cpu()]
+
+    @property
+    def device_names(self) -> list[str]:
+        return [str(self.backend.neutral(device)) for device in self._natives()]
+
+    # The book's hooks, for loops written by hand
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """The batch on the first of the trainer's devices."""
+        place = Placement(self.backend)
+        return [place.to_leaf(part, self.gpus[0]) for part in batch] if self.gpus else batch
+
+    def prepare_model(self, model: Any) -> Any:
+        """The model on the first of the trainer's devices, knowing its trainer."""
+        model.trainer = self
+        return Placement(self.backend).to_leaf(model, self.gpus[0]) if self.gpus else model
+
+    def prepare_data(self, data: Any) -> None:
+        """Find the training and the test part of what the user has."""
+        self.train_source, self.test_source = self._sources(data)
+
+    # Training
+
+    def fit(self, model: Any, data: Any) -> Result:
+        """Train the model, in place; gives what came of it (also as ``trainer.result``).
+
+        ``data``: (X, y) arrays, a data set or a loader of the framework, an object with ``train_dataloader`` and
+        ``val_dataloader``; or a pair of two such, for training and testing.
+        """
+        self.train_source, self.test_source = self._sources(data)
+        settings = self._settings(model)
+        run = Path(self._option("run")).absolute() if self._option("run") is not None else None
+        resume = None
+        if launcher.is_first():
+            if run is not None:
+                _open_run(run, settings, resumes=self._option("resume") is not None)
+            resume = _resume(self._option("resume"), run)  # it is sent to the other processes
+        with Display(settings.max_epochs, quiet=self._option("quiet") or not launcher.is_first()) as display:
+            result = self._train(model, settings, display, run=run, resume=resume)
+        result.run = str(run) if run else None
+        self.result = result
+        return result
+
+    @abc.abstractmethod
+    def _sources(self, data: Any) -> tuple[Any, Any]:
+        """The training and the test part (or None) of what the user has, as the framework's sources."""
+
+    @abc.abstractmethod
+    def _train(
+        self, model: Any, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+    ) -> Result:
+        """Train on the devices; the result's ``devices`` are named."""
+
+    train_source: Any
+    test_source: Any
+
+    def _settings(self, model: Any) -> Settings:
+        names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size", "lr"}
+        rate, size = self._option("lr"), self._option("batch_size")
+        if rate is None:
+            rate = getattr(model, "lr", _DEFAULT_RATE)
+        if size is None:
+            size = self.train_source.batch_size or _DEFAULT_BATCH
+        return Settings(batch_size=size, lr=rate, **{name: self._option(name) for name in names})
+
+
+# As written here: a reader of the book may put in another __init__.
+_DEFAULTS = {name: one.default for name, one in inspect.signature(BaseTrainer.__init__).parameters.items()}
+
+
+def two_parts(data: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """The training and the test part (or None) of what a user gives; ``is_array`` knows the framework's arrays."""
+    if hasattr(data, "train_dataloader"):
+        return data.train_dataloader(), data.val_dataloader() if hasattr(data, "val_dataloader") else None
+    if isinstance(data, (tuple, list)) and len(data) == 2 and not is_array(data[0]):
+        return data[0], data[1]
+    return data, None
+
+
+def _open_run(path: Path, settings: Settings, *, resumes: bool) -> None:
+    run = RunFolder.at(path)
+    if not resumes and checkpoint.latest(run.checkpoints) is not None:
+        raise BadRunFolder(
+            f"{path} holds checkpoints of a run: give resume='auto' to go on with it, or another folder to begin anew"
+        )
+    run.config = {**(run.config if run.config_path.exists() else {}), "settings": settings.as_dict()}
+
+
+def _resume(resume: str | Path | None, run: Path | None) -> Path | None:
+    if resume is None:
+        return None
+    if resume == "auto":
+        folder = None if run is None else run / "checkpoints"
+        return folder if folder is not None and checkpoint.latest(folder) is not None else None
+    path = Path(resume)
+    found = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not found.exists():
+        raise NoCheckpoint(f"there is no run or checkpoint at {path}")
+    return found

@@ -1,0 +1,61 @@
+"""Loss and accuracy as sums over samples: what every framework counts on its devices, and what is shown of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Sums over samples; the first step whose loss was no number; and whether right answers are counted at all."""
+
+    loss_sum: float = 0.0
+    right: float = 0.0
+    count: float = 0.0
+    bad_step: int | None = None
+    counted: bool = False
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.count if self.count else math.nan
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.count if self.count and self.counted else math.nan
+
+    def as_json(self) -> list[float | bool | None]:
+        """For a checkpoint, which is only written while every loss was a number."""
+        return [or_none(self.loss_sum), self.right, self.count, self.counted]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Figures:
+        loss, right, count, counted = values
+        return cls(math.nan if loss is None else loss, right, count, None, counted)
+
+
+def together(parts: Sequence[Figures]) -> Figures:
+    """The figures of all processes as one."""
+    bad = [part.bad_step for part in parts if part.bad_step is not None]
+    return Figures(
+        sum(part.loss_sum for part in parts),
+        sum(part.right for part in parts),
+        sum(part.count for part in parts),
+        min(bad, default=None),
+        any(part.counted for part in parts),
+    )
+
+
+def of_one(parts: Sequence[Figures], rank: int, size: int) -> Figures:
+    """What one process of a resumed job begins with. On another number of them the first takes all."""
+    if len(parts) == size:
+        return parts[rank]
+    everything = together(parts)
+    return everything if rank == 0 else Figures(counted=everything.counted)
+
+
+def or_none(value: float) -> float | None:
+    """A float as JSON can hold it."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,87 @@
+"""The seam between training as such and a framework: what :class:`.loop.Loop` asks of a learner.
+
+The loop knows epochs, the order of samples, files and what is shown. The learner knows a model, an optimizer and
+devices. One process drives one learner, which may have several devices (JAX, TensorFlow, MXNet) or be one rank of
+several (PyTorch; all of them on many machines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from manyhands.training.figures import Figures
+from manyhands.training.order import Cursor, Window
+
+Schedule = Callable[[float], float]  # from the part of the training that is done (0 to 1) to a factor of the rate
+Say = Callable[[dict[str, Any]], None]  # takes the events that a display shows
+
+
+class Data(Protocol):
+    """What the loop knows of a training set."""
+
+    @property
+    def count(self) -> int | None:
+        """How many samples there are; None for a stream, whose order is its own."""
+
+    @property
+    def shuffle(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A learner's part of a checkpoint: JSON, and blobs of safetensors by name (``model`` among them)."""
+
+    state: dict[str, Any]
+    blobs: dict[str, bytes]
+
+
+class Learner(Protocol):
+    """A framework's half of a training job.
+
+    Nothing in :meth:`step` and :meth:`peek` may make the host wait for a device. All processes of a job call the same
+    methods in the same order, so that each may be a collective.
+    """
+
+    framework: str
+    rank: int
+    size: int  # processes of the job
+    optimizer_name: str
+    # Worth knowing about how the job is run; and how a batch is divided at the moment.
+    notes: list[str]
+    shares: list[float] | None
+
+    @property
+    def data(self) -> Data:
+        """What is trained on."""
+
+    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
+        """Every batch from the cursor to the end of its epoch, each in the form that :meth:`step` takes."""
+
+    def step(self, window: Window, batch: Any, factor: float | None) -> None:
+        """Make one update with the mean loss over the batch; ``factor`` is the learning rate's (None: as it is)."""
+
+    def peek(self) -> Figures | None:
+        """The newest sums of this process that have arrived by themselves; never waits."""
+
+    def read(self) -> list[Figures]:
+        """The sums since the last reset, one entry per process; waits."""
+
+    def reset(self) -> None:
+        """All sums to zero: an epoch begins."""
+
+    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
+        """The figures over the test set, every sample counted once (None: there is none); says ``alive()`` often."""
+
+    def save(self) -> Saved | None:
+        """The state of this moment; only the first process needs to have it."""
+
+    def restore(self, state: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
+        """Go on from what :meth:`save` gave, maybe on other devices; ``figures`` are this process's sums."""
+
+    def from_first(self, data: bytes) -> bytes:
+        """The bytes that the first process has."""
+
+    def close(self) -> None:
+        """Leave model and optimizer as the caller's own."""

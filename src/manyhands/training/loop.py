@@ -1,0 +1,171 @@
+"""Training from the first step to the last, in any framework: a learner makes the steps, the loop does the rest.
+
+Nothing in a step makes the host wait: losses stay on the devices, and what is shown is what has arrived by itself. The
+host waits at the end of an epoch and for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from manyhands.errors import LossIsNotANumber
+from manyhands.training import saving
+from manyhands.training.figures import Figures, or_none, together
+from manyhands.training.learner import Learner, Say, Schedule
+from manyhands.training.order import Cursor, Window, epoch_order
+from manyhands.training.result import Result
+from manyhands.training.run_folder import RunFolder
+from manyhands.training.settings import Settings
+
+_SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
+_NAMED = 8  # samples of a batch that an error lists
+
+
+class Loop:
+    """One process's view of a job while it runs."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        settings: Settings,
+        say: Say,
+        *,
+        schedule: Schedule | None = None,
+        run: Path | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        """``resume`` is a checkpoint, or a folder of them, that the first process can read."""
+        self.learner, self.settings, self.say, self.schedule = learner, settings, say, schedule
+        self.result = Result()
+        self.cursor = Cursor()
+        self.keeps_checkpoints = run is not None
+        self.run = RunFolder.open(run) if run is not None and self.first else None
+        self._shown = time.perf_counter()
+        saving.restore(self, resume)
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and shows things."""
+        return self.learner.rank == 0
+
+    def fit(self) -> Result:
+        try:
+            self.say_alive()
+            while self.cursor.epoch < self.settings.max_epochs:
+                whole = self.cursor.sample == 0
+                start = time.perf_counter()
+                self._train_epoch()
+                figures = self._read_figures()
+                seconds = time.perf_counter() - start
+                self._end_epoch(figures, seconds, whole=whole)
+            self.result.notes = self.learner.notes
+            self.result.shares = self.learner.shares
+            return self.result
+        finally:
+            self.learner.close()
+
+    def _train_epoch(self) -> None:
+        first = self.cursor.step
+        for window, batch in self.learner.batches(self.cursor):
+            self.learner.step(window, batch, self._factor(window))
+            self.cursor = self.cursor.after(window)
+            self._look(window)
+            every = self.settings.checkpoint_every
+            if every and self.cursor.step % every == 0 and self.cursor.step > first:
+                saving.save(self)
+
+    def _factor(self, window: Window) -> float | None:
+        """The learning rate's factor at this batch; None where there is no schedule."""
+        if self.schedule is None:
+            return None
+        count = self.learner.data.count
+        done = window.epoch + (window.start / count if count else 0.0)
+        return self.schedule(done / self.settings.max_epochs)
+
+    def _look(self, window: Window) -> None:
+        """Now and then: say how far this process is, with the figures that have arrived by themselves."""
+        now = time.perf_counter()
+        if now - self._shown < _SHOW_EVERY:
+            return
+        self._shown = now
+        figures = self.learner.peek()
+        if figures is not None:
+            self.check_numbers(figures)
+        count = self.learner.data.count
+        self.say(
+            {
+                "kind": "progress",
+                "epoch": window.epoch,
+                "step": self.cursor.step,
+                "batch": self.cursor.batch,
+                "batches": -(-count // self.settings.batch_size) if count else None,
+                "samples": self.cursor.sample,
+                "loss": figures.loss if figures and figures.count else None,
+                "accuracy": or_none(figures.accuracy) if figures else None,
+            }
+        )
+
+    def say_alive(self) -> None:
+        self._shown = time.perf_counter()
+        self.say({"kind": "alive", "step": self.cursor.step})
+
+    def _say_alive_now_and_then(self) -> None:
+        if time.perf_counter() - self._shown > _SHOW_EVERY:
+            self.say_alive()
+
+    # Losses that are no numbers
+
+    def check_numbers(self, figures: Figures) -> None:
+        if figures.bad_step is None or self.settings.on_nan == "continue":
+            return
+        raise LossIsNotANumber(
+            f"{self._bad_step_in_words(figures.bad_step)}. A smaller learning rate or gradient_clip_val may help; "
+            "on_nan='continue' goes on regardless"
+        )
+
+    def _bad_step_in_words(self, step: int) -> str:
+        size, epoch = self.settings.batch_size, self.cursor.epoch
+        batch = self.cursor.batch - (self.cursor.step - step)
+        which = f"batch {batch} of the loader"
+        data = self.learner.data
+        if data.count is not None:
+            order = epoch_order(self.settings.seed, epoch, data.count, shuffle=data.shuffle)
+            numbers = order[batch * size : (batch + 1) * size]
+            which = f"samples {', '.join(map(str, numbers[:_NAMED]))}{', ...' if len(numbers) > _NAMED else ''}"
+        return f"the loss of step {step} is not a number (epoch {epoch + 1}, {which})"
+
+    # The end of an epoch
+
+    def _read_figures(self) -> Figures:
+        """The epoch's figures over all processes; waits."""
+        figures = together(self.learner.read())
+        self.check_numbers(figures)
+        if figures.bad_step is not None and self.first:
+            self.say({"kind": "warning", "text": f"{self._bad_step_in_words(figures.bad_step)}; going on, as asked"})
+        return figures
+
+    def _end_epoch(self, figures: Figures, seconds: float, *, whole: bool) -> None:
+        epoch = self.cursor.epoch
+        self.say_alive()
+        tested = self.learner.evaluate(self._say_alive_now_and_then)
+        self.say_alive()
+        self.cursor = self.cursor.next_epoch()
+        self.learner.reset()
+        row = {
+            "epoch": epoch + 1,
+            "step": self.cursor.step,
+            "train_loss": or_none(figures.loss),
+            "train_acc": or_none(figures.accuracy),
+            "test_loss": or_none(tested.loss) if tested else None,
+            "test_acc": or_none(tested.accuracy) if tested else None,
+            "samples": int(figures.count),
+            "seconds": seconds,
+            "whole": whole,
+        }
+        self.result.rows.append(row)
+        if self.run is not None:
+            self.run.append_metrics(row)
+        self.say({"kind": "epoch", **row})
+        if not self.settings.checkpoint_every or self.cursor.epoch == self.settings.max_epochs:
+            saving.save(self)

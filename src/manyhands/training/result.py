@@ -1,0 +1,35 @@
+"""What came of a job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Result:
+    """What came of a job: one row per epoch, and what is worth knowing."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
+    shares: list[float] | None = None
+    run: str | None = None
+
+    @property
+    def test_accuracy(self) -> float:
+        accuracy = self.rows[-1].get("test_acc") if self.rows else None
+        return math.nan if accuracy is None else float(accuracy)
+
+    @property
+    def seconds_per_epoch(self) -> float:
+        """The mean over whole epochs, the first apart where there are others (it warms up)."""
+        seconds = [row["seconds"] for row in self.rows if row.get("whole", True)]
+        seconds = seconds[1:] or seconds
+        return sum(seconds) / len(seconds) if seconds else math.nan
+
+    def __str__(self) -> str:
+        """The book's line."""
+        accuracy = f"test acc {self.test_accuracy:.3f}, " if not math.isnan(self.test_accuracy) else ""
+        return f"{accuracy}{self.seconds_per_epoch:.2f} sec/epoch on [{', '.join(self.devices)}]"

@@ -1,0 +1,103 @@
+"""Writing a job's checkpoint, and going on from one: the part that is the same in every framework."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
+from manyhands.training import checkpoint
+from manyhands.training.figures import Figures, of_one, together
+from manyhands.training.learner import Learner
+from manyhands.training.order import Cursor
+from manyhands.training.settings import Settings
+
+if TYPE_CHECKING:
+    from manyhands.training.loop import Loop
+
+
+def save(loop: Loop) -> None:
+    """Write a checkpoint of this moment; every process takes part, the first one writes."""
+    if not loop.keeps_checkpoints:
+        return
+    learner = loop.learner
+    figures = learner.read()
+    loop.check_numbers(together(figures))
+    saved = learner.save()
+    if loop.run is None or saved is None:
+        return
+    content = {
+        **saved.state,
+        "framework": learner.framework,
+        "cursor": asdict(loop.cursor),
+        "settings": loop.settings.as_dict(),
+        "samples": learner.data.count,
+        "shuffle": learner.data.shuffle,
+        "optimizer_type": learner.optimizer_name,
+        "figures": [one.as_json() for one in figures],
+        "shares": learner.shares,
+    }
+    loop.say_alive()
+    try:
+        checkpoint.save(
+            loop.run.checkpoints, loop.cursor.step, content, saved.blobs, keep=loop.settings.keep_checkpoints
+        )
+    except CheckpointNotWritten as error:
+        loop.say({"kind": "warning", "text": f"{error}; the training goes on, the older checkpoint stays"})
+    loop.say_alive()
+
+
+def restore(loop: Loop, path: Path | None) -> None:
+    """Go on where a checkpoint stands, if there is one; on another number of devices too.
+
+    The first process reads it and sends it to the others, which may be on machines that do not have the file.
+    """
+    learner = loop.learner
+    found = checkpoint.load(path) if path is not None and loop.first else None
+    header = {"state": found.state, "blobs": list(found.blobs)} if found is not None else {}
+    header = json.loads(learner.from_first(json.dumps(header).encode()))
+    if not header:
+        return
+    blobs = {name: learner.from_first(found.blobs[name] if found else b"") for name in header["blobs"]}
+    state = header["state"]
+    check_fits(state, loop.settings, learner)
+    figures = [Figures.from_json(one) for one in state["figures"]]
+    learner.restore(state, blobs, of_one(figures, learner.rank, learner.size))
+    loop.cursor = Cursor(**state["cursor"])
+    if loop.run is not None:
+        # A row stands at the last step of its epoch: if that epoch is not over yet, it will come again.
+        loop.run.truncate_metrics(loop.cursor.step - (1 if loop.cursor.sample else 0))
+        loop.result.rows = [row for row in loop.run.metrics() if "epoch" in row]
+        checkpoint.drop_after(loop.run.checkpoints, loop.cursor.step)
+    loop.result.rows = json.loads(learner.from_first(json.dumps(loop.result.rows).encode()))
+
+
+def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -> None:
+    """Refuse to go on with data or settings that would make it another job."""
+    made_by = saved.get("framework", "torch")
+    if made_by != learner.framework:
+        raise WrongCheckpoint(
+            f"the checkpoint was made with {made_by}, this job runs on {learner.framework}: make one for it with "
+            f"manyhands convert RUN --to {learner.framework}"
+        )
+    before = saved["settings"]
+    for name in ("batch_size", "seed"):
+        if before[name] != getattr(settings, name):
+            raise WrongCheckpoint(
+                f"the checkpoint is of a job with {name}={before[name]}, this one has {getattr(settings, name)}: the "
+                f"order of samples would not be the same. Give {name}={before[name]}"
+            )
+    if saved["samples"] != learner.data.count:
+        raise WrongCheckpoint(
+            f"the checkpoint is of a data set of {saved['samples']} samples, this one has {learner.data.count}"
+        )
+    if saved["shuffle"] != learner.data.shuffle:
+        raise WrongCheckpoint("the checkpoint is of data in another order: one is shuffled, the other is not")
+    if saved["optimizer_type"] not in (None, learner.optimizer_name):  # None: only the weights, they were converted
+        raise WrongCheckpoint(
+            f"the checkpoint holds the state of the optimizer {saved['optimizer_type']}, this job has a "
+            f"{learner.optimizer_name}"
+        )
