@@ -1,0 +1,133 @@
+"""Where samples come from in JAX, TensorFlow and MXNet: arrays of NumPy's, or a loader with an order of its own.
+
+PyTorch has sources of its own (:mod:`.torch.sources`), because it has datasets and loaders of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.errors import BadBatch, NotATensor
+from manyhands.training.order import epoch_order
+
+Batch = tuple[Any, ...]
+Array = NDArray[Any]
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Arrays with one row per sample.
+
+    ``prepare`` makes a batch of gathered rows, on the device and with the framework's own operations (bytes become
+    numbers from 0 to 1); ``native`` makes the framework's tensors of NumPy's rows. Iterating gives native, prepared
+    batches, for loops written by hand.
+    """
+
+    arrays: tuple[Array, ...]
+    prepare: Callable[[Batch], Batch] = _as_it_is
+    native: Callable[[Array], Any] = np.asarray
+    batch_size: int | None = None
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        lengths = [len(array) for array in self.arrays]
+        if not lengths or len(set(lengths)) != 1:
+            raise BadBatch(f"the arrays of a data set must have the same number of samples, these have {lengths}")
+        if not lengths[0]:
+            raise BadBatch("the data set is empty: there is nothing to train on")
+
+    @property
+    def count(self) -> int:
+        return len(self.arrays[0])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def rows(self, numbers: Sequence[int] | NDArray[np.int64] | slice) -> tuple[Array, ...]:
+        """The samples of those numbers, as they are in memory: neither native nor prepared."""
+        return tuple(array[numbers] for array in self.arrays)
+
+    def first(self, count: int) -> Arrays:
+        """Only the first samples."""
+        return replace(self, arrays=self.rows(slice(count)))
+
+    def __len__(self) -> int:
+        return -(-self.count // (self.batch_size or 1))
+
+    def __iter__(self) -> Iterator[Batch]:
+        seed = int(np.random.default_rng().integers(2**62)) if self.shuffle else 0
+        order = epoch_order(seed, 0, self.count, shuffle=self.shuffle)
+        for start in range(0, self.count, self.batch_size or 1):
+            rows = self.rows(order[start : start + (self.batch_size or 1)])
+            yield self.prepare(tuple(map(self.native, rows)))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A loader that gives batches (inputs, target) in an order of its own; every process reads all of it."""
+
+    loader: Any
+    batch_size: int | None = None
+    shuffle: bool = False
+    count: None = None
+
+    def batches(self, skip: int) -> Iterator[tuple[Array, ...]]:
+        """The batches after the first few, in NumPy's arrays, without empty ones."""
+        number = 0
+        for batch in self.loader:
+            parts = _parts(batch)
+            if not len(parts[0]):
+                continue
+            if number >= skip:
+                yield parts
+            number += 1
+
+
+Source = Arrays | Stream
+
+
+def source(data: Any, *, shuffle: bool = True) -> Source:
+    """The source that fits what the user has: arrays of any framework, something that gives batches, or a source."""
+    if isinstance(data, (Arrays, Stream)):
+        return data
+    if is_array(data):
+        return Arrays((np.asarray(data),), shuffle=shuffle)
+    if isinstance(data, (tuple, list)) and data and all(map(is_array, data)):
+        return Arrays(tuple(as_numpy(part) for part in data), shuffle=shuffle)
+    if hasattr(data, "__iter__"):
+        return Stream(data)
+    raise NotATensor(
+        f"a {type(data).__name__} is no data to train on: give (X, y) arrays, or a loader that gives batches (X, y)"
+    )
+
+
+def is_array(part: Any) -> bool:
+    """Whether it is an array of NumPy's or of a framework: something with a shape and a dtype."""
+    return hasattr(part, "shape") and hasattr(part, "dtype")
+
+
+def as_numpy(part: Any) -> Array:
+    """An array of a framework in the host's memory; MXNet's has its own word for it."""
+    return np.asarray(part.asnumpy() if hasattr(part, "asnumpy") else part)
+
+
+def _parts(batch: Any) -> tuple[Array, ...]:
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise BadBatch(f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both")
+    parts = tuple(map(as_numpy, batch))
+    if len({len(part) for part in parts}) != 1:
+        raise BadBatch(
+            f"the parts of a batch have {', '.join(str(len(part)) for part in parts)} rows: every part needs one row per "
+            "sample"
+        )
+    return parts
