@@ -33,7 +33,7 @@ from peers import Outcome, Problem
 
 from manyhands import machine
 from manyhands.training import fashion_mnist
-from manyhands.training.torch.recipes import one_cycle
+from manyhands.training.recipes import one_cycle
 from manyhands.training.torch.sources import Arrays, scale_images
 from manyhands.training.torch.trainer import Trainer
 

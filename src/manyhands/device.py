@@ -14,6 +14,8 @@ from manyhands.errors import BadDevice, DuplicateDevices
 
 Kind = Literal["cpu", "gpu", "virtual"]
 
+FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")  # whose devices these are; the first comes first
+
 _NAME = re.compile(r"(?P<kind>[a-z]+)(?::(?P<index>[0-9]+))?\Z")
 _KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "virtual": "virtual"}
 

@@ -19,6 +19,7 @@ from manyhands.backends import torch_workers as _workers  # noqa: E402
 from manyhands.engine.futures import Future, task  # noqa: E402
 from manyhands.engine.futures import parallel as _Scope  # noqa: E402
 from manyhands.engine.parallel import Parallel  # noqa: E402
+from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
 from manyhands.training.torch.book import DataModule, Module  # noqa: E402
 from manyhands.training.torch.datasets import load_data_fashion_mnist  # noqa: E402
@@ -28,7 +29,7 @@ from manyhands.training.torch.figures import (  # noqa: E402
     evaluate_accuracy_gpus,
 )
 from manyhands.training.torch.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.torch.recipes import one_cycle  # noqa: E402
+from manyhands.training.torch.recipes import load_model  # noqa: E402
 from manyhands.training.torch.trainer import Trainer, train  # noqa: E402
 from manyhands.training.vocabulary import (  # noqa: E402
     Accumulator,
@@ -116,6 +117,7 @@ __all__ = [
     "gpu",
     "lenet",
     "load_data_fashion_mnist",
+    "load_model",
     "memory",
     "num_gpus",
     "one_cycle",

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import devices, parallel, parity, train
+from manyhands.cli import convert, devices, parallel, parity, train
 from manyhands.errors import ManyhandsError
 
-_COMMANDS = (devices, train, parity, parallel)
+_COMMANDS = (devices, train, parity, convert, parallel)
 
 
 def parser() -> argparse.ArgumentParser:

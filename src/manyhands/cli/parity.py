@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import script
+from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
+
+if TYPE_CHECKING:
+    from manyhands.training.recipes import Recipes
 
 
 def add(commands: Any) -> None:
@@ -20,17 +24,25 @@ def add(commands: Any) -> None:
         metavar="MODEL_OR_SCRIPT",
         help="resnet18, lenet, small-resnet, mlp, or script.py:function, which gives (model, (X, y)) or (.., .., loss)",
     )
-    parser.add_argument("--devices", type=int, default=2, help="processes on the CPU to compare with one (default 2)")
+    parser.add_argument("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0])
+    parser.add_argument("--devices", type=int, default=2, help="made of the CPU, to compare with one (default 2)")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.set_defaults(run_command=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.training.torch import parity
+    from manyhands.training import parity
+    from manyhands.training import recipes as _recipes
 
-    model, data, loss = _what(options.model)
+    if options.devices < 2:
+        raise BadSettings(f"--devices {options.devices}: one device is held against several, give 2 or more")
+    recipes = _recipes.of(options.framework)
+    recipes.on_cpu(options.devices)
+    model, data, loss = _what(options.model, recipes)
     print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
-    found = parity.compare(model, data, options.devices, loss=loss, batch_size=options.batch_size)
+    found = parity.compare(
+        lambda way: recipes.trained(model, data, way, loss), data.count, options.devices, batch_size=options.batch_size
+    )
     for one in found:
         shares = "even" if one.shares is None else ":".join(f"{share:g}" for share in one.shares)
         verdict = "equal" if one.equal else "NOT EQUAL"
@@ -39,23 +51,15 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(one.equal for one in found) else 1
 
 
-def _what(text: str) -> tuple[Any, Any, Any]:
+def _what(text: str, recipes: Recipes) -> tuple[Any, Any, Any]:
     """Model, data and loss: by name, or from the user's script."""
     from manyhands.training import fashion_mnist
-    from manyhands.training.torch import datasets
-    from manyhands.training.torch.models import MODELS, initialise
-    from manyhands.training.torch.sources import Arrays, source
+    from manyhands.training.recipes import MODELS
 
     if text in MODELS:
-        net = MODELS[text](num_classes=10)
-        initialise(net, 0)
-        return net, datasets.of(fashion_mnist.load(), None)[0], None
+        return recipes.model(text, 0), recipes.data(fashion_mnist.load(), None)[0], None
     if ":" not in text:
         raise BadSettings(f"{text!r} is neither one of {', '.join(MODELS)} nor script.py:function")
     _, function = script.load(text)
-    made = function()
-    model, data, *loss = made
-    arrays = source(data)
-    if not isinstance(arrays, Arrays):
-        raise BadSettings(f"{text} must give its data as (X, y) tensors or arrays, not a {type(data).__name__}")
-    return model, arrays, loss[0] if loss else None
+    model, data, *loss = function()
+    return model, recipes.arrays(data), loss[0] if loss else None

@@ -21,8 +21,8 @@ from dataclasses import asdict
 from typing import Any
 
 from manyhands import measure, placement
+from manyhands.device import FRAMEWORKS
 
-FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 _SECONDS = 300
 _MODEST = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from manyhands.errors import BadDevice, BadShares
+from manyhands.device import FRAMEWORKS
+from manyhands.errors import BadDevice, BadShares, WrongCheckpoint
+
+if TYPE_CHECKING:
+    from manyhands.training.recipes import Recipes
 
 
 def add(commands: Any) -> None:
@@ -16,10 +21,11 @@ def add(commands: Any) -> None:
         description="Train on Fashion-MNIST. Without a GPU: a model that is ready in about a minute on two cores.",
     )
     option = parser.add_argument
+    option("--framework", choices=FRAMEWORKS, help="default: that of the resumed run, else the first that is installed")
     option(
         "--model", choices=["resnet18", "lenet", "small-resnet", "mlp"], help="default: resnet18 on a GPU, else lenet"
     )
-    option("--devices", default="all", help="all, 2 (GPUs), gpu:0,gpu:1, cpu, cpu:2 (two processes), gpu:0,cpu")
+    option("--devices", default="all", help="all, 2 (GPUs), gpu:0,gpu:1, cpu, cpu:2 (two made of the CPU), gpu:0,cpu")
     option("--batch-size", type=int, help="samples of one step over all devices together")
     option("--lr", type=float, help="the largest learning rate of the cycle")
     option("--epochs", type=int)
@@ -38,28 +44,32 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands import torch as mh
     from manyhands.training import fashion_mnist, launcher, plot
-    from manyhands.training.torch import datasets, recipes, world
-    from manyhands.training.torch.models import MODELS, initialise
+    from manyhands.training import recipes as _recipes
 
-    devices, ranks = parse_devices(options.devices, mh.num_gpus())
+    begun_with = _framework_of(options.resume or options.run)
+    framework = options.framework or begun_with or _first_installed()
+    if begun_with not in (None, framework):
+        raise WrongCheckpoint(
+            f"{options.resume or options.run} is a run of {begun_with}: make one for {framework} of it with "
+            f"manyhands convert {options.resume or options.run} --to {framework}"
+        )
+    recipes = _recipes.of(framework)
+    mh: Any = importlib.import_module(f"manyhands.{framework}")
+    where = trainer_devices(options.devices, recipes, mh)
     data = fashion_mnist.load(options.data)
     samples = len(data.train.labels)
     say = print if launcher.is_first() else _say_nothing
     say(f"data: {data.source}; {samples:,} to train on, {len(data.test.labels):,} to test with")
-    # Under torchrun all ranks do the same job, in the folder that the first one makes.
-    folder_name, chosen = world.from_first(lambda: _choose(options, _on_gpu(devices), samples))
+    # Under torchrun all processes do the same job, in the folder that the first one makes.
+    folder_name, chosen = recipes.from_first(lambda: _choose(options, framework, recipes, where, samples))
     folder = Path(folder_name)
-    net = MODELS[chosen["model"]](num_classes=10)
-    initialise(net, chosen["seed"])
     trainer = mh.Trainer(
         chosen["epochs"],
-        devices=devices,
-        ranks_per_device=ranks,
+        **where,
         lr=chosen["lr"],
-        optimizer=recipes.Nesterov(chosen["lr"]),
-        schedule=recipes.one_cycle,
+        optimizer=recipes.nesterov(chosen["lr"]),
+        schedule=_recipes.one_cycle,
         shares=parse_shares(options.shares),
         seed=chosen["seed"],
         precision=options.precision,
@@ -71,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         checkpoint_every=options.checkpoint_every,
         quiet=options.quiet,
     )
-    result = trainer.fit(net, datasets.of(data, chosen["batch_size"]))
+    result = trainer.fit(recipes.model(chosen["model"], chosen["seed"]), recipes.data(data, chosen["batch_size"]))
     for note in result.notes:
         say(note)
     if not launcher.is_first():
@@ -83,19 +93,33 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _on_gpu(devices: list[str]) -> bool:
-    return any(name != "cpu" for name in devices)
+def _first_installed() -> str:
+    from manyhands.placement import installed
+
+    return next((name for name in FRAMEWORKS if installed(name)), FRAMEWORKS[0])
+
+
+def _framework_of(run: Path | None) -> str | None:
+    """The framework that a run was begun with; None where there is no run yet."""
+    from manyhands.training.run_folder import RunFolder
+
+    if run is None or not RunFolder(run).config_path.exists():
+        return None
+    return str(RunFolder(run).config.get("train", {}).get("framework", FRAMEWORKS[0]))
 
 
 def _say_nothing(*_: object) -> None:
     pass
 
 
-def _choose(options: argparse.Namespace, on_gpu: bool, samples: int) -> tuple[str, dict[str, Any]]:
+def _choose(
+    options: argparse.Namespace, framework: str, recipes: Recipes, where: dict[str, Any], samples: int
+) -> tuple[str, dict[str, Any]]:
     """The run folder, and what is trained there: as asked, as the resumed run was begun, or what suits the machine."""
+    from manyhands.training.recipes import for_a_minute
     from manyhands.training.run_folder import RunFolder
-    from manyhands.training.torch import recipes
 
+    on_gpu = any(str(name).startswith("gpu") for name in where["devices"])
     run = RunFolder.open(options.resume) if options.resume else _run_at(options.run)
     before = run.config if run.config_path.exists() else {}
     begun = before.get("train", {})
@@ -105,13 +129,21 @@ def _choose(options: argparse.Namespace, on_gpu: bool, samples: int) -> tuple[st
     asked = {name: value for name in chosen if (value := getattr(options, name)) is not None}
     chosen |= {**begun, **asked}
     if not on_gpu and not begun and "model" not in asked and "epochs" not in asked:
-        chosen["model"], chosen["epochs"] = recipes.for_a_minute(chosen["batch_size"], samples)
+        chosen["model"], chosen["epochs"] = for_a_minute(recipes, chosen["batch_size"], samples)
         print(
             f"no GPU: {chosen['model']} for {chosen['epochs']} epochs, which takes about a minute here "
             "(--model resnet18 for the book's, --epochs for another number)"
         )
-    run.config = {**before, "train": chosen}
+    run.config = {**before, "train": {**chosen, "framework": framework}}
     return str(run.path.absolute()), chosen
+
+
+def trainer_devices(text: str, recipes: Recipes, mh: Any) -> dict[str, Any]:
+    """The trainer's options for what ``--devices`` asks."""
+    # Virtual devices come before anything that would start a framework.
+    if text.strip().lower().partition(":")[0] == "cpu" and "," not in text:
+        return recipes.on_cpu(parse_devices(text, 0)[1])
+    return {"devices": parse_devices(text, mh.num_gpus())[0]}
 
 
 def parse_devices(text: str, gpus: int) -> tuple[list[str], int]:

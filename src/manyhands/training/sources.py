@@ -127,7 +127,7 @@ def _parts(batch: Any) -> tuple[Array, ...]:
     parts = tuple(map(as_numpy, batch))
     if len({len(part) for part in parts}) != 1:
         raise BadBatch(
-            f"the parts of a batch have {', '.join(str(len(part)) for part in parts)} rows: every part needs one row per "
-            "sample"
+            f"the parts of a batch have {', '.join(str(len(part)) for part in parts)} rows: every part needs one row "
+            "per sample"
         )
     return parts

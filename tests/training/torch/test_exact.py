@@ -30,7 +30,7 @@ from training_cases import (
     vectors,
 )
 
-from manyhands.training.torch.recipes import one_cycle
+from manyhands.training.recipes import one_cycle
 
 CLOSE = 1e-12
 

@@ -14,12 +14,12 @@ from training_cases import convnet, images, mlp, vectors
 
 from manyhands.training import loop as loop_module
 from manyhands.training.order import Cursor
+from manyhands.training.recipes import one_cycle
 from manyhands.training.settings import Settings
 from manyhands.training.torch import metrics
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.rank import loop_of
-from manyhands.training.torch.recipes import one_cycle
 from manyhands.training.torch.sources import source
 from manyhands.training.torch.step import EagerStep
 from manyhands.training.torch.world import World

@@ -17,8 +17,9 @@ from torch import nn
 from training_cases import Rows, fit, mlp, vectors
 
 from manyhands.errors import BadRunFolder
+from manyhands.training import parity
 from manyhands.training.settings import Settings
-from manyhands.training.torch import parity, pool, state
+from manyhands.training.torch import pool, state
 from manyhands.training.torch.job import set_torch_settings, torch_settings
 from manyhands.training.torch.trainer import Trainer
 from manyhands.training.vocabulary import add_to_class

@@ -1,20 +1,30 @@
-"""How ``manyhands train`` trains: the optimizer, its schedule, and how long."""
+"""How the command trains with PyTorch: see :class:`manyhands.training.recipes.Recipes`."""
 
 from __future__ import annotations
 
 import copy
-import math
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from manyhands.training.torch.models import MODELS
+from manyhands.errors import BadSettings
+from manyhands.training import recipes
+from manyhands.training.fashion_mnist import FashionMnist
+from manyhands.training.parity import Way
+from manyhands.training.torch import datasets, state, world
+from manyhands.training.torch.models import MODELS, initialise
+from manyhands.training.torch.sources import Arrays, source
+from manyhands.training.torch.trainer import Trainer
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
-def one_cycle(done: float) -> float:
-    """Up in a line to 1 during the first fifth, then down to nothing along a cosine."""
-    return done / 0.2 + 0.04 if done < 0.19 else 0.5 + 0.5 * math.cos(math.pi * min(1.0, (done - 0.19) / 0.81))
+def model(name: str, seed: int) -> torch.nn.Module:
+    return initialise(MODELS[name](num_classes=10), seed)
 
 
 class Nesterov:
@@ -27,9 +37,20 @@ class Nesterov:
         return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
 
 
-def seconds_per_epoch(net: torch.nn.Module, batch_size: int, samples: int) -> float:
-    """About how long an epoch takes on this machine's CPU, by the time of three steps."""
-    net = copy.deepcopy(net)
+nesterov = Nesterov
+
+
+def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
+    return datasets.of(data, batch_size)
+
+
+def on_cpu(count: int) -> dict[str, Any]:
+    """Each is a process of its own."""
+    return {"devices": ["cpu"], "ranks_per_device": count}
+
+
+def seconds_per_epoch(name: str, batch_size: int, samples: int) -> float:
+    net = model(name, 0)
     images, labels = torch.rand(batch_size, 1, 28, 28), torch.zeros(batch_size, dtype=torch.int64)
     seconds = []
     for _ in range(3):
@@ -39,10 +60,36 @@ def seconds_per_epoch(net: torch.nn.Module, batch_size: int, samples: int) -> fl
     return min(seconds) * samples / batch_size
 
 
-def for_a_minute(batch_size: int, samples: int) -> tuple[str, int]:
-    """A model and a number of epochs (at most four) that a CPU is ready with in about a minute."""
-    for name in ("lenet", "mlp"):
-        seconds = seconds_per_epoch(MODELS[name](num_classes=10), batch_size, samples)
-        if seconds < 75:
-            break
-    return name, max(1, min(4, round(60 / seconds)))
+def from_first(make: Callable[[], Any]) -> Any:
+    return world.from_first(make)
+
+
+def arrays(data: Any) -> Arrays:
+    found = source(data)
+    if not isinstance(found, Arrays):
+        raise BadSettings(f"give the data as (X, y) tensors or arrays, not a {type(data).__name__}")
+    return found
+
+
+def trained(model: torch.nn.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, np.ndarray[Any, Any]]:
+    net = copy.deepcopy(model).to(_DTYPES[way.precision])
+    part = Arrays(tuple(t[: way.samples] for t in data.tensors), data.prepare, way.batch_size)
+    how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
+    trainer = Trainer(way.epochs, optimizer=_Momentum(), quiet=True, **on_cpu(way.devices), **how)
+    trainer.fit(net, part)
+    return {name: tensor.numpy() for name, tensor in net.state_dict().items()}
+
+
+class _Momentum:
+    """An optimizer with a memory, so that differences of early steps would show."""
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+
+
+def load_model(run: str | Path) -> torch.nn.Module:
+    """The model that ``manyhands train`` has trained in a run, on the CPU, with the weights of its last checkpoint."""
+    name, weights = recipes.weights_of(run, "torch")
+    net = MODELS[name](num_classes=10)
+    state.restore_model(net, weights)
+    return net

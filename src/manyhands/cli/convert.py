@@ -1,0 +1,29 @@
+"""``manyhands convert``: the weights of a run, for another framework."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="make a run's weights ready for another framework",
+        description="Makes a new run with the same weights in the other framework's form. It can be loaded there "
+        "(mh.load_model(RUN)) and trained on (manyhands train --resume RUN). No framework needs to be installed.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder of manyhands train")
+    parser.add_argument("--to", required=True, metavar="FRAMEWORK", help="torch, jax, tensorflow or mxnet")
+    parser.add_argument("--out", type=Path, help="the new run's folder; default: RUN-FRAMEWORK beside it")
+    parser.set_defaults(run_command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from manyhands.training import convert
+
+    source = convert.framework_of(options.run)
+    made = convert.convert(options.run, options.to, options.out)
+    print(f"{made}: the weights of {options.run}, from {source} to {options.to}")
+    return 0

@@ -1,0 +1,64 @@
+"""A run's weights for another framework: the same LeNet or ResNet-18, under other names and in another memory layout.
+
+Weights go over a common form, PyTorch's names and layouts; each framework's ``layout`` module knows the way there and
+back. They are NumPy only, so no framework has to be installed: MXNet cannot even be in one environment with the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load, save
+
+from manyhands.device import FRAMEWORKS
+from manyhands.errors import BadRunFolder, BadSettings
+from manyhands.training import checkpoint
+from manyhands.training.recipes import weights_of
+from manyhands.training.run_folder import RunFolder
+
+_KEPT = ("cursor", "settings", "samples", "shuffle", "figures", "shares")
+
+
+def framework_of(run: Path) -> str:
+    """The framework that trained a run."""
+    found: str = checkpoint.load(RunFolder.open(run).checkpoints).state.get("framework", "torch")
+    return found
+
+
+def convert_weights(weights: bytes, model: str, source: str, target: str) -> bytes:
+    """Weights in one framework's names and layouts, in another's; safetensors."""
+    common = _layout(source).to_common(load(weights), model)
+    converted: dict[str, Any] = _layout(target).from_common(common, model)
+    return save({name: tensor.copy(order="C") for name, tensor in converted.items()})
+
+
+def convert(run: Path, target: str, out: Path | None = None) -> Path:
+    """A new run with the weights of a run's last checkpoint, that the other framework can load and go on with.
+
+    The order of samples is the same in every framework, so the new run goes on at the very batch. The optimizer begins
+    anew: what it remembers is not the same in all frameworks.
+    """
+    if target not in FRAMEWORKS:
+        raise BadSettings(f"there is no framework {target!r}: choose one of {', '.join(FRAMEWORKS)}")
+    source = framework_of(run)
+    model, weights = weights_of(run, source)
+    if out is not None and out.resolve() == run.resolve():
+        raise BadRunFolder(f"{run} would be overwritten: give another folder")
+    before = RunFolder.open(run)
+    config, found = before.config, checkpoint.load(before.checkpoints)
+    made = RunFolder.at(out) if out is not None else RunFolder.create(run.parent, f"{run.name}-{target}")
+    if checkpoint.latest(made.checkpoints) is not None:
+        raise BadRunFolder(f"{made.path} holds checkpoints already: give another folder")
+    made.config = {**config, "train": {**config["train"], "framework": target}, "converted_from": str(run)}
+    for row in before.metrics():
+        made.append_metrics(row)
+    state = {name: found.state[name] for name in _KEPT} | {"framework": target, "optimizer_type": None}
+    blobs = {"model": convert_weights(weights, model, source, target)}
+    checkpoint.save(made.checkpoints, found.step, state, blobs)
+    return made.path
+
+
+def _layout(framework: str) -> Any:
+    return importlib.import_module(f"manyhands.training.{framework}.layout")
