@@ -14,13 +14,13 @@ HERE := $(filter-out $(SKIPPED),$(FRAMEWORKS))
 # Virtual devices are asked for below, where they are meant: not by what happens to be set outside.
 export MANYHANDS_VIRTUAL_DEVICES :=
 
-.PHONY: run test lint types test-core test-gpu test-training $(addprefix test-,$(FRAMEWORKS)) skipped \
-	bench $(addprefix bench-,$(FRAMEWORKS)) clean
+.PHONY: run test lint types test-core test-gpu $(addprefix test-,$(FRAMEWORKS)) \
+	$(addprefix test-training-,$(FRAMEWORKS)) skipped bench $(addprefix bench-,$(FRAMEWORKS)) clean
 
 run: $(VENVS)/torch/.ready
 	$(TORCH)/manyhands train
 
-test: lint types $(addprefix test-,$(HERE)) skipped
+test: lint types $(addprefix test-training-,$(HERE)) $(addprefix test-,$(HERE)) skipped
 
 lint: $(VENVS)/torch/.ready
 	$(TORCH)/ruff check src tests benchmarks requirements
@@ -37,16 +37,17 @@ test-core: $(VENVS)/torch/.ready
 test-gpu: $(VENVS)/torch/.ready
 	$(TORCH)/pytest tests/gpu -rs
 
-# Training starts processes of its own: once is enough, virtual devices change nothing there.
-test-training: $(VENVS)/torch/.ready
-	$(TORCH)/pytest tests/training/torch
-
-test-torch: test-core test-gpu test-training
+test-torch: test-core test-gpu
 
 # The contract suite, and what is each framework's own: with the devices that are there, then with virtual ones.
 $(addprefix test-,$(FRAMEWORKS)): test-%: $(VENVS)/%/.ready
 	$(VENVS)/$*/bin/pytest tests/contract tests/own/$* --framework $*
 	MANYHANDS_VIRTUAL_DEVICES=$(VIRTUAL) $(VENVS)/$*/bin/pytest tests/contract tests/own/$* --framework $*
+
+# Training makes its devices itself. The contract suite, then what is each framework's own.
+$(addprefix test-training-,$(FRAMEWORKS)): test-training-%: $(VENVS)/%/.ready
+	$(VENVS)/$*/bin/pytest tests/training/contract --framework $*
+	$(VENVS)/$*/bin/pytest tests/training/$*
 
 skipped:
 	@$(foreach name,$(SKIPPED),echo "skipped: $(name) cannot be installed for $$($(PYTHON) --version)";)

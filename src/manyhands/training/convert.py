@@ -46,6 +46,7 @@ def convert(run: Path, target: str, out: Path | None = None) -> Path:
     model, weights = weights_of(run, source)
     if out is not None and out.resolve() == run.resolve():
         raise BadRunFolder(f"{run} would be overwritten: give another folder")
+    blobs = {"model": convert_weights(weights, model, source, target)}
     before = RunFolder.open(run)
     config, found = before.config, checkpoint.load(before.checkpoints)
     made = RunFolder.at(out) if out is not None else RunFolder.create(run.parent, f"{run.name}-{target}")
@@ -55,7 +56,6 @@ def convert(run: Path, target: str, out: Path | None = None) -> Path:
     for row in before.metrics():
         made.append_metrics(row)
     state = {name: found.state[name] for name in _KEPT} | {"framework": target, "optimizer_type": None}
-    blobs = {"model": convert_weights(weights, model, source, target)}
     checkpoint.save(made.checkpoints, found.step, state, blobs)
     return made.path
 

@@ -1,0 +1,24 @@
+"""The bench that the contract suite of training works at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_bench import MOST, Bench
+
+from manyhands.training import recipes
+
+
+@pytest.fixture(scope="session")
+def own_recipes(framework: str) -> Any:
+    """The framework's recipes, with devices made of the CPU before it starts."""
+    found = recipes.of(framework)
+    found.on_cpu(MOST)
+    return found
+
+
+@pytest.fixture
+def bench(framework: str, own_recipes: Any, mh: Any, tmp_path: Path) -> Bench:
+    return Bench(framework, mh, own_recipes, tmp_path)

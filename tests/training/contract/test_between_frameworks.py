@@ -1,0 +1,87 @@
+"""The same weights in every framework: the same answers, and a run that goes from one to another."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+from training_bench import Bench
+
+from manyhands.device import FRAMEWORKS
+from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
+from manyhands.training import checkpoint, convert
+from manyhands.training.run_folder import RunFolder
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import reference
+
+
+def run_of_torch(folder: Path, model: str) -> Path:
+    """A run of PyTorch's with the reference weights, made without PyTorch."""
+    run = RunFolder.at(folder)
+    run.config = {"train": {"model": model}}
+    layout = importlib.import_module("manyhands.training.torch.layout")
+    state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 50, "shuffle": True}
+    state |= {"settings": {"batch_size": 16, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True]], "shares": None}
+    state |= {"framework": "torch", "optimizer_type": None}
+    weights = save(layout.from_common(reference.weights(model), model))
+    checkpoint.save(run.checkpoints, 4, state, {"model": weights})
+    return folder
+
+
+@pytest.mark.parametrize("model", reference.MODELS)
+def test_the_same_weights_give_the_same_logits(bench: Bench, model: str) -> None:
+    run = run_of_torch(bench.folder / "torch", model)
+    if bench.framework != "torch":
+        run = convert.convert(run, bench.framework)
+    found = bench.answers(bench.recipes.load_model(run), reference.images())
+    np.testing.assert_allclose(found, reference.logits(model), atol=1e-4)
+
+
+def test_training_goes_on_from_converted_weights(bench: Bench) -> None:
+    run = run_of_torch(bench.folder / "torch", "lenet")
+    made = convert.convert(run, bench.framework, bench.folder / "converted")
+    result = bench.fit(2, model="lenet", epochs=2, run=made, resume="auto")
+    assert [row["epoch"] for row in result.rows] == [2]
+
+
+@pytest.mark.parametrize("model", reference.MODELS)
+def test_there_and_back_is_the_same(framework: str, model: str) -> None:
+    weights = save(reference.weights(model))
+    there = convert.convert_weights(weights, model, "torch", framework)
+    back = load(convert.convert_weights(there, model, framework, "torch"))
+    for name, tensor in reference.weights(model).items():
+        np.testing.assert_array_equal(back[name], tensor)
+
+
+def test_a_run_of_another_framework_is_not_loaded(bench: Bench) -> None:
+    other = next(name for name in FRAMEWORKS if name != bench.framework)
+    run = convert.convert(run_of_torch(bench.folder / "torch", "mlp"), other, bench.folder / "other")
+    with pytest.raises(WrongCheckpoint, match=f"convert .* --to {bench.framework}"):
+        bench.recipes.load_model(run)
+    with pytest.raises(WrongCheckpoint, match=f"convert RUN --to {bench.framework}"):
+        bench.fit(epochs=2, run=run, resume="auto")
+
+
+def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
+    run = run_of_torch(tmp_path / "torch", "mlp")
+    with pytest.raises(BadSettings, match="caffe"):
+        convert.convert(run, "caffe")
+    with pytest.raises(BadRunFolder, match="overwritten"):
+        convert.convert(run, "torch", run)
+    made = convert.convert(run, "torch")
+    assert made.name == "torch-torch"
+    assert json.loads((made / "config.json").read_text())["train"]["framework"] == "torch"
+    with pytest.raises(BadRunFolder, match="checkpoints already"):
+        convert.convert(run, "torch", made)
+    with pytest.raises(BadRunFolder, match="no run"):
+        convert.convert(tmp_path / "nowhere", "torch")
+    (run / "config.json").write_text("{}")
+    with pytest.raises(BadRunFolder, match="which model"):
+        convert.convert(run, "jax")

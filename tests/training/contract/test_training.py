@@ -1,0 +1,161 @@
+"""What training means, written once and held against every framework."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training_bench import Bench, StopAt, Stopped, same
+
+from manyhands.errors import BadLabels, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
+from manyhands.training.parity import Trial, compare, largest_difference
+
+CLOSE = 1e-5
+
+
+# What comes of it
+
+
+def test_a_model_learns(bench: Bench) -> None:
+    result = bench.fit(epochs=3, data=bench.data(samples=400, tested=100))
+    losses = [row["train_loss"] for row in result.rows]
+    assert losses[-1] < 0.8 * losses[0]
+    assert result.test_accuracy > 0.3
+    assert [row["samples"] for row in result.rows] == [400] * 3
+    assert str(result).startswith(f"test acc {result.test_accuracy:.3f}, ")
+    assert str(result).endswith("sec/epoch on [cpu]")
+
+
+def test_the_run_folder_tells_it_all(bench: Bench) -> None:
+    result = bench.fit(epochs=2)
+    run = Path(result.run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows == result.rows
+    assert json.loads((run / "config.json").read_text())["settings"]["max_epochs"] == 2
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000004", "step-00000008"}
+
+
+def test_the_trained_weights_are_in_the_callers_model(bench: Bench) -> None:
+    model = bench.recipes.model("mlp", 0)
+    images = np.zeros((4, 28, 28), dtype=np.uint8) + np.arange(4, dtype=np.uint8)[:, None, None] * 60
+    before = bench.answers(model, images)
+    trainer = bench.mh.Trainer(1, lr=0.1, quiet=True, precision="fp32", run=bench.new_run(), **bench.on(2))
+    trainer.fit(model, bench.data())
+    after = bench.answers(model, images)
+    assert np.abs(after - before).max() > 1e-4
+    (bench.folder / "run1" / "config.json").write_text(json.dumps({"train": {"model": "mlp"}}))
+    loaded = bench.recipes.load_model(bench.folder / "run1")
+    np.testing.assert_allclose(bench.answers(loaded, images), after, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_every_sample_counts_once_in_evaluation(bench: Bench, devices: int) -> None:
+    data = bench.data(samples=31, tested=17, batch_size=5)
+    result = bench.fit(devices, epochs=1, data=data)
+    right = result.rows[-1]["test_acc"] * 17
+    assert right == pytest.approx(round(right), abs=1e-4)
+    assert result.rows[-1]["samples"] == 31
+
+
+# The same answer on any number of devices
+
+
+@pytest.mark.parametrize(("devices", "model"), [(2, "mlp"), (3, "lenet")])
+def test_n_devices_are_one_device(bench: Bench, devices: int, model: str) -> None:
+    """In float64 over many steps and in float32 over a few, even and uneven, with a short last batch."""
+    arrays = bench.data(samples=100)[0]
+    net = bench.recipes.model(model, 0)
+    trials = (Trial("fp64", 20, 1e-10), Trial("fp32", 5, CLOSE))
+    found = compare(
+        lambda way: bench.recipes.trained(net, arrays, way), arrays.count, devices, batch_size=16, trials=trials
+    )
+    assert [one.equal for one in found] == [True] * 4, found
+
+
+@pytest.mark.parametrize("options", [{"gradient_clip_val": 0.05}, {"shares": [0.2, 0.8]}])
+def test_options_keep_the_answer(bench: Bench, options: dict[str, Any]) -> None:
+    alone = bench.fit(1, epochs=1, **{name: value for name, value in options.items() if name != "shares"})
+    both = bench.fit(2, epochs=1, **options)
+    assert largest_difference(bench.weights(both.run), bench.weights(alone.run)) < CLOSE
+    assert both.rows[-1]["train_loss"] == pytest.approx(alone.rows[-1]["train_loss"], rel=1e-4)
+
+
+def test_clipping_does_something(bench: Bench) -> None:
+    clipped, free = bench.fit(epochs=1, gradient_clip_val=0.05), bench.fit(epochs=1)
+    assert largest_difference(bench.weights(clipped.run), bench.weights(free.run)) > 1e-3
+
+
+def test_fewer_samples_than_devices_in_the_last_batch(bench: Bench) -> None:
+    data = bench.data(samples=9, batch_size=4)
+    alone, three = bench.fit(1, epochs=2, data=data), bench.fit(3, epochs=2, data=data)
+    assert largest_difference(bench.weights(three.run), bench.weights(alone.run)) < CLOSE
+    assert three.rows[-1]["samples"] == 9
+
+
+def test_a_seed_gives_the_same_training_again(bench: Bench) -> None:
+    one, again, other = bench.fit(seed=3), bench.fit(seed=3), bench.fit(seed=4)
+    assert largest_difference(bench.weights(one.run), bench.weights(again.run)) == 0
+    assert largest_difference(bench.weights(one.run), bench.weights(other.run)) > 1e-4
+
+
+# Stop and go on
+
+
+@pytest.mark.parametrize("then", [1, 2])
+def test_a_stopped_run_goes_on_where_it_was(bench: Bench, then: int) -> None:
+    """Stopped in the middle of an epoch; on the same number of devices it ends with the same bits."""
+    whole = bench.fit(epochs=3, schedule=same)
+    run = bench.new_run()
+    with pytest.raises(Stopped):
+        bench.fit(epochs=3, schedule=StopAt(6), checkpoint_every=1, run=run)
+    went_on = bench.fit(then, epochs=3, schedule=same, resume="auto", run=run)
+    difference = largest_difference(bench.weights(run), bench.weights(whole.run))
+    assert difference == 0 if then == 1 else difference < CLOSE
+    assert [row["epoch"] for row in went_on.rows] == [1, 2, 3]
+    assert [row["samples"] for row in went_on.rows] == [50] * 3
+    for row, straight in zip(went_on.rows, whole.rows, strict=True):
+        assert row["train_loss"] == pytest.approx(straight["train_loss"], rel=1e-4)
+
+
+def test_another_job_is_not_gone_on_with(bench: Bench) -> None:
+    run = bench.new_run()
+    bench.fit(epochs=1, run=run)
+    with pytest.raises(WrongCheckpoint, match="another model"):
+        bench.fit(epochs=2, run=run, resume="auto", model="lenet")
+    with pytest.raises(WrongCheckpoint, match="seed=0"):
+        bench.fit(epochs=2, run=run, resume="auto", seed=1)
+    with pytest.raises(WrongCheckpoint, match="batch_size=16"):
+        bench.fit(epochs=2, run=run, resume="auto", data=bench.data(batch_size=10))
+    with pytest.raises(WrongCheckpoint, match="50 samples"):
+        bench.fit(epochs=2, run=run, resume="auto", data=bench.data(samples=40))
+
+
+# Bad input
+
+
+def test_a_loss_that_is_no_number_stops_and_is_named(bench: Bench) -> None:
+    with pytest.raises(LossIsNotANumber, match=r"step \d+ .*epoch 1, samples"):
+        bench.fit(epochs=1, optimizer=bench.recipes.nesterov(1e30), data=bench.data(samples=100))
+
+
+def test_or_goes_on_as_asked(bench: Bench) -> None:
+    with pytest.warns(UserWarning, match="not a number"):
+        bench.fit(epochs=1, optimizer=bench.recipes.nesterov(1e30), data=bench.data(samples=100), on_nan="continue")
+
+
+def test_labels_that_the_model_has_no_output_for(bench: Bench) -> None:
+    with pytest.raises(BadLabels, match="0 to 9"):
+        bench.fit(epochs=1, data=bench.data(label=11))
+
+
+def test_a_batch_smaller_than_the_devices(bench: Bench) -> None:
+    with pytest.raises(BadSettings, match="smaller than the number of devices"):
+        bench.fit(3, epochs=1, data=bench.data(batch_size=2))
+
+
+def test_shares_that_do_not_fit(bench: Bench) -> None:
+    with pytest.raises(BadShares):
+        bench.fit(2, epochs=1, shares=[0.5, 0.3, 0.2])

@@ -1,0 +1,107 @@
+"""One framework's training, as the contract suite sees it: recipes, devices made of the CPU, and a few real images."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load
+
+from manyhands.training import checkpoint, fashion_mnist
+from manyhands.training.fashion_mnist import FashionMnist, Images
+
+MOST = 3  # devices in a test
+
+
+@functools.cache
+def small_set() -> FashionMnist:
+    return fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY)
+
+
+@dataclass
+class Bench:
+    """What a test trains with."""
+
+    framework: str
+    mh: Any
+    recipes: Any
+    folder: Path
+    made: int = field(default=0)
+
+    def on(self, count: int) -> dict[str, Any]:
+        """The trainer's options for so many devices."""
+        return self.recipes.on_cpu(count)
+
+    def data(self, samples: int = 50, tested: int = 23, batch_size: int = 16, label: int | None = None) -> Any:
+        """Real images; the last batch of an epoch is short. ``label``: given to the first sample."""
+        whole = small_set()
+        labels = whole.train.labels[:samples].copy()
+        if label is not None:
+            labels[0] = label
+        train = Images(whole.train.images[:samples], labels)
+        test = Images(whole.test.images[:tested], whole.test.labels[:tested])
+        return self.recipes.data(FashionMnist(train, test, "a test", True), batch_size)
+
+    def fit(self, devices: int = 1, *, model: str = "mlp", epochs: int = 2, data: Any = None, **options: Any) -> Any:
+        """Train a built-in model in a run folder; the result."""
+        options.setdefault("run", self.new_run())
+        options.setdefault("optimizer", self.recipes.nesterov(0.05))
+        options.setdefault("precision", "fp32")
+        trainer = self.mh.Trainer(epochs, quiet=True, **self.on(devices), **options)
+        return trainer.fit(self.recipes.model(model, 0), self.data() if data is None else data)
+
+    def new_run(self) -> Path:
+        self.made += 1
+        return self.folder / f"run{self.made}"
+
+    def weights(self, run: str | Path) -> dict[str, NDArray[Any]]:
+        """The model's tensors in a run's last checkpoint, by the framework's own names."""
+        return dict(load(checkpoint.load(Path(run) / "checkpoints").blobs["model"]))
+
+    def answers(self, model: Any, images: NDArray[np.uint8]) -> NDArray[Any]:
+        """The model's class scores for images in bytes, in evaluation mode."""
+        labels = np.zeros(len(images), dtype=np.uint8)
+        part = Images(images, labels)
+        ((X, _),) = self.recipes.data(FashionMnist(part, part, "a test", True), len(images))[1]
+        return getattr(self, f"_{self.framework}")(model, X)
+
+    def _torch(self, model: Any, X: Any) -> NDArray[Any]:
+        import torch
+
+        with torch.no_grad():
+            return model.eval()(X).numpy()
+
+    def _jax(self, model: Any, X: Any) -> NDArray[Any]:
+        model.eval()
+        return np.asarray(model(X))
+
+    def _tensorflow(self, model: Any, X: Any) -> NDArray[Any]:
+        return np.asarray(model(X, training=False))
+
+    def _mxnet(self, model: Any, X: Any) -> NDArray[Any]:
+        return model(X).asnumpy()
+
+
+class Stopped(Exception):
+    """What a test stops a training with."""
+
+
+class StopAt:
+    """A schedule that leaves the rate alone and raises at the n-th step."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def __call__(self, done: float) -> float:
+        self.left -= 1
+        if self.left < 0:
+            raise Stopped
+        return 1.0
+
+
+def same(done: float) -> float:
+    return 1.0
