@@ -42,7 +42,11 @@ class Loop:
         self.keeps_checkpoints = run is not None
         self.run = RunFolder.open(run) if run is not None and self.first else None
         self._shown = time.perf_counter()
-        saving.restore(self, resume)
+        try:
+            saving.restore(self, resume)
+        except BaseException:
+            learner.close()
+            raise
 
     @property
     def first(self) -> bool:
