@@ -82,9 +82,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """What an optimizer keeps per group of parameters, as JSON; not how it runs, nor the rate, which is the job's."""
     return [
-        {name: value for name, value in group.items() if name not in _NOT_SAVED and _is_plain(value)}
+        {name: _listed(value) for name, value in group.items() if name not in _NOT_SAVED and _is_plain(value)}
         for group in optimizer.param_groups
     ]
+
+
+def _listed(value: Any) -> Any:
+    """Tuples (Adam's betas) as lists: JSON knows no tuples."""
+    return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: object) -> bool:
@@ -106,17 +111,40 @@ def restore_optimizer(
         raise WrongCheckpoint(f"the optimizer's state is of {max(state) + 1} parameters, the model has {known}")
     own = optimizer.state_dict()["param_groups"]
     for group, saved in zip(own, groups, strict=False):
-        # JSON knows no tuples.
-        group.update({n: tuple(v) if isinstance(group.get(n), tuple) else v for n, v in saved.items()})
-    optimizer.load_state_dict({"state": state, "param_groups": own})
+        group.update({name: _as_it_was(value, group.get(name)) for name, value in saved.items()})
+    _load_state(optimizer, {"state": state, "param_groups": own})
     settle(optimizer)
+
+
+def _as_it_was(value: Any, own: Any) -> Any:
+    return tuple(value) if isinstance(own, tuple) and isinstance(value, list) else value
+
+
+def _load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Give an optimizer its state: tensors where their parameters are, in the parameters' dtype and memory format.
+
+    Single numbers (NAdam's product of momenta) keep the dtype that the optimizer chose for them. The memory format
+    matters: a fused kernel goes through the memory of a parameter and of its state side by side.
+    """
+    optimizer.load_state_dict(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, before in saved["state"].items():
+        parameter = parameters[number]
+        now = optimizer.state[parameter]
+        for name, value in before.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if not value.dim():
+                now[name] = now[name].to(value.dtype)
+            elif value.shape == parameter.shape and now[name].stride() != parameter.stride():
+                now[name] = torch.empty_like(parameter, dtype=now[name].dtype, requires_grad=False).copy_(now[name])
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:
     """Bring an optimizer's state to where its parameters are, in their dtype: the model may have been moved."""
     if not optimizer.state:
         return
-    optimizer.load_state_dict(optimizer.state_dict())
+    _load_state(optimizer, optimizer.state_dict())
     for group in optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
             continue
