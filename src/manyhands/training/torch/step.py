@@ -7,6 +7,7 @@ summed over the ranks it is the mean over the batch, and so are the gradients. N
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from manyhands import tree
-from manyhands.errors import BadBatch
+from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.torch import sources
 from manyhands.training.torch.clock import Clock
 from manyhands.training.torch.metrics import Metrics
@@ -76,6 +77,7 @@ class EagerStep:
         gradients: GradientSum | None = None,
         clock: Clock | None = None,
     ) -> None:
+        _check_optimizer(optimizer, several=gradients is not None)
         self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
         self.device, self.numbers = device, numbers
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
@@ -128,6 +130,23 @@ class EagerStep:
         answer = self.model(*part[:-1])  # an empty shard: only to take part in what all ranks do together
         leaves = [leaf for leaf in tree.flatten(answer)[0] if isinstance(leaf, torch.Tensor)]
         return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum(), None
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None:
+    """Refuse an optimizer that wants another kind of step than this one."""
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise BadSettings(
+            f"{name} works out the loss several times within one step (its step wants a closure), and a step of the "
+            "trainer is one forward and one backward pass: give an optimizer such as SGD or AdamW, or write the loop "
+            f"for {name} by hand"
+        )
+    if several and isinstance(optimizer, torch.optim.SparseAdam):
+        raise BadSettings(
+            "SparseAdam takes sparse gradients only, and those that are summed over several devices are dense: give "
+            "Adam, or train on one device"
+        )
 
 
 @torch.no_grad()
