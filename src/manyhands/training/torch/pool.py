@@ -23,12 +23,11 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 from manyhands import errors, machine
-from manyhands.errors import ManyhandsError, NotSendable, WorkerFailed
-from manyhands.training.torch import reduce, world
+from manyhands.errors import ManyhandsError, WorkerFailed
+from manyhands.training.torch import reduce, sending, world
 from manyhands.training.torch.job import Job, torch_settings
 
 _START_SECONDS = 120
@@ -129,13 +128,13 @@ class Pool:
     def run(self, job: Job, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Do a job; gives what the first rank sends home: its result, the weights, and the state of the optimizer."""
         self.jobs += 1
-        job_bytes = pickled(job)
+        job_bytes = sending.pickled(job)
         now = time.monotonic()
         for worker in self.workers:
             worker.heard, worker.longest, worker.step, worker.spoke, worker.answer = now, 0.0, -1, False, None
         try:
             for worker in self.workers:
-                self._send(worker, _with_place(job_bytes, self._place(worker, job)))
+                self._send(worker, sending.with_place(job_bytes, self._place(worker, job)))
             while any(worker.answer is None for worker in self.workers):
                 self._listen(say)
                 self._check(job.settings.hang_seconds)
@@ -286,41 +285,6 @@ def _user_files() -> dict[str, int]:
             with contextlib.suppress(OSError):
                 found[path] = os.stat(path).st_mtime_ns
     return found
-
-
-def pickled(job: Job) -> bytes:
-    """A job as bytes; what cannot be sent is named."""
-    try:
-        return bytes(cloudpickle.dumps(job))
-    except Exception as error:
-        for name, part in vars(job).items():
-            try:
-                cloudpickle.dumps(part)
-            except Exception as reason:
-                raise NotSendable(
-                    f"the {name} of this job cannot be sent to its worker processes: {reason}. Make what it needs "
-                    "inside of it (open files, locks, connections), or train on one device"
-                ) from error
-        raise
-
-
-def _with_place(job_bytes: bytes, place: dict[str, Any]) -> bytes:
-    """A pickle of (job, place) that reuses the job's own bytes: they are large and the same for all."""
-    return bytes(cloudpickle.dumps(_Sealed(job_bytes, place)))
-
-
-class _Sealed:
-    def __init__(self, job_bytes: bytes, place: dict[str, Any]) -> None:
-        self._parts = (job_bytes, place)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unsealed, self._parts
-
-
-def _unsealed(job_bytes: bytes, place: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
-    # Modules beside the caller's script are found by the caller's path only.
-    sys.path[:] = place["path"]
-    return cloudpickle.loads(job_bytes), place
 
 
 def _waits_for_others(stack: str) -> bool:
