@@ -6,7 +6,8 @@ epoch's order of samples too, and the position in it is a number on the device t
 
 There is a graph for each size of batch: the usual one, and the short last one of an epoch. The first steps of a size
 run without a graph, on the stream that it is captured on (they warm up kernels, optimizer state and compiler); they are
-real steps of the training.
+real steps of the training. They are watched for Python that a graph would freeze (:mod:`.frozen`). Where one of them
+fails before its update, or the capture does, nothing has happened yet, and the step is made in the plain way.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from manyhands.training.torch import state
+from manyhands.training.torch import frozen, state
 from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep
 
@@ -35,6 +36,10 @@ class _Sized:
     graph: torch.cuda.CUDAGraph | None = None
 
 
+class _NothingDone(Exception):
+    """A step failed before it changed anything."""
+
+
 class GraphStep:
     """Runs the eager step's work from data on the device, batch after batch of an epoch's order."""
 
@@ -45,6 +50,9 @@ class GraphStep:
         self._step = torch.zeros((), dtype=torch.int64, device=eager.device)
         self._stream = torch.cuda.Stream(eager.device)
         self._sized: dict[int, _Sized] = {}
+        # Why there will be no more graphs, from this step on.
+        self.ended: str | None = frozen.hooks(eager.model)
+        self._watch = frozen.Watch([eager.model, getattr(eager.objective, "loss", None)])
         _make_capturable(eager.optimizer, eager.device, changing_rate=changing_rate)
 
     def begin_epoch(self, order: torch.Tensor, sample: int, step: int) -> None:
@@ -54,14 +62,24 @@ class GraphStep:
         self._step.fill_(step)
 
     def __call__(self, size: int) -> bool:
-        """The next batch of the epoch; False where this size is one too many to have a graph of its own."""
+        """Make the step of the epoch's next batch; False where it has to be made in the plain way.
+
+        That is so for good when ``ended`` says why, and for sizes that are too many to have graphs of their own.
+        """
+        if self.ended is not None:
+            return False
         if size not in self._sized:
             if len(self._sized) == _MOST_SIZES:
                 return False
             self._sized[size] = self._new(size)
         sized = self._sized[size]
         if sized.graph is None:
-            self._without_graph(sized)
+            try:
+                self._without_graph(sized)
+            except _NothingDone as nothing:
+                error = nothing.__cause__
+                self.ended = f"the graph could not be made ({type(error).__name__}: {error})"[:300]
+                return False
         if sized.graph is not None:
             sized.graph.replay()
         return True
@@ -78,16 +96,38 @@ class GraphStep:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             if sized.warm < _WARM_UP:
-                sized.warm += 1
-                self._work(sized)
+                self._warm_up(sized)
             else:
-                self._eager.optimizer.zero_grad(set_to_none=True)
-                graph = torch.cuda.CUDAGraph()
-                # Another thread (a loader that pins memory) may call CUDA meanwhile.
-                with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                    self._work(sized)
-                sized.graph = graph
+                sized.graph = self._captured(sized)
         current.wait_stream(self._stream)
+
+    def _warm_up(self, sized: _Sized) -> None:
+        eager = self._eager
+        statistics = [buffer.clone() for buffer in eager.model.buffers()]
+        before = _versions(eager)
+        self._watch.before()
+        try:
+            self._work(sized)
+        except Exception as error:
+            if _versions(eager) != before:
+                raise  # the update has begun: it cannot be made again
+            with torch.no_grad():
+                for buffer, kept in zip(eager.model.buffers(), statistics, strict=True):
+                    buffer.copy_(kept)
+            raise _NothingDone from error
+        sized.warm += 1
+        self.ended = self._watch.after()
+
+    def _captured(self, sized: _Sized) -> torch.cuda.CUDAGraph:
+        self._eager.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Another thread (a loader that pins memory) may call CUDA meanwhile.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._work(sized)
+        except Exception as error:
+            raise _NothingDone from error
+        return graph
 
     def _work(self, sized: _Sized) -> None:
         eager = self._eager
@@ -106,6 +146,13 @@ class GraphStep:
         batch = eager.numbers.lay(self._data.take(order.index_select(0, places)))
         with eager.numbers.scope(eager.device):
             return eager.objective(eager.model, batch)
+
+
+def _versions(eager: EagerStep) -> list[int]:
+    """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
+    kept = [value for values in eager.optimizer.state.values() for value in values.values()]
+    written: list[Any] = [*eager.parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
+    return [tensor._version for tensor in written]
 
 
 def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, changing_rate: bool) -> None:

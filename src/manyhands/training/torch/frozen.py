@@ -1,0 +1,100 @@
+"""Finds the Python in a step that a CUDA graph would freeze.
+
+A graph repeats the kernels of the step that was captured. Python does not run again: a counter that a forward pass
+reads stays at the number it had, a coin that was tossed falls the same way for ever, a list is appended to once. So the
+steps before the capture, which run plainly, are watched: what changed from one to the next on the Python side of the
+model would stand still in a graph. The first step apart: many models fill a cache in it.
+
+Looked at are the attributes of every module (numbers, texts, the lengths of collections, and tensors that are neither
+parameters nor buffers), Python's and NumPy's random numbers, and hooks. For example a model with
+``self.calls += 1`` in its forward pass, after each of three steps::
+
+    {"Net.calls": 1}, {"Net.calls": 2}, {"Net.calls": 3}      -> "Net.calls changes from step to step"
+
+Not seen are globals, closures and attributes of objects that are no modules: give ``fast=False`` with those.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Watch:
+    """What Python held of some modules after each step so far."""
+
+    def __init__(self, roots: Sequence[object]) -> None:
+        self._modules = [
+            (f"{type(root).__name__}{'.' if name else ''}{name}", module)
+            for root in roots
+            if isinstance(root, torch.nn.Module)
+            for name, module in root.named_modules()
+        ]
+        self._seen: dict[str, Any] | None = None
+        self._drawn = _random_numbers()
+
+    def before(self) -> None:
+        """A step begins: only what it draws itself counts."""
+        self._drawn = _random_numbers()
+
+    def after(self) -> str | None:
+        """A step is over: the reason why a graph would compute something else, if there is one."""
+        for name, before, now in zip(("random", "numpy.random"), self._drawn, _random_numbers(), strict=True):
+            if before != now:
+                return (
+                    f"the model draws from Python's {name}, a graph would repeat one draw: use torch's random numbers"
+                )
+        seen = self._attributes()
+        changed = [name for name in seen if self._seen is not None and seen[name] != self._seen.get(name)]
+        self._seen = seen
+        if not changed:
+            return None
+        return (
+            f"{changed[0]} changes from step to step, in a graph it would stand still: make it a buffer that the "
+            "model changes in place, if it reads it"
+        )
+
+    def _attributes(self) -> dict[str, Any]:
+        return {
+            f"{path}.{name}": look
+            for path, module in self._modules
+            for name, value in vars(module).items()
+            if name not in _OF_EVERY_MODULE and (look := _look(value)) is not None
+        }
+
+
+def hooks(model: torch.nn.Module) -> str | None:
+    """The reason why a model's hooks forbid a graph: they would run once. PyTorch's own compute with tensors alone."""
+    for name, module in model.named_modules():
+        for kind in _HOOKS:
+            for hook in (getattr(module, kind, None) or {}).values():
+                whose = getattr(hook, "__module__", None) or type(hook).__module__
+                if not str(whose).startswith("torch."):
+                    return f"the layer {name or type(module).__name__!r} has a hook, which would not run in a graph"
+    return None
+
+
+def _look(value: object) -> Any:
+    """What of a value can be compared with a later look at it; None where nothing can."""
+    if isinstance(value, _PLAIN):
+        return (type(value), value if value == value else "nan")  # no NaN: it is not equal to itself
+    if isinstance(value, torch.Tensor):
+        # One with a history is worked out anew in each step (weight normalisation leaves such a weight behind).
+        return ("tensor", id(value)) if value.grad_fn is None else None
+    return ("length", len(value)) if isinstance(value, (list, tuple, dict, set, deque)) else None
+
+
+def _random_numbers() -> tuple[Any, Any]:
+    array: Any = np.random.get_state()
+    # The words, and the place among them, of the usual generator; a caller may have put in another one.
+    numpy = (array[1].tobytes(), *array[2:]) if isinstance(array, tuple) else repr(array)
+    return random.getstate(), numpy

@@ -1,0 +1,175 @@
+"""What a CUDA graph would freeze is found, and a graph that cannot be made costs nothing but time.
+
+There is no GPU here: streams are stood in for by nothing at all, and what is run is the way up to the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training_cases import CLASSES, difference, mlp, vectors
+
+from manyhands.training.torch import frozen
+from manyhands.training.torch.graph_step import GraphStep
+from manyhands.training.torch.metrics import Metrics
+from manyhands.training.torch.objective import Supervised
+from manyhands.training.torch.sources import Arrays
+from manyhands.training.torch.step import EagerStep, Numbers
+
+CPU = torch.device("cpu")
+
+
+class Changing(nn.Module):
+    """Does something in Python in each forward pass."""
+
+    def __init__(self, kind: str = "nothing") -> None:
+        super().__init__()
+        self.net, self.kind = mlp(norm=True), kind
+        self.calls, self.cache, self.kept = 0, None, []
+        self.last = torch.zeros(())
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        if self.kind == "counter":
+            self.calls += 1
+        elif self.kind == "cache" and self.cache is None:
+            self.cache = torch.ones(CLASSES)
+        elif self.kind == "list":
+            self.kept.append(X.shape)
+        elif self.kind == "memory":
+            self.last = X.detach().mean()
+        elif self.kind == "coin":
+            random.random()
+        elif self.kind == "numpy coin":
+            np.random.rand()
+        scores: torch.Tensor = self.net(X)
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("nothing", None), ("cache", None), ("counter", "Changing.calls"), ("list", "Changing.kept"),
+        ("memory", "Changing.last"), ("coin", "random"), ("numpy coin", "numpy.random"),
+    ],
+)  # fmt: skip
+def test_what_python_does_is_seen(kind: str, said: str | None) -> None:
+    net = Changing(kind)
+    watch = frozen.Watch([net, None])
+    found = []
+    for _ in range(3):
+        random.random()  # between the steps others may draw
+        watch.before()
+        net(vectors()[0])
+        found.append(watch.after())
+    assert found == [None] * 3 if said is None else any(one is not None and said in one for one in found[:2])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_hooks() -> None:
+    net = mlp()
+    nn.utils.spectral_norm(net[0])
+    nn.utils.weight_norm(net[2])
+    assert frozen.hooks(net) is None
+    watch = frozen.Watch([net])
+    for _ in range(2):
+        watch.before()
+        net(vectors()[0]).sum().backward()
+        assert watch.after() is None
+    net[2].register_forward_hook(lambda *_: None)
+    assert "the layer '2' has a hook" in str(frozen.hooks(net))
+
+
+class NoStream:
+    def __init__(self, _: object = None) -> None:
+        pass
+
+    def wait_stream(self, _: object) -> None:
+        pass
+
+
+@pytest.fixture
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def refused(*_: object, **__: object) -> Any:
+        yield
+        raise RuntimeError("not while capturing")
+
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", refused)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+
+
+class Failing:
+    """A loss that fails at one of its calls, after the forward pass."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("not on this device")
+        return nn.functional.cross_entropy(scores, y)
+
+
+def eager_step(net: nn.Module, loss: Any = nn.functional.cross_entropy) -> EagerStep:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
+    return EagerStep(net, optimizer, Supervised(loss), Metrics(CPU), CPU, Numbers())
+
+
+def graph_step(net: nn.Module, steps: int, loss: Any = nn.functional.cross_entropy) -> tuple[GraphStep, EagerStep]:
+    """Makes steps as a rank does: from the graph where there is one, else plainly."""
+    eager, data = eager_step(net, loss), Arrays(vectors(80))
+    graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False)
+    graph.begin_epoch(torch.arange(80), 0, 0)
+    for step in range(steps):
+        if not graph(16):
+            eager(data.take(torch.arange(step * 16, step * 16 + 16)), 16, step)
+    return graph, eager
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_warm_up_that_fails_is_not_counted(at: int) -> None:
+    net, expected = mlp(norm=True), mlp(norm=True)
+    graph, eager = graph_step(net, 3, Failing(at))
+    plain = eager_step(expected)
+    for step in range(3):
+        plain(Arrays(vectors(80)).take(torch.arange(step * 16, step * 16 + 16)), 16, step)
+    assert "not on this device" in str(graph.ended)
+    assert difference(net.state_dict(), expected.state_dict()) < 1e-15
+    assert eager.metrics.read() == plain.metrics.read()
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_an_update_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("after the update")
+
+    monkeypatch.setattr(Metrics, "add", broken)
+    with pytest.raises(ValueError, match="after the update"):
+        graph_step(mlp(), 1)
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_python_that_changes_ends_the_graphs() -> None:
+    graph, eager = graph_step(Changing("counter"), 5)
+    assert "Changing.calls" in str(graph.ended)
+    assert eager.metrics.read().count == 80
+    graph, _ = graph_step(Changing("cache"), 3)
+    assert graph.ended is None
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_a_capture_that_fails_ends_the_graphs() -> None:
+    graph, _ = graph_step(mlp(), 5)
+    assert "not while capturing" in str(graph.ended)
