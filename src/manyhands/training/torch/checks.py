@@ -19,13 +19,18 @@ from manyhands import tree
 from manyhands.errors import BadLabels, BadSettings
 from manyhands.training.torch import randomness
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import OwnStep, Supervised
+from manyhands.training.torch.objective import (
+    IGNORED,
+    OwnStep,
+    Supervised,
+    Weighed,
+    is_mean_of_classes,
+    parts_of_mean,
+)
 from manyhands.training.torch.sources import Arrays, Batch, Samples, Source, Stream, cut, rows
 
 _FEW = 2  # normalisation over a batch wants more than one
 _HALVES = 4  # samples that a loss is tried on, as a whole and in halves
-_OF_CLASSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
-_IGNORED = -100  # the label that these losses leave out
 _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _OTHERWISE_CLOSE = 3e-2
 
@@ -72,12 +77,13 @@ def check_labels(model: torch.nn.Module, job: Job) -> None:
     """
     if not (isinstance(job.objective, Supervised) and _of_classes(job.objective.loss)):
         return
+    ignored = parts_of_mean(job.objective.loss)[1].get("ignore_index", IGNORED)
     try:
         scores = _answer(model, _few_samples(job.train, _FEW)) if _can_be_read(job.train) else None
     except Exception:  # the first step will say it, with all that belongs to it
         return
     if isinstance(scores, torch.Tensor) and scores.dim() == 2:
-        look = LabelRange(scores.shape[1], getattr(job.objective.loss, "ignore_index", _IGNORED))
+        look = LabelRange(scores.shape[1], ignored)
         job.train = _looked_at(job.train, look)
         job.test = None if job.test is None else _looked_at(job.test, look)
 
@@ -91,17 +97,24 @@ def _looked_at(data: Source, look: LabelRange) -> Source:
 
 
 def _of_classes(loss: Any) -> bool:
-    return loss in _OF_CLASSES or isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss))
+    return is_mean_of_classes(loss) or isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss))
 
 
 # The loss
 
 
 def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
-    """Refuse a loss that is no mean over samples where a batch is worked off in parts: the parts would not add up."""
+    """Refuse a loss that is no mean over samples where a batch is worked off in parts: the parts would not add up.
+
+    Means over classes whose labels weigh differently are none, but it is known by what they divide: they are taken
+    apart and put together again.
+    """
     if ranks == 1 and job.settings.accumulate == 1:
         return
     if isinstance(job.objective, Supervised) and _of_classes(job.objective.loss):
+        if _weighs(job.objective.loss, job.train):
+            job.objective = Weighed(job.objective.loss)
+            return
         _check_mean_of_classes(job.objective.loss, job.train)
     if not _can_be_read(job.train) or _mixes_samples(model):
         return
@@ -123,21 +136,34 @@ def _mixes_samples(model: torch.nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules())
 
 
+def _weighs(loss: Any, data: Source) -> bool:
+    """Whether labels may weigh differently in a loss that can be taken apart; labels that come later may."""
+    if not is_mean_of_classes(loss):
+        return False
+    return parts_of_mean(loss)[1].get("weight") is not None or not isinstance(data, Arrays) or _leaves_out(loss, data)
+
+
 def _check_mean_of_classes(loss: Any, data: Source) -> None:
-    """Means that are weighted by the labels of the batch, and so by other weights in each part of it."""
-    if getattr(loss, "reduction", "mean") != "mean":
+    """A class of the user's own that is made of one of PyTorch's: what it divides by is not known."""
+    if getattr(loss, "reduction", "mean") != "mean" or is_mean_of_classes(loss):
         return
     why = None
     if getattr(loss, "weight", None) is not None:
         why = "weights of classes"
-    elif isinstance(data, Arrays) and _has_label(data.tensors[-1], getattr(loss, "ignore_index", _IGNORED)):
+    elif _leaves_out(loss, data):
         why = "labels that it leaves out"
     if why is not None:
         raise BadSettings(
-            f"the loss has {why}: its mean divides by what the labels of a batch weigh, and in parts of a batch "
-            "(several devices, or accumulate) that is not what it is in the whole. Give reduction='sum' or 'none': the "
-            "trainer then divides by the number of samples, exactly on any number of devices"
+            f"the loss {type(loss).__name__} has {why}: its mean divides by what the labels of a batch weigh, and in "
+            "parts of a batch (several devices, or accumulate) that is not what it is in the whole. Give one of "
+            "PyTorch's own losses, which are put together exactly, or reduction='sum' or 'none': the trainer then "
+            "divides by the number of samples"
         )
+
+
+def _leaves_out(loss: Any, data: Source) -> bool:
+    ignored = getattr(loss, "ignore_index", parts_of_mean(loss)[1].get("ignore_index", IGNORED))
+    return isinstance(data, Arrays) and _has_label(data.tensors[-1], ignored)
 
 
 def _has_label(labels: torch.Tensor, ignored: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +13,9 @@ from manyhands import tree
 from manyhands.errors import BadBatch
 from manyhands.training.torch.book import Module
 from manyhands.training.torch.sources import Batch, rows
+
+_OF_CLASSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
+IGNORED = -100  # the label that these losses leave out, where nothing else is said
 
 
 class Objective(Protocol):
@@ -30,6 +34,54 @@ class Supervised:
         answer = model(*inputs)
         value = in_full(self.loss, answer, target)
         return mean_loss(self.loss, value, target), right_answers(answer, target)
+
+
+@dataclass
+class Weighed(Supervised):
+    """A mean over classes in which labels weigh differently: class weights, or labels that are left out.
+
+    Such a mean divides by what the labels of the batch weigh. In parts of a batch that is not what it is in the whole,
+    so a part gives its sum and its weight, and the sums are divided by all weights together: with labels that weigh
+    1 + 1 on one device and 1 + 3 on the other, by 6 on both, not by 2 on one and by 4 on the other.
+    """
+
+    def in_parts(self, model: torch.nn.Module, part: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The sum of the losses of a part of a batch, what its labels weigh, and how many were answered rightly."""
+        inputs, target = inputs_and_target(part)
+        answer = model(*inputs)
+        function, options = parts_of_mean(self.loss)
+        total = in_full(functools.partial(function, **{**options, "reduction": "sum"}), answer, target)
+        return total, _weight(answer, target, options), right_answers(answer, target)
+
+
+def parts_of_mean(loss: Any) -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
+    """The function that a mean over classes calls, and with what; PyTorch's own ones only."""
+    if type(loss) is torch.nn.CrossEntropyLoss:
+        names = ("weight", "ignore_index", "reduction", "label_smoothing")
+        return torch.nn.functional.cross_entropy, {name: getattr(loss, name) for name in names}
+    if type(loss) is torch.nn.NLLLoss:
+        return torch.nn.functional.nll_loss, {n: getattr(loss, n) for n in ("weight", "ignore_index", "reduction")}
+    if isinstance(loss, functools.partial) and not loss.args:
+        return loss.func, loss.keywords
+    return loss, {}
+
+
+def is_mean_of_classes(loss: Any) -> bool:
+    function, options = parts_of_mean(loss)
+    named = options.keys() <= {"weight", "ignore_index", "reduction", "label_smoothing"}
+    return function in _OF_CLASSES and named and options.get("reduction", "mean") == "mean"
+
+
+def _weight(answer: torch.Tensor, target: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+    """What PyTorch divides by: the weights of all labels that count; for probabilities, their number."""
+    if target.is_floating_point():
+        number = answer.numel() // answer.shape[1 if answer.dim() > 1 else 0]
+        return torch.full((), number, dtype=torch.float64, device=answer.device)
+    counts: torch.Tensor = target != options.get("ignore_index", IGNORED)
+    if (weight := options.get("weight")) is None:
+        return counts.sum(dtype=torch.float64)
+    of_labels: torch.Tensor = weight.to(target.device)[torch.where(counts, target, 0)]
+    return torch.where(counts, of_labels, 0).sum(dtype=torch.float64)
 
 
 @dataclass

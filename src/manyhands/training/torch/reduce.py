@@ -40,6 +40,7 @@ class _Bucket:
     used: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)  # those of them whose gradient is whole: the last backward gave it
     work: Any = None
+    elements: int = 0
 
     @property
     def complete(self) -> bool:
@@ -53,6 +54,8 @@ class GradientSum:
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._next = 0
         self._armed = False
+        self._weight: torch.Tensor | None = None
+        self._weight_work: Any = None
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._arrived(bucket, number))
             for bucket in self._buckets
@@ -79,6 +82,19 @@ class GradientSum:
         """Let all ranks know whether this loss is a number; to be called before its backward pass."""
         loss = loss.detach()
         self.loss_mark += (loss - loss).to(self.loss_mark.dtype)  # zero for a number, no number for anything else
+
+    def sum_weight(self, own: torch.Tensor) -> None:
+        """Sum what the labels of all shards weigh; to be called once, before the (last) backward pass of the step."""
+        self._weight = own
+        self._weight_work = dist.all_reduce(own, async_op=True)
+
+    def divide(self) -> torch.Tensor:
+        """Divide the sums of gradients by what all labels weigh; gives that. To be called after :meth:`finish`."""
+        assert self._weight is not None
+        self._weight_work.wait()
+        for bucket in self._buckets:
+            bucket.flat[: bucket.elements] /= self._weight
+        return self._weight
 
     def finish(self) -> None:
         """Start what has not started; afterwards gradients hold the sums.
@@ -128,7 +144,7 @@ def _buckets(parameters: list[torch.nn.Parameter]) -> list[_Bucket]:
     for bucket in buckets:
         first = bucket.parameters[0]
         elements, count = sum(parameter.numel() for parameter in bucket.parameters), len(bucket.parameters)
-        bucket.flat = first.detach().new_zeros(elements + count + 1)
+        bucket.elements, bucket.flat = elements, first.detach().new_zeros(elements + count + 1)
         bucket.users = bucket.flat[elements : elements + count]
     return buckets
 

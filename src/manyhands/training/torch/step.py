@@ -1,7 +1,9 @@
 """One training step, as everybody would write it, exact on any number of ranks.
 
 The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and
-summed over the ranks it is the mean over the batch, and so are the gradients. Nothing here makes the host wait.
+summed over the ranks it is the mean over the batch, and so are the gradients. A mean in which labels weigh differently
+(:class:`Weighed`) is taken apart: sums first, divided by the weight of the whole batch at the end. Nothing here makes
+the host wait.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.torch import sources
 from manyhands.training.torch.clock import Clock
 from manyhands.training.torch.metrics import Metrics
-from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.objective import Objective, Weighed
 from manyhands.training.torch.reduce import GradientSum
 from manyhands.training.torch.sources import Batch
 
@@ -82,10 +84,14 @@ class EagerStep:
         self.device, self.numbers = device, numbers
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
         self.clock = clock
+        # Of a weighed mean: the sum of each part, its weight, its right answers and its samples.
+        self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = []
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def __call__(self, batch: Batch | None, whole: int, step: int) -> None:
         """Work off one shard of a batch of ``whole`` samples."""
+        weighed = isinstance(self.objective, Weighed) and (self.gradients is not None or self.accumulate > 1)
+        self._sums = []
         if self.gradients is None:
             self.optimizer.zero_grad(set_to_none=True)
         else:
@@ -93,17 +99,21 @@ class EagerStep:
         if batch is not None:
             if self.clock is not None:
                 self.clock.start()
-            self._work(batch, whole, step)
+            self._work(batch, whole, step, weighed=weighed)
             if self.clock is not None:
                 self.clock.stop(sources.rows(batch))
         if self.gradients is not None:
+            if weighed and batch is None:
+                self.gradients.sum_weight(self._no_weight())
             self.gradients.finish()
             self.metrics.mark(self.gradients.loss_mark, step)
+        if weighed:
+            self._divide(whole, step)
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
         self.optimizer.step()
 
-    def _work(self, batch: Batch, whole: int, step: int) -> None:
+    def _work(self, batch: Batch, whole: int, step: int, *, weighed: bool) -> None:
         size = sources.rows(batch)
         parts = min(self.accumulate, size) or 1
         for number in range(parts):
@@ -111,6 +121,9 @@ class EagerStep:
             part = self.numbers.lay(batch if parts == 1 else sources.cut(batch, start, stop))
             if self.gradients is not None:
                 self.gradients.arm(number == parts - 1)
+            if weighed:
+                self._work_weighed(part, stop - start, last=number == parts - 1)
+                continue
             with self.numbers.scope(self.device):
                 loss, right = self._loss(part, stop - start)
             if self.gradients is not None:
@@ -118,6 +131,36 @@ class EagerStep:
             (loss * ((stop - start) / whole)).backward()
             if stop > start:
                 self.metrics.add(loss, right, stop - start, step)
+
+    def _work_weighed(self, part: Batch, size: int, *, last: bool) -> None:
+        """A part of a mean in which labels weigh differently: its sum now, the division when all weights are known."""
+        objective: Any = self.objective
+        with self.numbers.scope(self.device):
+            if size:
+                total, weight, right = objective.in_parts(self.model, part)
+            else:
+                (total, right), weight = self._loss(part, 0), self._no_weight()
+        self._sums.append((total.detach(), weight, right, size))
+        if self.gradients is not None:
+            self.gradients.note_loss(total)
+            if last:
+                self.gradients.sum_weight(torch.stack([one[1] for one in self._sums]).sum())
+        total.backward()
+
+    def _no_weight(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def _divide(self, whole: int, step: int) -> None:
+        if self.gradients is not None:
+            weight = self.gradients.divide()
+        else:
+            weight = torch.stack([one[1] for one in self._sums]).sum()
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            torch._foreach_div_(gradients, weight.to(gradients[0].dtype))
+        self.metrics.mark(1 / weight, step)  # of a batch in which no label counts there is no mean
+        for total, _, right, size in self._sums:
+            if size:
+                self.metrics.add(total / weight, right, size, step, weight=whole / size)
 
     def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if size:
