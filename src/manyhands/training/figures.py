@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ class Figures:
     @property
     def accuracy(self) -> float:
         return self.right / self.count if self.count and self.counted else math.nan
+
+    def weighed(self, weight: float) -> Figures:
+        """These figures, where the sum of losses is to be divided by a weight and not by the number of samples."""
+        return dataclasses.replace(self, loss_sum=self.loss_sum * self.count / weight if weight else math.nan)
 
     def as_json(self) -> list[float | bool | None]:
         """For a checkpoint, which is only written while every loss was a number."""

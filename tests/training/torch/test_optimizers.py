@@ -55,6 +55,11 @@ def test_optimizers_that_want_a_closure_are_refused(ranks: int) -> None:
         fit(mlp(), vectors(), ranks, optimizer=torch.optim.LBFGS)
 
 
+def test_a_function_that_gives_no_optimizer() -> None:
+    with pytest.raises(BadSettings, match="gave a tuple"):
+        fit(mlp(), vectors(), optimizer=lambda parameters: (torch.optim.SGD(parameters), None))
+
+
 class Words(nn.Module):
     """A table of which a batch uses a few rows; its gradient is sparse."""
 

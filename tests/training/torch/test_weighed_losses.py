@@ -39,12 +39,30 @@ def close(make: Any, data: Any, **options: Any) -> None:
         for one, other in zip(expected.rows, result.rows, strict=True):
             assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
             assert one["train_acc"] == other["train_acc"]
+            assert one["test_loss"] is None or one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_exact_in_parts(name: str) -> None:
     make, loss = LOSSES[name]
-    close(make, vectors(), loss=loss, gradient_clip_val=0.5)
+    close(make, (vectors(), vectors(37)), loss=loss, gradient_clip_val=0.5)
+
+
+def test_the_loss_over_a_test_set_is_divided_once() -> None:
+    net, (X, y) = mlp(), vectors(37)
+    _, result = fit(net, (vectors(), (X, y)), 2, loss=nn.CrossEntropyLoss(weight=WEIGHT), batch_size=8, max_epochs=1)
+    expected = functional.cross_entropy(net(X), y, weight=WEIGHT).detach()
+    assert result.rows[-1]["test_loss"] == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_weights_follow_the_model() -> None:
+    """The caller's loss is as it was, and the job's own has the dtype that the model was given."""
+    loss = nn.CrossEntropyLoss(weight=WEIGHT.float())
+    for ranks in (1, 2):
+        fit(mlp(), vectors(), ranks, loss=loss, max_epochs=1)
+        fit(mlp(), vectors(), ranks, loss=functools.partial(functional.cross_entropy, weight=loss.weight), max_epochs=1)
+    assert loss.weight is not None
+    assert loss.weight.dtype == torch.float32
 
 
 def marked(count: int = 90) -> tuple[torch.Tensor, torch.Tensor]:

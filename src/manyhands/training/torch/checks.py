@@ -109,13 +109,14 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
     Means over classes whose labels weigh differently are none, but it is known by what they divide: they are taken
     apart and put together again.
     """
+    loss: Any = job.objective.loss if isinstance(job.objective, Supervised) else None
+    if any(_weighs(loss, data) for data in (job.train, job.test) if data is not None):
+        job.objective = Weighed(loss)
+        return
     if ranks == 1 and job.settings.accumulate == 1:
         return
-    if isinstance(job.objective, Supervised) and _of_classes(job.objective.loss):
-        if _weighs(job.objective.loss, job.train):
-            job.objective = Weighed(job.objective.loss)
-            return
-        _check_mean_of_classes(job.objective.loss, job.train)
+    if _of_classes(loss):
+        _check_mean_of_classes(loss, job.train)
     if not _can_be_read(job.train) or _mixes_samples(model):
         return
     try:

@@ -69,24 +69,28 @@ def shards(
     return on_device(ahead(picked), world.device)
 
 
+def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator[tuple[Window, Batch]]:
+    """The batches that a loader gives from the cursor on, each with its window."""
+    start = cursor.sample
+    for step, batch in enumerate(source.batches(cursor.batch, seed), cursor.step):
+        window = Window(cursor.epoch, start, start + rows(batch), step)
+        start = window.stop
+        yield window, batch
+
+
 def stream_shards(
-    source: Stream,
-    cursor: Cursor,
+    given: Iterable[tuple[Window, Batch]],
     world: World,
     shares: Sequence[float] | None = None,
     *,
-    seed: int = 0,
     empty: bool = False,
     least: int = 1,
 ) -> Iterator[tuple[Window, Batch | None]]:
-    """The batches that a loader gives, cut for this rank, each with its window."""
+    """Those batches of a stream, cut for this rank."""
 
     def parts() -> Iterator[tuple[Window, Batch | None]]:
-        start = cursor.sample
-        for step, batch in enumerate(source.batches(cursor.batch, seed), cursor.step):
-            window = Window(cursor.epoch, start, start + rows(batch), step)
+        for window, batch in given:
             begin, end = window.part(world.rank, world.size, shares, least=least)
-            start = window.stop
             yield window, cut(batch, begin - window.start, end - window.start) if end > begin or empty else None
 
     # On the CPU without a thread: while the loader draws random numbers of its own, the model must not.

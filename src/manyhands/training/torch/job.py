@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from manyhands import machine
+from manyhands.errors import BadSettings
 from manyhands.training.learner import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.torch.objective import Objective
@@ -32,6 +33,16 @@ class Job:
     schedule: Schedule | None = None
     run: Path | None = None
     resume: Path | None = None
+
+    def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of this model: the one that the user has, or a new one."""
+        made: Any = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise BadSettings(
+                f"the function for the optimizer (or the model's configure_optimizers) gave a {type(made).__name__}: "
+                "it must give one torch.optim.Optimizer; a schedule is the trainer's: schedule=function of (0 to 1)"
+            )
+        return made
 
 
 def numbers_for(job: Job, device: torch.device) -> Numbers:

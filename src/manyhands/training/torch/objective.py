@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +98,28 @@ class OwnStep:
             return in_full(own.loss, answer, target), right_answers(answer, target)
         step = own.training_step if model.training else getattr(own, "validation_step", own.training_step)
         return step(batch), None
+
+
+def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:
+    """The same objective with the tensors of its loss, class weights say, where the model is.
+
+    ``dtype``: that of the model, where the trainer has changed it. The caller's own loss stays as it is.
+    """
+    if not isinstance(objective, Supervised):
+        return objective
+
+    def moved(tensor: Any) -> Any:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    loss: Any = objective.loss
+    if isinstance(loss, torch.nn.Module):
+        if all(moved(tensor) is tensor for tensor in [*loss.parameters(), *loss.buffers()]):
+            return objective
+        loss = copy.deepcopy(loss).to(device, dtype)
+    elif isinstance(loss, functools.partial):
+        keywords = {n: moved(one) if isinstance(one, torch.Tensor) else one for n, one in loss.keywords.items()}
+        loss = functools.partial(loss.func, *loss.args, **keywords)
+    return dataclasses.replace(objective, loss=loss)
 
 
 def inputs_and_target(batch: Batch) -> tuple[Sequence[Any], Any]:

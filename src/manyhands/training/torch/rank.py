@@ -5,6 +5,7 @@ Nothing in a step makes the host wait: shards are on their way before they are n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.graph_step import GraphStep
 from manyhands.training.torch.job import Job, numbers_for
 from manyhands.training.torch.metrics import Metrics
+from manyhands.training.torch.objective import placed
 from manyhands.training.torch.reduce import GradientSum
 from manyhands.training.torch.sources import Arrays, Batch, Source, Stream
 from manyhands.training.torch.step import EagerStep, evaluate
@@ -54,9 +56,8 @@ class Rank:
         self.all_take_part = job.settings.batch_stats == "global" and world.size > 1
         self.model = self._place_model(job.model)
         self.least = 2 if world.size > 1 and not self.all_take_part and _normalises(self.model) else 1
-        self.optimizer = (
-            job.optimizer if isinstance(job.optimizer, torch.optim.Optimizer) else job.optimizer(self.model)
-        )
+        self.objective = placed(job.objective, world.device, self.numbers.dtype)
+        self.optimizer = job.make_optimizer(self.model)
         state.settle(self.optimizer)
         self.ways = state.optimizer_ways(self.optimizer)
         self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -90,7 +91,7 @@ class Rank:
         return EagerStep(
             self.model,
             self.optimizer,
-            self.job.objective,
+            self.objective,
             self.metrics,
             self.world.device,
             self.numbers,
@@ -148,13 +149,18 @@ class Rank:
             self._measure()
 
     def _stream_shards(self, stream: Stream, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
-        any_given = False
         seed = randomness.mixed_seed(self.settings.seed, cursor.epoch)
-        how: Any = {"seed": seed, "empty": self.all_take_part, "least": self.least}
-        for given in feed.stream_shards(stream, cursor, self.world, self.shares, **how):
-            any_given = True
-            yield given
-        if not any_given and not cursor.sample:
+        how: Any = {"empty": self.all_take_part, "least": self.least}
+        chunk = _MEASURE_EVERY if self.settings.shares == "measured" else None
+        whole, given = feed.stream_windows(stream, cursor, seed=seed), True
+        while given:
+            given = False
+            for one in feed.stream_shards(itertools.islice(whole, chunk), self.world, self.shares, **how):
+                given = True
+                yield one
+                cursor = cursor.after(one[0])
+            self._measure()
+        if not cursor.sample:
             raise BadBatch("the loader gave no batch: there is nothing to train on")
 
     def _order(self, source: Source, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -170,15 +176,15 @@ class Rank:
     def _graph_step(self, window: Window, factor: float | None) -> bool:
         """Make the step in the graph; False where it has to be made in the plain way."""
         assert self.graph is not None
-        try:
-            return self.graph(window.size)
-        except Exception as error:
-            self.notes.append(f"plain steps: the graph could not be made ({type(error).__name__}: {error})"[:300])
+        if self.graph(window.size):
+            return True
+        if self.graph.ended is not None:
+            self.notes.append(f"plain steps: {self.graph.ended}")
             self.graph = None
             torch.cuda.synchronize()
             state.restore_ways(self.optimizer, self.ways, self.base_rates)
             self._set_rate(factor)
-            return False
+        return False
 
     def _set_rate(self, factor: float | None) -> None:
         if factor is None:
@@ -223,14 +229,16 @@ class Rank:
         sums = Metrics(self.world.device)
         batches: Iterator[Batch | None]
         if isinstance(self.test, Stream):
-            batches = (batch for _, batch in feed.stream_shards(self.test, Cursor(), self.world))
+            whole = feed.stream_windows(self.test, Cursor())
+            batches = (batch for _, batch in feed.stream_shards(whole, self.world))
         else:
             size = max(self.settings.batch_size, 512)
             all_of_them = list(windows(Cursor(), self.test.count, size))
             batches = feed.shards(self.test, np.arange(self.test.count), all_of_them, self.world)
         with modes_kept(self.model):
-            evaluate(self.model, self.job.objective, _watched(batches, alive), sums, self.numbers)
-        return together(self._of_all_ranks(sums))
+            weight = evaluate(self.model, self.objective, _watched(batches, alive), sums, self.numbers)
+        figures = together(self._of_all_ranks(sums))
+        return figures.weighed(sum(float(one) for one in self.world.gather(weight))) if weight is not None else figures
 
     # Checkpoints
 

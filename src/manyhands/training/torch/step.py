@@ -195,9 +195,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None
 @torch.no_grad()
 def evaluate(
     model: torch.nn.Module, objective: Objective, batches: Iterator[Batch | None], metrics: Metrics, numbers: Numbers
-) -> None:
-    """Add every batch to the metrics, in evaluation mode."""
+) -> torch.Tensor | None:
+    """Add every batch to the metrics, in evaluation mode.
+
+    Of a mean in which labels weigh differently sums are added; it gives their weight, by which all is to be divided.
+    """
     device = metrics.sums.device
+    weights = metrics.sums.new_zeros(())
     training = model.training
     model.eval()
     try:
@@ -205,7 +209,13 @@ def evaluate(
             if batch is None or not (size := sources.rows(batch)):
                 continue
             with numbers.scope(device):
-                loss, right = objective(model, numbers.lay(batch))
-            metrics.add(loss, right, size, 0)
+                if isinstance(objective, Weighed):
+                    total, weight, right = objective.in_parts(model, numbers.lay(batch))
+                    weights += weight
+                    metrics.add(total, right, size, 0, weight=1 / size)
+                else:
+                    loss, right = objective(model, numbers.lay(batch))
+                    metrics.add(loss, right, size, 0)
     finally:
         model.train(training)
+    return weights if isinstance(objective, Weighed) else None
