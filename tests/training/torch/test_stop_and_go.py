@@ -159,6 +159,33 @@ def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "run" / "checkpoints").step > 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_interrupted_job_brings_its_weights_home(tmp_path: Path, ranks: int) -> None:
+    """Those after a whole step; the interruption is raised, and no worker stays."""
+    net = SumsUp(COUNT)
+    optimizer = torch.optim.SGD(net.parameters(), lr=4.0, momentum=1e-9)
+
+    def interrupt() -> None:
+        while checkpoint.latest(tmp_path / "run" / "checkpoints") is None:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    options: Any = {"run": tmp_path / "run", "checkpoint_every": 7, "quiet": True, "precision": "fp64"}
+    trainer = Trainer(
+        10**6, devices=["cpu"], ranks_per_device=ranks, batch_size=4, loss=answer_itself, optimizer=optimizer, **options
+    )
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer.fit(net, one_hot(COUNT))
+    seen = net.seen.detach().round()
+    assert float(seen.sum()) >= 7 * 4
+    assert float(seen.max() - seen.min()) <= 1
+    assert optimizer.state[net.seen]["momentum_buffer"].norm() > 0
+    if ranks == 2:
+        assert f"after {int(seen.sum()) // 4} steps" in caught.value.__notes__[0]
+    assert not [one for one in psutil.Process().children() if "training.torch.worker" in " ".join(one.cmdline())]
+
+
 def test_no_space_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on and says so; the checkpoint before stays."""
     written = durable.write

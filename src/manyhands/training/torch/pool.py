@@ -1,8 +1,9 @@
 """Worker processes, one per rank, that stay for the next job; and what is done when one of them does not.
 
 A worker that dies or raises ends the job within a second: the others are stopped, and the error names the rank and
-carries its traceback. A worker that hangs makes no step while the others wait for it; it is found by its
-silence, asked where it is (a signal makes it write its stack), and named.
+carries its traceback. A worker that hangs makes no step while the others wait for it; it is found by its silence, asked
+where it is (a signal makes it write its stack), and named. When the caller is interrupted, the weights of that moment
+are brought home before the workers are stopped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pickle
 import secrets
 import signal
 import subprocess
@@ -32,8 +34,17 @@ from manyhands.training.torch.job import Job, torch_settings
 
 _START_SECONDS = 120
 _FIRST_STEPS = 10  # times as long as later ones may take: compilers and caches are cold
+_HOME_SECONDS = (5, 60)  # how long an interrupted job waits for the weights: at least, and at most
 # What a rank says when another one went away: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Gloo", "gloo")
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interrupted job, with what its first rank sent home (None: it did not answer in time)."""
+
+    def __init__(self, home: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.home = home
 
 
 @dataclass
@@ -138,12 +149,37 @@ class Pool:
             while any(worker.answer is None for worker in self.workers):
                 self._listen(say)
                 self._check(job.settings.hang_seconds)
+        except KeyboardInterrupt as interrupt:
+            try:
+                home = self._ask_home(job)
+            finally:
+                self.stop()
+            raise Interrupted(home) from interrupt
         except BaseException:
             self.stop()
             raise
         first = self.workers[0].answer
         assert first is not None
         return first
+
+    def _ask_home(self, job: Job) -> dict[str, Any] | None:
+        """The weights of the rank whose statistics count, after the step that it is in; None if it does not answer.
+
+        The other ranks go on meanwhile, so that it can end its step. A second interruption ends the waiting.
+        """
+        shares = job.settings.shares
+        worker = self.workers[0 if shares is None or isinstance(shares, str) else list(shares).index(max(shares))]
+        until = time.monotonic() + min(_HOME_SECONDS[1], max(_HOME_SECONDS[0], 3 * worker.longest))
+        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            worker.connection.send_bytes(sending.COME_HOME)
+            while (left := until - time.monotonic()) > 0:
+                if worker.connection.poll(left):
+                    message: dict[str, Any] = worker.connection.recv()
+                    if message["kind"] in ("home", "done"):
+                        return message if "weights" in message else None
+                    if message["kind"] == "error":
+                        return None
+        return None
 
     def _send(self, worker: _Worker, message: bytes) -> None:
         try:

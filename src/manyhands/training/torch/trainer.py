@@ -93,12 +93,17 @@ class Trainer(BaseTrainer):
 
     def _fit_with_workers(self, job: Job, display: Display) -> Result:
         sent = _on_host(job)
-        home = pool.pool_for(self.ranks).run(sent, display.event)
-        state.restore_model(job.model, home["weights"])
-        if isinstance(job.optimizer, torch.optim.Optimizer):
-            state.restore_optimizer(
-                job.optimizer, home["optimizer"], home["optimizer_numbers"], home["optimizer_groups"]
-            )
+        try:
+            home = pool.pool_for(self.ranks).run(sent, display.event)
+        except pool.Interrupted as interrupted:
+            if interrupted.home is None:
+                interrupted.add_note("The workers did not answer in time: the model is as it was before.")
+            else:
+                _take_home(job, interrupted.home)
+                step = interrupted.home["step"]
+                interrupted.add_note(f"The model has the weights that it had after {step} steps of training.")
+            raise
+        _take_home(job, home)
         result: Result = home["result"]
         return result
 
@@ -153,6 +158,13 @@ def _fit_here(job: Job, here: world.World, display: Display) -> Result:
                 tensor.grad = tensor.grad.to(tensor.dtype)
         if isinstance(job.optimizer, torch.optim.Optimizer):
             state.settle(job.optimizer)
+
+
+def _take_home(job: Job, home: dict[str, Any]) -> None:
+    """Put what a worker sent into the caller's model and optimizer."""
+    state.restore_model(job.model, home["weights"])
+    if isinstance(job.optimizer, torch.optim.Optimizer):
+        state.restore_optimizer(job.optimizer, home["optimizer"], home["optimizer_numbers"], home["optimizer_groups"])
 
 
 def _own_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

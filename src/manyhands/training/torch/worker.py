@@ -2,7 +2,8 @@
 
 Started by :mod:`.pool` as ``python -m manyhands.training.torch.worker ADDRESS RANK``. It does not import the
 caller's main module, so scripts need no ``if __name__ == "__main__"`` and notebooks work, also when the caller has used
-CUDA already. When the caller goes away, so does the worker.
+CUDA already. When the caller goes away, so does the worker. When the caller is interrupted, one rank is asked for the
+weights: it ends its job between two steps and sends them home.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import Any
 import cloudpickle
 import torch
 
+from manyhands.training.learner import Say
 from manyhands.training.torch import state, world
 from manyhands.training.torch.job import Job, set_torch_settings
-from manyhands.training.torch.rank import loop_of
+from manyhands.training.torch.rank import Rank, loop_of
+from manyhands.training.torch.sending import COME_HOME
 
 
 def main(address: str, rank: int) -> None:
@@ -32,23 +35,38 @@ def main(address: str, rank: int) -> None:
     connection = Client(address, authkey=bytes.fromhex(os.environ.pop("MANYHANDS_WORKER_KEY")))
     connection.send(rank)
     jobs: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
+    asked_home = threading.Event()
+    threading.Thread(target=_listen, args=(connection, jobs, asked_home), daemon=True).start()
     while True:
-        _do(jobs.get(), connection)
+        _do(jobs.get(), connection, asked_home)
 
 
-def _listen(connection: Any, jobs: queue.Queue[bytes]) -> None:
+class _AskedHome(BaseException):
+    """Ends a job between two steps."""
+
+
+def _listen(connection: Any, jobs: queue.Queue[bytes], asked_home: threading.Event) -> None:
     try:
         while True:
-            jobs.put(connection.recv_bytes())
+            message = connection.recv_bytes()
+            if message == COME_HOME:
+                asked_home.set()
+            else:
+                jobs.put(message)
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _do(message: bytes, connection: Connection) -> None:
+def _do(message: bytes, connection: Connection, asked_home: threading.Event) -> None:
+    def say(event: dict[str, Any]) -> None:
+        # Things are said between steps only: model and optimizer are those after a whole step.
+        connection.send(event)
+        if asked_home.is_set():
+            raise _AskedHome
+
     try:
         job, place = cloudpickle.loads(message)
-        connection.send({"kind": "done", **_run(job, place, connection)})
+        connection.send(_run(job, place, say))
     except BaseException as error:
         connection.send(
             {
@@ -60,7 +78,7 @@ def _do(message: bytes, connection: Connection) -> None:
         )
 
 
-def _run(job: Job, place: dict[str, Any], connection: Connection) -> dict[str, Any]:
+def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
     torch.set_num_threads(place["threads"])
     set_torch_settings(place["torch"])
     here = world.join(
@@ -72,17 +90,24 @@ def _run(job: Job, place: dict[str, Any], connection: Connection) -> dict[str, A
         seconds=place["seconds"],
     )
     try:
-        loop, worker = loop_of(job, here, connection.send)
-        result = loop.fit()
-        if not here.first:
-            return {"result": result}
-        home: dict[str, Any] = {"result": result, "weights": state.pack(state.model_tensors(worker.model))}
-        if isinstance(job.optimizer, torch.optim.Optimizer):  # the caller has one, too
-            tensors, home["optimizer_numbers"] = state.optimizer_state(worker.optimizer)
-            home["optimizer"], home["optimizer_groups"] = state.pack(tensors), state.optimizer_groups(worker.optimizer)
-        return home
+        loop, worker = loop_of(job, here, say)
+        try:
+            result = loop.fit()
+        except _AskedHome:
+            return {"kind": "home", "step": loop.cursor.step, **_luggage(job, worker)}
+        home = _luggage(job, worker) if here.first else {}
+        return {"kind": "done", "step": loop.cursor.step, "result": result, **home}
     finally:
         world.leave(here)
+
+
+def _luggage(job: Job, worker: Rank) -> dict[str, Any]:
+    """What a rank sends home: the weights, and the state of the optimizer where the caller has one, too."""
+    home: dict[str, Any] = {"weights": state.pack(state.model_tensors(worker.model))}
+    if isinstance(job.optimizer, torch.optim.Optimizer):
+        tensors, home["optimizer_numbers"] = state.optimizer_state(worker.optimizer)
+        home["optimizer"], home["optimizer_groups"] = state.pack(tensors), state.optimizer_groups(worker.optimizer)
+    return home
 
 
 if __name__ == "__main__":
