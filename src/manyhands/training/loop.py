@@ -125,7 +125,7 @@ class Loop:
             return
         raise LossIsNotANumber(
             f"{self._bad_step_in_words(figures.bad_step)}. A smaller learning rate or gradient_clip_val may help; "
-            "on_nan='continue' goes on regardless"
+            "on_nan='continue' goes on without the batch"
         )
 
     def _bad_step_in_words(self, step: int) -> str:

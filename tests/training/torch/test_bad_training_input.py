@@ -11,7 +11,7 @@ import torch
 from support import run_python
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training_cases import CLASSES, Chunks, OneHot, Rows, difference, fit, mlp, vectors
+from training_cases import CLASSES, Chunks, OneHot, Rows, difference, fit, mlp, same, vectors
 
 from manyhands.errors import (
     BadBatch,
@@ -57,6 +57,40 @@ def test_a_loss_that_is_no_number_can_be_ignored() -> None:
             _, result = fit(mlp(), spoilt(17), ranks, batch_size=BATCH, max_epochs=2, on_nan="continue")
         assert [row["samples"] for row in result.rows] == [40, 40]
         assert result.rows[0]["train_loss"] is None
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+    "nadam": torch.optim.NAdam,
+}
+
+
+class Batches:
+    """Nothing but something to iterate over."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("bad", [(0, 1), (3,), (2, 9)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_batch_that_is_left_out_leaves_no_trace(name: str, bad: tuple[int, ...]) -> None:
+    """As if the loader had not had it: weights, statistics and optimizer, in the first steps and later ones."""
+    X, y = vectors()
+    batches = list(zip(X.split(9), y.split(9), strict=True))
+    spoilt = [(X * torch.nan if number in bad else X, y) for number, (X, y) in enumerate(batches)]
+    without = [batch for number, batch in enumerate(batches) if number not in bad]
+    cases: list[dict[str, Any]] = [{}, {"ranks": 2, "batch_stats": "global"}, {"gradient_clip_val": 100.0}]
+    for options in cases:
+        options |= {"optimizer": OPTIMIZERS[name]}
+        expected, _ = fit(mlp(norm=True), Batches(without), **options)
+        with pytest.warns(UserWarning, match="going on"):
+            found, _ = fit(mlp(norm=True), Batches(spoilt), on_nan="continue", **options)
+        assert same(expected, found)
 
 
 def test_a_loss_from_a_loader_that_is_no_number() -> None:

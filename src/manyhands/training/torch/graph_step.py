@@ -131,12 +131,16 @@ class GraphStep:
 
     def _work(self, sized: _Sized) -> None:
         eager = self._eager
+        if eager.spared is not None:
+            eager.spared.keep()
         eager.optimizer.zero_grad(set_to_none=True)
         loss, right = sized.forward(self._order, self._position + sized.window)
         loss.backward()
         if eager.clip:
             torch.nn.utils.clip_grad_norm_(eager.parameters, eager.clip, foreach=True)
         eager.optimizer.step()
+        if eager.spared is not None:
+            eager.spared.put_back(torch.isfinite(loss.detach()))
         eager.metrics.add(loss, right, len(sized.window), self._step)
         self._position += len(sized.window)
         self._step += 1
@@ -158,13 +162,19 @@ def _versions(eager: EagerStep) -> list[int]:
 def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, changing_rate: bool) -> None:
     """Make an optimizer fit for a graph: what changes from step to step is a tensor on the device."""
     for group in optimizer.param_groups:
-        if "capturable" in group:
-            group["capturable"] = True
         if _is_sgd(optimizer):
             group["fused"], group["foreach"] = True, False
         if changing_rate and not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], device=device)
-    state.settle(optimizer)  # the state of a resumed or used optimizer goes to the device, its count of steps too
+    count_on_device(optimizer)
+
+
+def count_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer count its steps on the device, where it can; the state of a used one goes there, too."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    state.settle(optimizer)
 
 
 def why_not(

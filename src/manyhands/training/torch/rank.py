@@ -26,6 +26,7 @@ from manyhands.training.torch.metrics import Metrics
 from manyhands.training.torch.objective import placed
 from manyhands.training.torch.reduce import GradientSum
 from manyhands.training.torch.sources import Arrays, Batch, Source, Stream
+from manyhands.training.torch.spared import Spared
 from manyhands.training.torch.step import EagerStep, evaluate
 from manyhands.training.torch.world import World
 
@@ -99,6 +100,7 @@ class Rank:
             accumulate=self.settings.accumulate,
             gradients=GradientSum(self.model.parameters()) if several else None,
             clock=clock.Clock(self.world.device) if self.settings.shares == "measured" and several else None,
+            spared=Spared(self.model, self.optimizer) if self.settings.on_nan == "continue" else None,
         )
 
     def _make_graph(self) -> GraphStep | None:
@@ -128,6 +130,8 @@ class Rank:
         """Every batch of the epoch that is left, with this rank's shard of it."""
         if not self._begun:  # not before: a checkpoint's state of the optimizer comes in between
             self._begun, self.graph = True, self._make_graph()
+            if self.plain_step.spared is not None and self.world.device.type == "cuda":
+                graph_step.count_on_device(self.optimizer)  # there a step that was none is not counted
         if isinstance(self.data, Stream):
             yield from self._stream_shards(self.data, cursor)
             return

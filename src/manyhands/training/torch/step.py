@@ -24,6 +24,7 @@ from manyhands.training.torch.metrics import Metrics
 from manyhands.training.torch.objective import Objective, Weighed
 from manyhands.training.torch.reduce import GradientSum
 from manyhands.training.torch.sources import Batch
+from manyhands.training.torch.spared import Spared
 
 
 @dataclass
@@ -78,12 +79,14 @@ class EagerStep:
         accumulate: int = 1,
         gradients: GradientSum | None = None,
         clock: Clock | None = None,
+        spared: Spared | None = None,
     ) -> None:
         _check_optimizer(optimizer, several=gradients is not None)
         self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
         self.device, self.numbers = device, numbers
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
-        self.clock = clock
+        self.clock, self.spared = clock, spared
+        self._losses: list[torch.Tensor] = []
         # Of a weighed mean: the sum of each part, its weight, its right answers and its samples.
         self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = []
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -91,7 +94,9 @@ class EagerStep:
     def __call__(self, batch: Batch | None, whole: int, step: int) -> None:
         """Work off one shard of a batch of ``whole`` samples."""
         weighed = isinstance(self.objective, Weighed) and (self.gradients is not None or self.accumulate > 1)
-        self._sums = []
+        self._sums, self._losses = [], []
+        if self.spared is not None:
+            self.spared.keep()
         if self.gradients is None:
             self.optimizer.zero_grad(set_to_none=True)
         else:
@@ -112,6 +117,13 @@ class EagerStep:
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
         self.optimizer.step()
+        if self.spared is not None:
+            self.spared.put_back(self._is_good())
+
+    def _is_good(self) -> torch.Tensor:
+        """Whether the loss of this batch is a number, on whichever rank; known on the device."""
+        marks = self._losses if self.gradients is None else [*self._losses, self.gradients.loss_mark]
+        return torch.stack([torch.isfinite(mark) for mark in marks]).all()
 
     def _work(self, batch: Batch, whole: int, step: int, *, weighed: bool) -> None:
         size = sources.rows(batch)
@@ -126,8 +138,7 @@ class EagerStep:
                 continue
             with self.numbers.scope(self.device):
                 loss, right = self._loss(part, stop - start)
-            if self.gradients is not None:
-                self.gradients.note_loss(loss)
+            self._note(loss)
             (loss * ((stop - start) / whole)).backward()
             if stop > start:
                 self.metrics.add(loss, right, stop - start, step)
@@ -141,11 +152,17 @@ class EagerStep:
             else:
                 (total, right), weight = self._loss(part, 0), self._no_weight()
         self._sums.append((total.detach(), weight, right, size))
-        if self.gradients is not None:
-            self.gradients.note_loss(total)
-            if last:
-                self.gradients.sum_weight(torch.stack([one[1] for one in self._sums]).sum())
+        self._note(total)
+        if self.gradients is not None and last:
+            self.gradients.sum_weight(torch.stack([one[1] for one in self._sums]).sum())
         total.backward()
+
+    def _note(self, loss: torch.Tensor) -> None:
+        """Remember whether this loss is a number, for all ranks."""
+        if self.gradients is not None:
+            self.gradients.note_loss(loss)
+        elif self.spared is not None:
+            self._losses.append(loss.detach())
 
     def _no_weight(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -157,6 +174,7 @@ class EagerStep:
             weight = torch.stack([one[1] for one in self._sums]).sum()
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             torch._foreach_div_(gradients, weight.to(gradients[0].dtype))
+        self._losses.append(1 / weight)
         self.metrics.mark(1 / weight, step)  # of a batch in which no label counts there is no mean
         for total, _, right, size in self._sums:
             if size:

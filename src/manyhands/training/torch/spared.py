@@ -1,0 +1,69 @@
+"""``on_nan="continue"``: a batch whose loss is no number leaves no trace in weights, statistics or optimizer.
+
+Whether the loss is a number is known on the device alone, and the host shall not wait for it. So the step is made in
+any case, with copies kept of all that it may change, and afterwards the device itself chooses, tensor by tensor: what
+the step made of it, or the copy. For example weights w = 2 and a loss of nan::
+
+    keep()                     copies: 2
+    forward, backward, update  w = nan
+    put_back(good=False)       w = where(good, nan, 2) = 2
+
+It costs memory for one more copy of weights, statistics and optimizer state, and the time of copying them twice in
+every step. The host waits in the steps in which the optimizer creates its state, the first ones: what did not exist
+cannot be kept. Numbers that an optimizer counts in Python (none of PyTorch's own does) are not taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+Key = tuple[Any, ...]
+
+
+class Spared:
+    """Copies of everything that a step changes, to be put back where it should not have been made."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._kept: dict[Key, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """To be called before a step."""
+        live = dict(self._tensors())
+        if [_place(one) for one in live.values()] == [_place(one) for one in self._kept.values()]:
+            self._kept = dict(zip(live, self._kept.values(), strict=True))  # the same memory as in the step before
+            torch._foreach_copy_(list(self._kept.values()), list(live.values()))
+        else:
+            self._kept = {key: tensor.detach().clone() for key, tensor in live.items()}
+
+    @torch.no_grad()
+    def put_back(self, good: torch.Tensor) -> None:
+        """To be called after it: ``good`` says, on the device, whether the step was one."""
+        live = dict(self._tensors())
+        for key, tensor in live.items():
+            # A count of steps on the host cannot follow the device: see Rank, which has it counted there.
+            if key in self._kept and tensor.device == good.device:
+                tensor.copy_(torch.where(good, tensor, self._kept[key]))
+        created = {key[1] for key in live if key[0] == "state" and key not in self._kept}
+        if created and not bool(good):
+            for parameter in created:
+                del self._optimizer.state[parameter]
+
+    def _tensors(self) -> Iterator[tuple[Key, torch.Tensor]]:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                yield ("weight", parameter), parameter
+                for name, value in self._optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield ("state", parameter, name), value
+        for name, buffer in self._model.named_buffers():
+            if 0 not in buffer.stride() or buffer.numel() < 2:  # an expanded one cannot be written to
+                yield ("statistics", name), buffer
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
