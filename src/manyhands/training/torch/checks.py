@@ -39,7 +39,7 @@ def materialise(model: torch.nn.Module, data: Source) -> None:
     """Give lazy layers their shapes, by a few samples: they must be the same on every rank."""
     if not any(torch.nn.parameter.is_lazy(tensor) for tensor in [*model.parameters(), *model.buffers()]):
         return
-    _answer(model, _few_samples(data, _FEW))
+    _answer(model, few_samples(data, _FEW))
 
 
 # Labels
@@ -79,7 +79,7 @@ def check_labels(model: torch.nn.Module, job: Job) -> None:
         return
     ignored = parts_of_mean(job.objective.loss)[1].get("ignore_index", IGNORED)
     try:
-        scores = _answer(model, _few_samples(job.train, _FEW)) if _can_be_read(job.train) else None
+        scores = _answer(model, few_samples(job.train, _FEW)) if can_be_read(job.train) else None
     except Exception:  # the first step will say it, with all that belongs to it
         return
     if isinstance(scores, torch.Tensor) and scores.dim() == 2:
@@ -117,7 +117,7 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
         return
     if _of_classes(loss):
         _check_mean_of_classes(loss, job.train)
-    if not _can_be_read(job.train) or _mixes_samples(model):
+    if not can_be_read(job.train) or _mixes_samples(model):
         return
     try:
         whole, parts, close = _whole_and_parts(model, job)
@@ -176,11 +176,11 @@ def _whole_and_parts(model: torch.nn.Module, job: Job) -> tuple[float, float, fl
 
     A loss that draws random numbers says nothing: it is given as its own mean.
     """
-    batch = _few_samples(job.train, _HALVES)
+    batch = few_samples(job.train, _HALVES)
     size = min(rows(batch), _HALVES)
     # A step of the user's own may count or remember something: it does so in a copy.
     tried = copy.deepcopy(model) if isinstance(job.objective, OwnStep) else model
-    batch = _as_the_model(tried, cut(batch, 0, size))
+    batch = as_the_model(tried, cut(batch, 0, size))
     with randomness.Own(0), _evaluating(tried):
         first, again = (_loss(tried, job, batch) for _ in range(2))
         halves = [(0, size // 2), (size // 2, size)] if size > 1 else [(0, size)]
@@ -198,12 +198,12 @@ def _loss(model: Any, job: Job, batch: Batch) -> torch.Tensor:
 # A few samples
 
 
-def _can_be_read(data: Source) -> bool:
+def can_be_read(data: Source) -> bool:
     """Whether a look at the first samples takes none away, as it does where samples can be gone through only once."""
     return not (isinstance(data, Stream) and isinstance(data.loader, Iterator))
 
 
-def _few_samples(data: Source, count: int) -> Batch:
+def few_samples(data: Source, count: int) -> Batch:
     """The first samples, or for a stream its first batch; the process's random numbers stay as they are."""
     if isinstance(data, Arrays):
         return data.take(torch.arange(min(count, data.count), device=data.tensors[0].device))
@@ -231,10 +231,10 @@ def _answer(model: torch.nn.Module, batch: Batch) -> Any:
     """What the model answers, in evaluation mode: no statistics, no dropout."""
     numbers = [part for part in batch[:-1] if isinstance(part, torch.Tensor)]
     with _evaluating(model):
-        return model(*_as_the_model(model, numbers))
+        return model(*as_the_model(model, numbers))
 
 
-def _as_the_model(model: torch.nn.Module, batch: Batch) -> Batch:
+def as_the_model(model: torch.nn.Module, batch: Batch) -> Batch:
     """The batch where the model is, in its kind of floating-point numbers."""
     first = next(model.parameters())
 

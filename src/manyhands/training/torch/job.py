@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from manyhands import machine
 from manyhands.errors import BadSettings
 from manyhands.training.learner import Schedule
 from manyhands.training.settings import Settings
@@ -46,12 +45,11 @@ class Job:
 
 
 def numbers_for(job: Job, device: torch.device) -> Numbers:
-    """Precision and memory format: chosen where the user leaves it to us."""
+    """Precision and memory format: chosen where the user leaves it to us (on a CPU later, see :mod:`.precision`)."""
     on_gpu = device.type == "cuda"
     precision = job.settings.precision
     if precision == "auto":
-        quick = torch.cuda.is_bf16_supported() if on_gpu else "amx_bf16" in machine.host_features()
-        precision = "bf16" if quick and job.settings.fast else "fp32"
+        precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() and job.settings.fast else "fp32"
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
     autocast = torch.bfloat16 if precision == "bf16" else None
     laid = images and job.settings.fast and (on_gpu or autocast is not None)

@@ -18,7 +18,7 @@ from manyhands.training.figures import Figures, together
 from manyhands.training.learner import Saved, Say
 from manyhands.training.loop import Loop
 from manyhands.training.order import Cursor, Window, epoch_order, windows
-from manyhands.training.torch import batch_norm, clock, feed, graph_step, metrics, randomness, state
+from manyhands.training.torch import batch_norm, clock, feed, graph_step, metrics, precision, randomness, state
 from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.graph_step import GraphStep
 from manyhands.training.torch.job import Job, numbers_for
@@ -67,6 +67,7 @@ class Rank:
         self.test = feed.resident(job.test, world.device) if job.test is not None else None
         self.plain_step = self._make_step()
         self.graph: GraphStep | None = None
+        self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
 
     # Setting up
@@ -103,6 +104,25 @@ class Rank:
             spared=Spared(self.model, self.optimizer) if self.settings.on_nan == "continue" else None,
         )
 
+    def _choose_precision(self) -> None:
+        """Take bfloat16 on CPUs where it was faster when tried, on all of them alike; or what a resumed job had."""
+        may = precision.may_pay(self.job, self.world.device)
+        if self.half_before is None:
+            size = max(1, self.settings.batch_size // self.world.size)
+            own = precision.tried(self.job, self.model, self.objective, size) if may else (0.0, 0.0)
+            seconds = torch.stack(self.world.gather(torch.tensor(own, dtype=torch.float64))).sum(0).tolist()
+            if may:
+                self.notes.append(precision.in_words(*seconds))
+            half = 0 < seconds[1] < seconds[0]
+        else:
+            half = self.half_before
+        if may and half:
+            chosen = precision.bf16_numbers(self.model)
+            self.numbers.autocast, self.numbers.channels_last = chosen.autocast, chosen.channels_last
+            if chosen.channels_last:
+                self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                state.settle(self.optimizer)
+
     def _make_graph(self) -> GraphStep | None:
         """The fast step, where there can be one; else a note that says why not."""
         settings = self.settings
@@ -129,7 +149,9 @@ class Rank:
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         """Every batch of the epoch that is left, with this rank's shard of it."""
         if not self._begun:  # not before: a checkpoint's state of the optimizer comes in between
-            self._begun, self.graph = True, self._make_graph()
+            self._begun = True
+            self._choose_precision()
+            self.graph = self._make_graph()
             if self.plain_step.spared is not None and self.world.device.type == "cuda":
                 graph_step.count_on_device(self.optimizer)  # there a step that was none is not counted
         if isinstance(self.data, Stream):
@@ -262,6 +284,7 @@ class Rank:
             state={
                 "world": self.world.size,
                 "devices": devices,
+                "half": self.numbers.autocast is not None,
                 "optimizer": numbers,
                 "optimizer_groups": state.optimizer_groups(self.optimizer),
             },
@@ -286,6 +309,8 @@ class Rank:
         else:
             step = saved["cursor"]["step"]
             randomness.seed_all(randomness.mixed_seed(self.settings.seed, here.rank, step))
+        if set(before) == {"cpu"}:
+            self.half_before = saved.get("half")
         if devices == before and self.settings.shares == "measured":
             self.shares = saved["shares"]
         self.metrics.restore(figures.loss_sum, figures.right, figures.count, counted=figures.counted)
