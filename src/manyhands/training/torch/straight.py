@@ -1,0 +1,85 @@
+"""Which calls of a backward pass give a gradient that goes straight to a parameter, so that nobody else waits for it.
+
+A dispatch mode sees operations, not layers. Which node of autograd's graph calls an operation, and where each of its
+results goes, PyTorch tells (the node and its ``next_functions``). The backward of a linear layer, y = x @ w.t() + b,
+calls two products and a sum: of the two products the one for the weight is the one that is made of the input, which
+the node has saved; where input and weight are one memory it cannot be told, and both stay where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_LEAF = "torch::autograd::AccumulateGrad"
+_PASSED = ("ToCopyBackward0", "TBackward0")  # between a weight and the operation that takes it: a cast, a transposition
+# Of the nodes of products: what they call the input that they have saved, and the places of weight and bias.
+_PRODUCTS: dict[str, tuple[str, int, int | None]] = {
+    "AddmmBackward0": ("_saved_mat1", 2, 0),
+    "MmBackward0": ("_saved_self", 1, None),
+}
+
+
+def goes_aside(func: Any, args: tuple[Any, ...]) -> str | None:
+    """What kind of gradient this call computes beside the chain, in words; None where it belongs to the chain."""
+    if func is _aten.convolution_backward.default:
+        return _of_convolution(args)
+    if func is _aten.mm.default:
+        return _of_product(args)
+    if func is _aten.sum.dim_IntList:
+        return _of_bias()
+    return None
+
+
+def _of_convolution(args: tuple[Any, ...]) -> str | None:
+    for_input, for_weight, for_bias = args[-1]
+    node = _node()
+    if not for_weight or node is None or node.name() != "ConvolutionBackward0":
+        return None
+    if not _is_straight(node, 1) or (for_bias and not _is_straight(node, 2)):
+        return None
+    return f"convolution, weight{' and bias' if for_bias else ''}{'' if for_input else ' (no gradient of the input)'}"
+
+
+def _of_product(args: tuple[Any, ...]) -> str | None:
+    node = _node()
+    if node is None or node.name() not in _PRODUCTS:
+        return None
+    saved, weight, _ = _PRODUCTS[node.name()]
+    if not _is_straight(node, weight):
+        return None
+    source, own = getattr(node, saved), node._saved_mat2
+    memories = {_memory(argument) for argument in args}
+    # The node has not saved what it does not need: without its input it cannot compute the weight's gradient.
+    if source is None or _memory(source) not in memories or (own is not None and _memory(own) in memories):
+        return None
+    return "product, weight"
+
+
+def _of_bias() -> str | None:
+    node = _node()
+    if node is None or node.name() not in _PRODUCTS:
+        return None
+    place = _PRODUCTS[node.name()][2]
+    return "product, bias" if place is not None and _is_straight(node, place) else None
+
+
+def _node() -> Any:
+    return torch._C._current_autograd_node()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_straight(node: Any, number: int) -> bool:
+    """Whether a result of the node goes to a parameter on which there are no hooks, past casts at most."""
+    following = node.next_functions[number][0]
+    while following is not None and following.name() in _PASSED:
+        following = following.next_functions[0][0]
+    if following is None or following.name() != _LEAF:
+        return False
+    leaf = following.variable
+    return not leaf._backward_hooks and not getattr(leaf, "_post_accumulate_grad_hooks", None)
