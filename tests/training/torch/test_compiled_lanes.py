@@ -1,0 +1,127 @@
+"""Side lanes in a compiled backward pass: the pass over its graph, and what the operations in it do at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from side_lanes_cases import MODELS, NoLanes, assert_equal, gradients, loss_of, pair
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import GraphModule
+
+from manyhands.engine.check import check
+from manyhands.errors import UnsafeSchedule
+from manyhands.training.torch import models
+from manyhands.training.torch.compiled_lanes import CompiledLanes, TakeAside
+
+# What hooks do is the caller's, not in the compiled graph; two ResNets are enough of them.
+NAMES = [name for name in MODELS if name not in ("hooks", "resnet-18", "small resnet", "mlp")]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def with_pass(change: Callable[[GraphModule], None]) -> Any:
+    """A compiler that compiles nothing: the graphs as they are, the backward one after the pass."""
+
+    def backward(module: GraphModule, _: Any) -> Any:
+        change(module)
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(fw_compiler=lambda module, _: make_boxed_func(module.forward), bw_compiler=backward)
+
+
+def taken_aside(module: GraphModule) -> None:
+    TakeAside()(module.graph)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_equal_to_the_bit(name: str) -> None:
+    plain, other = pair(MODELS[name])
+    torch.compile(loss_of, backend=with_pass(lambda module: None), dynamic=False)(plain).backward()
+    torch._dynamo.reset()
+    loss = torch.compile(loss_of, backend=with_pass(taken_aside), dynamic=False)(other)
+    lanes = NoLanes()
+    with CompiledLanes(lanes, 2) as side:
+        loss.backward()
+    assert side.aside
+    assert {lane for lane, _ in lanes.waits} == {0, 1, 2}
+    assert_equal(gradients(plain), gradients(other))
+
+
+def test_outside_of_lanes_it_is_computed_where_it_stands() -> None:
+    plain, other = pair(models.lenet)
+    loss_of(plain).backward()
+    torch.compile(loss_of, backend=with_pass(taken_aside), dynamic=False)(other).backward()
+    assert_equal(gradients(plain), gradients(other))
+
+
+def test_no_wait_is_missing() -> None:
+    loss = torch.compile(loss_of, backend=with_pass(taken_aside), dynamic=False)(models.small_resnet())
+    with CompiledLanes(NoLanes(), 2) as side:
+        loss.backward()
+    made = side.schedule
+    assert made is not None
+    assert len(side.aside) == 10  # nine convolutions, one product
+    for task, others in made.waits.items():
+        for other in others:
+            waits = {**made.waits, task: tuple(one for one in others if one != other)}
+            if other == others[-1]:  # of the same lane an earlier wait may be implied
+                with pytest.raises(UnsafeSchedule):
+                    check(replace(made, waits=waits))
+
+
+def test_memory_that_the_compiler_may_use_again_is_found() -> None:
+    def forgets(module: GraphModule) -> None:
+        taken_aside(module)
+        join = next(node for node in module.graph.nodes if "join_lanes" in str(node.target))
+        join.args = (join.args[0], join.args[1][1:])
+
+    loss = torch.compile(loss_of, backend=with_pass(forgets), dynamic=False)(models.lenet())
+    with pytest.raises(UnsafeSchedule, match="1 of"), CompiledLanes(NoLanes(), 2):
+        loss.backward()
+
+
+def test_a_result_that_is_read_too_early_is_found() -> None:
+    def forgets(module: GraphModule) -> None:
+        taken_aside(module)
+        join = next(node for node in module.graph.nodes if "join_lanes" in str(node.target))
+        join.args = (join.args[0][1:], join.args[1])
+
+    loss = torch.compile(loss_of, backend=with_pass(forgets), dynamic=False)(models.lenet())
+    with pytest.raises(UnsafeSchedule, match="not joined"), CompiledLanes(NoLanes(), 2):
+        loss.backward()
+
+
+def test_what_somebody_waits_for_stays() -> None:
+    """The gradient of a weight that is itself computed: its own backward needs it."""
+
+    def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(x, weight.sin()).square().sum()
+
+    weight, x = torch.rand(2, 1, 3, 3, requires_grad=True), torch.rand(2, 1, 5, 5)
+    compiled = torch.compile(loss, backend=with_pass(taken_aside), dynamic=False)(weight, x)
+    with CompiledLanes(NoLanes(), 2) as side:
+        compiled.backward()
+    assert not side.aside
+
+
+def test_the_compiler_keeps_the_joins() -> None:
+    """Through Inductor itself: with its own order of operations and its own use of memory."""
+    plain, other = pair(models.small_resnet)
+    torch.compile(loss_of, dynamic=False)(plain).backward()
+    torch._dynamo.reset()
+    loss = torch.compile(loss_of, dynamic=False, options={"post_grad_custom_post_pass": TakeAside()})(other)
+    with CompiledLanes(NoLanes(), 2) as side:
+        loss.backward()
+    assert len(side.aside) == 10
+    assert_equal(gradients(plain), gradients(other))
