@@ -65,7 +65,9 @@ ROWS: dict[str, Callable[[Problem], Outcome]] = {
     **peers.PEERS,
     "manyhands-plain": lambda problem: manyhands(problem, fast=False),
     "manyhands": lambda problem: manyhands(problem, compile=False),
+    "manyhands-lanes": lambda problem: manyhands(problem, compile=False, side_lanes=True),
     "manyhands-compiled": lambda problem: manyhands(problem, compile=True),
+    "manyhands-compiled-lanes": lambda problem: manyhands(problem, compile=True, side_lanes=True),
 }
 
 
@@ -128,13 +130,13 @@ def add_ratios(measured: list[dict[str, Any]]) -> None:
 
 def print_table(measured: list[dict[str, Any]]) -> None:
     titles = ("s/epoch", "min", "max", "images/s", "x peer", "x eager", "loss", "test acc", "1st +s", "total s")
-    print(f"{'row':19}" + "".join(f"{title:>9}" for title in titles))
+    print(f"{'row':25}" + "".join(f"{title:>9}" for title in titles))
     for one in measured:
         ratios = [f"{one[key]:.2f}" if one[key] else "-" for key in ("times_best_peer", "times_eager")]
         cells = [f"{one[key]:.3f}" for key in ("seconds", "fastest", "slowest")]
         cells += [f"{one['images_per_second']:.0f}", *ratios, f"{one['train_loss']:.4f}", f"{one['test_acc']:.4f}"]
         cells += [f"{one['first_epoch_extra']:.1f}", f"{one['total']:.1f}"]
-        print(f"{one['row']:19}" + "".join(f"{cell:>9}" for cell in cells))
+        print(f"{one['row']:25}" + "".join(f"{cell:>9}" for cell in cells))
     print("x peer: speed against the best of book, Lightning and Accelerate; x eager: against the loop tuned by hand.")
     print("1st +s: the first epoch over the median (warm-up; compiling, where it is done); total s: the whole call.")
 

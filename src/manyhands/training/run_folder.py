@@ -7,6 +7,7 @@
         metrics.jsonl    one JSON object per line, oldest first
         checkpoints/     see checkpoint.py
         curves.png
+        step.txt         what a step was made of, where it was a fast one
 """
 
 from __future__ import annotations
@@ -88,6 +89,14 @@ class RunFolder:
     @property
     def plot_path(self) -> Path:
         return self.path / "curves.png"
+
+    @property
+    def step_path(self) -> Path:
+        return self.path / "step.txt"
+
+    def write_step(self, words: str) -> None:
+        """Keep what a step of the run was made of."""
+        durable.replace(self.step_path, (words + "\n").encode())
 
     @property
     def config(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from manyhands.engine.check import check
 from manyhands.errors import UnsafeSchedule
 from manyhands.training.torch import models
+from manyhands.training.torch.beside import Beside
 from manyhands.training.torch.compiled_lanes import CompiledLanes, TakeAside
 
 # What hooks do is the caller's, not in the compiled graph; two ResNets are enough of them.
@@ -120,8 +121,10 @@ def test_the_compiler_keeps_the_joins() -> None:
     plain, other = pair(models.small_resnet)
     torch.compile(loss_of, dynamic=False)(plain).backward()
     torch._dynamo.reset()
-    loss = torch.compile(loss_of, dynamic=False, options={"post_grad_custom_post_pass": TakeAside()})(other)
-    with CompiledLanes(NoLanes(), 2) as side:
+    beside = Beside(NoLanes())
+    loss = torch.compile(loss_of, dynamic=False, options=beside.compile_options())(other)
+    with beside.around(3, compiled=True) as side:
         loss.backward()
     assert len(side.aside) == 10
+    assert "9 x convolution, weight and bias" in "\n".join(beside.explain(3))
     assert_equal(gradients(plain), gradients(other))

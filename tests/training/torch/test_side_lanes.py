@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manyhands.engine.check import check
 from manyhands.errors import UnsafeSchedule
 from manyhands.training.torch import models
+from manyhands.training.torch.beside import Beside
 from manyhands.training.torch.side_lanes import SideLanes
 
 
@@ -215,3 +216,20 @@ def test_ten_steps_are_equal_to_the_bit() -> None:
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
             optimizer.step()
     assert_equal(plain.state_dict(), other.state_dict())
+
+
+def test_a_step_tells_its_lanes() -> None:
+    beside = Beside(NoLanes(), most_held=1 << 20)
+    assert "no backward pass" in beside.explain(3)[0]
+    for size in (3, 2):
+        loss = loss_of(models.lenet(), size)
+        with beside.around(size, compiled=False):
+            loss.backward()
+    text = "\n".join(beside.explain(3))
+    assert "on 3 lanes" in text
+    assert "cpu compute 0 (main)" in text
+    assert "3 x product, weight" in text
+    assert beside.around(3, compiled=False) is not beside.around(2, compiled=False)
+    with beside.around(9, compiled=False):
+        torch.rand(2, requires_grad=True).sum().backward()
+    assert "nothing goes aside" in beside.explain(9)[0]

@@ -13,12 +13,14 @@ fails before its update, or the capture does, nothing has happened yet, and the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from manyhands.training.torch import frozen, state
+from manyhands.training.torch.beside import Beside
 from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep
 
@@ -43,12 +45,22 @@ class _NothingDone(Exception):
 class GraphStep:
     """Runs the eager step's work from data on the device, batch after batch of an epoch's order."""
 
-    def __init__(self, eager: EagerStep, data: Arrays, batch_size: int, *, compiled: bool, changing_rate: bool) -> None:
+    def __init__(
+        self,
+        eager: EagerStep,
+        data: Arrays,
+        batch_size: int,
+        *,
+        compiled: bool,
+        changing_rate: bool,
+        side_lanes: bool = False,
+    ) -> None:
         self._eager, self._data, self._size, self._compiled = eager, data, batch_size, compiled
         self._order = torch.zeros(data.count, dtype=torch.int64, device=eager.device)
         self._position = torch.zeros((), dtype=torch.int64, device=eager.device)
         self._step = torch.zeros((), dtype=torch.int64, device=eager.device)
         self._stream = torch.cuda.Stream(eager.device)
+        self._beside = Beside.on_streams(eager.device, self._stream) if side_lanes else None
         self._sized: dict[int, _Sized] = {}
         # Why there will be no more graphs, from this step on.
         self.ended: str | None = frozen.hooks(eager.model)
@@ -85,10 +97,31 @@ class GraphStep:
         return True
 
     def _new(self, size: int) -> _Sized:
-        # Only the usual size is worth the half minute that compiling takes.
-        compiled = self._compiled and size == self._size
-        forward = torch.compile(self._forward, dynamic=False) if compiled else self._forward
+        forward: Callable[..., Any] = self._forward
+        if self._is_compiled(size):
+            options = self._beside.compile_options() if self._beside is not None else None
+            forward = torch.compile(self._forward, dynamic=False, options=options)
         return _Sized(torch.arange(size, device=self._eager.device), forward)
+
+    def _is_compiled(self, size: int) -> bool:
+        """Only the usual size is worth the half minute that compiling takes."""
+        return self._compiled and size == self._size
+
+    def _lanes(self, size: int) -> AbstractContextManager[Any]:
+        """What is around the backward pass: weight gradients go beside it, where that is asked for."""
+        if self._beside is None:
+            return nullcontext()
+        return self._beside.around(size, compiled=self._is_compiled(size))
+
+    def explain(self) -> str:
+        """What the step of each size of batch is: its graph, its kernels, its lanes."""
+        lines = []
+        for size, sized in self._sized.items():
+            how = "in one CUDA graph" if sized.graph is not None else "not captured yet"
+            kernels = "compiled" if self._is_compiled(size) else "as they are"
+            lines.append(f"a batch of {size}: {how}, kernels {kernels}")
+            lines += ["  all on one lane"] if self._beside is None else self._beside.explain(size)
+        return "\n".join(lines)
 
     def _without_graph(self, sized: _Sized) -> None:
         """One plain step while warming up; after that the capture, which computes nothing yet."""
@@ -135,7 +168,8 @@ class GraphStep:
             eager.spared.keep()
         eager.optimizer.zero_grad(set_to_none=True)
         loss, right = sized.forward(self._order, self._position + sized.window)
-        loss.backward()
+        with self._lanes(len(sized.window)):
+            loss.backward()
         if eager.clip:
             torch.nn.utils.clip_grad_norm_(eager.parameters, eager.clip, foreach=True)
         eager.optimizer.step()

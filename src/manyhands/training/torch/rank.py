@@ -5,6 +5,7 @@ Nothing in a step makes the host wait: shards are on their way before they are n
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from manyhands.training.figures import Figures, together
 from manyhands.training.learner import Saved, Say
 from manyhands.training.loop import Loop
 from manyhands.training.order import Cursor, Window, epoch_order, windows
+from manyhands.training.run_folder import RunFolder
 from manyhands.training.torch import batch_norm, clock, feed, graph_step, metrics, precision, randomness, state
 from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.graph_step import GraphStep
@@ -134,11 +136,20 @@ class Rank:
         steps = settings.max_epochs * (self.data.count // settings.batch_size)
         compiled = settings.compile if settings.compile is not None else steps >= _COMPILE_PAYS
         self.notes.append(f"the whole step in one CUDA graph, kernels {'compiled' if compiled else 'as they are'}")
-        scheduled = self.job.schedule is not None
-        return GraphStep(self.plain_step, self.data, settings.batch_size, compiled=compiled, changing_rate=scheduled)
+        return GraphStep(
+            self.plain_step,
+            self.data,
+            settings.batch_size,
+            compiled=compiled,
+            changing_rate=self.job.schedule is not None,
+            side_lanes=settings.side_lanes,
+        )
 
     def close(self) -> None:
-        """Leave model and optimizer as plain ones: they may be the caller's own."""
+        """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
+        if self.graph is not None and self.job.run is not None:
+            with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
+                RunFolder(self.job.run).write_step(self.graph.explain())
         if self.plain_step.gradients is not None:
             self.plain_step.gradients.close()
         batch_norm.localise(self.model)

@@ -1,0 +1,111 @@
+"""Side lanes on a real GPU: the same gradients and the same weights, to the bit, as the step on one lane."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from manyhands import torch as mh  # noqa: E402
+from manyhands.training.torch import models  # noqa: E402
+from manyhands.training.torch.beside import Beside  # noqa: E402
+from manyhands.training.torch.side_lanes import StreamLanes  # noqa: E402
+
+DEVICE = "cuda:0"
+COUNT = 320
+IMAGES = torch.rand(COUNT, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(10, (COUNT,), generator=torch.Generator().manual_seed(1))
+NETS = {"lenet": models.lenet, "small resnet": models.small_resnet, "resnet-18": models.resnet18}
+
+
+@pytest.fixture(autouse=True)
+def _the_same_kernels() -> Any:
+    """What cuDNN takes for a convolution is chosen by rule, not by a race, and adds in one order."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch._dynamo.reset()
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+def trained(name: str, **options: Any) -> tuple[dict[str, Any], Any]:
+    torch.manual_seed(0)
+    net = models.initialise(NETS[name](), seed=0)
+    trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, lr=0.05, quiet=True, **options)
+    result = trainer.fit(net, (IMAGES, LABELS))
+    return net.state_dict(), result
+
+
+def unequal(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [key for key in one if not torch.equal(one[key], other[key])]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_twenty_steps_end_in_the_same_weights(name: str, compiled: bool) -> None:
+    plain, told = trained(name, compile=compiled)
+    lanes, told_too = trained(name, compile=compiled, side_lanes=True)
+    assert "one CUDA graph" in told.notes[0], told.notes
+    assert told.notes == told_too.notes
+    assert not unequal(plain, lanes)
+
+
+@pytest.mark.parametrize("options", [{"gradient_clip_val": 0.1}, {"precision": "fp32"}, {"schedule": mh.one_cycle}])
+def test_other_settings_too(options: dict[str, Any]) -> None:
+    assert not unequal(trained("small resnet", **options)[0], trained("small resnet", side_lanes=True, **options)[0])
+
+
+@pytest.mark.parametrize("most_held", [None, 1 << 20])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_every_gradient_is_the_same(name: str, captured: bool, most_held: int | None) -> None:
+    net = models.initialise(NETS[name](), seed=0).to(DEVICE, memory_format=torch.channels_last)
+    x, y = IMAGES[:64].to(DEVICE), LABELS[:64].to(DEVICE)
+    parameters = list(net.parameters())
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    stream = torch.cuda.Stream()
+    beside = Beside(StreamLanes(torch.device(DEVICE), 2, stream), "gpu:0", most_held=most_held)
+
+    def backward(lanes: bool) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(net(x).float(), y)
+        if not lanes:
+            loss.backward()
+            return
+        with beside.around(64, compiled=False):
+            loss.backward()
+
+    def gradients(lanes: bool) -> list[torch.Tensor]:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                net.load_state_dict(state)
+                backward(lanes)
+            if captured:
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    backward(lanes)
+                for _ in range(10):
+                    net.load_state_dict(state)
+                    graph.replay()
+        torch.cuda.synchronize()
+        return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+
+    plain, lanes = gradients(False), gradients(True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, lanes, strict=True))
+    assert "beside the backward pass" in "\n".join(beside.explain(64))
+
+
+@pytest.mark.parametrize("side_lanes", [False, True])
+def test_the_run_folder_tells_the_step(tmp_path: Path, side_lanes: bool) -> None:
+    trained("lenet", side_lanes=side_lanes, run=tmp_path / "run")
+    words = (tmp_path / "run" / "step.txt").read_text()
+    assert "a batch of 32: in one CUDA graph, kernels as they are" in words
+    assert ("x product, weight" in words) == side_lanes
+    assert ("all on one lane" in words) != side_lanes
