@@ -1,0 +1,196 @@
+"""The training step of ResNet-18, forward and backward, with weight gradients beside the backward pass and without.
+
+    python benchmarks/side_lanes.py                      batch 256, bf16, channels last, on the first GPU
+    python benchmarks/side_lanes.py --batch-size 64      another size
+    python benchmarks/side_lanes.py --rows graph,lanes   some of the rows
+
+Every row is one CUDA graph. Its gradients are compared with those of a plain eager step on the same batch before its
+time is printed: equal to the bit, or the largest relative difference of norms. Biases right before a BatchNorm have
+gradients that are zero but for noise; so a bias's difference is taken against its weight's gradient where that is the
+larger. A row whose gradients are off has no time. Times are medians over rounds of replays, by the GPU's own clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands import machine
+from manyhands.training.torch import models
+from manyhands.training.torch.beside import Beside
+
+ROWS = {
+    "graph": (False, False),  # compiled, side lanes
+    "lanes": (False, True),
+    "compiled": (True, False),
+    "compiled-lanes": (True, True),
+}
+WARM_UP, REPLAYS, ROUNDS = 3, 10, 30
+CLOSE = {False: 1e-6, True: 0.1}  # of a compiled row: bf16 and fused kernels round at other places
+
+
+@dataclass
+class Step:
+    """A captured step and the gradients that it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    gradients: dict[str, torch.Tensor]
+    told: list[str]
+
+
+class Problem:
+    """One net, one batch; every row begins with the same weights and running statistics."""
+
+    def __init__(self, model: str, batch: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.device, self.batch = device, batch
+        net = models.initialise(models.MODELS[model](), seed=0)
+        self.net = net.to(device, memory_format=torch.channels_last)
+        self.images = torch.rand(batch, 1, 28, 28, generator=generator).to(device)
+        self.labels = torch.randint(10, (batch,), generator=generator).to(device)
+        self.state = {key: value.clone() for key, value in self.net.state_dict().items()}
+
+    def loss(self) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            answer = self.net(self.images)
+        return torch.nn.functional.cross_entropy(answer.float(), self.labels)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: one.grad.clone() for name, one in self.net.named_parameters() if one.grad is not None}
+
+    def reset(self) -> None:
+        self.net.load_state_dict(self.state)
+        self.net.zero_grad(set_to_none=True)
+
+
+def eager(problem: Problem) -> dict[str, torch.Tensor]:
+    problem.reset()
+    problem.loss().backward()
+    return problem.gradients()
+
+
+def captured(problem: Problem, *, compiled: bool, lanes: bool) -> Step:
+    torch._dynamo.reset()
+    stream = torch.cuda.Stream(problem.device)
+    beside = Beside.on_streams(problem.device, stream) if lanes else None
+    forward: Callable[[], torch.Tensor] = problem.loss
+    if compiled:
+        options = beside.compile_options() if beside is not None else None
+        forward = torch.compile(problem.loss, dynamic=False, options=options)
+
+    def step() -> None:
+        problem.net.zero_grad(set_to_none=True)
+        loss = forward()
+        with beside.around(problem.batch, compiled=compiled) if beside is not None else nullcontext():
+            loss.backward()
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+        left = {name: one.grad for name, one in problem.net.named_parameters() if one.grad is not None}
+        problem.net.load_state_dict(problem.state)
+        graph.replay()
+    torch.cuda.synchronize()
+    return Step(graph, left, beside.explain(problem.batch) if beside is not None else [])
+
+
+def compare(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[bool, float, str]:
+    """Whether all gradients are equal to the bit; else the largest difference, and whose it is."""
+    if found.keys() != wanted.keys():
+        return False, float("inf"), f"missing: {', '.join(sorted(wanted.keys() - found.keys()))}"
+    worst, name, same = 0.0, "", True
+    for key, right in wanted.items():
+        if torch.equal(found[key], right):
+            continue
+        same = False
+        scale = max(right.norm().item(), wanted.get(key.removesuffix("bias") + "weight", right).norm().item())
+        difference = (found[key] - right).norm().item() / max(scale, 1e-12)
+        if not difference <= worst:
+            worst, name = difference, key
+    return same, worst, name
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph, device: torch.device) -> list[float]:
+    times = []
+    for number in range(ROUNDS + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize(device)
+        if number >= 3:
+            times.append(begin.elapsed_time(end) / REPLAYS)
+    return times
+
+
+def run(rows: list[str], problem: Problem, *, explain: bool) -> int:
+    wanted = eager(problem)
+    failed = 0
+    first: float | None = None
+    print(f"{'row':16}{'ms':>9}{'min':>9}{'max':>9}{'x graph':>9}  gradients against eager")
+    for row in rows:
+        compiled, lanes = ROWS[row]
+        try:
+            problem.reset()
+            step = captured(problem, compiled=compiled, lanes=lanes)
+            same, worst, name = compare(step.gradients, wanted)
+        except Exception as error:
+            print(f"{row:16}  FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            failed += 1
+            continue
+        if not same and not worst <= CLOSE[compiled]:
+            print(f"{row:16}  WRONG: {name} differs by {worst:.1e}: no time is given")
+            failed += 1
+            continue
+        times = milliseconds(step.graph, problem.device)
+        median = statistics.median(times)
+        first = median if row == "graph" else first
+        ratio = f"{first / median:.2f}" if first is not None else "-"
+        words = "equal to the bit" if same else f"largest difference {worst:.1e} ({name})"
+        print(f"{row:16}{median:9.3f}{min(times):9.3f}{max(times):9.3f}{ratio:>9}  {words}")
+        if explain:
+            print("\n".join(step.told))
+        del step
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS), help="which rows, with commas between: %(default)s")
+    parser.add_argument("--model", default="resnet18", choices=sorted(models.MODELS))
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--explain", action="store_true", help="lanes and waits of every row that has them")
+    given: Any = parser.parse_args()
+    rows = [row.strip() for row in given.rows.split(",")]
+    if unknown := [row for row in rows if row not in ROWS]:
+        parser.error(f"no such row: {', '.join(unknown)}. There are {', '.join(ROWS)}")
+    if not torch.cuda.is_available():
+        print("side lanes are streams of a GPU, and there is none here: nothing to measure")
+        return 0
+    device = torch.device("cuda", 0)
+    torch.backends.cudnn.deterministic = True  # or equal to the bit would be luck
+    print(
+        f"{torch.cuda.get_device_name(device)}, {machine.usable_cores()} cores {machine.host_name()}; "
+        f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.date.today()}; {given.model}, "
+        f"forward and backward, bf16, channels last, batch {given.batch_size}; n = {ROUNDS} times {REPLAYS} replays"
+    )
+    return 1 if run(rows, Problem(given.model, given.batch_size, device), explain=given.explain) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
