@@ -36,6 +36,7 @@
      +- EngineError
      |   +- CannotTrace          a function whose operations depend on values      (RuntimeError)
      |   |   +- NotYet           one that can perhaps be traced at its next call
+     |   +- CannotFuse           operations that cannot be compiled together       (RuntimeError)
      |   +- UnsafeSchedule       a schedule that could compute something else      (RuntimeError)
      |   +- TaskCancelled        a task that was not run                           (RuntimeError)
      +- FrameworkMissing         the framework of this door is not installed       (ImportError)
@@ -182,6 +183,10 @@ class CannotTrace(EngineError, RuntimeError):
 
 class NotYet(CannotTrace):
     """A function that cannot be traced at this call, but perhaps at the next."""
+
+
+class CannotFuse(EngineError, RuntimeError):
+    """A function none of whose operations can be compiled together here."""
 
 
 class UnsafeSchedule(EngineError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,3 +24,31 @@ class Task:
     share: float = 1.0
     # Tasks with the same token keep the program's order: random numbers of a device, effects on the host.
     token: str | None = None
+
+
+def needs(tasks: Iterable[Task]) -> list[set[int]]:
+    """For each task of a program the earlier ones that it needs directly, by the memories they touch.
+
+    Of two tasks that touch one memory, at least one of them writing, the earlier comes first; so it is with two of the
+    same token.
+    """
+    found: list[set[int]] = []
+    last_write: dict[int, int] = {}
+    reads_since: dict[int, list[int]] = {}
+    last_of_token: dict[str, int] = {}
+    for index, task in enumerate(tasks):
+        own: set[int] = set()
+        for memory in task.reads | task.writes:
+            if memory in last_write:
+                own.add(last_write[memory])
+        for memory in task.writes:
+            own.update(reads_since.pop(memory, ()))
+            last_write[memory] = index
+        for memory in task.reads - task.writes:
+            reads_since.setdefault(memory, []).append(index)
+        if task.token is not None:
+            if task.token in last_of_token:
+                own.add(last_of_token[task.token])
+            last_of_token[task.token] = index
+        found.append(own)
+    return found

@@ -62,6 +62,8 @@ class Trace:
     gradients: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     # Whether everything that the function takes from outside is as it was when it was traced.
     holds: Callable[[], bool] = field(repr=False, default=lambda: True)
+    # How far results may be from plain execution's: another kernel may add in another order.
+    close: float = 1e-5
 
     def constant_values(self) -> list[torch.Tensor]:
         values = [getattr(self.module, str(node.target)) for node in self.constants]
@@ -96,9 +98,9 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
         raise CannotTrace(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error}") from error
     _drop_profiling(module)
     _split_convolutions(module)
-    module.graph.eliminate_dead_code(is_impure_node=_has_effects)
+    module.graph.eliminate_dead_code(is_impure_node=has_effects)
     _must_be_static(module)
-    found = _described(module, structure)
+    found = described(module, structure)
     found.gradients = gradients
     return found
 
@@ -110,7 +112,7 @@ def _drop_profiling(module: GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def _has_effects(node: Node) -> bool:
+def has_effects(node: Node) -> bool:
     """Whether an operation has to be done although nobody takes its result: it writes, or draws random numbers."""
     if node.op in ("placeholder", "output"):
         return True
@@ -133,7 +135,8 @@ def _operation(node: Node) -> str:
     return str(node.target).removeprefix("aten.").split(".")[0]
 
 
-def _described(module: GraphModule, structure: Any) -> Trace:
+def described(module: GraphModule, structure: Any) -> Trace:
+    """The tasks of a traced graph, with the memories that they touch."""
     nodes = list(module.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     constants = [node for node in nodes if node.op == "get_attr"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from manyhands.task import Task
+from manyhands.task import Task, needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +42,8 @@ class Graph:
 def graph(tasks: Iterable[Task]) -> Graph:
     """The graph of a program: who needs whom, by the memories they touch."""
     listed = tuple(tasks)
-    needs: list[set[int]] = [set() for _ in listed]
-    last_write: dict[int, int] = {}
-    reads_since: dict[int, list[int]] = {}
-    last_of_token: dict[str, int] = {}
-    for index, task in enumerate(listed):
-        for memory in task.reads | task.writes:
-            if memory in last_write:
-                needs[index].add(last_write[memory])
-        for memory in task.writes:
-            needs[index].update(reads_since.pop(memory, ()))
-            last_write[memory] = index
-        for memory in task.reads - task.writes:
-            reads_since.setdefault(memory, []).append(index)
-        if task.token is not None:
-            if task.token in last_of_token:
-                needs[index].add(last_of_token[task.token])
-            last_of_token[task.token] = index
-        needs[index].discard(index)
-    return Graph(listed, tuple(map(frozenset, needs)), _followers(needs))
+    found = needs(listed)
+    return Graph(listed, tuple(map(frozenset, found)), _followers(found))
 
 
 def _followers(needs: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,324 @@
+"""Compiles runs of small operations of a trace into one task each, without tying together what is independent.
+
+Lanes put independent operations beside each other; a compiler makes one kernel of operations that follow each other.
+To have both, parts of the trace (regions) are compiled, and each is then a task like any other. A region starts when
+all that it needs is there, and all of its results are there when it ends. So a careless choice makes lanes useless: in
+
+    p = sin(a @ b)           q = cos(c @ d)          r = p + q
+
+a region of sin, cos and the sum would make ``p``, if anybody else wants it, wait for ``c @ d``. The rule: each
+operation has a set, the large operations (products, convolutions, what writes in place) that must be over before it.
+Operations that are connected and have the same set could not have started at different times: they become one region.
+Here sin, cos and the sum have three different sets. A small operation whose only users are in one region joins it, as
+nobody else waits for it: if only the sum wants ``p`` and ``q``, all three are one region. Regions made so are never in
+a circle: along a way from operation to operation the sets only grow.
+
+Batch normalisation updates its statistics in passing. It is taken apart first, into a pure operation and two copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from manyhands.backends import torch_trace
+from manyhands.backends.torch_batch_norm import make_pure
+from manyhands.backends.torch_trace import Step, Trace
+from manyhands.errors import CannotFuse
+from manyhands.task import needs
+
+_aten = torch.ops.aten
+_LEAST = 2  # operations in a region that compute something
+_VIEWS = {
+    "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "squeeze", "t",
+    "transpose", "unbind", "unsqueeze", "view", "_unsafe_view", "reshape",
+}  # fmt: skip
+_REDUCTIONS = {
+    "amax", "amin", "mean", "sum", "var", "var_mean", "std", "prod", "any", "all", "argmax", "argmin", "max", "min",
+    "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "logsumexp",
+    "linalg_vector_norm", "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
+    "native_group_norm_backward",
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+    "native_batch_norm_backward", "nll_loss_forward", "nll_loss_backward", "mse_loss_backward",
+}  # fmt: skip
+_OTHERS = {
+    "_to_copy", "clone", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_zeros", "new_full",
+    "where", "scalar_tensor", "arange", "constant_pad_nd", "threshold_backward", "gelu_backward", "sigmoid_backward",
+    "tanh_backward", "hardtanh_backward", "silu_backward", "elu_backward", "leaky_relu_backward",
+}  # fmt: skip
+# How far results may be from plain execution's. Compiled code adds in another order and rounds at other places: what is
+# zero but for noise (the gradient of a bias before a BatchNorm) differs by as much. What is wrong differs by about one.
+_CLOSE, _CLOSE_IN_LOW_PRECISION = 5e-3, 5e-2
+_LOW = (torch.bfloat16, torch.float16)
+
+# Makes a function of a region's graph and of tensors like its inputs.
+Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
+
+
+class Region:
+    """A compiled part of a trace, called like an operation."""
+
+    def __init__(self, words: str, digest: str, compiled: Callable[..., Any]) -> None:
+        # In words and in the digest of its code: costs are remembered by it.
+        self.words = f"{words} [{digest}]"
+        self.__name__ = f"fused_{digest}"
+        self.__module__ = __name__
+        self._compiled = compiled
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        return self._compiled(*tensors)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass
+class _Unit:
+    """A region, or one step."""
+
+    steps: list[int]
+    compiled: bool = False
+    needs: set[int] = field(default_factory=set)
+
+
+def fuse(found: Trace, compiler: Compiler | None = None) -> Trace:
+    """The same function with regions compiled, by Inductor unless another compiler is given.
+
+    :class:`CannotFuse` says why there are no regions, or why they cannot be compiled here.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing beside one")
+    found = make_pure(found)
+    wanted = needs(found.tasks)
+    units = _units(found, wanted)
+    if not any(unit.compiled for unit in units):
+        raise CannotFuse("no two small operations follow each other")
+    graph = _Writer(found, compiler or inductor).write(_ordered(units, wanted))
+    fused = torch_trace.described(GraphModule(found.module, graph), found.structure)
+    fused.gradients, fused.holds = found.gradients, found.holds
+    low = any(value.dtype in _LOW for node in found.storages for value in _tensors(node))
+    fused.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
+    return fused
+
+
+# Which operations become a region
+
+
+def _units(found: Trace, wanted: Sequence[set[int]]) -> list[_Unit]:
+    steps = found.steps
+    written = _written_in_place(found)
+    small = [_is_small(step, written) for step in steps]
+    before = [0] * len(steps)  # sets of large operations, as the bits of a number
+    for index, earlier in enumerate(wanted):
+        for other in earlier:
+            before[index] |= before[other] | (0 if small[other] else 1 << other)
+    member = list(range(len(steps)))
+
+    def root(one: int) -> int:
+        while member[one] != one:
+            member[one] = one = member[member[one]]
+        return one
+
+    for index, earlier in enumerate(wanted):
+        for other in earlier:
+            same = small[index] and small[other] and before[index] == before[other]
+            if same and steps[index].task.device == steps[other].task.device:
+                member[root(index)] = root(other)
+    _take_in(found, wanted, small, member, root)
+    sets: dict[int, list[int]] = {}
+    for index in range(len(steps)):
+        sets.setdefault(root(index), []).append(index)
+    units: list[_Unit] = []
+    for members in sets.values():
+        kept = _without_outside_views(found, members) if len(members) > 1 else []
+        if sum(not _is_view(steps[one]) for one in kept) < _LEAST:
+            kept = []
+        units += [_Unit([one]) for one in members if one not in set(kept)]
+        units += [_Unit(kept, compiled=True)] if kept else []
+    return units
+
+
+def _take_in(
+    found: Trace, wanted: Sequence[set[int]], small: Sequence[bool], member: list[int], root: Callable[[int], int]
+) -> None:
+    """A small operation alone, all of whose users are in one region, joins that region."""
+    sizes = Counter(map(root, range(len(member))))
+    followers: list[set[int]] = [set() for _ in wanted]
+    for index, earlier in enumerate(wanted):
+        for other in earlier:
+            followers[other].add(index)
+    outputs = {value for value in found.outputs if isinstance(value, Node)}
+    for index in range(len(member) - 1, -1, -1):
+        step = found.steps[index]
+        if not small[index] or sizes[root(index)] > 1 or outputs & set(step.nodes) or not followers[index]:
+            continue
+        homes = {root(one) for one in followers[index]}
+        home = homes.pop()
+        if homes or not small[home] or found.steps[home].task.device != step.task.device:
+            continue
+        member[index] = home
+        sizes[home] += 1
+
+
+def _is_small(step: Step, written: set[int]) -> bool:
+    """Whether an operation may be part of a region: pure, and of a kind that a compiler fuses."""
+    if step.task.token is not None or step.task.kind != "compute" or step.task.writes & written:
+        return False
+    target: Any = step.node.target
+    schema = getattr(target, "_schema", None)
+    if schema is None or schema.is_mutable or target.namespace not in ("aten", "prims"):
+        return False
+    name = schema.name.partition("::")[2]
+    known = name in _VIEWS or name in _REDUCTIONS or name in _OTHERS or torch.Tag.pointwise in target.tags
+    values = [value for node in [*step.nodes, *step.node.all_input_nodes] for value in _tensors(node)]
+    return known and len({value.device for value in values if value.dim()}) <= 1
+
+
+def _is_view(step: Step) -> bool:
+    schema: Any = step.node.target._schema  # type: ignore[union-attr]
+    return any(one.alias_info is not None for one in schema.returns)
+
+
+def _written_in_place(found: Trace) -> set[int]:
+    """Memories that some operation writes to that did not make them."""
+    return {memory for step in found.steps for memory in step.task.writes & step.task.reads}
+
+
+def _without_outside_views(found: Trace, members: list[int]) -> list[int]:
+    """Without views of what comes from outside that somebody outside takes: a region's results are its own."""
+    left = list(members)
+    while True:
+        inside = {node for one in left for node in found.steps[one].nodes}
+        made = {memory for one in left if not _is_view(found.steps[one]) for memory in found.steps[one].task.writes}
+        kept = [
+            one
+            for one in left
+            if not _is_view(found.steps[one])
+            or not any(_escapes(node, inside) for node in found.steps[one].nodes)
+            or _memories(found.steps[one]) <= made
+        ]
+        if len(kept) == len(left):
+            return kept
+        left = kept
+
+
+def _escapes(node: Node, inside: set[Node]) -> bool:
+    return any(user not in inside for user in node.users)
+
+
+def _memories(step: Step) -> set[int]:
+    return {value.untyped_storage()._cdata for node in step.nodes for value in _tensors(node)}
+
+
+def _tensors(node: Node) -> Iterator[torch.Tensor]:
+    for value in tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def _ordered(units: list[_Unit], wanted: Sequence[set[int]]) -> list[_Unit]:
+    """The units so that each comes after what it needs, otherwise in the program's order."""
+    unit_of = {step: number for number, unit in enumerate(units) for step in unit.steps}
+    followers: list[set[int]] = [set() for _ in units]
+    for number, unit in enumerate(units):
+        unit.needs = {unit_of[other] for step in unit.steps for other in wanted[step]} - {number}
+        for other in unit.needs:
+            followers[other].add(number)
+    missing = [len(unit.needs) for unit in units]
+    ready = [(unit.steps[0], number) for number, unit in enumerate(units) if not missing[number]]
+    heapq.heapify(ready)
+    found: list[_Unit] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        found.append(units[number])
+        for follower in followers[number]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready, (units[follower].steps[0], follower))
+    assert len(found) == len(units), "regions in a circle"
+    return found
+
+
+# The graph with its regions
+
+
+class _Writer:
+    """Writes the units into a new graph, and compiles the regions among them."""
+
+    def __init__(self, found: Trace, compiler: Compiler) -> None:
+        self._found, self._compiler, self._graph = found, compiler, Graph()
+        self._new: dict[Node, Node] = {}
+        self._regions: dict[Any, Region] = {}  # by code and inputs: nets repeat themselves
+
+    def write(self, units: Sequence[_Unit]) -> Graph:
+        for node in self._found.inputs + self._found.constants:
+            self._copy(node, self._graph, self._new)
+        for unit in units:
+            if unit.compiled:
+                self._region([node for one in unit.steps for node in self._found.steps[one].nodes], unit)
+            else:
+                for node in self._found.steps[unit.steps[0]].nodes:
+                    self._copy(node, self._graph, self._new)
+        self._graph.output([self._new[one] if isinstance(one, Node) else one for one in self._found.outputs])
+        return self._graph
+
+    def _copy(self, node: Node, graph: Graph, new: dict[Node, Node]) -> None:
+        new[node] = graph.node_copy(node, new.__getitem__)
+
+    def _region(self, nodes: Sequence[Node], unit: _Unit) -> None:
+        inside = set(nodes)
+        inputs = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
+        results = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and _escapes(node, inside)]
+        names = [self._found.steps[one].task.name for one in unit.steps if not _is_view(self._found.steps[one])]
+        region = self._compiled(nodes, inputs, results, names)
+        call = self._graph.call_function(region, tuple(self._new[one] for one in inputs))
+        call.meta["val"] = tuple(node.meta["val"] for node in results)
+        for number, node in enumerate(results):
+            self._new[node] = self._graph.call_function(operator.getitem, (call, number))
+            self._new[node].meta["val"] = node.meta["val"]
+
+    def _compiled(
+        self, nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], names: Sequence[str]
+    ) -> Region:
+        graph, new = Graph(), dict[Node, Node]()
+        for number, node in enumerate(inputs):
+            new[node] = graph.placeholder(f"input_{number}")
+        for number, node in enumerate(nodes):
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].name = f"value_{number}"
+        graph.output(tuple(new[node] for node in results))
+        module = GraphModule({}, graph)
+        metas = [node.meta["val"] for node in inputs]
+        key = module.code, *((tuple(one.shape), one.stride(), one.dtype, str(one.device)) for one in metas)
+        if key not in self._regions:
+            words = " ".join(["fused", *(name.strip("_") for name in dict.fromkeys(names))])
+            digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
+            self._regions[key] = Region(words, digest, self._compiler(module, metas))
+        return self._regions[key]
+
+
+def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Inductor's code for a graph without gradients and without writes to its arguments."""
+    # Here and not above: the compiler is large, and only who asks for it shall wait for its import.
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with FakeTensorMode():
+        inputs = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in metas]
+    try:
+        # Lanes divide the threads: how many a region may use is known when it runs, not when it is compiled.
+        with torch.no_grad(), config.patch({"cpp.dynamic_threads": True}):
+            return cast(Callable[..., Any], compile_fx(module, inputs))
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise CannotFuse(f"{type(error).__name__}: {text[0] if text else 'no reason given'}") from error
