@@ -24,8 +24,8 @@ from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_watch import Watch
 from manyhands.errors import CannotTrace
 
-_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
-_BY_VALUE_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
+BY_VALUE = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SAME_OBJECT = (nn.Module, torch.optim.Optimizer, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
@@ -36,7 +36,15 @@ class Call:
     signature: tuple[Any, ...]
     tensors: list[torch.Tensor]
     others: list[Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    # The arguments with other tensors in the places of these.
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+    @property
+    def given(self) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
+        """What a run takes."""
+        return self.tensors, self.arguments, self.keywords
 
 
 class _Same:
@@ -68,12 +76,22 @@ def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
             known.append(_key(leaf))
 
     def rebuild(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if values is tensors:
-            return arguments, keywords
         given = iter(values)
         return structure.unflatten(next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)  # type: ignore[return-value]
 
-    return Call((structure, tuple(known), _aliases(tensors), _modes()), tensors, others, rebuild)
+    orders = _orders((arguments, keywords))
+    signature = (structure, tuple(known), _aliases(tensors), modes(), orders)
+    return Call(signature, tensors, others, arguments, keywords, rebuild)
+
+
+def _orders(value: Any) -> tuple[Any, ...]:
+    """In which order dicts have their keys: two structures are equal without it, but a loop over one is not."""
+    if isinstance(value, dict):
+        inner = [_orders(one) for one in value.values()]
+        return (tuple(value), *inner)
+    if isinstance(value, (list, tuple)):
+        return tuple(found for one in value if (found := _orders(one)))
+    return ()
 
 
 def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -85,7 +103,7 @@ def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _key(leaf: Any) -> Any:
-    if isinstance(leaf, (*_BY_VALUE, *_BY_VALUE_OF_TORCH)):
+    if isinstance(leaf, BY_VALUE):
         return type(leaf), repr(leaf)
     return _Same(leaf)
 
@@ -96,8 +114,10 @@ def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
     return len(places) < len(tensors)
 
 
-def _modes() -> tuple[Any, ...]:
-    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+def modes() -> tuple[Any, ...]:
+    """PyTorch's settings that change what an operation does, or how it is best run."""
+    cast = torch._C._is_any_autocast_enabled()
+    cuda, cpu = cast and torch.is_autocast_enabled("cuda"), cast and torch.is_autocast_enabled("cpu")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -153,7 +173,7 @@ def _must_be_plain(one: Call) -> None:
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
             raise CannotTrace(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
     for leaf in one.others:
-        if not isinstance(leaf, (*_BY_VALUE, *_BY_VALUE_OF_TORCH, *_SAME_OBJECT)):
+        if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)):
             raise CannotTrace(f"an argument is a {type(leaf).__name__}: its content may change without being noticed")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from manyhands.backends.torch_native import native
 from manyhands.backends.torch_trace import Step, Trace
 
 _aten = torch.ops.aten
@@ -100,7 +101,7 @@ def call_text(node: Node, code: Code) -> str:
     if code.streams and _is_to_device(node):
         named["non_blocking"] = True
     given += [f"{name}={argument_text(value, code)}" for name, value in named.items()]
-    return f"{code.name(node.target)}({', '.join(given)})"
+    return f"{code.name(native(node))}({', '.join(given)})"
 
 
 def argument_text(value: Any, code: Code) -> str:

@@ -221,7 +221,8 @@ def _test(fact: _Fact, name: Callable[[Any], str]) -> str:
         return f"{holder}.grad is {name(fact.value)}"
     now = f"{holder}.cell_contents" if fact.kind == "cell" else f"{holder}[{name(fact.key)}]"
     if isinstance(fact.value, _PLAIN) and fact.value is not None and not isinstance(fact.value, bool):
-        return f"same({now}, {name(fact.value)})"
+        known = name(fact.value)
+        return f"{now} is {known} or same({now}, {known})"
     return f"{now} is {name(fact.value)}"
 
 

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_flatten
 from manyhands.backends import torch_lanes, torch_threads, torch_trace
 from manyhands.backends.torch_call import Call, call, trace
 from manyhands.backends.torch_lanes import Plan
+from manyhands.backends.torch_native import native
+from manyhands.backends.torch_quick import recogniser
 from manyhands.backends.torch_runs import GraphRun, StreamRun, copies_or_computes_on_host, why_no_graph
 from manyhands.backends.torch_threads import ThreadRun
 from manyhands.backends.torch_trace import Step, Trace
@@ -24,6 +26,8 @@ from manyhands.errors import CannotTrace
 from manyhands.task import Task
 
 name = "torch"
+# How a call is run: its tensors, and the arguments as they were given.
+Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
 _REPEATS = 20
 _ISSUE = 8e-6  # seconds in which Python issues an operation
 _LONG = 0.5  # seconds of a call, from which on it needs no warm-up and few repetitions
@@ -71,10 +75,10 @@ def _written(found: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
     return list(changed.values())
 
 
-def expected(found: Trace, one: Call, plainly: Callable[[Call], Any]) -> list[Any]:
+def expected(found: Trace, one: Call, plainly: Run) -> list[Any]:
     """What plain execution gives and leaves behind: results, gradients, what it writes to."""
     with untouched(found, one.tensors):
-        results = tree_flatten(plainly(one))[0]
+        results = tree_flatten(plainly(*one.given))[0]
         gradients = [tensor.grad for tensor, there in found.gradients if there]
         return copied([*results, *gradients, *_written(found, one.tensors)])
 
@@ -110,12 +114,16 @@ def thread_run(found: Trace, plan: Plan, count: int) -> ThreadRun:
     return ThreadRun(found, plan, count)
 
 
-def with_threads(run: Callable[[Call], Any], count: int) -> Callable[[Call], Any]:
+def with_threads(run: Run, count: int) -> Run:
     """The same with so many threads for each operation."""
 
-    def limited(one: Call) -> Any:
-        with torch_threads.operation_threads(count):
-            return run(one)
+    def limited(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            return run(tensors, arguments, keywords)
+        finally:
+            torch.set_num_threads(before)
 
     return limited
 
@@ -199,25 +207,12 @@ def costs(found: Trace, device: torch.device | None) -> list[Task]:
     result = []
     tasks = torch_threads.tasks(found) if device is None else found.tasks
     for step, old in zip(found.steps, tasks, strict=True):
-        key = _key(step)
+        key = torch_trace.node_key(step.node)
         if key not in known:
             known[key] = _measured(step, device)
         spent, share = known[key]
         result.append(Task(old.name, old.reads, old.writes, old.device, old.kind, max(spent, 1e-9), share, old.token))
     return result
-
-
-def _key(step: Step) -> tuple[Any, ...]:
-    def described(value: Any) -> Any:
-        if isinstance(value, Node):
-            meta = value.meta.get("val")
-            return (meta.shape, meta.stride(), meta.dtype) if isinstance(meta, torch.Tensor) else str(type(meta))
-        if isinstance(value, (list, tuple)):
-            return tuple(described(one) for one in value)
-        return repr(value)
-
-    node = step.node
-    return (str(node.target), described(node.args), tuple((k, described(v)) for k, v in node.kwargs.items()))
 
 
 def _measured(step: Step, device: torch.device | None) -> tuple[float, float]:
@@ -235,7 +230,7 @@ def _measured(step: Step, device: torch.device | None) -> tuple[float, float]:
 
 def _on_cpu(step: Step) -> tuple[float, float]:
     """The least seconds of some calls with one thread; views count too, because calling them takes as long."""
-    node, target = step.node, cast(Any, step.node.target)
+    node, target = step.node, native(step.node)
     share = 1 / torch.get_num_threads()
     least, spent = float("inf"), 0.0
     try:
@@ -324,7 +319,7 @@ def _estimate(step: Step) -> float:
     return 1e-6 + count / (50e9 if step.task.kind.startswith("copy") else 10e9 if step.task.device == "cpu" else 2e12)
 
 
-__all__ = ["Call", "call", "copies_or_computes_on_host", "trace", "why_no_graph"]
+__all__ = ["Call", "call", "copies_or_computes_on_host", "recogniser", "trace", "why_no_graph"]
 
 
 def plan_of(kinds: Sequence[str], lane_of: Sequence[int], order: Sequence[int], waits: Any) -> Plan:

@@ -31,19 +31,19 @@ import linecache
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from manyhands.backends.torch_lanes import Code, Plan, call_text
+from manyhands.backends.torch_lanes import Code, Plan, argument_text, call_text
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_workers import Pool, closed_lock, pool
 from manyhands.task import Task
 
-_Lane = Callable[[Sequence[Any], list[Any], Sequence[threading.Lock], list[Any]], None]
+_Lane = Callable[[Sequence[Any], Sequence[Any], Sequence[threading.Lock], Sequence[Any]], Any]
 _numbers = itertools.count()
 _VALUES = 1 << 24  # from here on numbers of values: above a trace's handles, far below any address
 
@@ -112,8 +112,9 @@ class _Writer:
         self._task_at: dict[int, str] = {}
 
     def write(self) -> LaneCode:
+        alone = len(self._tasks) == 1
         results = [
-            self._slot(value, -1) if isinstance(value, Node) and value in self._made_by else None
+            self._slot(value, -1) if isinstance(value, Node) and value in self._made_by and not alone else None
             for value in self._trace.outputs
         ]
         for task, lane in enumerate(self._lane_of):
@@ -139,6 +140,8 @@ class _Writer:
         lines = self._code.lines
         lines.append(f"def lane{lane}(inputs, box, gates, stop):")
         used = {source for task in self._tasks[lane] for source in self._sources(task)}
+        kept: set[Any] = set(self._trace.outputs) if len(self._tasks) == 1 else set()
+        used |= kept
         for place, node in enumerate(self._trace.inputs):
             if node in used:
                 lines.append(f"    {node.name} = inputs[{place}]")
@@ -158,9 +161,11 @@ class _Writer:
                 lines.append(f"    {node.name} = {call_text(node, self._code)}")
                 self._task_at[len(lines)] = f"{self._trace.steps[task].task.name} (task {task}, lane {lane})"
             self._give(task)
-            if gone := last.get(task):
-                lines.append(f"    del {', '.join(node.name for node in gone)}")
-        lines.append("    return None")
+            if gone := [node.name for node in last.get(task, ()) if node not in kept]:
+                lines.append(f"    del {', '.join(gone)}")
+        if len(self._tasks) == 1:
+            results = ", ".join(argument_text(value, self._code) for value in self._trace.outputs)
+            lines.append(f"    return [{results}]")
 
     def _sources(self, task: int) -> Iterator[Node]:
         for node in self._trace.steps[task].nodes:
@@ -212,16 +217,25 @@ class ThreadRun:
         weakref.finalize(self, linecache.cache.pop, name, None)
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        box: list[Any] = [None] * self._code.slots
         if self.lanes > 1 and (own := pool()).closed:  # the interpreter is ending
             return ThreadRun(self._trace, in_order(self._plan), self.threads).replay(inputs)
-        with torch.no_grad(), operation_threads(self.threads), _no_autocast():
-            if self.lanes == 1:
-                self._alone(inputs, box)
-            else:
+        # The casts and the gradients are in the trace: operations are not to do them again.
+        recorded, before = torch.is_grad_enabled(), torch.get_num_threads()
+        cast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+        box: list[Any] = []
+        with cast:
+            if before != self.threads:
+                torch.set_num_threads(self.threads)
+            torch._C._set_grad_enabled(False)
+            try:
+                if self.lanes == 1:
+                    return self._alone(inputs)
+                box = [None] * self._code.slots
                 self._together(inputs, box, own)
-        if self._waits_at_end:  # copies to the host are not over when they are issued
-            torch.cuda.synchronize()
+            finally:
+                torch._C._set_grad_enabled(recorded)
+                if before != self.threads:
+                    torch.set_num_threads(before)
         return [
             box[slot] if slot is not None else self._given(value, inputs)
             for slot, value in zip(self._code.results, self._trace.outputs, strict=True)
@@ -233,12 +247,15 @@ class ThreadRun:
             return value
         return inputs[self._inputs[value]] if value in self._inputs else getattr(self._trace.module, str(value.target))
 
-    def _alone(self, inputs: Sequence[Any], box: list[Any]) -> None:
+    def _alone(self, inputs: Sequence[Any]) -> list[Any]:
         try:
-            self._code.lanes[0](inputs, box, (), [])
+            results: list[Any] = self._code.lanes[0](inputs, (), (), ())
         except Exception as error:
             self._explain(error)
             raise
+        if self._waits_at_end:  # copies to the host are not over when they are issued
+            torch.cuda.synchronize()
+        return results
 
     def _together(self, inputs: Sequence[Any], box: list[Any], own: Pool) -> None:
         gates = self._spare.pop() if self._spare else [closed_lock() for _ in range(self._code.gates)]
@@ -303,13 +320,3 @@ def operation_threads(wanted: int) -> Iterator[None]:
     finally:
         if before != wanted:
             torch.set_num_threads(before)
-
-
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    """The casts are in the trace; operations are not to be cast again."""
-    if not torch.is_autocast_enabled("cpu"):
-        yield
-        return
-    with torch.autocast("cpu", enabled=False):
-        yield

@@ -60,6 +60,8 @@ class Trace:
     storages: dict[Node, frozenset[int]] = field(repr=False, default_factory=dict)
     # The last outputs are gradients: whose they are. False for one that the function takes away.
     gradients: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    # Puts results together; made when it is first needed.
+    builder: Callable[[Sequence[Any]], Any] | None = field(repr=False, default=None)
     # Whether everything that the function takes from outside is as it was when it was traced.
     holds: Callable[[], bool] = field(repr=False, default=lambda: True)
     # How far results may be from plain execution's: another kernel may add in another order.
@@ -246,6 +248,22 @@ def _name(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else f"gpu:{device.index or 0}"
 
 
+def node_key(node: Node) -> tuple[Any, ...]:
+    """The same for operations that take equally long: what is called, and with tensors of which form."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Node):
+            meta = value.meta.get("val")
+            if not isinstance(meta, torch.Tensor):
+                return str(type(meta))
+            return tuple(meta.shape), meta.stride(), str(meta.dtype), str(meta.device)
+        if isinstance(value, (list, tuple)):
+            return tuple(described(one) for one in value)
+        return repr(value)
+
+    return (str(node.target), described(node.args), tuple((k, described(v)) for k, v in node.kwargs.items()))
+
+
 def _split_convolutions(module: GraphModule) -> None:
     """Make two operations of every convolution's backward that gives both input and weight gradients."""
     graph = module.graph
@@ -267,8 +285,35 @@ def _split_convolutions(module: GraphModule) -> None:
 
 def put_together(values: Sequence[Any], trace: Trace) -> Any:
     """The function's result; gradients go where the function would have put them."""
-    count = len(values) - sum(there for _, there in trace.gradients)
-    gradients = iter(values[count:])
-    for tensor, there in trace.gradients:
-        tensor.grad = next(gradients) if there else None
-    return tree_unflatten(list(values[:count]), trace.structure)
+    if trace.gradients:
+        count = len(values) - sum(there for _, there in trace.gradients)
+        gradients = iter(values[count:])
+        for tensor, there in trace.gradients:
+            tensor.grad = next(gradients) if there else None
+        values = values[:count]
+    if trace.builder is None:
+        trace.builder = builder(trace.structure)
+    return trace.builder(values)
+
+
+def builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
+    """What puts a result together: one written-out expression where it is plain lists, tuples and dicts."""
+    names: dict[str, Any] = {}
+
+    def text(value: Any) -> str:
+        if type(value) is int:
+            return f"v[{value}]"
+        if type(value) in (list, tuple):
+            inner = "".join(f"{text(one)}, " for one in value)
+            return f"[{inner}]" if type(value) is list else f"({inner})"
+        if type(value) is dict:
+            names.update({f"k{len(names) + number}": key for number, key in enumerate(value)})
+            keys = list(names)[len(names) - len(value) :]
+            return "{" + ", ".join(f"{key}: {text(value[names[key]])}" for key in keys) + "}"
+        raise TypeError
+
+    try:  # a tree whose leaves are their own numbers
+        source = text(tree_unflatten(list(range(structure.num_leaves)), structure))
+    except TypeError:
+        return lambda values: tree_unflatten(list(values), structure)
+    return eval(f"lambda v: {source}", names)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,21 @@ from manyhands.errors import CannotTrace, EngineError, NotYet
 
 _SIGNATURES = 8
 _VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
+_RECENT = 4  # plans that are asked whether they know a call before its signature is built
 _PLANNINGS = 8  # of one signature; then it is run as it is
 _LANES = (2, 3, 4, 8)
 _CLOSE = 1e-5  # how far results may be from plain execution's (another kernel may add in another order)
+
+
+# How a call is run: its tensors, and the arguments as they were given.
+Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass
 class Planned:
     """What is known of one signature."""
 
-    run: Callable[[Any], Any]
+    run: Run
     how: str
     schedule: Schedule | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -42,6 +47,8 @@ class Planned:
     # Whether what the function takes from outside its arguments is as it was.
     holds: Callable[[], bool] = lambda: True
     again: bool = False  # plan anew at the next call
+    # Recognises a call like the one that was planned, and gives its tensors.
+    fits: Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None] | None = None
 
 
 class Parallel:
@@ -59,13 +66,28 @@ class Parallel:
         self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
         self._plannings: dict[Any, int] = {}
         self._last: Planned | None = None
+        self._recent: tuple[Planned, ...] = ()  # those that are asked first whether they know a call
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        for planned in self._recent:
+            tensors = planned.fits(arguments, keywords)  # type: ignore[misc]
+            if tensors is not None and planned.holds():
+                self._last = planned
+                return planned.run(tensors, arguments, keywords)
         call = self.backend.call(arguments, keywords)
         variants = self._planned.get(call.signature, ())
         planned = next((one for one in variants if one.holds()), None) or self._plan_anew(call)
         self._last = planned
-        return planned.run(call)
+        if not planned.again:
+            self._remember(planned, call)
+        return planned.run(*call.given)
+
+    def _remember(self, planned: Planned, call: Any) -> None:
+        if planned.fits is None:
+            planned.fits = self.backend.recogniser(call)
+        if planned.fits is not None:
+            others = [one for one in self._recent if one is not planned]
+            self._recent = (planned, *others[: _RECENT - 1])
 
     def _plan_anew(self, call: Any) -> Planned:
         count = self._plannings[call.signature] = self._plannings.get(call.signature, 0) + 1
@@ -133,8 +155,7 @@ class Parallel:
         planned.holds = found.holds
         return planned
 
-    def _plainly(self, call: Any) -> Any:
-        arguments, keywords = call.rebuild(call.tensors)
+    def _plainly(self, _: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.function(*arguments, **keywords)
 
     def _choose(self, call: Any, found: Any, device: Any) -> Planned:
@@ -148,7 +169,7 @@ class Parallel:
         if device is None:
             parallel_cpu.choose(best, backend, call, found, measured)
             return best
-        best.seconds["plain execution"] = least = backend.seconds(lambda: self._plainly(call), device)
+        best.seconds["plain execution"] = least = backend.seconds(lambda: self._plainly(*call.given), device)
         expected = backend.expected(found, call, self._plainly)
         for name, made, make in _ways(backend, found, measured, best):
             plan = backend.one_lane(found) if made is None else _handed_over(backend, made)
@@ -164,7 +185,7 @@ class Parallel:
                     continue
                 replaying = self._replaying(run, found)
                 with backend.untouched(found, call.tensors):
-                    spent = backend.seconds(lambda replaying=replaying: replaying(call), device)
+                    spent = backend.seconds(lambda replaying=replaying: replaying(*call.given), device)
             except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
                 best.notes.append(f"{name} is not used: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
                 continue
@@ -176,11 +197,11 @@ class Parallel:
                 best.schedule = made or schedule(measured, _lanes(measured, 1))
         return best
 
-    def _replaying(self, run: Any, found: Any) -> Callable[[Any], Any]:
+    def _replaying(self, run: Any, found: Any) -> Run:
         as_they_are = self.reuse_outputs or run.fresh
 
-        def replay(call: Any) -> Any:
-            results = run.replay(call.tensors)
+        def replay(tensors: Sequence[Any], *_: Any) -> Any:
+            results = run.replay(tensors)
             return self.backend.together(results if as_they_are else self.backend.copied(results), found)
 
         return replay

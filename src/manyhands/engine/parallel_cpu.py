@@ -19,7 +19,7 @@ from manyhands.engine.schedule import Lane, Schedule, schedule
 from manyhands.engine.simulate import simulate
 
 if TYPE_CHECKING:
-    from manyhands.engine.parallel import Planned
+    from manyhands.engine.parallel import Planned, Run
 
 HANDOVER = 20e-6  # seconds; below this it does not pay to hand a task to another thread
 CLOSE = 1e-5
@@ -42,9 +42,9 @@ def choose(best: Planned, backend: Any, call: Any, found: Any, measured: Graph) 
     else:
         tried += [(name, made, count) for name, made in candidates(measured, count, best)]
     expected = backend.expected(found, call, plainly)
-    ways: dict[str, tuple[Callable[[Any], Any], Schedule | None, str]] = {_PLAIN: (plainly, None, "")}
+    ways: dict[str, tuple[Run, Schedule | None, str]] = {_PLAIN: (plainly, None, "")}
 
-    def add(name: str, way: Callable[[Any], Any], made: Schedule, results: Any) -> None:
+    def add(name: str, way: Run, made: Schedule, results: Any) -> None:
         same, difference = backend.equal(results, expected)
         if not same and difference > CLOSE:
             best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
@@ -59,7 +59,7 @@ def choose(best: Planned, backend: Any, call: Any, found: Any, measured: Graph) 
         run = backend.thread_run(found, handed_over(backend, made), threads)
         add(name, replaying(backend, run, found), made, backend.observed(found, call, run))
     with backend.untouched(found, call.tensors):
-        times = race([lambda way=way: way[0](call) for way in ways.values()])  # type: ignore[misc]
+        times = race([lambda way=way: way[0](*call.given) for way in ways.values()])  # type: ignore[misc]
     best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
     ratios = {name: _ratio(own, times[0]) for name, own in zip(ways, times, strict=True)}
     name = min(ratios, key=ratios.__getitem__)
@@ -106,11 +106,11 @@ def handed_over(backend: Any, made: Schedule) -> Any:
     return backend.plan_of([lane.kind for lane in made.lanes], made.lane_of, made.order, made.waits)
 
 
-def replaying(backend: Any, run: Any, found: Any) -> Callable[[Any], Any]:
+def replaying(backend: Any, run: Any, found: Any) -> Run:
     """Its results are fresh at every run: they need not be copied."""
 
-    def replay(call: Any) -> Any:
-        return backend.together(run.replay(call.tensors), found)
+    def replay(tensors: Sequence[Any], *_: Any) -> Any:
+        return backend.together(run.replay(tensors), found)
 
     return replay
 

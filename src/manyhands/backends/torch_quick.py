@@ -1,0 +1,135 @@
+"""Recognises a call that is like an earlier one, in a few microseconds and without building its signature.
+
+A signature (:mod:`torch_call`) is a general thing: a walk over a tree, a tuple of tuples, a hash. Most calls are like
+the one before, so for every planned call the questions that make up its signature are written out as straight-line code
+that stops at the first "no". For ``f(x, [w, 2])`` it reads
+
+    def fits(arguments, keywords):
+        if type(arguments) is not tuple or len(arguments) != 2: return None
+        v0, v1, = arguments
+        if type(v0) is not Tensor or v0.shape != k0 or v0.stride() != k1 or v0.dtype is not k2 or ...: return None
+        ...
+        if v4 is not 2 and (type(v4) is not int or v4 != 2): return None
+        if len({v0's storage, v3's storage}) != 2: return None
+        if modes() != k9: return None
+        return [v0, v3]
+
+What it says "yes" to has the same signature; a "no" says nothing: then the signature is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.backends import torch_call
+from manyhands.backends.torch_call import Call
+
+Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
+_EXACT = (bool, int, str, bytes)  # equal values of these types are written alike
+
+
+def recogniser(one: Call) -> Fits | None:
+    """The code for calls like this one; None where its arguments have a shape that only a signature tells."""
+    writer = _Writer(one)
+    try:
+        writer.walk(one.arguments, "arguments")
+        writer.walk(one.keywords, "keywords")
+    except _Unknown:
+        return None
+    return writer.build()
+
+
+class _Unknown(Exception):
+    """A part of the arguments that is better left to the signature."""
+
+
+class _Writer:
+    def __init__(self, one: Call) -> None:
+        self._call = one
+        self._lines: list[str] = []
+        self._tensors: dict[int, str] = {}
+        self._storages: list[str] = []
+        self._names: dict[str, Any] = {"Tensor": torch.Tensor, "Parameter": nn.Parameter, "modes": torch_call.modes}
+        self._count = 0
+
+    def _name(self, value: Any) -> str:
+        name = f"k{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def _refuse_if(self, condition: str) -> None:
+        self._lines.append(f"if {condition}: return None")
+
+    def walk(self, value: Any, name: str) -> None:
+        if type(value) in (tuple, list):
+            self._refuse_if(f"type({name}) is not {type(value).__name__} or len({name}) != {len(value)}")
+            parts = [self._part() for _ in value]
+            if parts:
+                self._lines.append(f"{', '.join(parts)}, = {name}")
+            for part, one in zip(parts, value, strict=True):
+                self.walk(one, part)
+        elif type(value) is dict:
+            self._refuse_if(f"type({name}) is not dict or list({name}) != {self._name(list(value))}")
+            for key, one in value.items():
+                part = self._part()
+                self._lines.append(f"{part} = {name}[{self._name(key)}]")
+                self.walk(one, part)
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value, name)
+        elif type(value) in _EXACT:
+            known = self._name(value)
+            self._refuse_if(f"{name} is not {known} and (type({name}) is not type({known}) or {name} != {known})")
+        elif isinstance(value, torch_call.BY_VALUE):
+            known = self._name(value)
+            other = f"type({name}) is not type({known}) or repr({name}) != {self._name(repr(value))}"
+            self._refuse_if(f"{name} is not {known} and ({other})")
+        elif any(value is leaf for leaf in self._call.others):
+            self._refuse_if(f"{name} is not {self._name(value)}")
+        else:  # a branch of the tree that is no plain list, tuple or dict
+            raise _Unknown
+
+    def _part(self) -> str:
+        self._count += 1
+        return f"v{self._count}"
+
+    def _tensor(self, tensor: torch.Tensor, name: str) -> None:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise _Unknown
+        if id(tensor) in self._tensors:  # the same one twice: which is which cannot be said
+            raise _Unknown
+        kind = "Tensor" if type(tensor) is torch.Tensor else "Parameter"
+        questions = [
+            f"type({name}) is not {kind}",
+            f"{name}.shape != {self._name(tensor.shape)}",
+            f"{name}.stride() != {self._name(tensor.stride())}",
+            f"{name}.dtype is not {self._name(tensor.dtype)}",
+            f"{name}.device != {self._name(tensor.device)}",
+            f"{name}.requires_grad is not {tensor.requires_grad}",
+        ]
+        if kind == "Parameter":
+            questions.append(f"{name}.data_ptr() != {tensor.data_ptr()}")
+        self._refuse_if(" or ".join(questions))
+        self._tensors[id(tensor)] = name
+        if tensor.numel():  # an empty one has no memory to share
+            self._storages.append(f"{name}.data_ptr() - {name}.storage_offset() * {tensor.element_size()}")
+
+    def build(self) -> Fits:
+        if len(self._tensors) > 1:
+            shares = self._call.signature[2]
+            if shares and len(self._storages) < len(self._tensors):
+                self._refuse_if("True")
+            else:
+                # A tensor's address less its offset is its storage's: the same for two of them only if they share it.
+                size = f"len({{{', '.join(self._storages)}}})" if self._storages else "0"
+                self._refuse_if(f"{size} {'>=' if shares else '!='} {len(self._storages)}")
+        self._refuse_if(f"modes() != {self._name(torch_call.modes())}")
+        self._lines.append(f"return [{', '.join(self._tensors[id(one)] for one in self._call.tensors)}]")
+        body = "\n".join(f"        {line}" for line in self._lines)
+        # Whatever a strange tensor raises when it is asked, the signature is the one to deal with it.
+        source = f"def fits(arguments, keywords):\n    try:\n{body}\n    except Exception:\n        return None"
+        exec(compile(source, "<manyhands signature>", "exec"), self._names)
+        return self._names["fits"]  # type: ignore[no-any-return]
