@@ -24,6 +24,7 @@ import torch
 from manyhands.backends import torch_parallel
 from manyhands.engine import parallel_cpu
 from manyhands.engine.check import check
+from manyhands.engine.costs import costs
 from manyhands.engine.graph import graph
 from manyhands.engine.parallel import Parallel
 from manyhands.engine.schedule import schedule
@@ -142,7 +143,7 @@ def on_lanes(program: Program, inputs: list[torch.Tensor], threads: int) -> Call
     """As many lanes as threads, whether that is better or not."""
     call = torch_parallel.call(tuple(inputs), {})
     found = torch_parallel.trace(program, call)
-    measured = graph(torch_parallel.costs(found, None))
+    measured = graph(costs(torch_parallel, found, None).tasks)
     made = schedule(measured, parallel_cpu.lanes(measured, threads), switch_seconds=parallel_cpu.HANDOVER)
     check(made)
     run = torch_parallel.thread_run(found, parallel_cpu.handed_over(torch_parallel, made), threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,14 @@ FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--framework", choices=FRAMEWORKS, help="run the contract suite against this framework")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests neither read nor write what the user's own programs remember."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANYHANDS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from manyhands.backends import torch_parallel  # noqa: E402
 from manyhands.engine.check import check  # noqa: E402
+from manyhands.engine.costs import costs  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
 from manyhands.engine.parallel import Parallel, _handed_over, _lanes  # noqa: E402
 from manyhands.engine.schedule import schedule  # noqa: E402
@@ -35,7 +36,7 @@ class Forced:
             found = torch_parallel.trace(self.function, call)
             device = torch_parallel.device_of(call, found)
             with torch_parallel.untouched(found, call.tensors):
-                measured = graph(torch_parallel.costs(found, device))
+                measured = graph(costs(torch_parallel, found, device).tasks)
             one = schedule(measured, _lanes(measured, self.lanes), switch_seconds=1e-6)
             check(one)
             make = torch_parallel.graph_run if self.kind == "graph" else torch_parallel.stream_run

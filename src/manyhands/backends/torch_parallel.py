@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -11,27 +10,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
 from manyhands.backends import torch_lanes, torch_threads, torch_trace
 from manyhands.backends.torch_call import Call, call, trace
+from manyhands.backends.torch_costs import cost_keys, estimated, hardware, measured, rates, tasks
 from manyhands.backends.torch_lanes import Plan
-from manyhands.backends.torch_native import native
 from manyhands.backends.torch_quick import recogniser
 from manyhands.backends.torch_runs import GraphRun, StreamRun, copies_or_computes_on_host, why_no_graph
 from manyhands.backends.torch_threads import ThreadRun
-from manyhands.backends.torch_trace import Step, Trace
+from manyhands.backends.torch_trace import Trace
 from manyhands.errors import CannotTrace
-from manyhands.task import Task
 
 name = "torch"
 # How a call is run: its tensors, and the arguments as they were given.
 Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
 _REPEATS = 20
-_ISSUE = 8e-6  # seconds in which Python issues an operation
 _LONG = 0.5  # seconds of a call, from which on it needs no warm-up and few repetitions
-_CROWD = 8  # how many copies of an operation run at once when it is measured how much of the chip it fills
 
 
 def device_of(one: Call, found: Trace) -> torch.device | None:
@@ -198,128 +193,20 @@ def _wait(device: torch.device | None) -> None:
         torch.cuda.synchronize(device)
 
 
-# Costs
-
-
-def costs(found: Trace, device: torch.device | None) -> list[Task]:
-    """The tasks with measured seconds, and how much of the chip each fills."""
-    known: dict[tuple[Any, ...], tuple[float, float]] = {}
-    result = []
-    tasks = torch_threads.tasks(found) if device is None else found.tasks
-    for step, old in zip(found.steps, tasks, strict=True):
-        key = torch_trace.node_key(step.node)
-        if key not in known:
-            known[key] = _measured(step, device)
-        spent, share = known[key]
-        result.append(Task(old.name, old.reads, old.writes, old.device, old.kind, max(spent, 1e-9), share, old.token))
-    return result
-
-
-def _measured(step: Step, device: torch.device | None) -> tuple[float, float]:
-    if device is None or step.task.device == "cpu":
-        return _on_cpu(step)
-    if not step.task.writes - step.task.reads or all(memory < 1 << 20 for memory in step.task.writes):
-        return 0.0, 0.0  # a view
-    if step.task.kind != "compute":
-        return _estimate(step), 1.0
-    try:
-        return _on_gpu(step, device)
-    except Exception:  # an operation that does not take made-up numbers
-        return _estimate(step), 0.5
-
-
-def _on_cpu(step: Step) -> tuple[float, float]:
-    """The least seconds of some calls with one thread; views count too, because calling them takes as long."""
-    node, target = step.node, native(step.node)
-    share = 1 / torch.get_num_threads()
-    least, spent = float("inf"), 0.0
-    try:
-        given, named = [_made_up(a) for a in node.args], {k: _made_up(v) for k, v in node.kwargs.items()}
-        with torch.no_grad(), torch_threads.operation_threads(1):
-            target(*given, **named)
-            for _ in range(20):
-                start = time.perf_counter()
-                target(*given, **named)
-                least = min(least, time.perf_counter() - start)
-                spent += time.perf_counter() - start
-                if spent > 2e-3:
-                    break
-    except Exception:  # an operation that does not take made-up numbers
-        return _estimate(step), share
-    # Python issues one operation at a time: tiny ones fill all cores with waiting for their turn.
-    return least, max(share, min(1.0, _ISSUE / least))
-
-
-def _on_gpu(step: Step, device: torch.device) -> tuple[float, float]:
-    """Time it alone, and in a crowd of its own kind: what a crowd adds tells how much of the chip one fills."""
-    node = step.node
-    sets = [([_made_up(a) for a in node.args], {k: _made_up(v) for k, v in node.kwargs.items()})]
-    sets += [([_made_up(a) for a in node.args], dict(sets[0][1])) for _ in range(_CROWD - 1)]
-    target: Any = node.target
-    with torch.no_grad():
-        alone = _replayed(lambda: [target(*sets[0][0], **sets[0][1]) for _ in range(_CROWD)], device) / _CROWD
-        works = [functools.partial(target, *given, **named) for given, named in sets]
-        crowd = _replayed(_on_streams(works, device), device)
-    return alone, min(1.0, max(1 / _CROWD, crowd / (_CROWD * alone)))
-
-
-def _on_streams(works: Sequence[Callable[[], Any]], device: torch.device) -> Callable[[], Any]:
-    streams = [torch.cuda.Stream(device) for _ in works]
-
-    def run() -> list[Any]:
-        current = torch.cuda.current_stream(device)
-        results = []
-        for stream, work in zip(streams, works, strict=True):
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                results.append(work())
-        for stream in streams:
-            current.wait_stream(stream)
-        return results
-
-    return run
-
-
-def _replayed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a replay of the work as a CUDA graph."""
-    work()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = work()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    begin.record()
-    for _ in range(5):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    del kept
-    return float(begin.elapsed_time(end)) / 5e3
-
-
-def _made_up(value: Any) -> Any:
-    """A real value of the shape that the trace saw: random numbers, zeros where they are indices."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_made_up(one) for one in value)
-    if not isinstance(value, Node):
-        return value
-    meta = value.meta["val"]
-    # Filled before it gets its strides: an expanded tensor cannot be written to.
-    count = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride(), strict=True))
-    made = torch.zeros(max(count, 0) if meta.numel() else 0, dtype=meta.dtype, device=meta.device)
-    return (made.normal_() if meta.is_floating_point() else made).as_strided(meta.shape, meta.stride())
-
-
-def _estimate(step: Step) -> float:
-    """By the bytes that it touches, at a modest bandwidth: for what cannot be measured alone."""
-    nodes = [*step.node.all_input_nodes, *step.nodes]
-    values = [node.meta.get("val") for node in nodes]
-    count = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
-    return 1e-6 + count / (50e9 if step.task.kind.startswith("copy") else 10e9 if step.task.device == "cpu" else 2e12)
-
-
-__all__ = ["Call", "call", "copies_or_computes_on_host", "recogniser", "trace", "why_no_graph"]
+__all__ = [
+    "Call",
+    "call",
+    "copies_or_computes_on_host",
+    "cost_keys",
+    "estimated",
+    "hardware",
+    "measured",
+    "rates",
+    "recogniser",
+    "tasks",
+    "trace",
+    "why_no_graph",
+]
 
 
 def plan_of(kinds: Sequence[str], lane_of: Sequence[int], order: Sequence[int], waits: Any) -> Plan:

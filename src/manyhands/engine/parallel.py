@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhands.engine import draw, parallel_cpu
 from manyhands.engine.check import check
+from manyhands.engine.costs import Costed, costs
 from manyhands.engine.graph import graph
 from manyhands.engine.schedule import Lane, Schedule, schedule
 from manyhands.engine.simulate import bounds, simulate
@@ -47,6 +48,7 @@ class Planned:
     # Whether what the function takes from outside its arguments is as it was.
     holds: Callable[[], bool] = lambda: True
     again: bool = False  # plan anew at the next call
+    costed: Costed | None = None
     # Recognises a call like the one that was planned, and gives its tensors.
     fits: Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None] | None = None
 
@@ -116,6 +118,8 @@ class Parallel:
             lines.append(f"  {name:<24} {spent * 1e3:9.3f} ms measured{told}")
         if planned.schedule is not None:
             lines += _about(planned.schedule)
+        if planned.costed is not None:
+            lines.append(f"  {planned.costed.told()}")
         return "\n".join([*lines, *(f"  {note}" for note in planned.notes)])
 
     def draw(self, path: str | Path) -> Path:
@@ -161,8 +165,9 @@ class Parallel:
     def _choose(self, call: Any, found: Any, device: Any) -> Planned:
         """Try plain execution, one lane, and the plans that promise more; keep the fastest that is right."""
         backend = self.backend
-        measured = graph(backend.costs(found, device))
-        best = Planned(self._plainly, "plain execution")
+        costed = costs(backend, found, device)
+        measured = graph(costed.tasks)
+        best = Planned(self._plainly, "plain execution", costed=costed)
         if self.synchronous:
             parallel_cpu.synchronously(best, backend, found, measured)
             return best

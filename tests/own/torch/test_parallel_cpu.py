@@ -390,3 +390,36 @@ def test_explicit_tasks_know_views_and_carry_the_grad_mode() -> None:
         task(lambda t: time.sleep(0.02) or t.add_(1), writes=(top,))(top)
         assert task(lambda t: t.sum().item())(whole).result() == 2
         assert task(torch.is_grad_enabled)().result() is False
+
+
+# Costs
+
+
+def test_a_second_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return ((x @ x).tanh() + x).sum()
+
+    x = torch.randn(16, 16)
+    first = Parallel(function, torch_parallel, synchronous=True)
+    first(x)
+    assert "4 kinds of operations measured now, 0 remembered" in first.explain()
+    asked: list[int] = []
+    monkeypatch.setattr(torch_parallel, "measured", lambda *given: asked.append(1))
+    second = Parallel(function, torch_parallel, synchronous=True)
+    second(x)
+    assert not asked
+    assert "0 kinds of operations measured now, 4 remembered" in second.explain()
+    for one, other in zip(*(p._must_have_run().schedule.graph.tasks for p in (first, second)), strict=True):  # type: ignore[union-attr]
+        assert one.seconds == other.seconds
+
+
+def test_an_estimate_knows_computing_from_moving() -> None:
+    found, _ = traced(lambda x: (x @ x, x + x), torch.randn(256, 256))
+    rates = torch_parallel.rates(None)
+    product, addition = (torch_parallel.estimated(found, number, None, rates)[0] for number in (0, 1))
+    assert addition < product
+    real = torch_parallel.measured(found, 0, None)
+    assert real is not None
+    assert real[0] / 10 < product < real[0] * 10

@@ -1,0 +1,219 @@
+"""What an operation of a trace costs in PyTorch: measured with made-up numbers, or estimated by a roofline.
+
+On a CPU an operation is timed with one thread, as a lane calls it. On a GPU it is timed as a CUDA graph of several, one
+after the other and then in a crowd of its own kind: what the crowd adds tells how much of the chip one fills.
+
+The estimate is for what cannot be measured alone: the time to move the bytes that it touches, or that to do its
+multiplications and additions, whichever is longer, at rates that are measured once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from manyhands import machine
+from manyhands.backends import torch_threads, torch_trace
+from manyhands.backends.torch_native import native
+from manyhands.backends.torch_trace import Step, Trace
+from manyhands.task import Task
+
+_ISSUE = 8e-6  # seconds in which Python issues an operation
+_CROWD = 8  # how many copies of an operation run at once when it is measured how much of the chip it fills
+_LAUNCH = 1e-6  # seconds that the smallest operation takes
+_TO_HOST = 50e9  # bytes a second between a GPU and page-locked memory of the host
+
+
+def tasks(found: Trace, device: torch.device | None) -> list[Task]:
+    """The tasks of a trace, for lanes of a GPU or (None) for threads of the CPU."""
+    return torch_threads.tasks(found) if device is None else found.tasks
+
+
+def hardware(device: torch.device | None) -> str:
+    """What costs depend on beside the operation itself."""
+    precision = torch._C._get_fp32_precision_getter("cuda", "matmul")
+    parts = [f"torch {torch.__version__}", machine.host_name(), f"{torch.get_num_threads()} threads", str(precision)]
+    if device is not None:
+        parts.append(f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}")
+    if torch._C._len_torch_dispatch_stack():
+        parts.append("virtual devices")
+    return "; ".join(parts)
+
+
+def cost_keys(found: Trace) -> list[str]:
+    """Equal for operations that cost the same."""
+    return [hashlib.sha256(repr(torch_trace.node_key(step.node)).encode()).hexdigest()[:24] for step in found.steps]
+
+
+def measured(found: Trace, number: int, device: torch.device | None) -> tuple[float, float] | None:
+    """Seconds, and how much of its device it fills; None for what cannot be measured alone."""
+    step = found.steps[number]
+    try:
+        if device is None or step.task.device == "cpu":
+            return _on_cpu(step)
+        if not step.task.writes - step.task.reads or all(memory < 1 << 20 for memory in step.task.writes):
+            return 0.0, 0.0  # a view
+        return None if step.task.kind != "compute" else _on_gpu(step, _device(step, device))
+    except Exception:  # an operation that does not take made-up numbers
+        return None
+
+
+def _device(step: Step, device: torch.device) -> torch.device:
+    return torch.device("cuda", int(step.task.device.partition(":")[2] or device.index or 0))
+
+
+def _on_cpu(step: Step) -> tuple[float, float]:
+    """The least seconds of some calls with one thread; views count too, because calling them takes as long."""
+    target = native(step.node)
+    share = 1 / torch.get_num_threads()
+    least, spent = float("inf"), 0.0
+    given, named = _arguments(step)
+    with torch.no_grad(), torch_threads.operation_threads(1):
+        target(*given, **named)
+        for _ in range(20):
+            start = time.perf_counter()
+            target(*given, **named)
+            least = min(least, time.perf_counter() - start)
+            spent += time.perf_counter() - start
+            if spent > 2e-3:
+                break
+    # Python issues one operation at a time: tiny ones fill all cores with waiting for their turn.
+    return least, max(share, min(1.0, _ISSUE / least))
+
+
+def _on_gpu(step: Step, device: torch.device) -> tuple[float, float]:
+    """Time it alone, and in a crowd of its own kind: what a crowd adds tells how much of the chip one fills."""
+    sets = [_arguments(step)]
+    sets += [([_made_up(a) for a in step.node.args], dict(sets[0][1])) for _ in range(_CROWD - 1)]
+    target: Any = step.node.target
+    with torch.no_grad(), torch.cuda.device(device):
+        alone = _replayed(lambda: [target(*sets[0][0], **sets[0][1]) for _ in range(_CROWD)], device) / _CROWD
+        works = [functools.partial(target, *given, **named) for given, named in sets]
+        crowd = _replayed(_on_streams(works, device), device)
+    return alone, min(1.0, max(1 / _CROWD, crowd / (_CROWD * alone)))
+
+
+def _on_streams(works: Sequence[Callable[[], Any]], device: torch.device) -> Callable[[], Any]:
+    streams = [torch.cuda.Stream(device) for _ in works]
+
+    def run() -> list[Any]:
+        current = torch.cuda.current_stream(device)
+        results = []
+        for stream, work in zip(streams, works, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                results.append(work())
+        for stream in streams:
+            current.wait_stream(stream)
+        return results
+
+    return run
+
+
+def _replayed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a replay of the work as a CUDA graph."""
+    work()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = work()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    for _ in range(5):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    del kept
+    return float(begin.elapsed_time(end)) / 5e3
+
+
+# Made-up arguments
+
+
+def _arguments(step: Step) -> tuple[list[Any], dict[str, Any]]:
+    return [_made_up(a) for a in step.node.args], {k: _made_up(v) for k, v in step.node.kwargs.items()}
+
+
+def made_up_inputs(found: Trace) -> list[torch.Tensor]:
+    """Tensors like those that the function was traced for."""
+    return [_made_up(node) for node in found.inputs]
+
+
+def _made_up(value: Any) -> Any:
+    """A real value of the shape that the trace saw: random numbers, zeros where they are indices."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_made_up(one) for one in value)
+    if not isinstance(value, Node):
+        return value
+    meta = value.meta["val"]
+    # Filled before it gets its strides: an expanded tensor cannot be written to.
+    count = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride(), strict=True))
+    made = torch.zeros(max(count, 0) if meta.numel() else 0, dtype=meta.dtype, device=meta.device)
+    return (made.normal_() if meta.is_floating_point() else made).as_strided(meta.shape, meta.stride())
+
+
+# The roofline
+
+
+def rates(device: torch.device | None) -> tuple[float, float]:
+    """Multiplications and additions a second, and bytes a second, of one thread or of the GPU."""
+    where = torch.device("cpu") if device is None else device
+    size, count = (256, 1 << 20) if device is None else (4096, 1 << 27)
+    with torch.no_grad(), torch_threads.operation_threads(1):
+        a, b = torch.rand(size, size, device=where), torch.zeros(count, device=where)
+        product = _least(lambda: a @ a, device)
+        copy = _least(b.clone, device)
+    return 2 * size**3 / product, 8 * count / copy
+
+
+def _least(work: Callable[[], Any], device: torch.device | None) -> float:
+    least = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        if device is not None:
+            torch.cuda.synchronize(device)
+        least = min(least, time.perf_counter() - start)
+    return least
+
+
+def estimated(
+    found: Trace, number: int, device: torch.device | None, known: tuple[float, float]
+) -> tuple[float, float]:
+    """Seconds by the roofline: the longer of computing and of moving bytes."""
+    step = found.steps[number]
+    values = [node.meta.get("val") for node in [*step.node.all_input_nodes, *step.nodes]]
+    touched = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    if step.task.kind.startswith("copy"):
+        return _LAUNCH + touched / 2 / _TO_HOST, 1.0
+    seconds = max(_operations(step.node) / known[0], touched / known[1])
+    share = 1 / torch.get_num_threads() if device is None else 0.5
+    return _LAUNCH + seconds, share
+
+
+def _operations(node: Node) -> float:
+    """Multiplications and additions, where PyTorch knows how to count them."""
+    counted = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if counted is None:
+        return 0.0
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(value(one) for one in argument)
+        return argument.meta["val"] if isinstance(argument, Node) else argument
+
+    try:
+        arguments, named = value(node.args), {k: value(v) for k, v in node.kwargs.items()}
+        total = float(counted(*arguments, **named, out_val=node.meta["val"]))
+    except Exception:  # an operation with results in another form than was counted on
+        return 0.0
+    return total if math.isfinite(total) else 0.0
