@@ -146,7 +146,7 @@ def on_lanes(program: Program, inputs: list[torch.Tensor], threads: int) -> Call
     measured = graph(costs(torch_parallel, found, None).tasks)
     made = schedule(measured, parallel_cpu.lanes(measured, threads), switch_seconds=parallel_cpu.HANDOVER)
     check(made)
-    run = torch_parallel.thread_run(found, parallel_cpu.handed_over(torch_parallel, made), threads)
+    run = torch_parallel.thread_run(found, torch_parallel.plan_of(made), threads)
     return lambda: run.replay(inputs)
 
 

@@ -62,7 +62,9 @@ gather = _verbs.gather
 
 
 @overload
-def parallel(function: Callable[..., Any], *, reuse_outputs: bool = ...) -> Parallel: ...
+def parallel(
+    function: Callable[..., Any], *, reuse_outputs: bool = ..., memory: float = ..., synchronous: bool = ...
+) -> Parallel: ...
 
 
 @overload
@@ -70,17 +72,24 @@ def parallel(function: None = None, *, threads: int | None = ...) -> _Scope: ...
 
 
 def parallel(
-    function: Callable[..., Any] | None = None, *, reuse_outputs: bool = False, threads: int | None = None
+    function: Callable[..., Any] | None = None,
+    *,
+    reuse_outputs: bool = False,
+    memory: float = 1.3,
+    synchronous: bool = False,
+    threads: int | None = None,
 ) -> Parallel | _Scope:
     """``fast = parallel(fn)``: gives what ``fn`` gives, sooner where that is possible; ``with parallel():`` for tasks.
 
     The first call traces the function for its arguments' shapes, plans it over lanes, proves and measures the plans,
     and keeps the fastest; ``fast.explain()`` says what was chosen and why. Results belong to the caller, unless
-    ``reuse_outputs=True`` allows the next call to overwrite them. In a scope, ``task(fn)(a, b)`` runs beside others.
+    ``reuse_outputs=True`` allows the next call to overwrite them. A plan takes at most ``memory`` times what plain
+    execution takes. ``synchronous=True`` runs the schedule's order in the caller's thread, for debugging. In a scope,
+    ``task(fn)(a, b)`` runs beside others.
     """
     if function is None:
         return _Scope(threads, memory_of=_workers.memory_of, bound=_workers.bound)
-    return Parallel(function, _parallel_backend, reuse_outputs=reuse_outputs)
+    return Parallel(function, _parallel_backend, reuse_outputs=reuse_outputs, memory=memory, synchronous=synchronous)
 
 
 class Benchmark(_Benchmark):

@@ -17,7 +17,8 @@ from manyhands.backends import torch_parallel  # noqa: E402
 from manyhands.engine.check import check  # noqa: E402
 from manyhands.engine.costs import costs  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
-from manyhands.engine.parallel import Parallel, _handed_over, _lanes  # noqa: E402
+from manyhands.engine.parallel import Parallel  # noqa: E402
+from manyhands.engine.parallel_gpu import lanes as lanes_of  # noqa: E402
 from manyhands.engine.schedule import schedule  # noqa: E402
 
 GPU = "cuda:0"
@@ -37,11 +38,11 @@ class Forced:
             device = torch_parallel.device_of(call, found)
             with torch_parallel.untouched(found, call.tensors):
                 measured = graph(costs(torch_parallel, found, device).tasks)
-            one = schedule(measured, _lanes(measured, self.lanes), switch_seconds=1e-6)
+            one = schedule(measured, lanes_of(measured, self.lanes), switch_seconds=1e-6)
             check(one)
             make = torch_parallel.graph_run if self.kind == "graph" else torch_parallel.stream_run
             with torch_parallel.untouched(found, call.tensors):
-                self.made = found, make(found, _handed_over(torch_parallel, one), call.tensors, device)
+                self.made = found, make(found, torch_parallel.plan_of(one), call.tensors, device)
         found, run = self.made
         results = run.replay(call.tensors)
         return torch_parallel.together(results if run.fresh else torch_parallel.copied(results), found)

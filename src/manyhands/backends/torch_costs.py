@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from manyhands import machine
 from manyhands.backends import torch_threads, torch_trace
 from manyhands.backends.torch_native import native
+from manyhands.backends.torch_runs import Gpus
 from manyhands.backends.torch_trace import Step, Trace
 from manyhands.task import Task
 
@@ -32,17 +33,18 @@ _LAUNCH = 1e-6  # seconds that the smallest operation takes
 _TO_HOST = 50e9  # bytes a second between a GPU and page-locked memory of the host
 
 
-def tasks(found: Trace, device: torch.device | None) -> list[Task]:
+def tasks(found: Trace, device: Gpus | None) -> list[Task]:
     """The tasks of a trace, for lanes of a GPU or (None) for threads of the CPU."""
     return torch_threads.tasks(found) if device is None else found.tasks
 
 
-def hardware(device: torch.device | None) -> str:
+def hardware(device: Gpus | None) -> str:
     """What costs depend on beside the operation itself."""
     precision = torch._C._get_fp32_precision_getter("cuda", "matmul")
     parts = [f"torch {torch.__version__}", machine.host_name(), f"{torch.get_num_threads()} threads", str(precision)]
     if device is not None:
-        parts.append(f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}")
+        names = ", ".join(torch.cuda.get_device_name(one) for one in device)
+        parts.append(f"{names}, CUDA {torch.version.cuda}")
     if torch._C._len_torch_dispatch_stack():
         parts.append("virtual devices")
     return "; ".join(parts)
@@ -53,7 +55,7 @@ def cost_keys(found: Trace) -> list[str]:
     return [hashlib.sha256(repr(torch_trace.node_key(step.node)).encode()).hexdigest()[:24] for step in found.steps]
 
 
-def measured(found: Trace, number: int, device: torch.device | None) -> tuple[float, float] | None:
+def measured(found: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:
     """Seconds, and how much of its device it fills; None for what cannot be measured alone."""
     step = found.steps[number]
     try:
@@ -61,13 +63,13 @@ def measured(found: Trace, number: int, device: torch.device | None) -> tuple[fl
             return _on_cpu(step)
         if not step.task.writes - step.task.reads or all(memory < 1 << 20 for memory in step.task.writes):
             return 0.0, 0.0  # a view
-        return None if step.task.kind != "compute" else _on_gpu(step, _device(step, device))
+        return None if step.task.kind != "compute" else _on_gpu(step, _gpu(step))
     except Exception:  # an operation that does not take made-up numbers
         return None
 
 
-def _device(step: Step, device: torch.device) -> torch.device:
-    return torch.device("cuda", int(step.task.device.partition(":")[2] or device.index or 0))
+def _gpu(step: Step) -> torch.device:
+    return torch.device("cuda", int(step.task.device.partition(":")[2]))
 
 
 def _on_cpu(step: Step) -> tuple[float, float]:
@@ -164,9 +166,9 @@ def _made_up(value: Any) -> Any:
 # The roofline
 
 
-def rates(device: torch.device | None) -> tuple[float, float]:
+def rates(device: Gpus | None) -> tuple[float, float]:
     """Multiplications and additions a second, and bytes a second, of one thread or of the GPU."""
-    where = torch.device("cpu") if device is None else device
+    where = torch.device("cpu") if device is None else device[0]
     size, count = (256, 1 << 20) if device is None else (4096, 1 << 27)
     with torch.no_grad(), torch_threads.operation_threads(1):
         a, b = torch.rand(size, size, device=where), torch.zeros(count, device=where)
@@ -175,20 +177,18 @@ def rates(device: torch.device | None) -> tuple[float, float]:
     return 2 * size**3 / product, 8 * count / copy
 
 
-def _least(work: Callable[[], Any], device: torch.device | None) -> float:
+def _least(work: Callable[[], Any], device: Gpus | None) -> float:
     least = float("inf")
     for _ in range(4):
         start = time.perf_counter()
         work()
         if device is not None:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device[0])
         least = min(least, time.perf_counter() - start)
     return least
 
 
-def estimated(
-    found: Trace, number: int, device: torch.device | None, known: tuple[float, float]
-) -> tuple[float, float]:
+def estimated(found: Trace, number: int, device: Gpus | None, known: tuple[float, float]) -> tuple[float, float]:
     """Seconds by the roofline: the longer of computing and of moving bytes."""
     step = found.steps[number]
     values = [node.meta.get("val") for node in [*step.node.all_input_nodes, *step.nodes]]

@@ -11,6 +11,8 @@ with timing, no ``record_stream``.
 
 from __future__ import annotations
 
+import heapq
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,20 +26,23 @@ from manyhands.backends.torch_trace import Step, Trace
 _aten = torch.ops.aten
 
 
+# For each task its begin and its end: CUDA events, or seconds on the host's clock.
+Stamps = dict[int, list[Any]]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What the engine hands over: lanes by their kind, a lane per step, the order of issue, the waits."""
+    """What the engine hands over: each lane's device, a lane per step, the order of issue, the waits."""
 
-    kinds: Sequence[str]
+    devices: Sequence[str]
     lane_of: Sequence[int]
     order: Sequence[int]
     waits: Mapping[int, tuple[int, ...]]
 
 
-def one_lane(trace: Trace) -> Plan:
-    """Everything in the program's order on one lane."""
-    count = len(trace.steps)
-    return Plan(["compute"], [0] * count, list(range(count)), {})
+def plan_of(schedule: Any) -> Plan:
+    """What matters here of a schedule."""
+    return Plan([lane.device for lane in schedule.lanes], schedule.lane_of, schedule.order, schedule.waits)
 
 
 # Straight-line code
@@ -51,6 +56,7 @@ class Code:
     names: dict[str, Any] = field(default_factory=dict)
     streams: bool = False  # whether copies between devices are issued without waiting for them
     static: bool = False
+    stamps: Stamps | None = None
 
     def name(self, value: Any) -> str:
         """A name for an object that cannot be written out."""
@@ -64,12 +70,20 @@ class Code:
         return self.names["run"]  # type: ignore[no-any-return]
 
 
-def generate(trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | None, *, static: bool = False) -> Code:
+def generate(
+    trace: Trace,
+    plan: Plan,
+    streams: Sequence[torch.cuda.Stream] | None,
+    *,
+    static: bool = False,
+    stamps: Stamps | None = None,
+) -> Code:
     """The code of a run; without streams (one lane, or a CPU) it has no waits.
 
-    ``static``: copies to the host go to the same memory at every run, as in a CUDA graph they must.
+    ``static``: copies to the host go to the same memory at every run, as in a CUDA graph they must. ``stamps`` gets for
+    every task what tells its begin and end: two CUDA events, or two times of the host's clock.
     """
-    code = Code(streams=streams is not None, static=static)
+    code = Code(streams=streams is not None, static=static, stamps=stamps)
     inputs = "".join(f"{node.name}, " for node in trace.inputs)
     if inputs:
         code.lines.append(f"{inputs}= inputs")
@@ -80,8 +94,10 @@ def generate(trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | No
     let_go = _let_go(trace, plan)
     for task in plan.order:
         marks.before(task)
+        marks.stamp(task)
         for node in trace.steps[task].nodes:
             code.lines.append(f"{node.name} = {call_text(node, code)}")
+        marks.stamp(task)
         marks.after(task)
         if gone := let_go.get(task):
             code.lines.append(f"del {', '.join(gone)}")
@@ -148,6 +164,14 @@ def _to_host(node: Node, *, static: bool) -> Callable[[torch.Tensor], torch.Tens
     return to_host
 
 
+def peer_source(step: Step) -> torch.device | None:
+    """The GPU that a copy from one GPU to another comes from."""
+    if step.task.kind != "copy":
+        return None
+    source: Any = step.node.all_input_nodes[-1]
+    return source.meta["val"].device  # type: ignore[no-any-return]
+
+
 def on_cpu(step: Step) -> bool:
     return step.task.device == "cpu"
 
@@ -164,6 +188,7 @@ class _Marks:
         self._events: dict[int, str] = {}
         self._first = self._current = self._used[0] if self._used else 0
         self._from_host: str | None = None
+        self._beside: dict[tuple[int, torch.device], str] = {}  # streams for copies from one GPU to another
 
     def begin(self) -> None:
         """All lanes begin behind the first one, which is behind the caller's stream."""
@@ -185,9 +210,32 @@ class _Marks:
                 self._code.lines.append(f"{self._events[other]}.synchronize()")
             else:
                 self._code.lines.append(f"{self._names[lane]}.wait_event({self._events[other]})")
-        if lane != self._current and not host:
+        if host:
+            return
+        if (source := peer_source(self._trace.steps[task])) is not None:
+            # PyTorch copies on the source's current stream, behind and before the lane, which is the target's. With a
+            # stream of its own there, the copy does not stand in the queue of other work.
+            key = (lane, source)
+            if key not in self._beside:
+                self._beside[key] = self._code.name(torch.cuda.Stream(source))
+            self._code.lines.append(f"{self._set}({self._beside[key]})")
+            self._current = -1
+        if lane != self._current:
             self._code.lines.append(f"{self._set}({self._names[lane]})")
             self._current = lane
+
+    def stamp(self, task: int) -> None:
+        """Called before and after a task whose time is wanted."""
+        stamps = self._code.stamps
+        if stamps is None:
+            return
+        if on_cpu(self._trace.steps[task]):
+            times = self._code.name(stamps.setdefault(task, []))
+            self._code.lines.append(f"{times}.append({self._code.name(time.perf_counter)}())")
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        stamps.setdefault(task, []).append(event)
+        self._code.lines.append(f"{self._code.name(event)}.record({self._names[self._plan.lane_of[task]]})")
 
     def after(self, task: int) -> None:
         step = self._trace.steps[task]
@@ -223,69 +271,80 @@ def gpu_lanes(trace: Trace, plan: Plan) -> list[int]:
 
 def _let_go(trace: Trace, plan: Plan) -> dict[int, list[str]]:
     """After which task which names may be deleted: when the stream that made them knows all users to be over."""
-    kept = {memory for node in [*trace.inputs, *trace.constants] for memory in trace.storages[node]}
-    kept |= {memory for value in trace.outputs if isinstance(value, Node) for memory in trace.storages[value]}
-    makers: dict[int, int] = {}
-    users: dict[int, set[int]] = {}
-    names: dict[int, list[str]] = {}
-    for task, step in enumerate(trace.steps):
-        for memory in step.task.writes | step.task.reads:
-            users.setdefault(memory, set()).add(task)
-        for memory in step.task.writes:
-            makers.setdefault(memory, task)
-        mine = _memories(step, trace)
-        for memory in mine:
-            # A tuple of results, and a view, keep their memory alive as long as their name is there.
-            names.setdefault(memory, []).extend(node.name for node in step.nodes)
-    shared: dict[str, set[int]] = {}
-    for memory, ones in names.items():
-        for name in ones:
-            shared.setdefault(name, set()).add(memory)
-    points = _points(plan, {m: (plan.lane_of[makers[m]], users[m]) for m in makers if m in names and m not in kept})
+    names: dict[str, frozenset[int]] = {}
+    for step in trace.steps:
+        mine = frozenset().union(*(trace.storages[node] for node in step.nodes))
+        # A tuple of results, and a view, keep their memory alive as long as their name is there.
+        names.update((node.name, mine) for node in step.nodes)
+    points = let_go_at(trace, plan)
     place = {task: number for number, task in enumerate(plan.order)}
     let_go: dict[int, list[str]] = {}
-    for name, memories in shared.items():
-        if all(memory in points for memory in memories):
+    for name, memories in names.items():
+        if memories and all(memory in points for memory in memories):
             last = max((points[memory] for memory in memories), key=place.__getitem__)
             let_go.setdefault(last, []).append(name)
     return let_go
 
 
-def _memories(step: Step, trace: Trace) -> frozenset[int]:
-    return frozenset().union(*(trace.storages[node] for node in step.nodes))
+def let_go_at(trace: Trace, plan: Plan) -> dict[int, int]:
+    """For each memory the task after which it may be used again; what stays to the end is not named."""
+    kept = {memory for node in [*trace.inputs, *trace.constants] for memory in trace.storages[node]}
+    kept |= {memory for value in trace.outputs if isinstance(value, Node) for memory in trace.storages[value]}
+    makers: dict[int, int] = {}
+    users: dict[int, set[int]] = {}
+    held: set[int] = set()
+    for task, step in enumerate(trace.steps):
+        for memory in step.task.writes | step.task.reads:
+            users.setdefault(memory, set()).add(task)
+        for memory in step.task.writes:
+            makers.setdefault(memory, task)
+        for node in step.nodes:
+            held |= trace.storages[node]
+    return _points(plan, {m: (plan.lane_of[makers[m]], users[m]) for m in makers if m in held and m not in kept})
 
 
 def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict[int, int]:
-    """For each memory the first task of its lane at which all its users are known to be over."""
+    """For each memory the first task of its lane at which all its users are known to be over.
+
+    A lane's clock says up to which place it knows each lane to be over. A memory waits in one of its lane's heaps, that
+    of a lane of which more must be known; when that is known it is found, or goes on to the heap of another lane.
+    """
     place: dict[int, int] = {}
     counts: dict[int, int] = {}
     for task in plan.order:
-        lane = plan.lane_of[task]
-        place[task] = counts.get(lane, 0)
-        counts[lane] = place[task] + 1
-    waiting: dict[int, list[tuple[int, dict[int, int]]]] = {}
+        place[task] = counts.get(plan.lane_of[task], 0)
+        counts[plan.lane_of[task]] = place[task] + 1
+    clocks: dict[int, dict[int, int]] = {lane: {} for lane in counts}
+    heaps: dict[int, dict[int, list[tuple[int, int, dict[int, int]]]]] = {lane: {} for lane in counts}
     for memory, (lane, users) in wanted.items():
         needed: dict[int, int] = {}
         for user in users:
             other = plan.lane_of[user]
             needed[other] = max(needed.get(other, -1), place[user])
-        waiting.setdefault(lane, []).append((memory, needed))
-    clocks: dict[int, dict[int, int]] = {}
+        other, value = next(iter(needed.items()))
+        heapq.heappush(heaps[lane].setdefault(other, []), (value, memory, needed))
     after: dict[int, dict[int, int]] = {}
+    waited = {other for others in plan.waits.values() for other in others}
     found: dict[int, int] = {}
+    later: list[tuple[int, tuple[int, int, dict[int, int]]]] = []
     for task in plan.order:
         lane = plan.lane_of[task]
-        clock = clocks.setdefault(lane, {})
+        clock = clocks[lane]
         for other in plan.waits.get(task, ()):
             for key, value in after[other].items():
                 clock[key] = max(clock.get(key, -1), value)
         clock[lane] = place[task]
-        after[task] = dict(clock)
-        left = []
-        for memory, needed in waiting.get(lane, ()):
-            if all(clock.get(key, -1) >= value for key, value in needed.items()):
-                found[memory] = task
-            else:
-                left.append((memory, needed))
-        waiting[lane] = left
+        if task in waited:
+            after[task] = dict(clock)
+        for key, heap in heaps[lane].items():
+            while heap and heap[0][0] <= clock.get(key, -1):
+                _, memory, needed = heapq.heappop(heap)
+                missing = next((k for k, value in needed.items() if clock.get(k, -1) < value), None)
+                if missing is None:
+                    found[memory] = task
+                else:
+                    later.append((missing, (needed[missing], memory, needed)))
+        for key, entry in later:
+            heapq.heappush(heaps[lane].setdefault(key, []), entry)
+        later.clear()
     return found

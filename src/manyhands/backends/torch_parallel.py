@@ -12,15 +12,22 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from manyhands.backends import torch_lanes, torch_threads, torch_trace
+from manyhands.backends import torch_costs, torch_threads, torch_trace
 from manyhands.backends.torch_call import Call, call, trace
 from manyhands.backends.torch_costs import cost_keys, estimated, hardware, measured, rates, tasks
-from manyhands.backends.torch_lanes import Plan
+from manyhands.backends.torch_facts import batch_hint, device_memory, footprint
+from manyhands.backends.torch_lanes import Plan, let_go_at, plan_of
 from manyhands.backends.torch_quick import recogniser
-from manyhands.backends.torch_runs import GraphRun, StreamRun, copies_or_computes_on_host, why_no_graph
+from manyhands.backends.torch_runs import (
+    Gpus,
+    GraphRun,
+    StreamRun,
+    copies_or_computes_on_host,
+    timed_streams,
+    why_no_graph,
+)
 from manyhands.backends.torch_threads import ThreadRun
 from manyhands.backends.torch_trace import Trace
-from manyhands.errors import CannotTrace
 
 name = "torch"
 # How a call is run: its tensors, and the arguments as they were given.
@@ -29,14 +36,10 @@ _REPEATS = 20
 _LONG = 0.5  # seconds of a call, from which on it needs no warm-up and few repetitions
 
 
-def device_of(one: Call, found: Trace) -> torch.device | None:
-    """The GPU that steps run on, beside the CPU perhaps; None where there is only the CPU."""
+def device_of(one: Call, found: Trace) -> Gpus | None:
+    """The GPUs that steps run on, beside the CPU perhaps; None where there is only the CPU."""
     devices = {step.task.device for step in found.steps} - {"cpu"}
-    if not devices:
-        return None
-    if len(devices) > 1:
-        raise CannotTrace(f"several GPUs in one function ({', '.join(sorted(devices))}) are not planned together yet")
-    return torch.device("cuda", int(devices.pop().partition(":")[2]))
+    return tuple(torch.device("cuda", int(name.partition(":")[2])) for name in sorted(devices)) or None
 
 
 # Runs
@@ -47,7 +50,7 @@ def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Trying a function out leaves no trace: what it writes to, and random numbers, are put back."""
     saved = [(tensor, tensor.detach().clone()) for tensor in _written(found, tensors)]
     gradients = [(tensor, tensor.grad) for tensor, _ in found.gradients]
-    state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    state = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
@@ -56,18 +59,22 @@ def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
                 tensor.copy_(before)
         for tensor, gradient in gradients:
             tensor.grad = gradient
-        torch.set_rng_state(state)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        set_random_state(state)
 
 
 def _written(found: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The arguments and the tensors from outside that the function writes to."""
-    written = frozenset().union(*(step.task.writes for step in found.steps))
+    written = _written_memories(found)
     places = [*zip(found.inputs, tensors, strict=True)]
     places += [(node, getattr(found.module, str(node.target))) for node in found.constants]
     changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and found.storages[node] & written}
     return list(changed.values())
+
+
+def _written_memories(found: Trace) -> frozenset[int]:
+    """Of what the caller has: arguments and tensors from outside."""
+    given = frozenset().union(*(found.storages[node] for node in [*found.inputs, *found.constants]))
+    return given.intersection(*[frozenset().union(*(step.task.writes for step in found.steps))])
 
 
 def expected(found: Trace, one: Call, plainly: Run) -> list[Any]:
@@ -84,12 +91,45 @@ def observed(found: Trace, one: Call, run: Any) -> list[Any]:
         return copied([*run.replay(one.tensors), *_written(found, one.tensors)])
 
 
-def graph_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], device: torch.device) -> GraphRun:
-    return GraphRun(found, plan, tensors, device)
+def graph_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus) -> GraphRun:
+    return GraphRun(found, plan, tensors, devices)
 
 
-def stream_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], device: torch.device) -> StreamRun:
-    return StreamRun(found, plan, device)
+def stream_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus) -> StreamRun:
+    return StreamRun(found, plan, devices)
+
+
+def timed(found: Trace, plan: Plan, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
+    """Run a plan with made-up arguments, and say when each task began and ended; nothing of the caller's changes."""
+    with torch.random.fork_rng([device.index for device in devices or ()]):
+        inputs = torch_costs.made_up_inputs(found)
+    with untouched(found, inputs):
+        if devices is None:
+            return torch_threads.timed_threads(found, plan, inputs, threads)
+        return timed_streams(found, plan, inputs, devices)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a run failed because no memory was left."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def can_be_repeated(found: Trace) -> bool:
+    """Whether a run that broke off can be done again: it has written to nothing of the caller's."""
+    return not _written_memories(found)
+
+
+def random_state(found: Trace) -> Any:
+    """What a run's random numbers begin with; None where it draws none."""
+    if all(step.task.token is None for step in found.steps):
+        return None
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def set_random_state(state: Any) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
 
 
 def threads() -> int:
@@ -172,7 +212,7 @@ def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
     return same, worst
 
 
-def seconds(run: Callable[[], object], device: torch.device | None, repeats: int = _REPEATS) -> float:
+def seconds(run: Callable[[], object], device: Gpus | None, repeats: int = _REPEATS) -> float:
     """The median time of one call, the device's work included, after a warm-up; fewer calls where one takes long."""
     times: list[float] = []
     for number in range(repeats + 3):
@@ -188,30 +228,27 @@ def seconds(run: Callable[[], object], device: torch.device | None, repeats: int
     return statistics.median(times[1:])
 
 
-def _wait(device: torch.device | None) -> None:
-    if device is not None:
+def _wait(devices: Gpus | None) -> None:
+    for device in devices or ():
         torch.cuda.synchronize(device)
 
 
 __all__ = [
     "Call",
+    "batch_hint",
     "call",
     "copies_or_computes_on_host",
     "cost_keys",
+    "device_memory",
     "estimated",
+    "footprint",
     "hardware",
+    "let_go_at",
     "measured",
+    "plan_of",
     "rates",
     "recogniser",
     "tasks",
     "trace",
     "why_no_graph",
 ]
-
-
-def plan_of(kinds: Sequence[str], lane_of: Sequence[int], order: Sequence[int], waits: Any) -> Plan:
-    return Plan(kinds, lane_of, order, waits)
-
-
-def one_lane(found: Trace) -> Plan:
-    return torch_lanes.one_lane(found)

@@ -7,6 +7,7 @@ goes to the host, and the only way where the CPU computes in between, or numbers
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from manyhands.backends.torch_lanes import Plan, generate, gpu_lanes, on_cpu
+from manyhands.backends.torch_lanes import Plan, Stamps, generate, gpu_lanes, on_cpu
 from manyhands.backends.torch_trace import Trace
 
 _MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be copied on the host for too long
@@ -23,6 +24,8 @@ _MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be co
 def why_no_graph(trace: Trace) -> str | None:
     """Why the trace cannot be, or is better not, captured in a CUDA graph."""
     to_host = 0
+    if len(gpus := {step.task.device for step in trace.steps} - {"cpu"}) > 1:
+        return f"no CUDA graph: it uses several GPUs ({', '.join(sorted(gpus))}), which are issued at every call"
     for step in trace.steps:
         if on_cpu(step):
             return f"no CUDA graph: {step.task.name} is computed on the CPU"
@@ -49,17 +52,31 @@ def _on_host(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
+Gpus = tuple[torch.device, ...]  # those that a function uses, in order; the first one begins and ends a run
+
+
 @contextmanager
-def _as_traced(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
-    """The casts and the gradients are in the trace."""
+def _as_traced(devices: Gpus, stream: torch.cuda.Stream) -> Iterator[None]:
+    """The casts and the gradients are in the trace; the streams of all devices are put back."""
+    before = [torch.cuda.current_stream(device) for device in devices]
     with (
-        torch.cuda.device(device),
+        torch.cuda.device(devices[0]),
         torch.no_grad(),
         torch.autocast("cuda", enabled=False),
         torch.autocast("cpu", enabled=False),
         torch.cuda.stream(stream),
     ):
-        yield
+        try:
+            yield
+        finally:
+            for one in before[1:]:
+                torch.cuda.set_stream(one)
+
+
+def _streams(plan: Plan, devices: Gpus) -> list[torch.cuda.Stream]:
+    """A stream for each lane, on its device; those of the CPU's lanes are not used."""
+    named = {f"gpu:{device.index or 0}": device for device in devices}
+    return [torch.cuda.Stream(named.get(name, devices[0])) for name in plan.devices]
 
 
 class StreamRun:
@@ -67,26 +84,60 @@ class StreamRun:
 
     fresh = True
 
-    def __init__(self, trace: Trace, plan: Plan, device: torch.device) -> None:
-        self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in plan.kinds]
+    def __init__(self, trace: Trace, plan: Plan, devices: Gpus, stamps: Stamps | None = None) -> None:
+        self._devices = devices
+        self._streams = _streams(plan, devices)
         self._first = self._streams[next(iter(gpu_lanes(trace, plan)), 0)]
-        self._run = generate(trace, plan, self._streams).build()
+        self._run = generate(trace, plan, self._streams, stamps=stamps).build()
         self._waits = any(step.task.kind == "copy out" for step in trace.steps)
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        current = torch.cuda.current_stream(self._device)
-        self._first.wait_stream(current)
-        with _as_traced(self._device, self._first):
+        current = [torch.cuda.current_stream(device) for device in self._devices]
+        for stream in current:
+            self._first.wait_stream(stream)
+        with _as_traced(self._devices, self._first):
             results: list[Any] = self._run(inputs)
-        current.wait_stream(self._first)
+        for stream in current:
+            stream.wait_stream(self._first)
         if self._waits:
             self._first.synchronize()
         for result in results:
             # It was made on a stream of the run; the caller lets it go on their own.
             if isinstance(result, torch.Tensor) and result.device.type == "cuda":
-                result.record_stream(current)
+                result.record_stream(torch.cuda.current_stream(result.device))
         return results
+
+
+def timed_streams(trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devices: Gpus) -> list[tuple[float, float]]:
+    """When each task of a run, issued anew, began and ended: by CUDA events around it, or by the host's clock."""
+    stamps: Stamps = {}
+    run = StreamRun(trace, plan, devices, stamps)
+    run.replay(inputs)  # warms up
+    for times in stamps.values():
+        if isinstance(times[0], float):
+            times.clear()
+    starts = {}
+    for device in devices:
+        torch.cuda.synchronize(device)
+        starts[device] = torch.cuda.Event(enable_timing=True)
+        starts[device].record(torch.cuda.current_stream(device))
+    begin = time.perf_counter()
+    run.replay(inputs)
+    for device in devices:
+        torch.cuda.synchronize(device)
+    found = []
+    for task, step in enumerate(trace.steps):
+        first, last = stamps[task]
+        if on_cpu(step):
+            found.append((first - begin, last - begin))
+        else:
+            start = starts[_gpu(step.task.device, devices)]
+            found.append((start.elapsed_time(first) / 1e3, start.elapsed_time(last) / 1e3))
+    return found
+
+
+def _gpu(name: str, devices: Gpus) -> torch.device:
+    return next(device for device in devices if f"gpu:{device.index or 0}" == name)
 
 
 class GraphRun:
@@ -94,23 +145,23 @@ class GraphRun:
 
     fresh = False
 
-    def __init__(self, trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devices: Gpus) -> None:
+        self._device = device = devices[0]
         self._static = [_static(tensor) for tensor in inputs]
         self._written = _written_inputs(trace)
         # The graph knows addresses: that memory is kept, whatever becomes of the tensors.
         self._kept = [value.detach() for value in trace.constant_values()]
-        streams = [torch.cuda.Stream(device) for _ in plan.kinds]
+        streams = _streams(plan, devices)
         first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
         run = generate(trace, plan, streams, static=True).build()
         current = torch.cuda.current_stream(device)
         first.wait_stream(current)
-        with _as_traced(device, first):
+        with _as_traced(devices, first):
             run(self._static)  # warms up libraries and, on every stream, their workspaces
         current.wait_stream(first)
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
-        with _as_traced(device, first), torch.cuda.graph(self.graph, stream=first):
+        with _as_traced(devices, first), torch.cuda.graph(self.graph, stream=first):
             self.outputs: list[Any] = run(self._static)
         self._from_host = any(step.task.kind == "copy in" for step in trace.steps)
         self._to_host = any(step.task.kind == "copy out" for step in trace.steps)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -38,7 +39,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from manyhands.backends.torch_lanes import Code, Plan, argument_text, call_text
+from manyhands.backends.torch_lanes import Code, Plan, Stamps, argument_text, call_text
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_workers import Pool, closed_lock, pool
 from manyhands.task import Task
@@ -70,7 +71,7 @@ def tasks(trace: Trace) -> list[Task]:
 
 def in_order(plan: Plan) -> Plan:
     """The same order without lanes: for the caller's thread alone."""
-    return Plan(["compute"], [0] * len(plan.lane_of), plan.order, {})
+    return Plan(plan.devices[:1], [0] * len(plan.lane_of), plan.order, {})
 
 
 # Code
@@ -92,8 +93,8 @@ class LaneCode:
 class _Writer:
     """Writes the lanes' code: which slot carries what, and where a name is used for the last time."""
 
-    def __init__(self, trace: Trace, plan: Plan) -> None:
-        self._trace, self._plan, self._code = trace, plan, Code()
+    def __init__(self, trace: Trace, plan: Plan, stamps: Stamps | None = None) -> None:
+        self._trace, self._plan, self._code = trace, plan, Code(stamps=stamps)
         used = sorted(set(plan.lane_of))
         self._tasks = [[task for task in plan.order if plan.lane_of[task] == lane] for lane in used] or [[]]
         number = {lane: place for place, lane in enumerate(used)}
@@ -157,15 +158,22 @@ class _Writer:
             if len(self._tasks) > 1:
                 lines.append(f"    if stop: raise {stopped}")
             self._take(task, lane, taken)
+            self._stamp(task)
             for node in self._trace.steps[task].nodes:
                 lines.append(f"    {node.name} = {call_text(node, self._code)}")
                 self._task_at[len(lines)] = f"{self._trace.steps[task].task.name} (task {task}, lane {lane})"
+            self._stamp(task)
             self._give(task)
             if gone := [node.name for node in last.get(task, ()) if node not in kept]:
                 lines.append(f"    del {', '.join(gone)}")
         if len(self._tasks) == 1:
             results = ", ".join(argument_text(value, self._code) for value in self._trace.outputs)
             lines.append(f"    return [{results}]")
+
+    def _stamp(self, task: int) -> None:
+        if self._code.stamps is not None:
+            times = self._code.name(self._code.stamps.setdefault(task, []))
+            self._code.lines.append(f"    {times}.append({self._code.name(time.perf_counter)}())")
 
     def _sources(self, task: int) -> Iterator[Node]:
         for node in self._trace.steps[task].nodes:
@@ -202,11 +210,14 @@ class _Writer:
 
 
 class ThreadRun:
-    """A run of lanes on threads: ``threads`` in all, divided among the lanes. Results are fresh at every replay."""
+    """A run of lanes on threads: ``threads`` in all, divided among the lanes."""
 
-    def __init__(self, trace: Trace, plan: Plan, threads: int) -> None:
+    fresh = True  # results are new at every replay
+
+    def __init__(self, trace: Trace, plan: Plan, threads: int, stamps: Stamps | None = None) -> None:
+        """``stamps`` gets for every task the clock's seconds before and after it."""
         self._trace, self._plan = trace, plan
-        self._code = _Writer(trace, plan).write()
+        self._code = _Writer(trace, plan, stamps).write()
         self.lanes = len(self._code.lanes)
         self.threads = max(1, threads // self.lanes)
         self._spare: list[list[threading.Lock]] = []  # closed gates, for runs of several callers at once
@@ -307,6 +318,18 @@ class ThreadRun:
 
 def _failing(*_: Any) -> None:
     raise Stopped
+
+
+def timed_threads(trace: Trace, plan: Plan, inputs: Sequence[Any], threads: int) -> list[tuple[float, float]]:
+    """When each task of a run on threads began and ended."""
+    stamps: Stamps = {}
+    run = ThreadRun(trace, plan, threads, stamps)
+    run.replay(inputs)  # wakes the workers
+    for times in stamps.values():
+        times.clear()
+    begin = time.perf_counter()
+    run.replay(inputs)
+    return [(stamps[task][0] - begin, stamps[task][1] - begin) for task in range(len(trace.steps))]
 
 
 @contextmanager

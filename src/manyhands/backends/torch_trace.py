@@ -134,7 +134,8 @@ def _tags(node: Node) -> Sequence[Any]:
 
 
 def _operation(node: Node) -> str:
-    return str(node.target).removeprefix("aten.").split(".")[0]
+    schema = getattr(node.target, "_schema", None)
+    return str(node.target) if schema is None else schema.name.partition("::")[2]
 
 
 def described(module: GraphModule, structure: Any) -> Trace:
@@ -239,8 +240,11 @@ def _place(node: Node) -> tuple[str, Kind]:
     ]
     target = results[0].device if results else sources[0].device if sources else torch.device("cpu")
     source = next((value.device for value in sources if value.dim() or value.device.type != "cpu"), target)
-    if node.target in (_aten._to_copy.default, _aten.copy_.default) and source.type != target.type:
-        return (_name(source), "copy out") if source.type == "cuda" else (_name(target), "copy in")
+    if node.target in (_aten._to_copy.default, _aten.copy_.default) and sources:
+        if source.type != target.type:
+            return (_name(source), "copy out") if source.type == "cuda" else (_name(target), "copy in")
+        if sources[-1].device.type == target.type and sources[-1].device != target:
+            return _name(target), "copy"  # from one GPU to another: a lane of the one that gets it
     return _name(target), "compute"
 
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.engine import draw, parallel_cpu
-from manyhands.engine.check import check
-from manyhands.engine.costs import Costed, costs
+from manyhands.engine import draw, explain, parallel_cpu, parallel_gpu
+from manyhands.engine.costs import costs
 from manyhands.engine.graph import graph
-from manyhands.engine.schedule import Lane, Schedule, schedule
-from manyhands.engine.simulate import bounds, simulate
+from manyhands.engine.planned import Limit, Planned, Run
+from manyhands.engine.schedule import Schedule
+from manyhands.engine.simulate import simulate, timeline_of
 from manyhands.engine.timeline import Timeline
 from manyhands.errors import CannotTrace, EngineError, NotYet
 
@@ -27,43 +26,31 @@ _SIGNATURES = 8
 _VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
 _RECENT = 4  # plans that are asked whether they know a call before its signature is built
 _PLANNINGS = 8  # of one signature; then it is run as it is
-_LANES = (2, 3, 4, 8)
-_CLOSE = 1e-5  # how far results may be from plain execution's (another kernel may add in another order)
-
-
-# How a call is run: its tensors, and the arguments as they were given.
-Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
-
-
-@dataclass
-class Planned:
-    """What is known of one signature."""
-
-    run: Run
-    how: str
-    schedule: Schedule | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    predicted: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    # Whether what the function takes from outside its arguments is as it was.
-    holds: Callable[[], bool] = lambda: True
-    again: bool = False  # plan anew at the next call
-    costed: Costed | None = None
-    # Recognises a call like the one that was planned, and gives its tensors.
-    fits: Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None] | None = None
+_MEMORY = 1.3  # of plain execution's memory a plan may take
 
 
 class Parallel:
     """A function that gives what the plain one gives, sooner where that is possible."""
 
     def __init__(
-        self, function: Callable[..., Any], backend: Any, *, reuse_outputs: bool = False, synchronous: bool = False
+        self,
+        function: Callable[..., Any],
+        backend: Any,
+        *,
+        reuse_outputs: bool = False,
+        memory: float = _MEMORY,
+        synchronous: bool = False,
     ) -> None:
         """``synchronous``: no lanes, no choice; the schedule's order in the caller's thread, for debugging."""
+        if not callable(function):
+            raise EngineError(f"parallel(fn) takes a function, not a {type(function).__name__}: write parallel(net)(x)")
+        if not memory >= 1:
+            raise EngineError(f"memory={memory} is less than plain execution takes: 1.3 allows three tenths more")
         functools.update_wrapper(self, function)
         self.function = function
         self.backend = backend
         self.reuse_outputs = reuse_outputs
+        self.memory = memory
         self.synchronous = synchronous
         self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
         self._plannings: dict[Any, int] = {}
@@ -97,7 +84,7 @@ class Parallel:
             planned = self._plan(call)
         else:
             why = "what it takes from outside is different at every call: pass it as an argument"
-            planned = Planned(self._plainly, "plain execution", notes=[f"planned {_PLANNINGS} times already; {why}"])
+            planned = Planned(self._plainly, notes=[f"planned {_PLANNINGS} times already; {why}"])
         if not planned.again:
             variants = self._planned.setdefault(call.signature, [])
             variants.append(planned)
@@ -111,26 +98,28 @@ class Parallel:
 
     def explain(self) -> str:
         """How the last call was run, what it took, what bounds it, and why it is not faster."""
-        planned = self._must_have_run()
-        lines = [f"{getattr(self.function, '__name__', 'function')}: run as {planned.how}"]
-        for name, spent in planned.seconds.items():
-            told = f", predicted {planned.predicted[name] * 1e3:.3f} ms" if name in planned.predicted else ""
-            lines.append(f"  {name:<24} {spent * 1e3:9.3f} ms measured{told}")
-        if planned.schedule is not None:
-            lines += _about(planned.schedule)
-        if planned.costed is not None:
-            lines.append(f"  {planned.costed.told()}")
-        return "\n".join([*lines, *(f"  {note}" for note in planned.notes)])
+        return explain.explain(getattr(self.function, "__name__", "function"), self._must_have_run())
 
     def draw(self, path: str | Path) -> Path:
         """The graph as SVG, coloured by lane."""
         return draw.save(self._scheduled(), Path(path))
 
-    def timeline(self, path: str | Path) -> Path:
-        """When each task runs on which lane: a trace (``.json``) or a picture (``.png``), from measured costs."""
-        return self.simulated().save(path)
+    def timeline(self, path: str | Path, *, simulated: bool = False) -> Path:
+        """When each task runs on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
+
+        Measured in a run of the schedule with made-up arguments, or simulated from the costs of its tasks.
+        """
+        return (self.simulated() if simulated else self.measured()).save(path)
+
+    def measured(self) -> Timeline:
+        """The last call's schedule, run once more: when each task began and ended."""
+        made = self._scheduled()
+        timed = self._must_have_run().timed
+        assert timed is not None
+        return timeline_of(made, timed())
 
     def simulated(self) -> Timeline:
+        """The last call's schedule in thought."""
         return simulate(self._scheduled())
 
     def _must_have_run(self) -> Planned:
@@ -151,11 +140,16 @@ class Parallel:
             found = self.backend.trace(self.function, call)
             device = self.backend.device_of(call, found)
         except CannotTrace as error:
-            planned = Planned(self._plainly, "plain execution", notes=[f"cannot be traced: {error}"])
+            planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
             planned.again = isinstance(error, NotYet)
             return planned
-        with self.backend.untouched(found, call.tensors):
-            planned = self._choose(call, found, device)
+        try:
+            with self.backend.untouched(found, call.tensors):
+                planned = self._choose(call, found, device)
+        except Exception as error:
+            if not self.backend.is_out_of_memory(error):
+                raise
+            planned = Planned(self._plainly, notes=[f"no memory was left to plan it: {error}"])
         planned.holds = found.holds
         return planned
 
@@ -163,99 +157,45 @@ class Parallel:
         return self.function(*arguments, **keywords)
 
     def _choose(self, call: Any, found: Any, device: Any) -> Planned:
-        """Try plain execution, one lane, and the plans that promise more; keep the fastest that is right."""
+        """Plan the trace, and keep the fastest way that is right."""
         backend = self.backend
         costed = costs(backend, found, device)
         measured = graph(costed.tasks)
-        best = Planned(self._plainly, "plain execution", costed=costed)
+        best = Planned(self._plainly, costed=costed)
+        limit = Limit(self.memory, backend.device_memory(device) // 100)
+        replaying = functools.partial(self._replaying, best, found)
         if self.synchronous:
-            parallel_cpu.synchronously(best, backend, found, measured)
-            return best
-        if device is None:
-            parallel_cpu.choose(best, backend, call, found, measured)
-            return best
-        best.seconds["plain execution"] = least = backend.seconds(lambda: self._plainly(*call.given), device)
-        expected = backend.expected(found, call, self._plainly)
-        for name, made, make in _ways(backend, found, measured, best):
-            plan = backend.one_lane(found) if made is None else _handed_over(backend, made)
-            if made is not None:
-                check(made)
-                best.predicted[name] = simulate(made).seconds
-            try:
-                with backend.untouched(found, call.tensors):
-                    run = make(found, plan, call.tensors, device)
-                same, difference = backend.equal(backend.observed(found, call, run), expected)
-                if not same and difference > _CLOSE:
-                    best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
-                    continue
-                replaying = self._replaying(run, found)
-                with backend.untouched(found, call.tensors):
-                    spent = backend.seconds(lambda replaying=replaying: replaying(*call.given), device)
-            except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
-                best.notes.append(f"{name} is not used: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-                continue
-            best.seconds[name] = spent
-            if spent < least:
-                least = spent
-                best.how = name + (", equal to the bit" if same else f", equal to {difference:.0e}")
-                best.run = replaying
-                best.schedule = made or schedule(measured, _lanes(measured, 1))
+            parallel_cpu.synchronously(best, backend, found, measured, replaying)
+        elif device is None:
+            parallel_cpu.choose(best, backend, call, found, measured, limit, replaying)
+        else:
+            parallel_gpu.choose(best, backend, call, found, device, measured, limit, replaying)
+        best.advice = explain.advice(measured, backend.cost_keys(found), functools.partial(backend.batch_hint, found))
+        best.timed = lambda: backend.timed(found, backend.plan_of(best.schedule), device, backend.threads())
         return best
 
-    def _replaying(self, run: Any, found: Any) -> Run:
+    def _replaying(self, planned: Planned, found: Any, run: Any) -> Run:
+        """Replay a run; results are copied unless they are the caller's already, or may be overwritten."""
+        backend = self.backend
         as_they_are = self.reuse_outputs or run.fresh
+        random = backend.random_state(found) is not None
 
-        def replay(tensors: Sequence[Any], *_: Any) -> Any:
-            results = run.replay(tensors)
-            return self.backend.together(results if as_they_are else self.backend.copied(results), found)
+        def replay(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            before = backend.random_state(found) if random else None
+            try:
+                results = run.replay(tensors)
+                return backend.together(results if as_they_are else backend.copied(results), found)
+            except Exception as error:
+                if not backend.is_out_of_memory(error):
+                    raise
+                if not backend.can_be_repeated(found):
+                    error.add_note("it was run on lanes, and has written to tensors of yours: it cannot be repeated")
+                    raise
+                planned.notes.append(f"{planned.how} ran out of memory: plain execution from then on ({error})")
+            # Only here has the failed run let go of its memory.
+            if random:
+                backend.set_random_state(before)
+            planned.run, planned.how = self._plainly, "plain execution"
+            return self._plainly(tensors, arguments, keywords)
 
         return replay
-
-
-def _ways(
-    backend: Any, found: Any, measured: Any, best: Planned
-) -> list[tuple[str, Schedule | None, Callable[..., Any]]]:
-    """What is tried on a GPU: graphs where they can be captured, streams where the host takes part."""
-    ways: list[tuple[str, Schedule | None, Callable[..., Any]]] = []
-    candidates = _candidates(measured)
-    if (reason := backend.why_no_graph(found)) is None:
-        ways.append(("one lane, one graph", None, backend.graph_run))
-        ways += [(f"{name}, one graph", made, backend.graph_run) for name, made in candidates]
-    else:
-        best.notes.append(reason)
-    if backend.copies_or_computes_on_host(found):
-        one = schedule(measured, _lanes(measured, 1))
-        ways.append(("one lane of each kind", one, backend.stream_run))
-        ways += [(f"{name}, issued at every call", made, backend.stream_run) for name, made in candidates[:2]]
-    return ways
-
-
-def _lanes(measured: Any, count: int) -> list[Lane]:
-    kinds = dict.fromkeys((task.device, task.kind) for task in measured.tasks)
-    return [Lane(device, kind, number) for device, kind in kinds for number in range(count if kind == "compute" else 1)]
-
-
-def _candidates(measured: Any) -> list[tuple[str, Schedule]]:
-    """Plans for several numbers of lanes, those first that simulation likes."""
-    made = [(f"{count} lanes", schedule(measured, _lanes(measured, count), switch_seconds=1e-6)) for count in _LANES]
-    return sorted(made, key=lambda pair: simulate(pair[1], wait_seconds=1e-6).seconds)
-
-
-def _handed_over(backend: Any, made: Schedule) -> Any:
-    return backend.plan_of([lane.kind for lane in made.lanes], made.lane_of, made.order, made.waits)
-
-
-def _about(made: Schedule) -> list[str]:
-    limit = bounds(made)
-    lanes = made.per_lane()
-    lines = [
-        f"  {len(made.graph)} tasks, {sum(map(bool, lanes))} lanes, {made.wait_count()} waits between them",
-        *(f"    {lane}: {len(own)} tasks" for lane, own in zip(made.lanes, lanes, strict=True) if own),
-        f"  work {made.graph.work() * 1e3:.3f} ms; longest chain {limit.critical_path * 1e3:.3f} ms; busiest device "
-        f"{limit.busiest_device * 1e3:.3f} ms",
-    ]
-    if limit.critical_path >= limit.busiest_device:
-        lines.append("  bound by the longest chain: more lanes cannot help")
-    else:
-        lines.append("  bound by the device: its work fills it, more lanes cannot help")
-    return lines

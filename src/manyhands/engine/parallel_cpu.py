@@ -11,28 +11,30 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from manyhands.engine.check import check
 from manyhands.engine.graph import Graph
+from manyhands.engine.memory import Footprint, Peaks, one_after_the_other, peak
+from manyhands.engine.planned import PLAIN, Limit, Planned, Run, why_too_large
 from manyhands.engine.schedule import Lane, Schedule, schedule
-from manyhands.engine.simulate import simulate
-
-if TYPE_CHECKING:
-    from manyhands.engine.parallel import Planned, Run
+from manyhands.engine.simulate import moments, simulate
 
 HANDOVER = 20e-6  # seconds; below this it does not pay to hand a task to another thread
 CLOSE = 1e-5
-_PLAIN = "plain execution"
 _CLEARLY = 0.97  # of plain execution's time
 _ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
 _BUDGET = 1.0  # seconds for all rounds: the least number of them may take longer, the next number three times as long
 
 
-def choose(best: Planned, backend: Any, call: Any, found: Any, measured: Graph) -> None:
+def choose(
+    best: Planned, backend: Any, call: Any, found: Any, measured: Graph, limit: Limit, replaying: Callable[[Any], Run]
+) -> None:
     """Measure the candidates and put the fastest that is right into ``best``, which holds plain execution."""
     plainly = best.run
     count = backend.threads()
+    footprint = Footprint(*backend.footprint(found))
+    plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
     tried = [("one lane", one_lane(measured), count)]
     if count > 1:
         tried.append(("one lane, one thread", one_lane(measured), 1))
@@ -42,7 +44,7 @@ def choose(best: Planned, backend: Any, call: Any, found: Any, measured: Graph) 
     else:
         tried += [(name, made, count) for name, made in candidates(measured, count, best)]
     expected = backend.expected(found, call, plainly)
-    ways: dict[str, tuple[Run, Schedule | None, str]] = {_PLAIN: (plainly, None, "")}
+    ways: dict[str, tuple[Run, Schedule | None, str]] = {PLAIN: (plainly, None, "")}
 
     def add(name: str, way: Run, made: Schedule, results: Any) -> None:
         same, difference = backend.equal(results, expected)
@@ -53,28 +55,39 @@ def choose(best: Planned, backend: Any, call: Any, found: Any, measured: Graph) 
 
     if count > 1:  # small operations lose by being divided
         alone = backend.with_threads(plainly, 1)
-        add(f"{_PLAIN}, one thread", alone, one_lane(measured), backend.expected(found, call, alone))
+        add(f"{PLAIN}, one thread", alone, one_lane(measured), backend.expected(found, call, alone))
     for name, made, threads in tried:
         check(made)
-        run = backend.thread_run(found, handed_over(backend, made), threads)
-        add(name, replaying(backend, run, found), made, backend.observed(found, call, run))
+        if (reason := why_too_large(name, _peak(made, footprint), plain, limit)) is not None:
+            best.notes.append(reason)
+            continue
+        run = backend.thread_run(found, backend.plan_of(made), threads)
+        add(name, replaying(run), made, backend.observed(found, call, run))
     with backend.untouched(found, call.tensors):
         times = race([lambda way=way: way[0](*call.given) for way in ways.values()])  # type: ignore[misc]
     best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
     ratios = {name: _ratio(own, times[0]) for name, own in zip(ways, times, strict=True)}
     name = min(ratios, key=ratios.__getitem__)
     best.schedule = one_lane(measured)
-    if name != _PLAIN and ratios[name] < _CLEARLY:
+    if name != PLAIN and ratios[name] < _CLEARLY:
         best.run, made_or_none, equality = ways[name]
-        best.how, best.schedule = name + equality, made_or_none
+        best.how, best.schedule = name + equality, made_or_none or best.schedule
+    best.peaks = Peaks(_peak(best.schedule, footprint), plain)
 
 
-def synchronously(best: Planned, backend: Any, found: Any, measured: Graph) -> None:
+def _peak(made: Schedule, footprint: Footprint) -> int:
+    """Of threads: a memory goes with its last user, whichever lane that is on."""
+    if len(set(made.lane_of)) < 2:
+        return peak(made.graph.tasks, footprint, one_after_the_other(made.order))
+    return peak(made.graph.tasks, footprint, moments(made, wait_seconds=HANDOVER))
+
+
+def synchronously(best: Planned, backend: Any, found: Any, measured: Graph, replaying: Callable[[Any], Run]) -> None:
     """The order of the schedule with the most lanes, in the caller's thread: for debugging."""
     best.schedule = schedule(measured, lanes(measured, max(2, backend.threads())), switch_seconds=HANDOVER)
     check(best.schedule)
     best.how = "the schedule's order in the caller's thread (synchronous)"
-    best.run = replaying(backend, backend.synchronous_run(found, handed_over(backend, best.schedule)), found)
+    best.run = replaying(backend.synchronous_run(found, backend.plan_of(best.schedule)))
 
 
 def one_lane(measured: Graph) -> Schedule:
@@ -100,19 +113,6 @@ def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[str, 
 def lanes(measured: Graph, count: int) -> list[Lane]:
     devices = dict.fromkeys((task.device, task.kind) for task in measured.tasks)
     return [Lane(device, kind, number) for device, kind in devices for number in range(count)]
-
-
-def handed_over(backend: Any, made: Schedule) -> Any:
-    return backend.plan_of([lane.kind for lane in made.lanes], made.lane_of, made.order, made.waits)
-
-
-def replaying(backend: Any, run: Any, found: Any) -> Run:
-    """Its results are fresh at every run: they need not be copied."""
-
-    def replay(tensors: Sequence[Any], *_: Any) -> Any:
-        return backend.together(run.replay(tensors), found)
-
-    return replay
 
 
 def race(runs: Sequence[Callable[[], object]]) -> list[list[float]]:

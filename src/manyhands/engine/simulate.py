@@ -7,6 +7,7 @@ nothing, and two that fill all of it take as long as one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.engine.schedule import Schedule
@@ -15,10 +16,11 @@ from manyhands.engine.timeline import Span, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no schedule can beat: the longest chain, and the busiest device working without a gap."""
+    """What bounds a schedule: no schedule beats the first two, and this one does not beat the third."""
 
-    critical_path: float
-    busiest_device: float
+    critical_path: float  # the longest chain
+    busiest_device: float  # working without a gap
+    busiest_lane: float  # of this schedule
 
     @property
     def seconds(self) -> float:
@@ -27,19 +29,33 @@ class Bounds:
 
 def bounds(schedule: Schedule) -> Bounds:
     work: dict[tuple[str, str], float] = {}
-    for task in schedule.graph.tasks:
+    lanes = [0.0] * len(schedule.lanes)
+    for task, lane in zip(schedule.graph.tasks, schedule.lane_of, strict=True):
         key = (task.device, task.kind)
         work[key] = work.get(key, 0.0) + task.seconds * task.share
-    return Bounds(schedule.graph.critical_path(), max(work.values(), default=0.0))
+        lanes[lane] += task.seconds
+    return Bounds(schedule.graph.critical_path(), max(work.values(), default=0.0), max(lanes, default=0.0))
 
 
 def simulate(schedule: Schedule, *, wait_seconds: float = 0.0) -> Timeline:
     """Run the schedule in thought; ``wait_seconds`` is what a wait for another lane costs."""
+    return timeline_of(schedule, moments(schedule, wait_seconds=wait_seconds))
+
+
+def timeline_of(schedule: Schedule, found: Sequence[tuple[float, float]]) -> Timeline:
+    """A picture of when each task began and ended, measured or simulated."""
+    tasks, lanes = schedule.graph.tasks, [str(lane) for lane in schedule.lanes]
+    spans = [Span(tasks[one].name, lanes[schedule.lane_of[one]], *found[one]) for one in range(len(tasks))]
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.start, span.stop))))
+
+
+def moments(schedule: Schedule, *, wait_seconds: float = 0.0) -> list[tuple[float, float]]:
+    """When each task would begin and end."""
     queues = [list(reversed(lane)) for lane in schedule.per_lane()]
     tasks = schedule.graph.tasks
     over: dict[int, float] = {}
     running: dict[int, tuple[int, float, float]] = {}  # lane: (task, when it began, seconds of work left)
-    spans: list[Span] = []
+    found = [(0.0, 0.0)] * len(tasks)
     now = 0.0
     while any(queues) or running:
         opens = _start_what_can(schedule, queues, running, over, now, wait_seconds)
@@ -53,9 +69,9 @@ def simulate(schedule: Schedule, *, wait_seconds: float = 0.0) -> Timeline:
             else:
                 del running[lane]
                 over[task] = now_next
-                spans.append(Span(tasks[task].name, str(schedule.lanes[lane]), began, now_next))
+                found[task] = (began, now_next)
         now = now_next
-    return Timeline(tuple(spans))
+    return found
 
 
 def _start_what_can(

@@ -70,7 +70,7 @@ def scheduled(found: Trace, lanes: int, tasks: Sequence[Task] | None = None) -> 
 
 def run_on(function: Callable[..., Any], lanes: int, *arguments: Any) -> ThreadRun:
     found, _ = traced(function, *arguments)
-    return ThreadRun(found, parallel_cpu.handed_over(torch_parallel, scheduled(found, lanes)), lanes)
+    return ThreadRun(found, torch_parallel.plan_of(scheduled(found, lanes)), lanes)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -134,7 +134,7 @@ def test_random_programs_equal_eager_to_the_bit(steps: list[tuple[str, int, int]
         Task(t.name, t.reads, t.writes, t.device, t.kind, chance.random(), 1.0, t.token)
         for t in torch_threads.tasks(found)
     ]
-    run = ThreadRun(found, parallel_cpu.handed_over(torch_parallel, scheduled(found, lanes, tasks)), lanes)
+    run = ThreadRun(found, torch_parallel.plan_of(scheduled(found, lanes, tasks)), lanes)
     for _ in range(2):  # gates are closed again after a run
         for mine, first in zip(own, inputs, strict=True):
             mine.copy_(first)

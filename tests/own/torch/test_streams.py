@@ -64,7 +64,7 @@ def test_the_host_waits_before_it_reads_a_copy_and_streams_do_not_wait_for_the_h
     kinds = dict.fromkeys((task.device, task.kind) for task in found.tasks)
     lanes = [Lane(device, kind) for device, kind in kinds]
     made = schedule(graph(found.tasks), lanes)
-    plan = torch_parallel.plan_of([lane.kind for lane in lanes], made.lane_of, made.order, made.waits)
+    plan = torch_parallel.plan_of(made)
     streams = [Stream(lane.kind) for lane in lanes]
     (result,) = torch_lanes.generate(found, plan, streams).build()(tensors)  # type: ignore[arg-type]
     assert torch.equal(result, tensors[0].sin().cos().exp().neg().tanh())

@@ -1,0 +1,64 @@
+"""What can be said of a trace without running it: its memories and their bytes, and what could be batched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from manyhands import machine
+from manyhands.backends.torch_trace import Trace
+
+# What people would write instead of several calls of one operation.
+_BATCHED = {
+    "mm": "one torch.bmm of stacked matrices",
+    "addmm": "one torch.baddbmm of stacked matrices",
+    "bmm": "one torch.bmm of joined batches",
+    "convolution": "one convolution with groups, or torch.vmap",
+    "_scaled_dot_product": "one attention over joined batches",
+    "native_layer_norm": "torch.vmap over stacked tensors",
+    "native_batch_norm": "torch.vmap over stacked tensors",
+}
+
+
+def footprint(found: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
+    """The bytes of each memory, the memories that are given, and those of the results."""
+    sizes: dict[int, int] = {}
+    for node in found.module.graph.nodes:
+        known = getattr(found.module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        for value in tree_leaves(known):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                # As torch_trace knows them: a tensor from outside by its address.
+                memory = -storage.data_ptr() - 1 if node.op == "get_attr" else int(storage._cdata)
+                sizes[memory] = storage.nbytes()
+    given = frozenset(m for node in [*found.inputs, *found.constants] for m in found.storages[node])
+    results = frozenset(m for value in found.outputs if isinstance(value, Node) for m in found.storages[value])
+    return sizes, given & sizes.keys(), results & sizes.keys()
+
+
+def device_memory(devices: tuple[torch.device, ...] | None) -> int:
+    """All bytes of the smallest of these GPUs, or of the host."""
+    if devices is None:
+        return machine.host_memory().total
+    return min(int(torch.cuda.get_device_properties(device).total_memory) for device in devices)
+
+
+def batch_hint(found: Trace, number: int) -> str | None:
+    """What several such operations, side by side, could be written as; None where that is no advice."""
+    step = found.steps[number]
+    name = step.task.name
+    values = [value for value in tree_leaves(step.node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    if step.task.kind != "compute" or not values or not step.task.writes - step.task.reads:
+        return None
+    better = next((text for word, text in _BATCHED.items() if name.startswith(word)), None)
+    if better is None:
+        return None
+    return f"{name} {_shapes(step.node)} could be {better}: measure it"
+
+
+def _shapes(node: Node) -> str:
+    shapes: list[Any] = [one.meta.get("val") for one in node.all_input_nodes]
+    return " and ".join("x".join(map(str, one.shape)) for one in shapes if isinstance(one, torch.Tensor) and one.dim())

@@ -1,0 +1,107 @@
+"""Which way to run a traced function on GPUs: as it is written, on one lane, or on several, captured or issued anew.
+
+What simulation likes is proved, run, compared with plain execution and timed; the fastest that is right is kept, and
+plain execution is always among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.engine.check import check
+from manyhands.engine.graph import Graph
+from manyhands.engine.memory import Footprint, Peaks, one_after_the_other, peak
+from manyhands.engine.planned import PLAIN, Limit, Planned, Run, why_too_large
+from manyhands.engine.schedule import Lane, Schedule, schedule
+from manyhands.engine.simulate import simulate
+
+_LANES = (2, 3, 4, 8)
+_CLOSE = 1e-5  # how far results may be from plain execution's (another kernel may add in another order)
+_WAIT = 1e-6  # seconds that a wait between two lanes costs
+_Way = tuple[str, Schedule, Callable[..., Any]]
+
+
+def choose(
+    best: Planned, backend: Any, call: Any, found: Any, device: Any, measured: Graph, limit: Limit, replaying: Any
+) -> None:
+    """Try plain execution, one lane, and the plans that promise more; put the fastest that is right into ``best``.
+
+    ``replaying`` makes of a run what gives results that are the caller's.
+    """
+    plainly = best.run
+    footprint = Footprint(*backend.footprint(found))
+    plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
+    alone = len({task.device for task in measured.tasks}) == 1
+    best.peaks = Peaks(plain, plain)
+    best.schedule = one_lane(measured) if alone else schedule(measured, lanes(measured, 1))
+    best.seconds[PLAIN] = least = backend.seconds(lambda: plainly(*call.given), device)
+    expected = backend.expected(found, call, plainly)
+    for name, made, make in ways(backend, found, measured, best):
+        check(made)
+        best.predicted[name] = simulate(made, wait_seconds=_WAIT).seconds
+        plan = backend.plan_of(made)
+        peaks = Peaks(_peak(backend, found, plan, made, footprint, captured=make is backend.graph_run), plain)
+        if (reason := why_too_large(name, peaks.planned, plain, limit)) is not None:
+            best.notes.append(reason)
+            continue
+        try:
+            with backend.untouched(found, call.tensors):
+                run = make(found, plan, call.tensors, device)
+            same, difference = backend.equal(backend.observed(found, call, run), expected)
+            if not same and difference > _CLOSE:
+                best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
+                continue
+            again: Run = replaying(run)
+            with backend.untouched(found, call.tensors):
+                spent = backend.seconds(lambda again=again: again(*call.given), device)
+        except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
+            best.notes.append(f"{name} is not used: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            continue
+        best.seconds[name] = spent
+        if spent < least:
+            least = spent
+            best.how = name + (", equal to the bit" if same else f", equal to {difference:.0e}")
+            best.run, best.schedule, best.peaks = again, made, peaks
+
+
+def _peak(backend: Any, found: Any, plan: Any, made: Schedule, footprint: Footprint, *, captured: bool) -> int:
+    """Of a plan whose memory goes by lane order; a graph has copies of the arguments and its results beside it."""
+    moments = one_after_the_other(made.order)
+    beside = footprint.given_bytes() if captured else 0
+    return beside + peak(made.graph.tasks, footprint, moments, backend.let_go_at(found, plan))
+
+
+def ways(backend: Any, found: Any, measured: Graph, best: Planned) -> list[_Way]:
+    """What is tried: graphs where they can be captured, streams where the host or several GPUs take part."""
+    tried: list[_Way] = []
+    some = candidates(measured)
+    if (reason := backend.why_no_graph(found)) is None:
+        tried.append(("one lane, one graph", one_lane(measured), backend.graph_run))
+        tried += [(f"{name}, one graph", made, backend.graph_run) for name, made in some]
+    else:
+        best.notes.append(reason)
+    if backend.copies_or_computes_on_host(found) or len({task.device for task in measured.tasks}) > 1:
+        one = schedule(measured, lanes(measured, 1))
+        tried.append(("one lane of each kind", one, backend.stream_run))
+        tried += [(f"{name}, issued at every call", made, backend.stream_run) for name, made in some[:2]]
+    return tried
+
+
+def one_lane(measured: Graph) -> Schedule:
+    """Everything on one lane in the program's order: it also frees memory in that order."""
+    count = len(measured)
+    lane = Lane(*((measured.tasks[0].device, measured.tasks[0].kind) if count else ("cpu", "compute")))
+    return Schedule(measured, (lane,), (0,) * count, tuple(range(count)), {})
+
+
+def lanes(measured: Graph, count: int) -> list[Lane]:
+    """So many lanes to compute on each device, and one for each kind of copy."""
+    kinds = dict.fromkeys((task.device, task.kind) for task in measured.tasks)
+    return [Lane(device, kind, number) for device, kind in kinds for number in range(count if kind == "compute" else 1)]
+
+
+def candidates(measured: Graph) -> list[tuple[str, Schedule]]:
+    """Plans for several numbers of lanes, those first that simulation likes."""
+    made = [(f"{count} lanes", schedule(measured, lanes(measured, count), switch_seconds=_WAIT)) for count in _LANES]
+    return sorted(made, key=lambda pair: simulate(pair[1], wait_seconds=_WAIT).seconds)
