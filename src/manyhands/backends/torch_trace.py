@@ -249,6 +249,8 @@ def _place(node: Node) -> tuple[str, Kind]:
 
 
 def _name(device: torch.device) -> str:
+    if device.type not in ("cpu", "cuda"):
+        raise CannotTrace(f"it computes on {device}: only CPUs and CUDA's GPUs are planned")
     return "cpu" if device.type == "cpu" else f"gpu:{device.index or 0}"
 
 

@@ -31,7 +31,7 @@ def svg(schedule: Schedule) -> str:
     """Boxes for tasks, lines for needs, a legend of lanes."""
     places = _places(schedule)
     legend = sorted(set(schedule.lane_of))
-    top = 20 + 20 * len(legend)
+    top = 40 + 20 * len(legend)
     width = 40 + max((x for x, _ in places), default=0) + _WIDTH
     height = top + 40 + max((y for _, y in places), default=0) + _HEIGHT
     parts = [
@@ -42,6 +42,9 @@ def svg(schedule: Schedule) -> str:
     for row, lane in enumerate(legend):
         parts.append(f'<rect x="20" y="{12 + 20 * row}" width="14" height="14" fill="{_colour(lane)}"/>')
         parts.append(f'<text x="40" y="{23 + 20 * row}">{escape(str(schedule.lanes[lane]))}</text>')
+    row = 22 + 20 * len(legend)
+    parts.append(f'<line x1="20" y1="{row - 4}" x2="34" y2="{row - 4}" stroke="#c00" stroke-width="1.2"/>')
+    parts.append(f'<text x="40" y="{row}">from one lane to another</text>')
     for task, needs in enumerate(schedule.graph.needs):
         x, y = places[task]
         for need in sorted(needs):

@@ -116,7 +116,7 @@ class Parallel:
         made = self._scheduled()
         timed = self._must_have_run().timed
         assert timed is not None
-        return timeline_of(made, timed())
+        return timeline_of(made, timed(), f"measured; {self._must_have_run().how}")
 
     def simulated(self) -> Timeline:
         """The last call's schedule in thought."""
@@ -161,7 +161,7 @@ class Parallel:
         backend = self.backend
         costed = costs(backend, found, device)
         measured = graph(costed.tasks)
-        best = Planned(self._plainly, costed=costed)
+        best = Planned(self._plainly, threads=backend.threads(), costed=costed)
         limit = Limit(self.memory, backend.device_memory(device) // 100)
         replaying = functools.partial(self._replaying, best, found)
         if self.synchronous:
@@ -171,7 +171,7 @@ class Parallel:
         else:
             parallel_gpu.choose(best, backend, call, found, device, measured, limit, replaying)
         best.advice = explain.advice(measured, backend.cost_keys(found), functools.partial(backend.batch_hint, found))
-        best.timed = lambda: backend.timed(found, backend.plan_of(best.schedule), device, backend.threads())
+        best.timed = lambda: backend.timed(found, backend.plan_of(best.schedule), device, best.threads)
         return best
 
     def _replaying(self, planned: Planned, found: Any, run: Any) -> Run:

@@ -44,34 +44,34 @@ def choose(
     else:
         tried += [(name, made, count) for name, made in candidates(measured, count, best)]
     expected = backend.expected(found, call, plainly)
-    ways: dict[str, tuple[Run, Schedule | None, str]] = {PLAIN: (plainly, None, "")}
+    best.schedule = one_lane(measured)
+    ways: dict[str, tuple[Run, Schedule, int, str]] = {PLAIN: (plainly, best.schedule, count, "")}
 
-    def add(name: str, way: Run, made: Schedule, results: Any) -> None:
+    def add(name: str, way: Run, made: Schedule, threads: int, results: Any) -> None:
         same, difference = backend.equal(results, expected)
         if not same and difference > CLOSE:
             best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
         else:
-            ways[name] = (way, made, ", equal to the bit" if same else f", equal to {difference:.0e}")
+            ways[name] = (way, made, threads, ", equal to the bit" if same else f", equal to {difference:.0e}")
 
     if count > 1:  # small operations lose by being divided
         alone = backend.with_threads(plainly, 1)
-        add(f"{PLAIN}, one thread", alone, one_lane(measured), backend.expected(found, call, alone))
+        add(f"{PLAIN}, one thread", alone, best.schedule, 1, backend.expected(found, call, alone))
     for name, made, threads in tried:
         check(made)
         if (reason := why_too_large(name, _peak(made, footprint), plain, limit)) is not None:
             best.notes.append(reason)
             continue
         run = backend.thread_run(found, backend.plan_of(made), threads)
-        add(name, replaying(run), made, backend.observed(found, call, run))
+        add(name, replaying(run), made, threads, backend.observed(found, call, run))
     with backend.untouched(found, call.tensors):
         times = race([lambda way=way: way[0](*call.given) for way in ways.values()])  # type: ignore[misc]
     best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
     ratios = {name: _ratio(own, times[0]) for name, own in zip(ways, times, strict=True)}
     name = min(ratios, key=ratios.__getitem__)
-    best.schedule = one_lane(measured)
     if name != PLAIN and ratios[name] < _CLEARLY:
-        best.run, made_or_none, equality = ways[name]
-        best.how, best.schedule = name + equality, made_or_none or best.schedule
+        best.run, best.schedule, best.threads, equality = ways[name]
+        best.how = name + equality
     best.peaks = Peaks(_peak(best.schedule, footprint), plain)
 
 

@@ -23,6 +23,7 @@ class Planned:
     run: Run
     how: str = PLAIN
     schedule: Schedule | None = None
+    threads: int = 1  # of the CPU, that its lanes share
     seconds: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

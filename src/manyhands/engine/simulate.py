@@ -39,14 +39,14 @@ def bounds(schedule: Schedule) -> Bounds:
 
 def simulate(schedule: Schedule, *, wait_seconds: float = 0.0) -> Timeline:
     """Run the schedule in thought; ``wait_seconds`` is what a wait for another lane costs."""
-    return timeline_of(schedule, moments(schedule, wait_seconds=wait_seconds))
+    return timeline_of(schedule, moments(schedule, wait_seconds=wait_seconds), "simulated")
 
 
-def timeline_of(schedule: Schedule, found: Sequence[tuple[float, float]]) -> Timeline:
+def timeline_of(schedule: Schedule, found: Sequence[tuple[float, float]], title: str) -> Timeline:
     """A picture of when each task began and ended, measured or simulated."""
     tasks, lanes = schedule.graph.tasks, [str(lane) for lane in schedule.lanes]
     spans = [Span(tasks[one].name, lanes[schedule.lane_of[one]], *found[one]) for one in range(len(tasks))]
-    return Timeline(tuple(sorted(spans, key=lambda span: (span.start, span.stop))))
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.start, span.stop))), title)
 
 
 def moments(schedule: Schedule, *, wait_seconds: float = 0.0) -> list[tuple[float, float]]:

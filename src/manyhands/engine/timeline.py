@@ -22,6 +22,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Timeline:
     spans: tuple[Span, ...]
+    title: str = ""
 
     @property
     def seconds(self) -> float:
@@ -39,7 +40,7 @@ class Timeline:
         if path.suffix == ".json":
             path.write_text(json.dumps(self.trace_events()))
         else:
-            _picture(self.spans, path)
+            _picture(self.spans, path, f"{self.title}, {self.seconds * 1e3:.3g} ms" if self.title else "")
         return path
 
     def trace_events(self) -> dict[str, Any]:
@@ -62,14 +63,17 @@ class Timeline:
         return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
 
 
-def _picture(spans: Sequence[Span], path: Path) -> None:
+def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
     """A Gantt picture: a row per lane, a bar per span, coloured by what it is."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     lanes = sorted({span.lane for span in spans})
-    kinds = sorted({span.name for span in spans})
+    work: dict[str, float] = {}
+    for span in spans:
+        work[span.name] = work.get(span.name, 0.0) + span.stop - span.start
+    kinds = sorted(work, key=lambda kind: -work[kind])
     colours = {kind: colormaps["tab20"](number % 20) for number, kind in enumerate(kinds)}
     figure = Figure(figsize=(12, 1.6 + 0.5 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
@@ -87,7 +91,8 @@ def _picture(spans: Sequence[Span], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     axes.grid(axis="x", alpha=0.3)
-    if len(kinds) <= 12:
-        handles = [Patch(color=colours[kind], label=kind) for kind in kinds]
+    axes.set_title(title, fontsize=10)
+    handles = [Patch(color=colours[kind], label=kind) for kind in kinds[:12]]  # those that take longest
+    if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=120)

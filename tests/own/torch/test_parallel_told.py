@@ -151,7 +151,7 @@ def test_a_measured_run_keeps_the_schedules_order_and_touches_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     for task, needs in enumerate(made.graph.needs):
         assert all(moments[need][1] <= moments[task][0] for need in needs)
-    line = timeline_of(made, moments)
+    line = timeline_of(made, moments, "measured")
     for lane in line.lanes():
         own = [(span.start, span.stop) for span in line.spans if span.lane == lane]
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(own))
