@@ -35,6 +35,7 @@ from manyhands.engine.check import check
 from manyhands.engine.graph import graph
 from manyhands.engine.parallel import Parallel
 from manyhands.engine.schedule import Lane, schedule
+from manyhands.engine.simulate import simulate
 from manyhands.task import Task
 
 TRIALS = 11
@@ -214,46 +215,59 @@ def _told(apart: float) -> str:
 
 
 def planning(device: torch.device, quick: bool) -> dict[str, Any]:
-    """From tasks to a checked schedule on 8 lanes, no framework: a graph in which every task needs two earlier ones."""
+    """From tasks to one proved and simulated schedule on 8 lanes, no framework: three forms of graphs."""
     row: dict[str, Any] = {"name": "planning", "seconds": {}, "left_out": {}, "bounds": {}}
-    for count in (100, 1000) if quick else (1000, 10_000):
-        tasks = [
-            Task("t", frozenset({i - 7, i - 31}), frozenset({i}), "gpu:0", seconds=1e-6 * (1 + i % 5))
-            for i in range(count)
-        ]
-        lanes = [Lane("gpu:0", "compute", number) for number in range(8)]
-
-        def plan(tasks: list[Task] = tasks, lanes: list[Lane] = lanes) -> None:
-            check(schedule(graph(tasks), lanes))
-
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            plan()
-            times.append(time.perf_counter() - start)
-        row["seconds"][f"{count} tasks"] = statistics.median(times)
-        print(f"  planning and checking {count} tasks: {row['seconds'][f'{count} tasks'] * 1e3:.1f} ms")
+    for count in (1000, 10_000):
+        for form, tasks in _programs(count).items():
+            lanes = [Lane("gpu:0", "compute", number) for number in range(8)]
+            times = []
+            for _ in range(3):
+                start = time.perf_counter()
+                made = schedule(graph(tasks), lanes, switch_seconds=1e-6)
+                check(made)
+                simulate(made, wait_seconds=1e-6)
+                times.append(time.perf_counter() - start)
+            name = f"{count} tasks, {form}"
+            row["seconds"][name] = statistics.median(times)
+            print(f"  schedule, check, simulate {name}: {row['seconds'][name] * 1e3:.1f} ms")
     return row
 
 
+def _programs(count: int) -> dict[str, list[Task]]:
+    def task(number: int, reads: set[int], writes: int) -> Task:
+        return Task("t", frozenset(reads), frozenset({writes}), "gpu:0", seconds=1e-6 * (1 + number % 5), share=0.2)
+
+    return {
+        "each needs two earlier ones": [task(i, {i - 7, i - 31}, i) for i in range(count)],
+        "eight chains": [task(i, {i % 8}, i % 8) for i in range(count)],
+        "one to all to one": [*(task(i, {-1}, i) for i in range(count - 1)), task(0, set(range(count - 1)), -1)],
+    }
+
+
 def overhead(device: torch.device, quick: bool) -> dict[str, Any]:
-    """What a call of ours costs the host beyond the replay of the same CUDA graph: four small products."""
+    """What a call of ours costs the host beyond the replay of the same CUDA graph (on a CPU: beyond the function).
+
+    The time of the host alone: nothing is waited for. Four chains of small products, eight arguments in two lists.
+    """
     case = parallel_cases.chains(64, device, count=4, length=4)
     row: dict[str, Any] = {"name": "replay overhead per call", "seconds": {}, "left_out": {}, "bounds": {}}
     works = {"one-stream graph": captured(case.function, case.arguments, device)}
     works |= {name: ours(case, name != "manyhands")[0] for name in OURS}
-    for name, work in works.items():
-        for _ in range(5):
+    for work in works.values():
+        for _ in range(20):
             work()
-        synchronize(device)
-        times = []
-        for _ in range(50 if quick else 1000):
+    synchronize(device)
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(200 if quick else 1000):  # in turns: a load from outside falls on all of them
+        for name, work in works.items():
             start = time.perf_counter()
             work()
-            times.append(time.perf_counter() - start)
+            times[name].append(time.perf_counter() - start)
             synchronize(device)
-        row["seconds"][name] = statistics.median(times)
-        print(f"  host time of a call, {name}: {row['seconds'][name] * 1e6:.1f} us")
+    row["seconds"] = {name: statistics.median(own) for name, own in times.items()}
+    plain = row["seconds"]["one-stream graph"]
+    for name, seconds in row["seconds"].items():
+        print(f"  host time of a call, {name}: {seconds * 1e6:.1f} us, {(seconds - plain) * 1e6:+.1f} us")
     return row
 
 

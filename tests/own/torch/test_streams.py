@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 torch = pytest.importorskip("torch")
 
 from manyhands.backends import torch_lanes, torch_parallel, torch_runs  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
 from manyhands.engine.schedule import Lane, schedule  # noqa: E402
+from manyhands.task import Task  # noqa: E402
 
 LOG: list[str] = []
 
@@ -78,6 +81,32 @@ def test_the_host_waits_before_it_reads_a_copy_and_streams_do_not_wait_for_the_h
     assert begin + work + end == LOG
     assert torch_runs.why_no_graph(found) is not None
     assert torch_runs.copies_or_computes_on_host(found)
+
+
+MEMORIES = st.frozensets(st.integers(0, 5), max_size=3)
+
+
+@given(st.lists(st.tuples(MEMORIES, MEMORIES, st.floats(1e-6, 1e-3)), max_size=25), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_memory_goes_as_soon_as_its_lane_knows_all_users_to_be_over(program: Any, count: int) -> None:
+    """Against the definition: the first task of the lane that all users come before, or are."""
+    tasks = [Task("t", reads, writes, "gpu:0", seconds=seconds) for reads, writes, seconds in program]
+    made = schedule(graph(tasks), [Lane("gpu:0", "compute", number) for number in range(count)])
+    users = {m: {i for i, task in enumerate(tasks) if m in task.reads | task.writes} for m in range(6)}
+    makers = {m: next((i for i, task in enumerate(tasks) if m in task.writes), None) for m in range(6)}
+    wanted = {m: (made.lane_of[maker], users[m]) for m, maker in makers.items() if maker is not None}
+    before: list[set[int]] = [set() for _ in tasks]
+    last: dict[int, int] = {}
+    for task in made.order:
+        past = [*made.waits.get(task, ()), *([last[made.lane_of[task]]] if made.lane_of[task] in last else [])]
+        before[task] = {task}.union(*(before[one] for one in past))
+        last[made.lane_of[task]] = task
+    expected = {}
+    for memory, (lane, own) in wanted.items():
+        known = [task for task in made.order if made.lane_of[task] == lane and own <= before[task]]
+        if known:
+            expected[memory] = known[0]
+    assert torch_lanes._points(torch_parallel.plan_of(made), wanted) == expected
 
 
 def test_a_host_number_in_a_kernel_is_not_captured() -> None:
