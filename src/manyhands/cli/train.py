@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.resume or options.run} is a run of {begun_with}: make one for {framework} of it with "
             f"manyhands convert {options.resume or options.run} --to {framework}"
         )
+    _check(options)
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     where = trainer_devices(options.devices, recipes, mh)
@@ -81,7 +83,12 @@ def run(options: argparse.Namespace) -> int:
         checkpoint_every=options.checkpoint_every,
         quiet=options.quiet,
     )
-    result = trainer.fit(recipes.model(chosen["model"], chosen["seed"]), recipes.data(data, chosen["batch_size"]))
+    try:
+        result = trainer.fit(recipes.model(chosen["model"], chosen["seed"]), recipes.data(data, chosen["batch_size"]))
+    except KeyboardInterrupt:
+        if launcher.is_first():
+            _say_how_to_go_on(folder)
+        raise
     for note in result.notes:
         say(note)
     if not launcher.is_first():
@@ -91,6 +98,21 @@ def run(options: argparse.Namespace) -> int:
     print(f"run: {folder} (config.json, metrics.jsonl, checkpoints, {picture.name})")
     print(result)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what no job can have before there is a folder of its run."""
+    from manyhands.training.settings import Settings
+
+    given = {
+        "max_epochs": options.epochs,
+        "batch_size": options.batch_size,
+        "lr": options.lr,
+        "seed": options.seed,
+        "shares": parse_shares(options.shares),
+        "checkpoint_every": options.checkpoint_every,
+    }
+    Settings(**{name: value for name, value in given.items() if value is not None})
 
 
 def _first_installed() -> str:
@@ -106,6 +128,16 @@ def _framework_of(run: Path | None) -> str | None:
     if run is None or not RunFolder(run).config_path.exists():
         return None
     return str(RunFolder(run).config.get("train", {}).get("framework", FRAMEWORKS[0]))
+
+
+def _say_how_to_go_on(folder: Path) -> None:
+    from manyhands.training import checkpoint
+    from manyhands.training.run_folder import RunFolder
+
+    if checkpoint.latest(RunFolder(folder).checkpoints) is not None:
+        print(f"go on from the last checkpoint with: manyhands train --resume {folder}", file=sys.stderr)
+    else:
+        print("there was no checkpoint yet; --checkpoint-every STEPS writes more of them", file=sys.stderr)
 
 
 def _say_nothing(*_: object) -> None:
@@ -131,11 +163,15 @@ def _choose(
     if not on_gpu and not begun and "model" not in asked and "epochs" not in asked:
         chosen["model"], chosen["epochs"] = for_a_minute(recipes, chosen["batch_size"], samples)
         print(
-            f"no GPU: {chosen['model']} for {chosen['epochs']} epochs, which takes about a minute here "
+            f"no GPU: {chosen['model']} for {_counted(chosen['epochs'], 'epoch')}, which takes about a minute here "
             "(--model resnet18 for the book's, --epochs for another number)"
         )
     run.config = {**before, "train": {**chosen, "framework": framework}}
     return str(run.path.absolute()), chosen
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def trainer_devices(text: str, recipes: Recipes, mh: Any) -> dict[str, Any]:

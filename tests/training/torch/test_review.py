@@ -21,7 +21,7 @@ from manyhands.training.order import Window
 from manyhands.training.settings import Settings
 from manyhands.training.torch import batch_norm, checks
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import objective_for
+from manyhands.training.torch.objective import Weighed, objective_for
 from manyhands.training.torch.reduce import GradientSum
 from manyhands.training.torch.sources import Arrays, Samples, Stream, cut, source
 
@@ -218,9 +218,15 @@ def test_losses_that_are_means(loss: Any) -> None:
         assert tried.model.training
 
 
-@pytest.mark.parametrize(
-    ("loss", "data"), [(summed, vectors()), (summed, Rows()), (WEIGHTED, vectors()), (None, with_ignored())]
-)
+@pytest.mark.parametrize(("loss", "data"), [(WEIGHTED, vectors()), (WEIGHTED, Rows()), (None, with_ignored())])
+def test_losses_that_are_taken_apart(loss: Any, data: Any) -> None:
+    for ranks in (1, 2):
+        tried = job(loss, data)
+        checks.check_loss(tried.model, tried, ranks)
+        assert isinstance(tried.objective, Weighed)
+
+
+@pytest.mark.parametrize(("loss", "data"), [(summed, vectors()), (summed, Rows())])
 def test_losses_that_are_no_means(loss: Any, data: Any) -> None:
     tried = job(loss, data)
     checks.check_loss(tried.model, tried, 1)

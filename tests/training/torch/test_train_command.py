@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import doctest
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from support import run_command
 import manyhands.training
 from manyhands.cli import train
 from manyhands.errors import BadDevice, BadShares
+from manyhands.training import checkpoint
 
 SMALL = str(Path(manyhands.training.__file__).parent / "data" / "fashion-mnist-small")
 
@@ -48,7 +53,26 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     empty = run_command("train", "--data", str(tmp_path))
     assert empty.returncode == 1
     assert "train-images-idx3-ubyte" in empty.stderr
-    assert "Traceback" not in nowhere.stderr + empty.stderr
+    new = tmp_path / "new"
+    silly = run_command("train", "--data", SMALL, "--lr", "nan", "--run", str(new))
+    assert "is not a learning rate" in silly.stderr
+    assert not new.exists()
+    assert "Traceback" not in nowhere.stderr + empty.stderr + silly.stderr
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "manyhands", "train", "--model", "mlp", "--epochs", "1000", "--devices", "cpu:2"]
+    command += ["--data", SMALL, "--run", str(run), "--checkpoint-every", "5"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while checkpoint.latest(run / "checkpoints") is None:
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"manyhands train --resume {run}" in errors
+    assert "Traceback" not in errors
 
 
 def test_devices_and_shares_are_read() -> None:

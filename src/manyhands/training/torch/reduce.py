@@ -107,8 +107,7 @@ class GradientSum:
         self._next = len(self._buckets)
         for bucket in self._buckets:
             bucket.work.wait()
-            if len(bucket.used) < len(bucket.parameters):
-                _drop_unused(bucket)
+        _drop_unused([bucket for bucket in self._buckets if len(bucket.used) < len(bucket.parameters)])
 
     def close(self) -> None:
         for handle in self._handles:
@@ -168,8 +167,17 @@ def _start(bucket: _Bucket) -> None:
     bucket.work = dist.all_reduce(bucket.flat, async_op=True)
 
 
-def _drop_unused(bucket: _Bucket) -> None:
-    """Take the gradient from parameters that no rank used. The host waits: the optimizer has to know which they are."""
-    for parameter, users in zip(bucket.parameters, bucket.users.tolist(), strict=True):
-        if not users:
+def _drop_unused(buckets: list[_Bucket]) -> None:
+    """Take the gradient from parameters that no rank used; to be given the buckets of which this rank used a part.
+
+    The optimizer has to be told on the host which those are: it must neither decay them nor count a step for them. So a
+    rank that left parameters out waits here, once a step, for the sums that say whether another one used them (with
+    Gloo they are on the host already). One that used all of its parameters never waits.
+    """
+    if not buckets:
+        return
+    users = torch.cat([bucket.users.double() for bucket in buckets]).tolist()
+    parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+    for parameter, count in zip(parameters, users, strict=True):
+        if not count:
             parameter.grad = None
