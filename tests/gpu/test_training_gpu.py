@@ -196,3 +196,60 @@ def test_an_optimizer_comes_back_as_it_was() -> None:
 def test_a_cpu_and_a_gpu_save_their_random_numbers(tmp_path: Path) -> None:
     trained(devices=["gpu:0", "cpu"], run=tmp_path / "run")
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) >= 1
+
+
+class Counting(torch.nn.Module):
+    """Halves its answer in every second step, by a number that Python counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = net(), 0
+
+    def forward(self, X: Any) -> Any:
+        self.calls += 1
+        return self.net(X) / (1 + self.calls % 2)
+
+
+def test_python_that_a_graph_would_freeze() -> None:
+    weights = []
+    for fast in (True, False):
+        model = Counting().double()
+        trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", fast=fast)
+        result = trainer.fit(model, (IMAGES, LABELS))
+        weights.append(model.state_dict())
+    assert any("fast=False" in note for note in result.notes)
+    assert difference(*weights) < 1e-10
+    model = Counting().double()
+    result = mh.Trainer(1, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64").fit(model, (IMAGES, LABELS))
+    assert any("Counting.calls changes from step to step" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_batch_that_is_left_out_in_a_graph(kind: Any) -> None:
+    spoilt = IMAGES.clone()
+    spoilt[100] = torch.nan
+    weights = []
+    for fast in (True, False):
+        model = net().double()
+        options: Any = {"optimizer": lambda p: kind(p, lr=0.01), "on_nan": "continue", "fast": fast}
+        trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", **options)
+        with pytest.warns(UserWarning, match="going on"):
+            trainer.fit(model, (spoilt, LABELS))
+        weights.append(model.state_dict())
+        assert all(bool(torch.isfinite(value).all()) for value in model.state_dict().values())
+    assert difference(*weights) < 1e-4
+
+
+def test_a_resumed_optimizer_has_the_memory_format_of_its_model(tmp_path: Path) -> None:
+    """channels_last weights beside a state that was read from a file: a fused kernel would mix them up."""
+
+    def run(epochs: int, **options: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3), torch.nn.Conv2d(8, 8, 3), torch.nn.Flatten())
+        model.append(torch.nn.Linear(512, 5))
+        given: Any = {"precision": "fp32", "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-3), **options}
+        mh.Trainer(epochs, devices=["gpu:0"], batch_size=32, quiet=True, **given).fit(model, (IMAGES, LABELS))
+        return model.state_dict()
+
+    run(1, run=tmp_path / "run")
+    assert difference(run(2, run=tmp_path / "run", resume="auto"), run(2)) < 1e-3
