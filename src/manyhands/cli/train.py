@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.device import FRAMEWORKS
-from manyhands.errors import BadDevice, BadShares, WrongCheckpoint
+from manyhands.errors import BadDevice, BadShares, WorkerFailed, WrongCheckpoint
 
 if TYPE_CHECKING:
     from manyhands.training.recipes import Recipes
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     )
     try:
         result = trainer.fit(recipes.model(chosen["model"], chosen["seed"]), recipes.data(data, chosen["batch_size"]))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, WorkerFailed):
         if launcher.is_first():
             _say_how_to_go_on(folder)
         raise
