@@ -27,6 +27,7 @@ class HyperParameters:
     """A base class whose children keep the arguments they were made with."""
 
     hparams: dict[str, Any]
+    _kept_in: type[dict[str, Any]] = dict  # a framework may want one of its own kind
 
     def save_hyperparameters(self, ignore: str | Sequence[str] = ()) -> None:
         """Store the arguments of the running ``__init__`` as attributes, and all of them in ``hparams``.
@@ -38,7 +39,7 @@ class HyperParameters:
         """
         left_out = {ignore} if isinstance(ignore, str) else set(ignore)
         found = _arguments(_initialiser(self, sys._getframe(1)), left_out)
-        self.hparams = {**self.__dict__.get("hparams", {}), **found}
+        self.hparams = self._kept_in({**self.__dict__.get("hparams", {}), **found})
         for name, value in found.items():
             setattr(self, name, value)
 

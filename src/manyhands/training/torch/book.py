@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from manyhands.training import data_module
 from manyhands.training.torch.sources import Arrays
 from manyhands.training.vocabulary import HyperParameters
 
@@ -45,21 +46,8 @@ class Module(torch.nn.Module, HyperParameters):
             self.apply(init)
 
 
-class DataModule(HyperParameters):
-    """Data with a training and a test part. Subclasses give ``get_dataloader``."""
-
-    def __init__(self, root: str = "data", num_workers: int = 4) -> None:
-        self.root = root
-        self.num_workers = num_workers
-
-    def get_dataloader(self, train: bool) -> Any:
-        raise TypeError(f"{type(self).__name__} must say in get_dataloader(train) where its batches come from")
-
-    def train_dataloader(self) -> Any:
-        return self.get_dataloader(train=True)
-
-    def val_dataloader(self) -> Any:
-        return self.get_dataloader(train=False)
+class DataModule(data_module.DataModule):
+    __doc__ = data_module.DataModule.__doc__
 
     def get_tensorloader(self, tensors: Any, train: bool, indices: slice = slice(0, None)) -> Arrays:
         """Batches of those tensors, shuffled for training."""

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from manyhands import shares, tree
+from manyhands import tree
 from manyhands.backends import torch as _backend
 from manyhands.device import Device
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
 from manyhands.placement import Placement
+from manyhands.training import counting
 
 Split = Callable[[Any, Any, Sequence[torch.device]], tuple[Sequence[Any], Sequence[Any]]]
 
@@ -60,7 +62,7 @@ def evaluate_accuracy_gpu(
             now = _correct(net(X), y)
             correct = now if correct is None else correct + now
             counted += y.numel()
-    return _part(0 if correct is None else int(correct), counted)
+    return counting.part(0 if correct is None else int(correct), counted)
 
 
 def evaluate_accuracy_gpus(
@@ -78,7 +80,7 @@ def evaluate_accuracy_gpus(
             f"a {type(net).__name__} cannot be copied to several devices, a torch.nn.Module can: "
             "evaluate_accuracy_gpu takes any function"
         )
-    split = split_f or _split
+    split = split_f or functools.partial(counting.split, _place)
     devices = [_backend.gpu(i) for i in range(_backend.num_gpus())] or [_backend.cpu()]
     counted = 0
     sums: list[Any] = [0] * len(devices)  # then one tensor on each device
@@ -86,12 +88,12 @@ def evaluate_accuracy_gpus(
         replicas = [_replica(net, device) for device in devices]
         for X, y in data_iter:
             X_shards, y_shards = split(X, y, devices)
-            _check_whole(X_shards, y_shards, y, devices)
+            counting.check_whole(X_shards, y_shards, y, devices)
             for i, (X_shard, y_shard) in enumerate(zip(X_shards, y_shards, strict=True)):
                 if y_shard.numel():  # more devices than samples leave some without
                     sums[i] = sums[i] + _correct(replicas[i](X_shard), y_shard)
             counted += y.numel()
-    return _part(sum(map(int, sums)), counted)
+    return counting.part(sum(map(int, sums)), counted)
 
 
 def _device_for(net: object, device: torch.device | Device | str | None) -> torch.device | None:
@@ -118,36 +120,6 @@ def _replica(net: nn.Module, device: torch.device) -> nn.Module:
         return net
     moved: nn.Module = _place.to_leaf(copy.deepcopy(net), device)
     return moved
-
-
-def _split(X: Any, y: torch.Tensor, devices: Sequence[torch.device]) -> tuple[list[Any], list[Any]]:
-    """Shards as even as can be, in order, each on its device."""
-    leaves, structure = tree.flatten((X, y))
-    total = _place.lengths(leaves, structure)[0][1]
-    pairs, start = [], 0
-    for device, size in zip(devices, shares.sizes(total, len(devices)), strict=True):
-        pairs.append(structure.unflatten(_place.shard(leaf, start, start + size, device) for leaf in leaves))
-        start += size
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
-def _check_whole(
-    X_shards: Sequence[Any], y_shards: Sequence[Any], y: torch.Tensor, devices: Sequence[torch.device]
-) -> None:
-    """What ``split_f`` gave is one shard per device, and together the whole batch."""
-    if not len(X_shards) == len(y_shards) == len(devices):
-        raise BadBatch(f"split_f gave {len(X_shards)} and {len(y_shards)} shards for {len(devices)} devices")
-    given = sum(shard.numel() for shard in y_shards)
-    if given != y.numel():
-        raise BadBatch(
-            f"split_f made shards with {given} labels of a batch with {y.numel()}: every sample has to be counted once"
-        )
-
-
-def _part(correct: int, counted: int) -> float:
-    if not counted:
-        raise BadBatch("there was no sample to evaluate on: was the iterator used up before?")
-    return correct / counted
 
 
 @contextlib.contextmanager

@@ -1,0 +1,50 @@
+"""Tensors by name as safetensors, of NumPy's arrays: for frameworks whose tensors become those without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from manyhands.errors import CheckpointDamaged, WrongCheckpoint
+
+_NAMED = 5  # differences that an error lists
+
+
+def pack(tensors: Mapping[str, Any]) -> bytes:
+    """Tensors as bytes. Kinds of numbers that NumPy does not know (bfloat16) become float32, which holds them all."""
+    return save({name: np.asarray(_known(np.asarray(tensor)), order="C") for name, tensor in tensors.items()})
+
+
+def _known(array: NDArray[Any]) -> NDArray[Any]:
+    return array.astype(np.float32) if array.dtype.kind == "V" else array
+
+
+def unpack(blob: bytes) -> dict[str, NDArray[Any]]:
+    try:
+        return load(blob)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointDamaged(f"a file of the checkpoint holds no tensors that can be read: {error}") from error
+
+
+def fitting(blob: bytes, own: Mapping[str, Any], what: str) -> dict[str, NDArray[Any]]:
+    """The saved tensors, if they have the names and shapes of one's own; each in the dtype of one's own.
+
+    Others are refused, with the differences named. ``what`` they are: "weights of another model".
+    """
+    saved = unpack(blob)
+    differences = [f"{name} is missing" for name in own.keys() - saved.keys()]
+    differences += [f"{name} is unknown here" for name in saved.keys() - own.keys()]
+    differences += [
+        f"{name} is {tuple(saved[name].shape)}, here it is {tuple(own[name].shape)}"
+        for name in own.keys() & saved.keys()
+        if tuple(saved[name].shape) != tuple(own[name].shape)
+    ]
+    if differences:
+        shown = "; ".join(sorted(differences)[:_NAMED]) + ("; ..." if len(differences) > _NAMED else "")
+        raise WrongCheckpoint(f"these are {what}: {shown}")
+    return {name: saved[name].astype(tensor.dtype) for name, tensor in own.items()}
