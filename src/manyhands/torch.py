@@ -14,6 +14,7 @@ require("torch")
 from manyhands.api import Verbs  # noqa: E402
 from manyhands.backend import Arrival  # noqa: E402
 from manyhands.backends import torch as _backend  # noqa: E402
+from manyhands.backends import torch_dynamo as _dynamo  # noqa: E402
 from manyhands.backends import torch_parallel as _parallel_backend  # noqa: E402
 from manyhands.backends import torch_workers as _workers  # noqa: E402
 from manyhands.engine.futures import Future, task  # noqa: E402
@@ -63,7 +64,12 @@ gather = _verbs.gather
 
 @overload
 def parallel(
-    function: Callable[..., Any], *, reuse_outputs: bool = ..., memory: float = ..., synchronous: bool = ...
+    function: Callable[..., Any],
+    *,
+    reuse_outputs: bool = ...,
+    memory: float = ...,
+    compile: bool = ...,
+    synchronous: bool = ...,
 ) -> Parallel: ...
 
 
@@ -76,6 +82,7 @@ def parallel(
     *,
     reuse_outputs: bool = False,
     memory: float = 1.3,
+    compile: bool = False,
     synchronous: bool = False,
     threads: int | None = None,
 ) -> Parallel | _Scope:
@@ -84,12 +91,26 @@ def parallel(
     The first call traces the function for its arguments' shapes, plans it over lanes, proves and measures the plans,
     and keeps the fastest; ``fast.explain()`` says what was chosen and why. Results belong to the caller, unless
     ``reuse_outputs=True`` allows the next call to overwrite them. A plan takes at most ``memory`` times what plain
-    execution takes. ``synchronous=True`` runs the schedule's order in the caller's thread, for debugging. In a scope,
+    execution takes. ``compile=True`` also tries plans in which runs of small operations are compiled (Inductor), each a
+    task of its own. ``synchronous=True`` runs the schedule's order in the caller's thread, for debugging. In a scope,
     ``task(fn)(a, b)`` runs beside others.
     """
     if function is None:
         return _Scope(threads, memory_of=_workers.memory_of, bound=_workers.bound)
-    return Parallel(function, _parallel_backend, reuse_outputs=reuse_outputs, memory=memory, synchronous=synchronous)
+    how: dict[str, Any] = {"memory": memory, "compile": compile, "synchronous": synchronous}
+    return Parallel(function, _parallel_backend, reuse_outputs=reuse_outputs, **how)
+
+
+def compile_backend(module: Any, inputs: Any, **given: Any) -> Callable[..., Any]:
+    """``torch.compile(model, backend="manyhands")``: forward and backward graphs, each planned over lanes.
+
+    Runs of small operations are compiled first; ``options={"fuse": False}`` leaves them as they are.
+    """
+    fuse = _dynamo.options_from(given).get("fuse", True)
+    return _dynamo.compile_with(module, inputs, lambda function: Parallel(function, _parallel_backend, compile=fuse))
+
+
+_dynamo.register(compile_backend, only_if_loaded=True)
 
 
 class Benchmark(_Benchmark):
@@ -116,6 +137,7 @@ __all__ = [
     "accuracy",
     "add_to_class",
     "check_same_device",
+    "compile_backend",
     "copy",
     "cpu",
     "device_of",

@@ -16,6 +16,7 @@ from manyhands.backends import torch_costs, torch_threads, torch_trace
 from manyhands.backends.torch_call import Call, call, trace
 from manyhands.backends.torch_costs import cost_keys, estimated, hardware, measured, rates, tasks
 from manyhands.backends.torch_facts import batch_hint, device_memory, footprint
+from manyhands.backends.torch_fuse import fuse
 from manyhands.backends.torch_lanes import Plan, let_go_at, plan_of
 from manyhands.backends.torch_quick import recogniser
 from manyhands.backends.torch_runs import (
@@ -242,6 +243,7 @@ __all__ = [
     "device_memory",
     "estimated",
     "footprint",
+    "fuse",
     "hardware",
     "let_go_at",
     "measured",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.engine import draw, explain, parallel_cpu, parallel_gpu
+from manyhands.engine import draw, explain, fused, parallel_cpu, parallel_gpu
 from manyhands.engine.costs import costs
 from manyhands.engine.graph import graph
 from manyhands.engine.planned import Limit, Planned, Run
@@ -39,9 +39,13 @@ class Parallel:
         *,
         reuse_outputs: bool = False,
         memory: float = _MEMORY,
+        compile: bool = False,
         synchronous: bool = False,
     ) -> None:
-        """``synchronous``: no lanes, no choice; the schedule's order in the caller's thread, for debugging."""
+        """``compile``: plans with compiled regions are tried too.
+
+        ``synchronous``: no lanes, no choice; the schedule's order in the caller's thread, for debugging.
+        """
         if not callable(function):
             raise EngineError(f"parallel(fn) takes a function, not a {type(function).__name__}: write parallel(net)(x)")
         if not memory >= 1:
@@ -51,6 +55,7 @@ class Parallel:
         self.backend = backend
         self.reuse_outputs = reuse_outputs
         self.memory = memory
+        self.compile = compile
         self.synchronous = synchronous
         self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
         self._plannings: dict[Any, int] = {}
@@ -146,6 +151,8 @@ class Parallel:
         try:
             with self.backend.untouched(found, call.tensors):
                 planned = self._choose(call, found, device)
+                if self.compile and not self.synchronous:
+                    planned = fused.better(planned, self.backend, found, lambda one: self._choose(call, one, device))
         except Exception as error:
             if not self.backend.is_out_of_memory(error):
                 raise

@@ -21,7 +21,6 @@ from manyhands.engine.schedule import Lane, Schedule, schedule
 from manyhands.engine.simulate import moments, simulate
 
 HANDOVER = 20e-6  # seconds; below this it does not pay to hand a task to another thread
-CLOSE = 1e-5
 _CLEARLY = 0.97  # of plain execution's time
 _ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
 _BUDGET = 1.0  # seconds for all rounds: the least number of them may take longer, the next number three times as long
@@ -49,7 +48,7 @@ def choose(
 
     def add(name: str, way: Run, made: Schedule, threads: int, results: Any) -> None:
         same, difference = backend.equal(results, expected)
-        if not same and difference > CLOSE:
+        if not same and difference > found.close:
             best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
         else:
             ways[name] = (way, made, threads, ", equal to the bit" if same else f", equal to {difference:.0e}")

@@ -17,7 +17,6 @@ from manyhands.engine.schedule import Lane, Schedule, schedule
 from manyhands.engine.simulate import simulate
 
 _LANES = (2, 3, 4, 8)
-_CLOSE = 1e-5  # how far results may be from plain execution's (another kernel may add in another order)
 _WAIT = 1e-6  # seconds that a wait between two lanes costs
 _Way = tuple[str, Schedule, Callable[..., Any]]
 
@@ -49,7 +48,7 @@ def choose(
             with backend.untouched(found, call.tensors):
                 run = make(found, plan, call.tensors, device)
             same, difference = backend.equal(backend.observed(found, call, run), expected)
-            if not same and difference > _CLOSE:
+            if not same and difference > found.close:
                 best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
                 continue
             again: Run = replaying(run)

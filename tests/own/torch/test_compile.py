@@ -1,0 +1,249 @@
+"""``parallel(fn, compile=True)`` and ``torch.compile(model, backend="manyhands")``: lanes on top of a compiler."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import torch as mh
+from manyhands.backends import torch_dynamo, torch_fuse, torch_parallel
+from manyhands.engine import fused
+from manyhands.engine.parallel import Parallel
+from manyhands.engine.planned import PLAIN, Planned
+from manyhands.errors import CannotFuse, EngineError
+from manyhands.task import Task
+from manyhands.training.torch import models
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
+)
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# parallel(fn, compile=True)
+
+
+@needs_compiler
+def test_compiled_regions_are_candidates() -> None:
+    torch.manual_seed(0)
+    weights = [torch.rand(64, 64) for _ in range(2)]
+
+    def function(x: torch.Tensor) -> Any:
+        return [((x @ weight).sin() * 2 + 1).relu().sum(1) for weight in weights]
+
+    fast = mh.parallel(function, compile=True)
+    x = torch.rand(64, 64)
+    for one, other in zip(fast(x), function(x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    told = fast.explain()
+    assert "2 compiled regions: 4 tasks instead of" in told
+    assert "fused, one lane" in told
+
+
+def _planned(how: str, seconds: dict[str, float]) -> Planned:
+    return Planned(run=lambda *_: how, how=how, seconds=seconds, predicted={})
+
+
+class Found:
+    def __init__(self, *names: str) -> None:
+        self.tasks = [Task(name) for name in names]
+
+
+class Backend:
+    """Fuses into one region, or says why not."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        self.reason = reason
+
+    def fuse(self, found: Any) -> Any:
+        if self.reason:
+            raise CannotFuse(self.reason)
+        return Found("fused sin cos")
+
+
+def test_the_faster_against_plain_execution_in_its_own_race_is_taken() -> None:
+    lanes = _planned("2 lanes, equal to the bit", {PLAIN: 1.0, "2 lanes": 0.8})
+    compiled = _planned("one lane, equal to 1e-07", {PLAIN: 2.0, "one lane": 1.2})  # in another race: 0.6
+    found = fused.better(lanes, Backend(), Found("sin", "cos"), lambda _: compiled)
+    assert found is compiled
+    assert found.how == "fused, one lane, equal to 1e-07"
+    assert found.seconds == {PLAIN: 2.0, "2 lanes": 0.8, "fused, one lane": 1.2}
+    assert found.seconds[found.name] == 1.2
+    assert found.notes == ["1 compiled regions: 1 tasks instead of 2"]
+
+
+def test_operations_as_they_are_stay_where_they_are_faster() -> None:
+    lanes = _planned("2 lanes, equal to the bit", {PLAIN: 1.0, "2 lanes": 0.8})
+    for compiled in (
+        _planned("one lane, equal to 1e-07", {PLAIN: 1.0, "one lane": 0.9}),
+        _planned(PLAIN, {PLAIN: 1.0, "one lane": 3.0}),
+    ):
+        found = fused.better(copy.copy(lanes), Backend(), Found("sin"), lambda _, compiled=compiled: compiled)
+        assert found.how == lanes.how
+        assert found.seconds[PLAIN] == 1.0
+        assert "fused, one lane" in found.seconds
+
+
+def test_why_nothing_is_compiled_is_told() -> None:
+    lanes = _planned("2 lanes, equal to the bit", {PLAIN: 1.0, "2 lanes": 0.8})
+    assert fused.better(lanes, Backend("no compiler"), Found(), lambda _: lanes) is lanes
+    assert lanes.notes == ["nothing is compiled: no compiler"]
+    fast = mh.parallel(lambda x: x @ x, compile=True)
+    fast(torch.rand(4, 4))
+    assert "nothing is compiled: no two small operations follow each other" in fast.explain()
+
+
+def test_a_compiler_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(module: Any, metas: Any) -> Callable[..., Any]:
+        return lambda *given: [torch.zeros_like(one) for one in module(*given)]
+
+    monkeypatch.setattr(torch_fuse, "inductor", wrong)
+    x = torch.rand(64, 64)
+
+    def function(x: torch.Tensor) -> Any:
+        return (x @ x).sin().cos() + 1
+
+    fast = mh.parallel(function, compile=True)
+    for _ in range(2):
+        assert torch.equal(fast(x), function(x)) or torch.allclose(fast(x), function(x), rtol=1e-5)
+    assert "differ by 1.0e+00" in fast.explain()
+
+
+# torch.compile(model, backend="manyhands")
+
+
+class Watching:
+    """The backend without fusion, and all that it planned."""
+
+    def __init__(self) -> None:
+        self.made: list[Parallel] = []
+
+    def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
+        return torch_dynamo.compile_with(module, inputs, self._plan)
+
+    def _plan(self, function: Callable[..., Any]) -> Parallel:
+        self.made.append(Parallel(function, torch_parallel))
+        return self.made[-1]
+
+
+class Branchy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)) for _ in range(3))
+        self.drop, self.out = nn.Dropout(0.3), nn.Linear(4, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        parts = [branch(x).relu().mean((2, 3)) for branch in self.branches]
+        return self.out(self.drop(parts[0] + parts[1] * parts[2]))
+
+
+NETS = {"mlp": models.mlp, "lenet": models.lenet, "branchy": Branchy}
+X, Y = torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+
+
+def steps(net: nn.Module, call: Callable[..., Any], count: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for number in range(count):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(call(X), Y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_training_is_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    plain, other = NETS[name](), NETS[name]()
+    other.load_state_dict(copy.deepcopy(plain.state_dict()))
+    watching = Watching()
+    assert steps(other, torch.compile(other, backend=watching)) == pytest.approx(steps(plain, plain), rel=1e-5)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[key], value, rtol=1e-4, atol=1e-6)
+    forward, backward = (one._must_have_run() for one in watching.made[:2])
+    assert forward.schedule is not None, forward.notes
+    assert backward.schedule is not None, backward.notes
+
+
+def test_inference_and_other_shapes() -> None:
+    torch.manual_seed(0)
+    net = models.lenet().eval()
+    watching = Watching()
+    fast = torch.compile(net, backend=watching)
+    with torch.no_grad():
+        for size in (4, 4, 3, 2, 3):
+            torch.testing.assert_close(fast(X[:size]), net(X[:size]), rtol=1e-5, atol=1e-6)
+    assert watching.made
+    assert any(one._last is not None and one._last.schedule is not None for one in watching.made)
+
+
+def test_what_a_graph_hands_on() -> None:
+    """Results that are arguments, views of them, and arguments that share memory."""
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return a, a.t(), (a.t() @ b).sin(), b[1:], a.sum()
+
+    base = torch.rand(4, 4)
+    a, b = base, base[:, :4]
+    fast = torch.compile(function, backend=Watching())
+    for _ in range(3):
+        for one, other in zip(fast(a, b), function(a, b), strict=True):
+            assert torch.allclose(one, other)
+    assert fast(a, b)[0].data_ptr() == a.data_ptr()
+
+
+@needs_compiler
+def test_by_its_name_with_fusion() -> None:
+    torch_dynamo.register(mh.compile_backend)
+    torch_dynamo.register(mh.compile_backend)  # twice is no matter
+    assert "manyhands" in torch._dynamo.list_backends()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
+    fast = torch.compile(net, backend="manyhands")
+    x = torch.rand(3, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"options": {"fuze": True}}, "no option fuze"),
+        ({"options": {"fuse": 3}}, "give True or False"),
+        ({"mode": "max-autotune"}, "Inductor's"),
+    ],
+)
+def test_bad_options(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        torch_dynamo.options_from(given)
+    fast = torch.compile(nn.Linear(2, 2), backend=mh.compile_backend, **given)
+    with pytest.raises(Exception, match=words):
+        fast(torch.rand(1, 2))
+
+
+def test_importing_the_door_does_not_import_the_compiler() -> None:
+    from support import run_python
+
+    result = run_python("import sys, manyhands.torch; print('torch._dynamo.backends.registry' in sys.modules)")
+    assert result.stdout.strip() == "False", result.stderr
