@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch, NotATensor
 from manyhands.training.order import epoch_order
+from manyhands.training.randomness import with_own_numbers
 
 Batch = tuple[Any, ...]
 Array = NDArray[Any]
@@ -81,10 +82,13 @@ class Stream:
     shuffle: bool = False
     count: None = None
 
-    def batches(self, skip: int) -> Iterator[tuple[Array, ...]]:
-        """The batches after the first few, in NumPy's arrays, without empty ones."""
+    def batches(self, skip: int, seed: int | None = None) -> Iterator[tuple[Array, ...]]:
+        """The batches after the first few, in NumPy's arrays, without empty ones.
+
+        With a seed, a loader that shuffles by NumPy's or Python's random numbers gives the same order each time.
+        """
         number = 0
-        for batch in self.loader:
+        for batch in self.loader if seed is None else with_own_numbers(self.loader, seed):
             parts = _parts(batch)
             if not len(parts[0]):
                 continue
@@ -101,7 +105,7 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     if isinstance(data, (Arrays, Stream)):
         return data
     if is_array(data):
-        return Arrays((np.asarray(data),), shuffle=shuffle)
+        return Arrays((as_numpy(data),), shuffle=shuffle)
     if isinstance(data, (tuple, list)) and data and all(map(is_array, data)):
         return Arrays(tuple(as_numpy(part) for part in data), shuffle=shuffle)
     if hasattr(data, "__iter__"):
