@@ -1,0 +1,314 @@
+"""What :mod:`manyhands.engine.parallel_native` needs of JAX: jaxprs as graphs, ``jax.jit`` as the way to run them.
+
+A function is traced once, into a jaxpr; what runs is that jaxpr under ``jax.jit``, with the arrays that the function
+takes from outside as arguments of it. So Python code is never run again behind the caller's back, and large weights
+are not compiled in as constants.
+
+``jax.jit`` computes on one device and takes no notice of ``device_put`` to another: a function over several devices is
+run as it is written, and JAX's asynchronous dispatch lets the devices work at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from manyhands import machine
+from manyhands.backends import jax as adapter
+from manyhands.backends.native import Call, Outputs, Same, Traced, compared, estimate, refuse_unknown, task, told
+from manyhands.errors import CannotTrace
+from manyhands.task import Task
+
+name = "jax"
+PLAINLY = "JAX issues operations one by one and does not wait for them"
+LANES = "XLA fuses and orders operations as it likes"
+PROFILER = "JAX does not tell when it ran which operation; jax.profiler.trace(folder) writes what it knows"
+_BY_VALUE = (bool, int, float, complex, str, bytes, range, slice, type, np.dtype)
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+
+
+# Calls
+
+
+def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call | None:
+    """The call by which calls like it are known; None where JAX is tracing."""
+    leaves, structure = jax.tree.flatten((arguments, keywords), is_leaf=_is_nnx if _nnx_classes() else None)
+    tensors: list[Any] = []
+    others: list[Any] = []
+    known: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, jax.Array):
+            others.append(leaf)
+            known.append((type(leaf), repr(leaf)) if isinstance(leaf, _BY_VALUE) else Same(leaf))
+        elif isinstance(leaf, jax.core.Tracer):
+            return None
+        else:
+            tensors.append(leaf)
+            known.append((leaf.aval, leaf.sharding, leaf.committed))
+
+    def rebuild(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = iter(values)
+        whole = [next(given) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        return cast("tuple[tuple[Any, ...], dict[str, Any]]", jax.tree.unflatten(structure, whole))
+
+    return Call(arguments, keywords, tensors, others, (structure, tuple(known), _modes()), rebuild)
+
+
+def _modes() -> tuple[Any, ...]:
+    config = jax.config
+    return (
+        config.jax_enable_x64,
+        config.jax_default_device,
+        config.jax_default_matmul_precision,
+        config.jax_disable_jit,
+        config.jax_numpy_dtype_promotion,
+    )
+
+
+def parts(value: Any) -> Iterable[tuple[str, Callable[[], Any]]] | None:
+    """Arrays never change; a Flax variable is the array in it, a Flax module its attributes."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return ()
+    if not _is_nnx(value):
+        return None
+    variable: Any = _nnx_classes()[1]
+    if isinstance(value, variable):
+        return [("value", value.get_raw_value)]
+    own = vars(value)
+    return [(word, functools.partial(own.get, word)) for word in own if not word.startswith("_pytree__")]
+
+
+def _nnx_classes() -> tuple[type, ...]:
+    nnx = sys.modules.get("flax.nnx")
+    return (nnx.Pytree, nnx.Variable) if nnx is not None and hasattr(nnx, "Pytree") else ()
+
+
+def _is_nnx(value: Any) -> bool:
+    return isinstance(value, _nnx_classes())
+
+
+# Running
+
+
+def observe(function: Callable[..., Any], one: Call) -> tuple[Any, None]:
+    """Plain execution to its end; nothing is seen of it."""
+    return wait(function(*one.arguments, **one.keywords)), None
+
+
+def wait(result: Any) -> Any:
+    return jax.block_until_ready(result)
+
+
+@contextmanager
+def untouched(traced: Traced) -> Iterator[None]:
+    """Nothing can be written to."""
+    yield
+
+
+def outcome(result: Any, traced: Traced) -> list[Any]:
+    return cast("list[Any]", jax.tree.leaves(result))
+
+
+def equal(ones: Sequence[Any], others: Sequence[Any]) -> tuple[bool, float]:
+    return compared(ones, others, _numbers, lambda x: (x.aval, x.sharding.device_set))
+
+
+def _numbers(value: Any) -> Any:
+    if not isinstance(value, jax.Array):
+        return None
+    return np.asarray(jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value)
+
+
+def lanes(device: str) -> int:
+    """How many operations run at once: on the CPU XLA's threads take independent ones."""
+    return 1 if device.startswith("gpu") else machine.usable_cores()
+
+
+# Tracing
+
+
+def trace(function: Callable[..., Any], one: Call, outside: Any, seen: None) -> Traced:
+    refuse_unknown(one.others, lambda value: isinstance(value, _BY_VALUE) or _is_nnx(value) or callable(value))
+    if jax.config.jax_disable_jit:
+        raise CannotTrace("jax.jit is switched off (jax_disable_jit)")
+    shapes: list[Outputs] = []
+
+    def flat(*tensors: Any) -> list[Any]:
+        arguments, keywords = one.rebuild(tensors)
+        computed, outputs = _taken_apart(function(*arguments, **keywords), tensors)
+        shapes.append(outputs)
+        return computed
+
+    try:
+        closed = jax.make_jaxpr(flat)(*one.tensors)
+    except CannotTrace:
+        raise
+    except Exception as error:
+        raise CannotTrace(f"jax.jit cannot trace it: {told(error)}") from error
+    graph = _Graph(one.tensors, closed)
+    traced = Traced(graph.tasks, "jax.jit", None)
+    if closed.effects:
+        traced.notes.append("jax.jit is not used: it prints or calls back to the host, and trying out would do that")
+    elif len(graph.devices) > 1:
+        traced.notes.append(
+            f"jax.jit is not used: it computes on one device, and this function uses {', '.join(sorted(graph.devices))}"
+        )
+    else:
+        traced.compiled = _compiled(closed, shapes[-1])
+    return traced
+
+
+def _taken_apart(result: Any, tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
+    leaves, structure = jax.tree.flatten(result, is_leaf=_is_nnx if _nnx_classes() else None)
+    places = {id(tensor): number for number, tensor in enumerate(tensors)}
+    computed: list[Any] = []
+    kinds: list[tuple[str, Any]] = []
+    for leaf in leaves:
+        if id(leaf) in places:
+            kinds.append(("argument", places[id(leaf)]))
+        elif isinstance(leaf, jax.core.Tracer):
+            computed.append(leaf)
+            kinds.append(("computed", None))
+        elif isinstance(leaf, (*_BY_VALUE, jax.Array)):
+            kinds.append(("value", leaf))
+        else:
+            raise CannotTrace(f"a result is a {type(leaf).__name__}: jax.jit would give the same one at every call")
+    return computed, Outputs(functools.partial(jax.tree.unflatten, structure), kinds)
+
+
+def _compiled(closed: ClosedJaxpr, outputs: Outputs) -> Callable[[Call], Any]:
+    jaxpr, constants = closed.jaxpr, list(closed.consts)
+    run = jax.jit(lambda constants, tensors: jax.core.eval_jaxpr(jaxpr, constants, *tensors))
+
+    def compiled(one: Call) -> Any:
+        return outputs.put_together(run(constants, one.tensors), one.tensors)
+
+    return compiled
+
+
+class _Graph:
+    """The operations of a jaxpr as tasks; calls of other jaxprs are looked into, loops are one task."""
+
+    def __init__(self, tensors: Sequence[Any], closed: ClosedJaxpr) -> None:
+        self.tasks: list[Task] = []
+        self._memory: dict[Any, int] = {}
+        self._device: dict[int, str] = {}
+        self._first = _place(tensors[0]) if tensors else _default()
+        values = [*zip(closed.jaxpr.constvars, closed.consts, strict=True)]
+        values += [*zip(closed.jaxpr.invars, tensors, strict=True)]
+        for variable, value in values:
+            self._device[self._of(variable)] = _place(value)
+        self.devices = {_place(tensor) for tensor in tensors}
+        self._add(closed.jaxpr)
+
+    def _of(self, variable: Any) -> int:
+        return self._memory.setdefault(variable, len(self._memory))
+
+    def _add(self, jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            inner = _called(equation)
+            if inner is None:
+                self._task(equation)
+                continue
+            for variable, value in zip(inner.constvars + inner.invars, equation.invars, strict=True):
+                if not isinstance(value, Literal):
+                    self._memory[variable] = self._of(value)
+            self._add(inner)
+            for variable, value in zip(equation.outvars, inner.outvars, strict=True):
+                if not isinstance(value, Literal):
+                    self._memory[variable] = self._of(value)
+
+    def _task(self, equation: Any) -> None:
+        reads = {self._of(one) for one in equation.invars if not isinstance(one, Literal)}
+        writes = {self._of(one) for one in equation.outvars}
+        target = _target(equation)
+        known = [self._device[one] for one in reads if one in self._device]
+        device = target or (known[0] if known else self._first)
+        if target:
+            self.devices.add(target)
+        self._device.update(dict.fromkeys(writes, device))
+        copies = target is not None and target != (known[0] if known else self._first)
+        self.tasks.append(task(equation.primitive.name, reads, writes, device, _seconds(equation), copies=copies))
+
+
+def _place(array: Any) -> str:
+    """Where an array is; one that is only there by default follows the others, so it is where they are."""
+    if not isinstance(array, jax.Array):
+        return _default()
+    return "+".join(sorted(str(adapter.neutral(device)) for device in array.sharding.device_set))
+
+
+def _default() -> str:
+    device = jax.config.jax_default_device
+    return str(adapter.neutral(device if isinstance(device, jax.Device) else jax.local_devices()[0]))
+
+
+def _target(equation: Any) -> str | None:
+    """The device that an operation puts its result on, where it says so."""
+    if equation.primitive.name != "device_put":
+        return None
+    devices = equation.params.get("devices") or (None,)
+    return str(adapter.neutral(devices[0])) if isinstance(devices[0], jax.Device) else None
+
+
+def _called(equation: Any) -> Any:
+    """The jaxpr that an operation stands for, where it is just a call."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    inner = next((equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None)
+    inner = getattr(inner, "jaxpr", inner)
+    if inner is None or len(inner.constvars) + len(inner.invars) != len(equation.invars):
+        return None
+    return inner
+
+
+def _seconds(equation: Any) -> float:
+    count = sum(_size(one) for one in [*equation.invars, *equation.outvars])
+    return estimate(_operations(equation), count)
+
+
+def _operations(equation: Any) -> float:
+    primitive, made = equation.primitive.name, sum(_size(one) for one in equation.outvars)
+    if primitive == "dot_general":
+        left = equation.invars[0].aval.shape
+        return 2.0 * made * int(math.prod(left[axis] for axis in equation.params["dimension_numbers"][0][0]))
+    if primitive == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        return 2.0 * made * int(math.prod(kernel) / kernel[equation.params["dimension_numbers"].rhs_spec[0]])
+    if primitive == "scan":
+        return float(equation.params["length"]) * sum(map(_operations, equation.params["jaxpr"].jaxpr.eqns))
+    return float(made)
+
+
+def _size(variable: Any) -> int:
+    return math.prod(getattr(variable.aval, "shape", ()))
+
+
+# What explicit tasks need of JAX (manyhands.engine.futures)
+
+memory_of = id  # an array never changes, so none needs to be known by its memory
+
+
+def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX's settings in ``with`` are a thread's own: the task's thread does as the one that gave it."""
+    device, precision = jax.config.jax_default_device, jax.config.jax_default_matmul_precision
+    wide = bool(jax.config.jax_enable_x64)
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(jax.default_device(device))
+            stack.enter_context(jax.default_matmul_precision(precision))
+            stack.enter_context(jax.enable_x64(wide))
+            return function(*arguments, **keywords)
+
+    return run

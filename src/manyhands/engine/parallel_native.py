@@ -1,0 +1,234 @@
+"""``parallel(fn)`` where the framework's own runtime finds the parallelism: JAX, TensorFlow, MXNet.
+
+These frameworks run a function as one graph (``jax.jit``, ``tf.function``, MXNet's CachedOp) or issue its operations
+asynchronously; manyhands does not choose lanes there. It does what is left to do: decide whether the framework's way
+gives the same result and is faster, and say so.
+
+The first call of a signature (structure, shapes, dtypes, devices, modes, plain values) is plain execution, and its
+result is given back. It is watched: a function that changes Python state, prints, opens files or draws random numbers
+of Python or NumPy would do so only once if it were compiled, so it is left alone. Else the function is traced, its
+compiled form compared with plain execution, and both are timed in turns; plain execution stays where it is not slower.
+
+A worked example: ``fn`` reads a global ``scale``. The first call with a 4x4 array runs plainly, then ``jax.jit(fn)`` is
+compared and wins; the second call is compiled. A call with a 5x5 array is planned anew, and so is one after
+``scale = 3.0``: the compiled function holds only for what it has found outside its arguments.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import random
+import statistics
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from manyhands.backends.native import Call, Traced, told
+from manyhands.engine import draw, native_told
+from manyhands.engine.native_told import PLAIN, Planned
+from manyhands.engine.outside import Outside
+from manyhands.engine.parallel_cpu import CLOSE, race
+from manyhands.engine.timeline import Timeline
+from manyhands.errors import CannotTrace, EngineError
+
+_SIGNATURES = 8
+_VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
+_PLANNINGS = 8  # of one signature; then it is run as it is
+_CLEARLY = 0.97  # of plain execution's time
+_WATCHED = {"print": "prints", "open": "opens a file", "input": "asks the user"}
+_SETTLING = 3  # calls in which a function may still change what is outside: models are often built by their first call
+
+
+class Parallel:
+    """A function that gives what the plain one gives, sooner where the framework's runtime can do that."""
+
+    def __init__(self, function: Callable[..., Any], backend: Any) -> None:
+        if not callable(function):
+            raise EngineError(f"parallel(fn) takes a function, not a {type(function).__name__}: write parallel(net)(x)")
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.backend = backend
+        self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
+        self._plannings: dict[Any, int] = {}
+        self._last: Planned | None = None
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        call = self.backend.call(arguments, keywords)
+        if call is None:  # the framework is tracing: whoever does that compiles the whole
+            return self.function(*arguments, **keywords)
+        for planned in self._planned.get(call.signature, ()):
+            if planned.holds():
+                self._last = planned
+                return planned.run(call)
+        return self._first(call)
+
+    # Telling
+
+    def explain(self) -> str:
+        """How the last call was run, what it took, what bounds it, and what the framework does not show."""
+        return native_told.explain(getattr(self.function, "__name__", "function"), self._must_have_run(), self.backend)
+
+    def draw(self, path: str | Path) -> Path:
+        """The graph that the framework shows as SVG, coloured by lane."""
+        return draw.save(self._must_have_run().scheduled(), Path(path))
+
+    def timeline(self, path: str | Path, *, simulated: bool = True) -> Path:
+        """When each task would run on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
+
+        Simulated: the frameworks here do not tell when they run what. Their own profilers do.
+        """
+        if not simulated:
+            raise EngineError(f"timeline(simulated=False): {self.backend.PROFILER}")
+        return self.simulated().save(path)
+
+    def simulated(self) -> Timeline:
+        """The last call's graph on the runtime's lanes, in thought."""
+        return native_told.simulated(self._must_have_run().scheduled())
+
+    def _must_have_run(self) -> Planned:
+        if self._last is None:
+            raise EngineError("call the function first: it is planned for the arguments that it gets")
+        return self._last
+
+    # Planning
+
+    def _first(self, call: Call) -> Any:
+        """Run plainly, and plan for the calls to come."""
+        count = self._plannings[call.signature] = self._plannings.get(call.signature, 0) + 1
+        if count > _PLANNINGS:
+            why = "what it takes from outside is different at every call: pass it as an argument"
+            self._keep(call, Planned(self._plainly, notes=[f"planned {_PLANNINGS} times already; {why}"]))
+            return self._plainly(call)
+        outside = Outside(self.function, call.others, self.backend.parts)
+        with _Effects() as effects:
+            start = time.perf_counter()
+            result, seen = self.backend.observe(self.function, call)
+            spent = time.perf_counter() - start
+        planned = Planned(self._plainly, seconds={f"{PLAIN}, first call": spent})
+        changed = outside.changed()
+        try:
+            if effects.found or changed:
+                raise CannotTrace(f"it {effects.found or f'changes {changed}, which is outside it'}")
+            if outside.too_large():
+                raise CannotTrace("it reaches so much outside its arguments that watching it would cost too much")
+            traced = self.backend.trace(self.function, call, outside, seen)
+        except CannotTrace as error:
+            planned.notes.append(f"cannot be traced: {error}")
+            if changed and count < _SETTLING:
+                self._last = planned
+                return result
+        else:
+            self._choose(planned, call, traced, result)
+            planned.holds = outside.holds
+        self._keep(call, planned)
+        return result
+
+    def _keep(self, call: Call, planned: Planned) -> None:
+        self._last = planned
+        variants = self._planned.setdefault(call.signature, [])
+        variants.append(planned)
+        del variants[:-_VARIANTS]
+        if len(self._planned) > _SIGNATURES:
+            gone, _ = self._planned.popitem(last=False)
+            self._plannings.pop(gone, None)
+
+    def _plainly(self, call: Call) -> Any:
+        return self.function(*call.arguments, **call.keywords)
+
+    def _choose(self, planned: Planned, call: Call, traced: Traced, result: Any) -> None:
+        """Compare the framework's way with plain execution in results and in time."""
+        planned.notes += traced.notes
+        if traced.compiled is not None:
+            try:
+                self._try(planned, call, traced, result)
+            except Exception as error:  # out of memory, an operation that the compiler does not know
+                planned.notes.append(f"{traced.way} is not used: {told(error)}")
+        spent = planned.seconds.get(planned.name, next(iter(planned.seconds.values())))
+        planned.schedule = native_told.scheduled(traced, self.backend.lanes, spent)
+        planned.costs, planned.missing = traced.costs, traced.missing
+
+    def _try(self, planned: Planned, call: Call, traced: Traced, result: Any) -> None:
+        backend, compiled = self.backend, traced.compiled
+        assert compiled is not None
+
+        def outcome(run: Callable[[Call], Any]) -> Any:
+            with backend.untouched(traced):
+                return backend.outcome(run(call), traced)
+
+        expected = outcome(self._plainly) if traced.writes else backend.outcome(result, traced)
+        same, difference = backend.equal(outcome(compiled), expected)
+        if not same and difference > CLOSE:
+            planned.notes.append(f"{traced.way} is not used: its results differ by {difference:.1e}")
+            return
+        with backend.untouched(traced):
+            plain, own = race([lambda: backend.wait(self._plainly(call)), lambda: backend.wait(compiled(call))])
+        planned.seconds = {PLAIN: statistics.median(plain), traced.way: statistics.median(own)}
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(own, plain, strict=True))
+        # A load from outside that hits only one of the two may be gone in a minute: the best rounds must agree.
+        if max(ratio, min(own) / min(plain)) < _CLEARLY:
+            planned.how = traced.way + (", equal to the bit" if same else f", equal to {difference:.0e}")
+            planned.run = self._compiled(planned, traced, compiled)
+        else:
+            planned.notes.append(f"{traced.way} is not used: it is not faster here")
+
+    def _compiled(self, planned: Planned, traced: Traced, compiled: Callable[[Call], Any]) -> Callable[[Call], Any]:
+        """The compiled function; where it fails, plain execution says what is wrong in the function's own words."""
+
+        def run(call: Call) -> Any:
+            try:
+                return compiled(call)
+            except Exception as error:
+                if traced.writes:
+                    error.add_note(f"it was run as {traced.way}, and has perhaps written to variables already")
+                    raise
+                failure = told(error)
+            result = self._plainly(call)
+            planned.run, planned.how = self._plainly, PLAIN
+            planned.notes.append(
+                f"{traced.way} failed where plain execution does not; it is not used any more: {failure}"
+            )
+            return result
+
+        return run
+
+
+class _Effects:
+    """Notes what this thread does in a call that no fact shows: printing, opening files, drawing random numbers."""
+
+    def __init__(self) -> None:
+        self.found: str | None = None
+
+    def __enter__(self) -> _Effects:
+        self._thread = threading.get_ident()
+        self._before = {name: getattr(builtins, name) for name in _WATCHED}
+        self._random = _random_states()
+        for name, function in self._before.items():
+            setattr(builtins, name, self._noting(function, _WATCHED[name]))
+        return self
+
+    def _noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def noting(*arguments: Any, **keywords: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                self.found = f"{what} ({function.__name__})"
+            return function(*arguments, **keywords)
+
+        return noting
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._before.items():
+            setattr(builtins, name, function)
+        if self.found is None and _random_states() != self._random:
+            self.found = "draws random numbers of Python or NumPy"
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, key, *rest = numpy.random.get_state()
+    return random.getstate(), kind, key.tobytes(), *rest
