@@ -36,6 +36,18 @@ class Capabilities:
     pins_memory: bool
     # The framework tells a GPU's UUID (elsewhere it is found through the driver).
     tells_uuid: bool
+    # parallel(fn): manyhands chooses the lanes (elsewhere the framework's own runtime does).
+    plans_lanes: bool
+    # parallel(fn): several devices in one function can be planned together (elsewhere it is run as it is written).
+    plans_several_devices: bool
+    # parallel(fn): a function's graph is known before it is run (elsewhere from what its first call did).
+    traces: bool
+    # parallel(fn): each task's time is measured (elsewhere estimated from shapes).
+    measures_tasks: bool
+    # timeline(): when each task ran is measured (elsewhere simulated).
+    measures_timeline: bool
+    # with parallel(): it is known which tensors share memory (elsewhere a task that writes waits for its whole device).
+    tells_shared_memory: bool
 
 
 class Arrival(Generic[V]):

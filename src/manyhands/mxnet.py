@@ -11,6 +11,9 @@ require("mxnet")
 from manyhands.api import Verbs  # noqa: E402
 from manyhands.backend import Arrival  # noqa: E402
 from manyhands.backends import mxnet as _backend  # noqa: E402
+from manyhands.backends import mxnet_parallel as _parallel_backend  # noqa: E402
+from manyhands.engine.futures import Future, task  # noqa: E402
+from manyhands.engine.parallel_native import Offer, Parallel  # noqa: E402
 
 _verbs = Verbs(_backend)
 
@@ -31,9 +34,12 @@ waitall = _verbs.waitall
 split = _verbs.split
 split_batch = _verbs.split_batch
 gather = _verbs.gather
+parallel = Offer(_parallel_backend)
 
 __all__ = [
     "Arrival",
+    "Future",
+    "Parallel",
     "check_same_device",
     "copy",
     "cpu",
@@ -43,9 +49,11 @@ __all__ = [
     "gpu",
     "memory",
     "num_gpus",
+    "parallel",
     "split",
     "split_batch",
     "synchronize",
+    "task",
     "to",
     "try_all_gpus",
     "try_gpu",

@@ -81,6 +81,12 @@ class FakeBackend:
         moves_models=True,
         pins_memory=False,
         tells_uuid=True,
+        plans_lanes=False,
+        plans_several_devices=False,
+        traces=False,
+        measures_tasks=False,
+        measures_timeline=False,
+        tells_shared_memory=True,
     )
 
     def __init__(self, gpus: int = 0, faults: Faults | None = None) -> None:

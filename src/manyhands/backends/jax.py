@@ -28,6 +28,12 @@ CAPABILITIES = Capabilities(
     moves_models=True,
     pins_memory=False,
     tells_uuid=False,
+    plans_lanes=False,
+    plans_several_devices=False,
+    traces=True,
+    measures_tasks=False,
+    measures_timeline=False,
+    tells_shared_memory=True,
 )
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")

@@ -29,6 +29,12 @@ CAPABILITIES = Capabilities(
     # Without CUDA a pinned context is ordinary memory.
     pins_memory=mx.runtime.Features().is_enabled("CUDA"),
     tells_uuid=False,
+    plans_lanes=False,
+    plans_several_devices=True,
+    traces=False,
+    measures_tasks=True,
+    measures_timeline=False,
+    tells_shared_memory=False,
 )
 
 _CPU = mx.cpu(0)

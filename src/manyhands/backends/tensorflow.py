@@ -44,6 +44,12 @@ CAPABILITIES = Capabilities(
     moves_models=False,
     pins_memory=False,
     tells_uuid=False,
+    plans_lanes=False,
+    plans_several_devices=True,
+    traces=True,
+    measures_tasks=False,
+    measures_timeline=False,
+    tells_shared_memory=True,
 )
 
 _NAME = re.compile(r"/device:(CPU|GPU):(\d+)\Z")

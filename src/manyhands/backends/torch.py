@@ -26,6 +26,12 @@ CAPABILITIES = Capabilities(
     moves_models=True,
     pins_memory=True,
     tells_uuid=True,
+    plans_lanes=True,
+    plans_several_devices=False,
+    traces=True,
+    measures_tasks=True,
+    measures_timeline=False,
+    tells_shared_memory=True,
 )
 
 _CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import math
 import random
 import statistics
 import sys
@@ -26,10 +27,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from manyhands.backends.native import Call, Traced, told
 from manyhands.engine import draw, native_told
+from manyhands.engine.futures import parallel as Scope
 from manyhands.engine.native_told import PLAIN, Planned
 from manyhands.engine.outside import Outside
 from manyhands.engine.parallel_cpu import CLOSE, race
@@ -163,7 +165,8 @@ class Parallel:
         expected = outcome(self._plainly) if traced.writes else backend.outcome(result, traced)
         same, difference = backend.equal(outcome(compiled), expected)
         if not same and difference > CLOSE:
-            planned.notes.append(f"{traced.way} is not used: its results differ by {difference:.1e}")
+            how = f"differ by {difference:.1e}" if difference < math.inf else "are of another shape, type or device"
+            planned.notes.append(f"{traced.way} is not used: its results {how}")
             return
         with backend.untouched(traced):
             plain, own = race([lambda: backend.wait(self._plainly(call)), lambda: backend.wait(compiled(call))])
@@ -195,6 +198,51 @@ class Parallel:
             return result
 
         return run
+
+
+class Offer:
+    """``fast = parallel(fn)``: gives what ``fn`` gives, sooner where that is possible; ``with parallel():`` for tasks.
+
+    The first call runs plainly; then the function is traced for its arguments' shapes and given to the framework's own
+    runtime. That is used if its results are the same and it is faster; ``fast.explain()`` says what was chosen and why.
+    What the function takes from outside is watched: where it is another, the function is planned anew. Not seen: the
+    clock, the network, and what is reached only through C code. In a scope, ``task(fn)(a, b)`` runs beside others on
+    one of ``threads`` threads.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    @overload
+    def __call__(
+        self, function: Callable[..., Any], *, reuse_outputs: bool = ..., memory: float = ..., synchronous: bool = ...
+    ) -> Parallel: ...
+
+    @overload
+    def __call__(self, function: None = None, *, threads: int | None = ...) -> Scope: ...
+
+    def __call__(
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        reuse_outputs: bool = False,
+        memory: float = 1.3,
+        synchronous: bool = False,
+        threads: int | None = None,
+    ) -> Parallel | Scope:
+        backend = self._backend
+        runtime = f"{backend.name}'s own runtime"
+        if reuse_outputs:
+            raise EngineError(
+                f"parallel(reuse_outputs=True): {runtime} gives fresh results at every call; leave it out"
+            )
+        if memory != 1.3:
+            raise EngineError(f"parallel(memory={memory}): {runtime} decides what memory it takes; leave it out")
+        if synchronous:
+            raise EngineError(f"parallel(synchronous=True): {runtime} chooses the order; for debugging call fn itself")
+        if function is None:
+            return Scope(threads, memory_of=backend.memory_of, bound=backend.bound)
+        return Parallel(function, backend)
 
 
 class _Effects:

@@ -1,0 +1,295 @@
+"""What :mod:`manyhands.engine.parallel_native` needs of TensorFlow: ``tf.function`` as graph and as the way to run.
+
+A function is traced once, without AutoGraph: a branch on a tensor's value is not rewritten, but left to plain
+execution. TensorFlow's runtime runs independent operations of the graph on its inter-op threads. Variables take part by
+reference: what a function assigns is assigned, and put back after a trial.
+
+Stateful random numbers (``tf.random.normal``) come in another order in a graph than operation by operation, so such a
+function stays as it is; ``tf.random.stateless_*`` and Keras's seed generators give the same numbers in both.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context as _context
+from tensorflow.python.framework import op_def_registry
+
+from manyhands import machine, tree
+from manyhands.backends import tensorflow as adapter
+from manyhands.backends.native import Call, Outputs, Same, Traced, compared, estimate, refuse_unknown, task, told
+from manyhands.errors import CannotTrace
+from manyhands.task import Task
+
+name = "tensorflow"
+PLAINLY = "TensorFlow runs operations one by one"
+LANES = "TensorFlow's optimizer may fuse operations, and its inter-op threads take whatever is ready"
+PROFILER = "TensorFlow does not tell when it ran which operation; tf.profiler.experimental writes what it knows"
+_EAGER = tf.__internal__.EagerTensor
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), range, slice, type, tf.DType, tf.TensorShape)
+# Operations with state that a trial can put back, or that change nothing.
+_HARMLESS = ("ReadVariableOp", "VarHandleOp", "VariableShape", "PartitionedCall", "Assert", "If", "While", "Case")
+_ASSIGNS = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
+_NO_TASK = ("Placeholder", "Const", "NoOp", "Identity", "VarHandleOp")
+
+
+# Calls
+
+
+def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call | None:
+    """The call by which calls like it are known; None where TensorFlow is tracing."""
+    if not tf.executing_eagerly():
+        return None
+    leaves, structure = tree.flatten((arguments, keywords))
+    tensors: list[Any] = []
+    others: list[Any] = []
+    known: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, _EAGER):
+            tensors.append(leaf)
+            known.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+        else:
+            others.append(leaf)
+            known.append((type(leaf), repr(leaf)) if isinstance(leaf, _BY_VALUE) else Same(leaf))
+
+    def rebuild(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = iter(values)
+        return structure.unflatten(next(given) if isinstance(leaf, _EAGER) else leaf for leaf in leaves)  # type: ignore[return-value]
+
+    return Call(arguments, keywords, tensors, others, (structure, tuple(known), _scope()), rebuild)
+
+
+def _scope() -> str:
+    """The device of ``with tf.device(...)`` around the call, or nothing."""
+    return str(_context.context().device_name or "")
+
+
+def parts(value: Any) -> Iterable[tuple[str, Callable[[], Any]]] | None:
+    """Tensors never change, and variables are read when the graph is run."""
+    if isinstance(value, (tf.Tensor, tf.Variable)) or adapter._is_keras(value, "Variable"):
+        return ()
+    if adapter._is_keras(value, "Layer"):
+        return _of_layer(value)
+    return None
+
+
+def _of_layer(layer: Any) -> list[tuple[str, Callable[[], Any]]]:
+    """Its settings, its variables and the layers in it; not Keras's own bookkeeping, which changes as it likes."""
+    own = vars(layer)
+    words = [word for word in own if not word.startswith("_") and word not in ("built", "losses")]
+    found: list[tuple[str, Callable[[], Any]]] = [(word, functools.partial(own.get, word)) for word in words]
+    found += [(word, functools.partial(getattr, layer, word)) for word in ("trainable", "built")]
+    return [*found, ("layers", lambda: list(layer._flatten_layers(include_self=False, recursive=False)))]
+
+
+# Running
+
+
+def observe(function: Callable[..., Any], one: Call) -> tuple[Any, None]:
+    """Plain execution to its end; nothing is seen of it."""
+    return wait(function(*one.arguments, **one.keywords)), None
+
+
+def wait(result: Any) -> Any:
+    adapter.synchronize(None)
+    return result
+
+
+@contextmanager
+def untouched(traced: Traced) -> Iterator[None]:
+    """Trying a function out leaves no trace: the variables that it may write to are put back."""
+    saved = [(variable, _copy(variable)) for variable in traced.writes]
+    try:
+        yield
+    finally:
+        for variable, before in saved:
+            variable.assign(before)
+
+
+def _copy(variable: Any) -> Any:
+    return adapter.copy(variable, adapter.device_of(variable))
+
+
+def outcome(result: Any, traced: Traced) -> list[Any]:
+    """The results, and what is then in the variables that it may write to."""
+    return [*tree.flatten(result)[0], *map(_copy, traced.writes)]
+
+
+def equal(ones: Sequence[Any], others: Sequence[Any]) -> tuple[bool, float]:
+    return compared(ones, others, _numbers, lambda x: (x.dtype, x.device))
+
+
+def _numbers(value: Any) -> Any:
+    return value.numpy() if isinstance(value, _EAGER) else None
+
+
+def lanes(device: str) -> int:
+    """How many operations run at once: TensorFlow's inter-op threads; a GPU has one queue."""
+    if device.startswith("gpu"):
+        return 1
+    return tf.config.threading.get_inter_op_parallelism_threads() or machine.usable_cores()
+
+
+# Tracing
+
+
+def trace(function: Callable[..., Any], one: Call, outside: Any, seen: None) -> Traced:
+    refuse_unknown(one.others, _is_known)
+    shapes: list[Outputs] = []
+
+    def flat(*tensors: Any) -> list[Any]:
+        arguments, keywords = one.rebuild(tensors)
+        computed, outputs = _taken_apart(function(*arguments, **keywords), tensors)
+        shapes.append(outputs)
+        return computed
+
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in one.tensors]
+    try:
+        concrete = tf.function(flat, autograph=False).get_concrete_function(*specs)
+    except CannotTrace:
+        raise
+    except Exception as error:
+        raise CannotTrace(f"tf.function cannot trace it: {told(error)}") from error
+    traced = Traced(_Graph(concrete, one).tasks, "tf.function", None)
+    kinds = _operations(concrete)
+    strange = sorted(kind for kind in kinds if _is_stateful(kind) and not _is_harmless(kind))
+    if strange:
+        what = "random numbers come in another order there" if any("Random" in kind for kind in strange) else "effects"
+        traced.notes.append(f"tf.function is not used: its graph has {', '.join(strange)} ({what})")
+        return traced
+    if any(kind.startswith(_ASSIGNS) for kind in kinds):
+        traced.writes = concrete.graph.variables
+    traced.compiled = _compiled(concrete, shapes[-1])
+    return traced
+
+
+def _is_known(value: Any) -> bool:
+    keras = adapter._is_keras(value, "Layer") or adapter._is_keras(value, "Variable")
+    return isinstance(value, (*_BY_VALUE, tf.Variable)) or keras or callable(value)
+
+
+def _taken_apart(result: Any, tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
+    leaves, structure = tree.flatten(result)
+    places = {id(tensor): number for number, tensor in enumerate(tensors)}
+    computed: list[Any] = []
+    kinds: list[tuple[str, Any]] = []
+    for leaf in leaves:
+        if id(leaf) in places:
+            kinds.append(("argument", places[id(leaf)]))
+        elif isinstance(leaf, tf.Tensor) and tf.is_symbolic_tensor(leaf):
+            computed.append(leaf)
+            kinds.append(("computed", None))
+        elif isinstance(leaf, (*_BY_VALUE, tf.Tensor, tf.Variable)):
+            kinds.append(("value", leaf))
+        else:
+            raise CannotTrace(f"a result is a {type(leaf).__name__}: tf.function would give the same one at every call")
+    return computed, Outputs(structure.unflatten, kinds)
+
+
+def _compiled(concrete: Any, outputs: Outputs) -> Callable[[Call], Any]:
+    def compiled(one: Call) -> Any:
+        return outputs.put_together(concrete(*one.tensors) or (), one.tensors)
+
+    return compiled
+
+
+def _operations(concrete: Any) -> set[str]:
+    """The kinds of operations of a graph and of the functions that it calls."""
+    found = concrete.graph.as_graph_def()
+    inner = {node.op for function in found.library.function for node in function.node_def}
+    return {node.op for node in found.node} | inner
+
+
+def _is_stateful(kind: str) -> bool:
+    known = op_def_registry.get(kind)
+    return known is None or bool(known.is_stateful)
+
+
+def _is_harmless(kind: str) -> bool:
+    return kind.removeprefix("Stateful") in _HARMLESS or kind.startswith(_ASSIGNS)
+
+
+class _Graph:
+    """The operations of a graph as tasks. What only waits or hands on (``NoOp``, ``Identity``) is none."""
+
+    def __init__(self, concrete: Any, one: Call) -> None:
+        self.tasks: list[Task] = []
+        self._memory: dict[str, set[int]] = {}
+        self._count = 0
+        scope = _scope() or (one.tensors[0].device if one.tensors else "")
+        self._place = str(adapter.neutral(adapter._known(scope))) if scope else str(adapter.neutral(adapter.cpu()))
+        for operation in concrete.graph.get_operations():
+            self._add(operation)
+
+    def _new(self) -> set[int]:
+        self._count += 1
+        return {self._count}
+
+    def _add(self, operation: Any) -> None:
+        taken = [self._memory.get(tensor.name, set()) for tensor in operation.inputs]
+        reads: set[int] = set().union(
+            *taken, *(self._memory.get(f"^{one.name}", set()) for one in operation.control_inputs)
+        )
+        if operation.type in _NO_TASK:
+            made = reads or (self._new() if operation.type == "Placeholder" else set())
+            self._memory.update({tensor.name: made for tensor in operation.outputs})
+            self._memory[f"^{operation.name}"] = reads
+            return
+        done = self._new()
+        writes = set(done)
+        for tensor in operation.outputs:
+            self._memory[tensor.name] = own = self._new()
+            writes |= own
+        self._memory[f"^{operation.name}"] = done
+        for tensor, memory in zip(operation.inputs, taken, strict=True):
+            if tensor.dtype == tf.resource and operation.type.startswith(_ASSIGNS):
+                writes |= memory
+        device = str(adapter.neutral(adapter._known(operation.device))) if _named(operation.device) else self._place
+        self.tasks.append(task(operation.type, reads, writes, device, _seconds(operation)))
+
+
+def _named(device: str) -> bool:
+    return adapter._NAME.search(device) is not None
+
+
+def _seconds(operation: Any) -> float:
+    inputs = [_size(tensor) for tensor in operation.inputs]
+    made = sum(_size(tensor) for tensor in operation.outputs)
+    work = float(made)
+    if operation.type in ("MatMul", "BatchMatMulV2", "BatchMatMulV3"):
+        work = 2.0 * math.sqrt(max(inputs[0] * inputs[1] * made, 1))  # m, k, n: the root of mk, kn and mn multiplied
+    elif operation.type.startswith("Conv2D"):
+        work = 2.0 * made * inputs[1] / max(operation.inputs[1].shape[-1] or 1, 1)
+    return estimate(work, sum(inputs) + made)
+
+
+def _size(tensor: Any) -> int:
+    if tensor.shape.rank is None or tensor.dtype == tf.resource:
+        return 1
+    return math.prod(length or 1 for length in tensor.shape.as_list())
+
+
+# What explicit tasks need of TensorFlow (manyhands.engine.futures)
+
+
+def memory_of(value: Any) -> int:
+    """Tensors never change; a Keras variable is the TensorFlow variable in it."""
+    return id(value.value if "keras" in sys.modules and adapter._is_keras(value, "Variable") else value)
+
+
+def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``with tf.device(...)`` is a thread's own: the task's thread does as the one that gave it."""
+    scope = _scope()
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with tf.device(scope or None):
+            return function(*arguments, **keywords)
+
+    return run
