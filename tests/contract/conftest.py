@@ -28,6 +28,10 @@ class Own:
         """Where its memory is."""
         return self._address(tensor)
 
+    def product(self, left: Any, right: Any) -> Any:
+        """The product of two matrices."""
+        return self._product(left, right)
+
     def model(self) -> Any:
         """A model of the framework with parameters made, on the host; its first is a weight."""
         return self._model()
@@ -38,6 +42,7 @@ class Own:
         self._tensor = lambda values: torch.tensor(values, dtype=torch.float32)
         self._values = lambda tensor: tensor.detach().cpu().tolist()
         self._address = lambda tensor: getattr(tensor, "_inner", tensor).data_ptr()
+        self._product = torch.matmul
         self._model = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 
     def _jax(self) -> None:
@@ -52,6 +57,7 @@ class Own:
         self._tensor = lambda values: jax.device_put(np.asarray(values, dtype=np.float32), self.backend.cpu())
         self._values = lambda tensor: np.asarray(tensor).tolist()
         self._address = lambda tensor: tensor.unsafe_buffer_pointer()
+        self._product = jax.numpy.matmul
         self._model = model
 
     def _tensorflow(self) -> None:
@@ -82,6 +88,7 @@ class Own:
         self._tensor = tensor
         self._values = lambda tensor: tensor.numpy().tolist()
         self._address = address
+        self._product = tf.linalg.matmul
         self._model = model
 
     def _mxnet(self) -> None:
@@ -103,6 +110,7 @@ class Own:
         self._tensor = lambda values: mx.nd.array(values, dtype="float32")
         self._values = lambda tensor: tensor.asnumpy().tolist()
         self._address = address
+        self._product = mx.nd.dot
         self._model = model
 
 

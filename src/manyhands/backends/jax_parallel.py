@@ -15,14 +15,14 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from manyhands import machine
+from manyhands import machine, tree
 from manyhands.backends import jax as adapter
 from manyhands.backends.native import Call, Outputs, Same, Traced, compared, estimate, refuse_unknown, task, told
 from manyhands.errors import CannotTrace
@@ -41,7 +41,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_
 
 def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call | None:
     """The call by which calls like it are known; None where JAX is tracing."""
-    leaves, structure = jax.tree.flatten((arguments, keywords), is_leaf=_is_nnx if _nnx_classes() else None)
+    leaves, unflatten, structure = _flatten((arguments, keywords))
     tensors: list[Any] = []
     others: list[Any] = []
     known: list[Any] = []
@@ -57,10 +57,28 @@ def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call | None:
 
     def rebuild(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = iter(values)
-        whole = [next(given) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-        return cast("tuple[tuple[Any, ...], dict[str, Any]]", jax.tree.unflatten(structure, whole))
+        return unflatten([next(given) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])  # type: ignore[no-any-return]
 
     return Call(arguments, keywords, tensors, others, (structure, tuple(known), _modes()), rebuild)
+
+
+def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Any]:
+    """The leaves, how to put them together again, and the structure.
+
+    Our own trees keep the order of dicts, which JAX's do not; what is registered with JAX only is taken apart by JAX.
+    """
+    outer, structure = tree.flatten(value)
+    if all(isinstance(leaf, (jax.Array, *_BY_VALUE)) for leaf in outer):
+        return outer, structure.unflatten, structure
+    inner = [jax.tree.flatten(leaf, is_leaf=_is_nnx if _nnx_classes() else None) for leaf in outer]
+
+    def unflatten(values: list[Any]) -> Any:
+        left = iter(values)
+        parts = [jax.tree.unflatten(one, [next(left) for _ in range(one.num_leaves)]) for _, one in inner]
+        return structure.unflatten(parts)
+
+    leaves = [leaf for part, _ in inner for leaf in part]
+    return leaves, unflatten, (structure, tuple(one for _, one in inner))
 
 
 def _modes() -> tuple[Any, ...]:
@@ -115,7 +133,7 @@ def untouched(traced: Traced) -> Iterator[None]:
 
 
 def outcome(result: Any, traced: Traced) -> list[Any]:
-    return cast("list[Any]", jax.tree.leaves(result))
+    return _flatten(result)[0]
 
 
 def equal(ones: Sequence[Any], others: Sequence[Any]) -> tuple[bool, float]:
@@ -168,7 +186,7 @@ def trace(function: Callable[..., Any], one: Call, outside: Any, seen: None) -> 
 
 
 def _taken_apart(result: Any, tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
-    leaves, structure = jax.tree.flatten(result, is_leaf=_is_nnx if _nnx_classes() else None)
+    leaves, unflatten, _ = _flatten(result)
     places = {id(tensor): number for number, tensor in enumerate(tensors)}
     computed: list[Any] = []
     kinds: list[tuple[str, Any]] = []
@@ -182,7 +200,7 @@ def _taken_apart(result: Any, tensors: Sequence[Any]) -> tuple[list[Any], Output
             kinds.append(("value", leaf))
         else:
             raise CannotTrace(f"a result is a {type(leaf).__name__}: jax.jit would give the same one at every call")
-    return computed, Outputs(functools.partial(jax.tree.unflatten, structure), kinds)
+    return computed, Outputs(unflatten, kinds)
 
 
 def _compiled(closed: ClosedJaxpr, outputs: Outputs) -> Callable[[Call], Any]:

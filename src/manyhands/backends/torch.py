@@ -27,10 +27,10 @@ CAPABILITIES = Capabilities(
     pins_memory=True,
     tells_uuid=True,
     plans_lanes=True,
-    plans_several_devices=False,
+    plans_several_devices=True,
     traces=True,
     measures_tasks=True,
-    measures_timeline=False,
+    measures_timeline=True,
     tells_shared_memory=True,
 )
 

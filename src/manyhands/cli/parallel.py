@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import Any
 
 from manyhands.cli import script
+from manyhands.device import FRAMEWORKS
 
 
 def add(commands: Any) -> None:
@@ -17,14 +19,16 @@ def add(commands: Any) -> None:
         "arguments), runs it, and prints what was chosen and why.",
     )
     parser.add_argument("function", metavar="SCRIPT:FUNCTION")
+    parser.add_argument(
+        "--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help="that the function is written in"
+    )
     parser.add_argument("--draw", type=Path, metavar="SVG", help="the graph, coloured by lane")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="a trace (.json) or a picture (.png)")
     parser.set_defaults(run_command=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands import torch as mh
-
+    mh: Any = importlib.import_module(f"manyhands.{options.framework}")
     module, function = script.load(options.function)
     given = module.inputs() if hasattr(module, "inputs") else ()
     fast = mh.parallel(function)

@@ -24,8 +24,6 @@ def load(text: str) -> tuple[Any, Any]:
 
 def _module(path: Path) -> Any:
     """What the script defines is sent to workers by value, as they cannot import it."""
-    import cloudpickle
-
     sys.path.insert(0, str(path.parent.resolve()))
     name = f"manyhands_script_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -33,5 +31,8 @@ def _module(path: Path) -> Any:
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
+    if importlib.util.find_spec("cloudpickle"):  # comes with the frameworks that have worker processes
+        import cloudpickle
+
+        cloudpickle.register_pickle_by_value(module)
     return module

@@ -16,12 +16,11 @@ from typing import Any
 from manyhands.backends.native import Call, Traced
 from manyhands.engine.check import check
 from manyhands.engine.graph import Graph, graph
+from manyhands.engine.planned import PLAIN
 from manyhands.engine.schedule import Lane, Schedule, schedule
 from manyhands.engine.simulate import bounds, simulate
 from manyhands.engine.timeline import Timeline
 from manyhands.errors import EngineError
-
-PLAIN = "plain execution"
 
 
 @dataclass

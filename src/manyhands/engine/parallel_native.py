@@ -32,9 +32,10 @@ from typing import Any, overload
 from manyhands.backends.native import Call, Traced, told
 from manyhands.engine import draw, native_told
 from manyhands.engine.futures import parallel as Scope
-from manyhands.engine.native_told import PLAIN, Planned
+from manyhands.engine.native_told import Planned
 from manyhands.engine.outside import Outside
 from manyhands.engine.parallel_cpu import CLOSE, race
+from manyhands.engine.planned import PLAIN
 from manyhands.engine.timeline import Timeline
 from manyhands.errors import CannotTrace, EngineError
 

@@ -1,0 +1,268 @@
+"""``parallel``, ``task`` and what they tell: the same in every framework, whoever finds the parallelism."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import run_command
+
+from manyhands.errors import EngineError, TaskCancelled
+
+
+def square(own: Any, size: int = 3, start: float = 0.0) -> Any:
+    return own.tensor([[start + (row * size + column) / 10 for column in range(size)] for row in range(size)])
+
+
+def same(own: Any, one: Any, other: Any) -> None:
+    """The same structure, and the same numbers."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        one, other = list(one.values()), list(other.values())
+    if isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            same(own, left, right)
+    elif own.backend.is_tensor(one):
+        numbers, wanted = _flat(own.values(one)), _flat(own.values(other))
+        assert numbers == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    else:
+        assert one == other
+
+
+def _flat(values: Any) -> list[float]:
+    return [number for part in values for number in _flat(part)] if isinstance(values, list) else [values]
+
+
+def functions(own: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    weights = [square(own, start=number) for number in range(3)]
+    x, y = square(own), square(own, start=1.0)
+
+    def branches(x: Any) -> Any:
+        results = []
+        for weight in weights:
+            z = x
+            for _ in range(3):
+                z = own.product(z, weight) * 0.1
+            results.append(z)
+        return results[0] + results[1] - results[2]
+
+    def chain(x: Any) -> Any:
+        for _ in range(6):
+            x = own.product(x, x) * 0.1 + 1.0
+        return x
+
+    def trees(batch: dict[str, Any], scale: float, *, names: tuple[str, ...] = ("a",)) -> dict[str, Any]:
+        total = batch["x"] * scale + batch["rest"][0]
+        return {"total": total, "parts": [total * 2.0, (batch["x"] - 1.0,)], "names": names, "scale": scale}
+
+    return {
+        "branches": (branches, (x,)),
+        "chain": (chain, (x,)),
+        "trees": (trees, ({"x": x, "rest": [y]}, 2.5)),
+    }
+
+
+@pytest.mark.parametrize("which", ["branches", "chain", "trees"])
+def test_it_gives_what_the_plain_function_gives(mh: Any, own: Any, which: str) -> None:
+    function, arguments = functions(own)[which]
+    fast = mh.parallel(function)
+    assert isinstance(fast, mh.Parallel)
+    assert fast.__name__ == which
+    for _ in range(3):
+        same(own, fast(*arguments), function(*arguments))
+    told = fast.explain()
+    assert f"{which}: run as" in told
+    assert "plain execution" in told
+    assert " ms" in told
+
+
+def test_other_shapes_and_other_values_are_other_calls(mh: Any, own: Any) -> None:
+    def scaled(x: Any, scale: float, deep: bool = False) -> Any:
+        return own.product(x, x) * scale if deep else x * scale
+
+    fast = mh.parallel(scaled)
+    for size in (2, 3, 2):
+        for scale in (2.0, 3.0):
+            same(own, fast(square(own, size), scale), scaled(square(own, size), scale))
+    same(own, fast(square(own), 2.0, deep=True), scaled(square(own), 2.0, deep=True))
+
+
+def test_what_it_takes_from_outside_may_change(mh: Any, own: Any) -> None:
+    box = {"scale": 2.0, "weight": square(own)}
+
+    def function(x: Any) -> Any:
+        return own.product(x, box["weight"]) * box["scale"]
+
+    fast, x = mh.parallel(function), square(own, start=1.0)
+    for _ in range(2):
+        same(own, fast(x), function(x))
+    box["scale"] = 3.0
+    same(own, fast(x), function(x))
+    box["weight"] = square(own, start=5.0)
+    for _ in range(2):
+        same(own, fast(x), function(x))
+
+
+def test_effects_on_python_happen_at_every_call(mh: Any, own: Any) -> None:
+    seen: list[int] = []
+
+    def noting(x: Any) -> Any:
+        seen.append(len(seen))
+        return x + float(len(seen))
+
+    fast, x = mh.parallel(noting), square(own)
+    for number in range(5):
+        same(own, fast(x), x + float(number + 1))
+    assert seen == list(range(5))
+    assert "plain execution" in fast.explain().splitlines()[0]
+    assert "seen" in fast.explain()
+
+
+def test_a_branch_on_values_is_followed(mh: Any, own: Any) -> None:
+    def branching(x: Any) -> Any:
+        return x * 2.0 if _flat(own.values(x))[0] > 0 else x - 1.0
+
+    fast = mh.parallel(branching)
+    for start in (1.0, -1.0, 1.0):
+        same(own, fast(square(own, start=start)), branching(square(own, start=start)))
+    assert "plain execution" in fast.explain().splitlines()[0]
+
+
+def test_an_error_is_the_functions_own(mh: Any, own: Any) -> None:
+    def failing(x: Any, limit: int) -> Any:
+        if limit > 1:
+            raise ArithmeticError(f"{limit} is too much")
+        return x * float(limit)
+
+    fast, x = mh.parallel(failing), square(own)
+    same(own, fast(x, 1), x * 1.0)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="3 is too much"):
+            fast(x, 3)
+    same(own, fast(x, 1), x * 1.0)
+
+
+def test_an_error_of_the_framework_is_its_own(mh: Any, own: Any) -> None:
+    fast = mh.parallel(lambda x, y: own.product(x, y))
+    with pytest.raises(Exception) as plain:
+        mh.synchronize() or own.values(own.product(square(own, 2), square(own, 3)))
+    with pytest.raises(type(plain.value)):
+        own.values(fast(square(own, 2), square(own, 3)))
+
+
+def test_the_result_is_where_plain_execution_puts_it(mh: Any, own: Any, two: list[Any]) -> None:
+    def function(x: Any, y: Any) -> dict[str, Any]:
+        return {"x": x * 2.0, "y": y * y}
+
+    x, y = mh.to(square(own), two[0]), mh.to(square(own), two[1])
+    for arguments in ((x, x), (y, y), (x, y)):
+        fast = mh.parallel(function)
+        plain = function(*arguments)
+        for _ in range(3):
+            result = fast(*arguments)
+            same(own, result, plain)
+            assert [mh.device_of(one) for one in result.values()] == [mh.device_of(one) for one in plain.values()]
+
+
+def test_the_graph_and_the_timeline_can_be_looked_at(mh: Any, own: Any, tmp_path: Path) -> None:
+    function, arguments = functions(own)["branches"]
+    fast = mh.parallel(function)
+    for ask in (fast.explain, lambda: fast.draw(tmp_path / "no.svg")):
+        with pytest.raises(EngineError, match="call the function first"):
+            ask()
+    fast(*arguments)
+    picture = fast.draw(tmp_path / "graph.svg").read_text()
+    assert picture.startswith("<svg")
+    assert picture.rstrip().endswith("</svg>")
+    assert picture.count("<g>") >= 9  # at least the products
+    trace = json.loads(fast.timeline(tmp_path / "trace.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) >= 9
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    assert fast.timeline(tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    if not own.backend.CAPABILITIES.measures_timeline:
+        with pytest.raises(EngineError, match="profiler"):
+            fast.timeline(tmp_path / "t.json", simulated=False)
+        assert "simulated" in fast.explain()
+
+
+def test_options_that_a_framework_has_not_are_refused(mh: Any, own: Any) -> None:
+    with pytest.raises(EngineError, match="takes a function"):
+        mh.parallel(square(own))
+    if own.backend.CAPABILITIES.plans_lanes:
+        return
+    for option in ({"reuse_outputs": True}, {"memory": 2.0}, {"synchronous": True}):
+        with pytest.raises(EngineError, match=next(iter(option))):
+            mh.parallel(lambda x: x, **option)
+
+
+# Tasks given explicitly
+
+
+def test_tasks_take_futures_and_tensors(mh: Any, own: Any) -> None:
+    x = square(own)
+    with mh.parallel(threads=2):
+        first, second = mh.task(own.product)(x, x), mh.task(lambda t: t * 2.0)(x)
+        assert isinstance(first, mh.Future)
+        both = mh.task(lambda parts: parts["a"] + parts["b"][0])({"a": first, "b": [second]})
+        mh.waitall()
+        assert both.done()
+        same(own, both.result(), own.product(x, x) + x * 2.0)
+    same(own, mh.task(own.product)(x, x).result(), own.product(x, x))  # without a scope: a plain call
+
+
+def test_an_error_surfaces_where_the_result_is_read(mh: Any, own: Any) -> None:
+    def fails(x: Any) -> Any:
+        raise ArithmeticError("on purpose")
+
+    x = square(own)
+    with mh.parallel():
+        bad = mh.task(fails)(x)
+        after = mh.task(own.product)(bad, x)
+        good = mh.task(own.product)(x, x)
+        with pytest.raises(ArithmeticError, match="on purpose"):
+            bad.result()
+        with pytest.raises(TaskCancelled, match="fails"):
+            after.result()
+        same(own, good.result(), own.product(x, x))
+    with pytest.raises(ArithmeticError, match="on purpose"), mh.parallel():
+        mh.task(fails)(x)
+
+
+def test_tasks_that_write_keep_their_order(mh: Any, own: Any) -> None:
+    box = [square(own)]
+
+    def doubled() -> None:
+        box[0] = box[0] * 2.0
+
+    with mh.parallel(threads=3):
+        for _ in range(4):
+            mh.task(doubled, writes=(box,))()
+        late = mh.task(lambda held: held[0] + 0.0)(box)
+        same(own, late.result(), square(own) * 16.0)
+
+
+# The command
+
+SCRIPT = {
+    "torch": "import torch\ndef inputs(): return torch.ones(3, 3)\n",
+    "jax": "import jax.numpy as np\ndef inputs(): return np.ones((3, 3))\n",
+    "tensorflow": "import tensorflow as tf\ndef inputs(): return tf.ones((3, 3))\n",
+    "mxnet": "import mxnet as mx\ndef inputs(): return mx.nd.ones((3, 3))\n",
+}
+
+
+@pytest.mark.skipif(bool(os.environ.get("MANYHANDS_VIRTUAL_DEVICES")), reason="once is enough: it starts a framework")
+def test_the_command_explains_a_function_of_a_script(framework: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT[framework] + "def twice(x): return x * 2 + 1\n")
+    result = run_command("parallel", f"{script}:twice", "--framework", framework, "--draw", str(tmp_path / "graph.svg"))
+    assert result.returncode == 0, result.stderr
+    assert "twice: run as" in result.stdout
+    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
