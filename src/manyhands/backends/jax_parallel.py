@@ -24,7 +24,18 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from manyhands import machine, tree
 from manyhands.backends import jax as adapter
-from manyhands.backends.native import Call, Outputs, Same, Traced, compared, estimate, refuse_unknown, task, told
+from manyhands.backends.native import (
+    Call,
+    Outputs,
+    Same,
+    Traced,
+    compared,
+    content_of,
+    estimate,
+    refuse_unknown,
+    task,
+    told,
+)
 from manyhands.errors import CannotTrace
 from manyhands.task import Task
 
@@ -94,8 +105,10 @@ def _modes() -> tuple[Any, ...]:
 
 def parts(value: Any) -> Iterable[tuple[str, Callable[[], Any]]] | None:
     """Arrays never change; a Flax variable is the array in it, a Flax module its attributes."""
-    if isinstance(value, (jax.Array, np.ndarray)):
+    if isinstance(value, jax.Array):
         return ()
+    if isinstance(value, np.ndarray):
+        return content_of(value)
     if not _is_nnx(value):
         return None
     variable: Any = _nnx_classes()[1]

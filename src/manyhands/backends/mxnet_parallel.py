@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 
 from manyhands import tree
 from manyhands.backends.mxnet_recording import Recording, one_operation, tasks, why_not_one
-from manyhands.backends.native import Call, Same, Traced, compared, refuse_unknown, told
-from manyhands.errors import CannotTrace
+from manyhands.backends.native import Call, Same, Traced, compared, content_of, refuse_unknown, told
+from manyhands.errors import CannotTrace, NotYet
 
 name = "mxnet"
 PLAINLY = "MXNet's engine runs operations as soon as what they touch is free"
@@ -69,6 +70,8 @@ def parts(value: Any) -> Iterable[tuple[str, Callable[[], Any]]] | None:
     """An array is read where it is; a block is its settings, parameters and children."""
     if isinstance(value, mx.nd.NDArray):
         return ()
+    if isinstance(value, np.ndarray):
+        return content_of(value)
     if isinstance(value, mx.gluon.Parameter):
         own = vars(value)
         return [(word, functools.partial(own.get, word)) for word in ("_data", "_ctx_list") if word in own]
@@ -124,6 +127,8 @@ def lanes(device: str) -> int:
 
 def trace(function: Callable[..., Any], one: Call, outside: Any, seen: Recording) -> Traced:
     refuse_unknown(one.others, lambda value: isinstance(value, (*_BY_VALUE, mx.gluon.Block)) or callable(value))
+    if not seen.complete:
+        raise NotYet("another function is being planned")
     traced = Traced(tasks(seen), _WAY, None, "measured one by one, in the first call")
     reason = why_not_one(seen, one.signature[-1])
     if reason is None:

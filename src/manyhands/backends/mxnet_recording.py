@@ -46,14 +46,23 @@ class _Operation:
 
 
 class Recording:
-    """Notes each operation that this thread hands to the engine, and waits for it."""
+    """Notes each operation that this thread hands to the engine, and waits for it.
+
+    One at a time: MXNet's functions are replaced for all threads. A second one notes nothing, and says so.
+    """
+
+    _one = threading.Lock()
 
     def __init__(self) -> None:
         self.operations: list[_Operation] = []
         self.reads = False  # whether Python looked at values
         self.result: Any = None
+        self.complete = False
 
     def __enter__(self) -> Recording:
+        self.complete = self._one.acquire(blocking=False)
+        if not self.complete:
+            return self
         self._thread = threading.get_ident()
         self._invoke, self._read = _register._imperative_invoke, mx.nd.NDArray.asnumpy
         recording, read = self, self._read
@@ -68,8 +77,11 @@ class Recording:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self.complete:
+            return
         _register._imperative_invoke = self._invoke
         mx.nd.NDArray.asnumpy = self._read
+        self._one.release()
 
     def _noting(
         self, handle: Any, inputs: Any, keys: Any, values: Any, out: Any, is_numpy: bool, gives_list: bool

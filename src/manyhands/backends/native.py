@@ -18,6 +18,7 @@ from manyhands.task import Kind, Task
 
 # Modest figures of one core: only the proportions between tasks matter, the whole is scaled to what was measured.
 _FLOPS, _BYTES, _ISSUE = 2e10, 8e9, 2e-6
+_WATCHED = 1 << 16  # bytes of an array of NumPy's that are compared at every call
 _SAME_OBJECT = "its content may change without being noticed"
 
 
@@ -85,6 +86,15 @@ def refuse_unknown(others: Sequence[Any], allowed: Callable[[Any], bool]) -> Non
         if not allowed(one):
             hint = ": make it a tensor of the framework" if isinstance(one, np.ndarray) else ""
             raise CannotTrace(f"an argument is a {type(one).__name__}, {_SAME_OBJECT}{hint}")
+
+
+def content_of(array: np.ndarray[Any, Any]) -> list[tuple[str, Callable[[], Any]]]:
+    """How an array of NumPy's from outside is watched: by its content, because it may be written to."""
+    if not array.flags.writeable and array.base is None:
+        return []
+    if array.nbytes > _WATCHED:
+        raise CannotTrace(f"it takes a NumPy array from outside that is too large to watch ({array.shape})")
+    return [("content", array.tobytes)]
 
 
 def told(error: BaseException) -> str:

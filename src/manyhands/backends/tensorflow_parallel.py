@@ -17,13 +17,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import op_def_registry
 
 from manyhands import machine, tree
 from manyhands.backends import tensorflow as adapter
-from manyhands.backends.native import Call, Outputs, Same, Traced, compared, estimate, refuse_unknown, task, told
+from manyhands.backends.native import (
+    Call,
+    Outputs,
+    Same,
+    Traced,
+    compared,
+    content_of,
+    estimate,
+    refuse_unknown,
+    task,
+    told,
+)
 from manyhands.errors import CannotTrace
 from manyhands.task import Task
 
@@ -74,6 +86,8 @@ def parts(value: Any) -> Iterable[tuple[str, Callable[[], Any]]] | None:
     """Tensors never change, and variables are read when the graph is run."""
     if isinstance(value, (tf.Tensor, tf.Variable)) or adapter._is_keras(value, "Variable"):
         return ()
+    if isinstance(value, np.ndarray):
+        return content_of(value)
     if adapter._is_keras(value, "Layer"):
         return _of_layer(value)
     return None

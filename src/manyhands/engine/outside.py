@@ -8,7 +8,7 @@ all facts together say whether the compiled function still holds.
 ``calls = []; def fn(x): calls.append(1); return x * scale`` gives three facts: ``calls`` is that list, its length is 0,
 ``scale`` is 2.0. After one plain call the second does not hold: ``changed()`` names it.
 
-Not seen: attributes of imported modules, private attributes of other people's objects, elements of lists longer than
+Not seen: attributes of installed modules, private attributes of other people's objects, elements of lists longer than
 ``_LONG``, and what is reached only through C code.
 """
 
@@ -18,9 +18,12 @@ import enum
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from manyhands.errors import CannotTrace
 
 BY_VALUE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice)
 _LONG = 1000
@@ -83,14 +86,18 @@ class Outside:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (*BY_VALUE, type, types.ModuleType)) or id(value) in self._seen:
             return
+        if hasattr(value, "__next__"):
+            raise CannotTrace(f"{name} is an iterator: what it gives next cannot be watched")
         self._seen[id(value)] = value
         if (parts := self._parts(value)) is not None:
             for word, look in parts:
                 self._fact(f"{name}.{word}", look)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             self._sequence(value, name)
         elif isinstance(value, (set, frozenset)):
-            self._fact(f"the length of {name}", functools.partial(len, value))
+            self._fact(f"the content of {name}", functools.partial(frozenset, value))
+        elif isinstance(value, (bytearray, memoryview)):
+            self._fact(f"the content of {name}", functools.partial(bytes, value))
         elif isinstance(value, dict):
             self._fact(f"the length of {name}", functools.partial(len, value))
             self._items(value, name)
@@ -138,15 +145,18 @@ class Outside:
             self._fact(word, functools.partial(_content, cell))
         for word in _names(function.__code__):
             content = function.__globals__.get(word, _NOTHING)
-            if content is not _NOTHING and not isinstance(content, (types.ModuleType, type)):
+            if isinstance(content, types.ModuleType) and not is_foreign(content):
+                used = vars(content).keys() & set(_names(function.__code__))
+                self._items(vars(content), word, used.__contains__)
+            elif content is not _NOTHING and not isinstance(content, (types.ModuleType, type)):
                 self._fact(word, functools.partial(function.__globals__.get, word, _NOTHING))
         self._visit(function.__defaults__, f"a default of {name}")
         self._visit(function.__kwdefaults__, f"a default of {name}")
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether a class or a function is not the user's: Python's own, or of an installed package."""
-    module = str(getattr(value, "__module__", "") or "")
+    """Whether a class, function or module is not the user's: Python's own, or of an installed package."""
+    module = value.__name__ if isinstance(value, types.ModuleType) else str(getattr(value, "__module__", "") or "")
     root = module.partition(".")[0]
     if root in sys.stdlib_module_names:
         return root != "__main__"
@@ -167,8 +177,10 @@ def _content(cell: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal plain values are the same; -0.0 is not 0.0, and 1 is not True."""
-    return isinstance(other, BY_VALUE) and type(one) is type(other) and one == other and repr(one) == repr(other)
+    """Equal plain values are the same; 1 is not True, -0.0 is not 0.0, but "not a number" is itself."""
+    if type(one) is not type(other) or not isinstance(other, (*BY_VALUE, frozenset)):
+        return False
+    return repr(one) == repr(other) if isinstance(other, (float, complex)) else bool(one == other)
 
 
 def _names(code: types.CodeType) -> list[str]:

@@ -27,7 +27,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 from manyhands.backends.native import Call, Traced, told
 from manyhands.engine import draw, native_told
@@ -37,7 +37,7 @@ from manyhands.engine.outside import Outside
 from manyhands.engine.parallel_cpu import CLOSE, race
 from manyhands.engine.planned import PLAIN
 from manyhands.engine.timeline import Timeline
-from manyhands.errors import CannotTrace, EngineError
+from manyhands.errors import CannotTrace, EngineError, NotYet
 
 _SIGNATURES = 8
 _VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
@@ -53,7 +53,7 @@ class Parallel:
     def __init__(self, function: Callable[..., Any], backend: Any) -> None:
         if not callable(function):
             raise EngineError(f"parallel(fn) takes a function, not a {type(function).__name__}: write parallel(net)(x)")
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())
         self.function = function
         self.backend = backend
         self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
@@ -74,7 +74,8 @@ class Parallel:
 
     def explain(self) -> str:
         """How the last call was run, what it took, what bounds it, and what the framework does not show."""
-        return native_told.explain(getattr(self.function, "__name__", "function"), self._must_have_run(), self.backend)
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return native_told.explain(name, self._must_have_run(), self.backend)
 
     def draw(self, path: str | Path) -> Path:
         """The graph that the framework shows as SVG, coloured by lane."""
@@ -107,22 +108,23 @@ class Parallel:
             why = "what it takes from outside is different at every call: pass it as an argument"
             self._keep(call, Planned(self._plainly, notes=[f"planned {_PLANNINGS} times already; {why}"]))
             return self._plainly(call)
-        outside = Outside(self.function, call.others, self.backend.parts)
         with _Effects() as effects:
+            reached = self._reached(call)
             start = time.perf_counter()
             result, seen = self.backend.observe(self.function, call)
             spent = time.perf_counter() - start
         planned = Planned(self._plainly, seconds={f"{PLAIN}, first call": spent})
-        changed = outside.changed()
+        settling = False
         try:
+            outside = reached()
+            changed = outside.changed()
+            settling = changed is not None and count < _SETTLING
             if effects.found or changed:
                 raise CannotTrace(f"it {effects.found or f'changes {changed}, which is outside it'}")
-            if outside.too_large():
-                raise CannotTrace("it reaches so much outside its arguments that watching it would cost too much")
             traced = self.backend.trace(self.function, call, outside, seen)
         except CannotTrace as error:
             planned.notes.append(f"cannot be traced: {error}")
-            if changed and count < _SETTLING:
+            if settling or isinstance(error, NotYet):
                 self._last = planned
                 return result
         else:
@@ -130,6 +132,21 @@ class Parallel:
             planned.holds = outside.holds
         self._keep(call, planned)
         return result
+
+    def _reached(self, call: Call) -> Callable[[], Outside]:
+        """What the function takes from outside now; to be asked for later, because it may be what cannot be watched."""
+        try:
+            outside = Outside(self.function, call.others, self.backend.parts)
+            if outside.too_large():
+                raise CannotTrace("it reaches so much outside its arguments that watching it would cost too much")
+        except CannotTrace as error:
+            reason = error
+
+            def refuse() -> Outside:
+                raise reason
+
+            return refuse
+        return lambda: outside
 
     def _keep(self, call: Call, planned: Planned) -> None:
         self._last = planned
@@ -249,30 +266,45 @@ class Offer:
 class _Effects:
     """Notes what this thread does in a call that no fact shows: printing, opening files, drawing random numbers."""
 
+    _watching: ClassVar[list[_Effects]] = []
+    _lock = threading.Lock()
+
     def __init__(self) -> None:
         self.found: str | None = None
 
     def __enter__(self) -> _Effects:
         self._thread = threading.get_ident()
-        self._before = {name: getattr(builtins, name) for name in _WATCHED}
         self._random = _random_states()
-        for name, function in self._before.items():
-            setattr(builtins, name, self._noting(function, _WATCHED[name]))
+        with self._lock:  # several threads may plan at once: the first replaces Python's functions
+            if not self._watching:
+                for name, what in _WATCHED.items():
+                    setattr(builtins, name, _noting(getattr(builtins, name), what))
+            self._watching.append(self)
         return self
 
-    def _noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        def noting(*arguments: Any, **keywords: Any) -> Any:
-            if threading.get_ident() == self._thread:
-                self.found = f"{what} ({function.__name__})"
-            return function(*arguments, **keywords)
-
-        return noting
-
     def __exit__(self, *_: object) -> None:
-        for name, function in self._before.items():
-            setattr(builtins, name, function)
+        with self._lock:
+            self._watching.remove(self)
+            if not self._watching:
+                for name in _WATCHED:
+                    setattr(builtins, name, getattr(builtins, name).__wrapped__)
         if self.found is None and _random_states() != self._random:
             self.found = "draws random numbers of Python or NumPy"
+
+    @classmethod
+    def note(cls, what: str) -> None:
+        for one in cls._watching:
+            if one._thread == threading.get_ident():
+                one.found = what
+
+
+def _noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noting(*arguments: Any, **keywords: Any) -> Any:
+        _Effects.note(f"{what} ({function.__name__})")
+        return function(*arguments, **keywords)
+
+    return noting
 
 
 def _random_states() -> tuple[Any, ...]:
