@@ -34,7 +34,7 @@ from manyhands.engine import draw, native_told
 from manyhands.engine.futures import parallel as Scope
 from manyhands.engine.native_told import Planned
 from manyhands.engine.outside import Outside
-from manyhands.engine.parallel_cpu import CLOSE, race
+from manyhands.engine.parallel_cpu import race
 from manyhands.engine.planned import PLAIN
 from manyhands.engine.timeline import Timeline
 from manyhands.errors import CannotTrace, EngineError, NotYet
@@ -43,6 +43,7 @@ _SIGNATURES = 8
 _VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
 _PLANNINGS = 8  # of one signature; then it is run as it is
 _CLEARLY = 0.97  # of plain execution's time
+_CLOSE = 1e-5  # how far results may be from plain execution's (a compiler may add in another order)
 _WATCHED = {"print": "prints", "open": "opens a file", "input": "asks the user"}
 _SETTLING = 3  # calls in which a function may still change what is outside: models are often built by their first call
 
@@ -182,7 +183,7 @@ class Parallel:
 
         expected = outcome(self._plainly) if traced.writes else backend.outcome(result, traced)
         same, difference = backend.equal(outcome(compiled), expected)
-        if not same and difference > CLOSE:
+        if not same and difference > _CLOSE:
             how = f"differ by {difference:.1e}" if difference < math.inf else "are of another shape, type or device"
             planned.notes.append(f"{traced.way} is not used: its results {how}")
             return
