@@ -18,10 +18,27 @@ from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.sources import Arrays, Batch
 from manyhands.training.torch.step import Numbers
+from manyhands.training.torch.world import World
 
 _FEW = 32  # samples, where reading them costs something
 _ROUNDS = 3
 _SECONDS = 1.0
+
+
+def chosen(
+    job: Job, model: torch.nn.Module, objective: Objective, world: World, before: bool | None
+) -> tuple[bool, str | None]:
+    """Whether this rank computes in bfloat16, and a note that says why; all ranks take part and choose alike.
+
+    ``before``: what a resumed job had chosen (None: it is not resumed).
+    """
+    may = may_pay(job, world.device)
+    if before is not None:
+        return may and before, None
+    size = max(1, job.settings.batch_size // world.size)
+    own = tried(job, model, objective, size) if may else (0.0, 0.0)
+    single, half = torch.stack(world.gather(torch.tensor(own, dtype=torch.float64))).sum(0).tolist()
+    return may and 0 < half < single, in_words(single, half) if may else None
 
 
 def may_pay(job: Job, device: torch.device) -> bool:

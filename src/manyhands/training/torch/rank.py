@@ -108,20 +108,12 @@ class Rank:
 
     def _choose_precision(self) -> None:
         """Take bfloat16 on CPUs where it was faster when tried, on all of them alike; or what a resumed job had."""
-        may = precision.may_pay(self.job, self.world.device)
-        if self.half_before is None:
-            size = max(1, self.settings.batch_size // self.world.size)
-            own = precision.tried(self.job, self.model, self.objective, size) if may else (0.0, 0.0)
-            seconds = torch.stack(self.world.gather(torch.tensor(own, dtype=torch.float64))).sum(0).tolist()
-            if may:
-                self.notes.append(precision.in_words(*seconds))
-            half = 0 < seconds[1] < seconds[0]
-        else:
-            half = self.half_before
-        if may and half:
-            chosen = precision.bf16_numbers(self.model)
-            self.numbers.autocast, self.numbers.channels_last = chosen.autocast, chosen.channels_last
-            if chosen.channels_last:
+        half, note = precision.chosen(self.job, self.model, self.objective, self.world, self.half_before)
+        self.notes += [note] if note else []
+        if half:
+            taken = precision.bf16_numbers(self.model)
+            self.numbers.autocast, self.numbers.channels_last = taken.autocast, taken.channels_last
+            if taken.channels_last:
                 self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 state.settle(self.optimizer)
 
