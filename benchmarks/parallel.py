@@ -7,7 +7,8 @@
 
 Every way is first checked against eager; only then it is timed: a warm-up apart, then the median of several trials,
 each of many calls between two CUDA events (on a CPU: the clock). "manyhands" gives results that are the caller's
-to keep; "manyhands, reuse" those of `reuse_outputs=True`, overwritten by the next call as a CUDA graph's are.
+to keep; "manyhands, reuse" those of `reuse_outputs=True`, overwritten by the next call as a CUDA graph's are;
+"manyhands, compile" is that with compiled regions among the candidates.
 """
 
 from __future__ import annotations
@@ -112,6 +113,14 @@ def compiled(case: Case, device: torch.device) -> Callable[[], Any]:
     return lambda: made(*case.arguments)
 
 
+def fused(case: Case, device: torch.device) -> Callable[[], Any]:
+    """Compiled regions on lanes."""
+    if device.type != "cuda":
+        raise Skipped("compiled on a GPU only")
+    fast = Parallel(case.function, torch_parallel, reuse_outputs=True, compile=True)
+    return lambda: fast(*case.arguments)
+
+
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
@@ -134,6 +143,7 @@ def ways(case: Case, device: torch.device) -> dict[str, Callable[[], Callable[[]
     if case.graph:
         found["one-stream graph"] = lambda: captured(case.function, arguments, device)
         found["compile, reduce-overhead"] = lambda: compiled(case, device)
+        found["manyhands, compile"] = lambda: fused(case, device)
     for name, other in case.captured.items():
         found[name] = lambda other=other: captured(other, arguments, device)  # type: ignore[misc]
     return found

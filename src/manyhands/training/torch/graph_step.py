@@ -61,6 +61,7 @@ class GraphStep:
         self._step = torch.zeros((), dtype=torch.int64, device=eager.device)
         self._stream = torch.cuda.Stream(eager.device)
         self._beside = Beside.on_streams(eager.device, self._stream) if side_lanes else None
+        self.no_lanes: str | None = None  # why there are none although they were asked for
         self._sized: dict[int, _Sized] = {}
         # Why there will be no more graphs, from this step on.
         self.ended: str | None = frozen.hooks(eager.model)
@@ -90,7 +91,12 @@ class GraphStep:
                 self._without_graph(sized)
             except _NothingDone as nothing:
                 error = nothing.__cause__
-                self.ended = f"the graph could not be made ({type(error).__name__}: {error})"[:300]
+                why = f"{type(error).__name__}: {error}"
+                if self._beside is not None:  # it may be the lanes: the same once more, on one
+                    self._beside, self.no_lanes = None, f"no side lanes ({why})"[:300]
+                    self._sized.clear()
+                    return self(size)
+                self.ended = f"the graph could not be made ({why})"[:300]
                 return False
         if sized.graph is not None:
             sized.graph.replay()
@@ -120,7 +126,7 @@ class GraphStep:
             how = "in one CUDA graph" if sized.graph is not None else "not captured yet"
             kernels = "compiled" if self._is_compiled(size) else "as they are"
             lines.append(f"a batch of {size}: {how}, kernels {kernels}")
-            lines += ["  all on one lane"] if self._beside is None else self._beside.explain(size)
+            lines += [f"  {self.no_lanes or 'all on one lane'}"] if self._beside is None else self._beside.explain(size)
         return "\n".join(lines)
 
     def _without_graph(self, sized: _Sized) -> None:
