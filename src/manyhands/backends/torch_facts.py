@@ -27,13 +27,13 @@ def footprint(found: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[i
     """The bytes of each memory, the memories that are given, and those of the results."""
     sizes: dict[int, int] = {}
     for node in found.module.graph.nodes:
+        # As torch_trace knows them: a tensor from outside, and so a view of it, by a negative number.
+        outside = [memory for memory in found.storages.get(node, ()) if memory < 0]
         known = getattr(found.module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         for value in tree_leaves(known):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
-                # As torch_trace knows them: a tensor from outside by its address.
-                memory = -storage.data_ptr() - 1 if node.op == "get_attr" else int(storage._cdata)
-                sizes[memory] = storage.nbytes()
+                sizes[outside[0] if outside else int(storage._cdata)] = storage.nbytes()
     given = frozenset(m for node in [*found.inputs, *found.constants] for m in found.storages[node])
     results = frozenset(m for value in found.outputs if isinstance(value, Node) for m in found.storages[value])
     return sizes, given & sizes.keys(), results & sizes.keys()

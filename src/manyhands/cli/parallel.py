@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--draw", type=Path, metavar="SVG", help="the graph, coloured by lane")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="a trace (.json) or a picture (.png)")
+    parser.add_argument("--devices", type=int, metavar="N", help="what it would take on so many devices (simulated)")
     parser.set_defaults(run_command=run)
 
 
@@ -34,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     fast = mh.parallel(function)
     fast(*(given if isinstance(given, (tuple, list)) else (given,)))
     print(fast.explain())
+    if options.devices is not None:
+        print(fast.forecast(options.devices))
     for path, make in ((options.draw, fast.draw), (options.timeline, fast.timeline)):
         if path is not None:
             print(f"written: {make(path)}")

@@ -15,7 +15,9 @@ from typing import Any
 
 from manyhands.engine import draw, explain, fused, parallel_cpu, parallel_gpu
 from manyhands.engine.costs import costs
+from manyhands.engine.forecast import Forecast, Machine, forecast
 from manyhands.engine.graph import graph
+from manyhands.engine.memory import Footprint
 from manyhands.engine.planned import Limit, Planned, Run
 from manyhands.engine.schedule import Schedule
 from manyhands.engine.simulate import simulate, timeline_of
@@ -127,6 +129,20 @@ class Parallel:
         """The last call's schedule in thought."""
         return simulate(self._scheduled())
 
+    def forecast(
+        self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
+    ) -> Forecast:
+        """What the last call's work would take if it were spread over so many devices like this one.
+
+        ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
+        in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
+        """
+        made, planned = self._scheduled(), self._must_have_run()
+        assert planned.footprint is not None
+        used = len({lane for lane, task in zip(made.lane_of, made.graph.tasks, strict=True) if task.kind == "compute"})
+        machine = Machine(devices, max(1, used) if lanes is None else lanes, bandwidth, latency)
+        return forecast(made.graph, planned.footprint, machine)
+
     def _must_have_run(self) -> Planned:
         if self._last is None:
             raise EngineError("call the function first: it is planned for the arguments that it gets")
@@ -169,6 +185,7 @@ class Parallel:
         costed = costs(backend, found, device)
         measured = graph(costed.tasks)
         best = Planned(self._plainly, threads=backend.threads(), costed=costed)
+        best.footprint = Footprint(*backend.footprint(found))
         limit = Limit(self.memory, backend.device_memory(device) // 100)
         replaying = functools.partial(self._replaying, best, found)
         if self.synchronous:

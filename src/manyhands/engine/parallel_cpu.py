@@ -32,7 +32,8 @@ def choose(
     """Measure the candidates and put the fastest that is right into ``best``, which holds plain execution."""
     plainly = best.run
     count = backend.threads()
-    footprint = Footprint(*backend.footprint(found))
+    footprint = best.footprint
+    assert footprint is not None
     plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
     tried = [("one lane", one_lane(measured), count)]
     if count > 1:

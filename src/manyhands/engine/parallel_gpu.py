@@ -29,7 +29,8 @@ def choose(
     ``replaying`` makes of a run what gives results that are the caller's.
     """
     plainly = best.run
-    footprint = Footprint(*backend.footprint(found))
+    footprint = best.footprint
+    assert footprint is not None
     plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
     alone = len({task.device for task in measured.tasks}) == 1
     best.peaks = Peaks(plain, plain)

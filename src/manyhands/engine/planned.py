@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.engine.costs import Costed
-from manyhands.engine.memory import Peaks
+from manyhands.engine.memory import Footprint, Peaks
 from manyhands.engine.schedule import Schedule
 
 # How a call is run: its tensors, and the arguments as they were given.
@@ -31,6 +31,7 @@ class Planned:
     holds: Callable[[], bool] = lambda: True
     again: bool = False  # plan anew at the next call
     costed: Costed | None = None
+    footprint: Footprint | None = None
     peaks: Peaks | None = None
     advice: Sequence[str] = ()
     # Runs the schedule once more and gives when each task began and ended.
