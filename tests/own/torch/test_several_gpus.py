@@ -1,0 +1,115 @@
+"""Several GPUs in one function, planned without any: traced on fake tensors, the code of the run read and run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from manyhands.backends import torch_lanes, torch_parallel, torch_runs, torch_trace  # noqa: E402
+from manyhands.engine import parallel_gpu  # noqa: E402
+from manyhands.engine.check import check  # noqa: E402
+from manyhands.engine.graph import graph  # noqa: E402
+from manyhands.engine.planned import Planned  # noqa: E402
+from manyhands.engine.schedule import schedule  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch._C._len_torch_dispatch_stack() > 0, reason="fake GPUs, not virtual devices")
+LOG: list[str] = []
+
+
+class Stream:
+    count = 0
+
+    def __init__(self, device: Any) -> None:
+        Stream.count += 1
+        self.name = f"{torch.device(device)} {Stream.count}"
+
+    def wait_event(self, event: Any) -> None:
+        LOG.append(f"{self.name} waits for {event.after}")
+
+
+class Event:
+    after = "nothing"
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self, stream: Stream) -> None:
+        self.after = stream.name
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    LOG.clear()
+    Stream.count = 0
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: LOG.append(f"on {stream.name}"))
+    with FakeTensorMode():
+        yield
+
+
+def two_layers(x: Any, first: Any, second: Any) -> Any:
+    """As in the book: a layer on each of two GPUs, beside it something else on each."""
+    y = (x @ first).relu()
+    z = (y.to("cuda:1") @ second).tanh()
+    return z, (x @ first.t()).sin(), second.exp()
+
+
+def traced() -> tuple[Any, list[Any]]:
+    x, first = torch.ones(4, 4, device="cuda:0"), torch.ones(4, 4, device="cuda:0")
+    inputs = [x, first, torch.ones(4, 4, device="cuda:1")]
+    return torch_trace.trace(two_layers, inputs), inputs
+
+
+def test_each_step_is_on_its_gpu_and_a_copy_between_them_is_a_task_of_the_one_that_gets_it() -> None:
+    found, _ = traced()
+    places = {(step.task.name, step.task.device, step.task.kind) for step in found.steps}
+    assert ("_to_copy", "gpu:1", "copy") in places
+    assert ("relu", "gpu:0", "compute") in places
+    assert ("tanh", "gpu:1", "compute") in places
+    (copy,) = [step for step in found.steps if step.task.kind == "copy"]
+    assert torch_lanes.peer_source(copy) == torch.device("cuda:0")
+    assert torch_parallel.device_of(None, found) == (torch.device("cuda:0"), torch.device("cuda:1"))  # type: ignore[arg-type]
+
+
+def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
+    found, _ = traced()
+    assert "several GPUs (gpu:0, gpu:1)" in str(torch_runs.why_no_graph(found))
+    best = Planned(lambda *_: None)
+    ways = parallel_gpu.ways(torch_parallel, found, graph(found.tasks), best)
+    assert next(name for name, _, _ in ways) == "one lane of each kind"
+    assert all(make is torch_parallel.stream_run for _, _, make in ways)
+    for _, made, _ in ways:
+        check(made)
+        for task, lane in enumerate(made.lane_of):
+            assert made.lanes[lane].device == made.graph.tasks[task].device
+
+
+def test_the_code_waits_across_gpus_and_copies_on_a_stream_of_the_source() -> None:
+    found, inputs = traced()
+    measured = graph(found.tasks)
+    made = schedule(measured, parallel_gpu.lanes(measured, 1))
+    check(made)
+    plan = torch_parallel.plan_of(made)
+    streams = torch_runs._streams(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
+    named = {str(lane): stream.name for lane, stream in zip(made.lanes, streams, strict=True)}
+    results = torch_lanes.generate(found, plan, streams).build()(inputs)
+    assert [str(one.device) for one in results] == ["cuda:1", "cuda:0", "cuda:1"]
+    producing, copying = named["gpu:0 compute 0"], named["gpu:1 copy 0"]
+    consuming = named["gpu:1 compute 0"]
+    wait = LOG.index(f"{copying} waits for {producing}", len(streams) - 1)  # the first ones are the run's beginning
+    beside, current = LOG[wait + 1 : wait + 3]
+    assert beside.startswith("on cuda:0 ")
+    assert beside.removeprefix("on ") not in named.values()  # no other work stands in its way
+    assert current == f"on {copying}"  # the result's memory belongs to the lane
+    assert f"{consuming} waits for {copying}" in LOG[wait:]
+    first = streams[torch_lanes.gpu_lanes(found, plan)[0]].name
+    assert {line for line in LOG if line.startswith(f"{first} waits for")} >= {
+        f"{first} waits for {name}" for name in named.values() if name != first
+    }
