@@ -27,7 +27,6 @@ from manyhands.engine.check import check
 from manyhands.engine.costs import costs
 from manyhands.engine.graph import graph
 from manyhands.engine.parallel import Parallel
-from manyhands.engine.schedule import schedule
 from manyhands.machine import host_name
 
 Program = Callable[..., list[torch.Tensor]]
@@ -144,7 +143,7 @@ def on_lanes(program: Program, inputs: list[torch.Tensor], threads: int) -> Call
     call = torch_parallel.call(tuple(inputs), {})
     found = torch_parallel.trace(program, call)
     measured = graph(costs(torch_parallel, found, None).tasks)
-    made = schedule(measured, parallel_cpu.lanes(measured, threads), switch_seconds=parallel_cpu.HANDOVER)
+    _, made = parallel_cpu.better(measured, threads)
     check(made)
     run = torch_parallel.thread_run(found, torch_parallel.plan_of(made), threads)
     return lambda: run.replay(inputs)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 
 from manyhands.engine.check import check
 from manyhands.engine.graph import Graph, graph
-from manyhands.engine.schedule import Lane, Schedule, schedule
+from manyhands.engine.schedule import Lane, Schedule, schedule, schedule_chains
 from manyhands.engine.simulate import bounds, simulate
 from manyhands.errors import UnsafeSchedule
 from manyhands.task import Task
@@ -77,10 +78,12 @@ def test_every_conflicting_pair_is_ordered(program: list[Task], count: int) -> N
             assert (first, second) in ordered
 
 
-@given(PROGRAMS, st.integers(1, 4), st.data())
-def test_no_wait_can_be_taken_away(program: list[Task], count: int, data: st.DataObject) -> None:
+@given(PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_chains]))
+@settings(max_examples=300)
+def test_no_wait_can_be_taken_away(program: list[Task], count: int, data: st.DataObject, way: Any) -> None:
     """The checker objects to the loss of any wait: none is superfluous, and none is missed."""
-    made = schedule(graph(program), lanes(count))
+    made = way(graph(program), lanes(count))
+    check(made)
     every = [(task, other) for task, others in made.waits.items() for other in others]
     if not every:
         return
@@ -135,6 +138,26 @@ def chains(number: int, length: int, share: float) -> Graph:
         for _ in range(length)
         for chain in range(number)
     )
+
+
+@given(PROGRAMS, st.integers(1, 4))
+def test_an_unbranched_chain_stays_together(program: list[Task], count: int) -> None:
+    made = schedule_chains(graph(program), lanes(count))
+    check(made)
+    place = {task: number for lane in made.per_lane() for number, task in enumerate(lane)}
+    for task, needs in enumerate(made.graph.needs):
+        for need in needs if len(needs) == 1 else ():
+            if len(made.graph.followers[need]) == 1 and program[need].device == program[task].device:
+                assert made.lane_of[task] == made.lane_of[need]
+                assert place[task] == place[need] + 1
+
+
+def test_long_chains_are_done_one_after_the_other() -> None:
+    made = schedule_chains(chains(8, 50, 0.5), [Lane("gpu:0", "compute", n) for n in range(2)])
+    check(made)
+    assert made.wait_count() == 0
+    assert [len({task % 8 for task in lane}) for lane in made.per_lane()] == [4, 4]
+    assert simulate(made).seconds == pytest.approx(200e-5)
 
 
 def test_independent_chains_get_a_lane_each() -> None:

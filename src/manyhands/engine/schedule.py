@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manyhands.engine.graph import Graph
 from manyhands.task import Kind
@@ -91,6 +91,50 @@ def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0
             if not missing[follower]:
                 heapq.heappush(ready, (-rank[follower], follower))
     return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
+
+
+def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0) -> Schedule:
+    """The same with every unbranched chain kept together: one lane does it without doing anything else in between.
+
+    What a chain's next task reads is then still in the lane's cache, fewer chains are alive at once, and hardly
+    anything is handed over. Worse where there are few long chains, which cannot be balanced.
+    """
+    chains = _chains(graph)
+    chain_of = {task: number for number, chain in enumerate(chains) for task in chain}
+    needs = [{chain_of[need] for task in chain for need in graph.needs[task]} - {n} for n, chain in enumerate(chains)]
+    followers = [{chain_of[f] for task in chain for f in graph.followers[task]} - {n} for n, chain in enumerate(chains)]
+    whole = Graph(
+        tuple(
+            replace(graph.tasks[chain[0]], seconds=sum(graph.tasks[task].seconds for task in chain)) for chain in chains
+        ),
+        tuple(map(frozenset, needs)),
+        tuple(tuple(sorted(own)) for own in followers),
+    )
+    made = schedule(whole, lanes, switch_seconds=switch_seconds)
+    order = [task for chain in made.order for task in chains[chain]]
+    lane_of = [made.lane_of[chain_of[task]] for task in range(len(graph))]
+    return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
+
+
+def _chains(graph: Graph) -> list[list[int]]:
+    """Tasks that only follow one other, and alone, together with it; in an order in which needs come first."""
+    chains: list[list[int]] = []
+    of: dict[int, list[int]] = {}
+    for task, needs in enumerate(graph.needs):
+        before = next(iter(needs)) if len(needs) == 1 else None
+        if before is not None and len(graph.followers[before]) == 1 and _alike(graph, before, task):
+            chain = of[before]
+        else:
+            chain = []
+            chains.append(chain)
+        chain.append(task)
+        of[task] = chain
+    return chains
+
+
+def _alike(graph: Graph, one: int, other: int) -> bool:
+    a, b = graph.tasks[one], graph.tasks[other]
+    return (a.device, a.kind) == (b.device, b.kind)
 
 
 def upward_ranks(graph: Graph) -> list[float]:

@@ -10,6 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -27,7 +28,8 @@ from manyhands.engine.check import check
 from manyhands.engine.futures import parallel, task
 from manyhands.engine.graph import graph
 from manyhands.engine.parallel import Parallel
-from manyhands.engine.schedule import Schedule, schedule
+from manyhands.engine.schedule import Schedule, schedule, schedule_chains
+from manyhands.errors import UnsafeSchedule
 from manyhands.task import Task
 
 pytestmark = pytest.mark.skipif(
@@ -61,9 +63,9 @@ def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Trace, list[t
     return torch_parallel.trace(function, call), call.tensors
 
 
-def scheduled(found: Trace, lanes: int, tasks: Sequence[Task] | None = None) -> Schedule:
+def scheduled(found: Trace, lanes: int, tasks: Sequence[Task] | None = None, way: Any = schedule) -> Schedule:
     tasks = torch_threads.tasks(found) if tasks is None else tasks
-    made = schedule(graph(tasks), parallel_cpu.lanes(graph(tasks), lanes))
+    made: Schedule = way(graph(tasks), parallel_cpu.lanes(graph(tasks), lanes))
     check(made)
     return made
 
@@ -83,7 +85,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "mm", "sin_", "add_", "view", "row", "row_", "rand", "dropout", "split", "copy_"]),
+        st.deferred(lambda: st.sampled_from(sorted(_WAYS))),
         st.integers(0, 50),
         st.integers(0, 50),
     ),
@@ -102,6 +104,13 @@ _WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "dropout": lambda a, b: torch.nn.functional.dropout(a, 0.5),
     "split": lambda a, b: torch.cat(a.split([1, 2])[::-1]),
     "copy_": lambda a, b: a.copy_(b.clone()) if a.is_contiguous() else a * b,
+    "diagonal_": lambda a, b: a.diagonal().mul_(0.5).expand(3, 3),  # a write through a view, the view goes on
+    "rows": lambda a, b: torch.stack(a.unbind(0)) + b,
+    "index_": lambda a, b: a.index_fill_(0, torch.tensor([1]), 0.25) if a.is_contiguous() else a - b,
+    "normal_": lambda a, b: a.normal_() if a.is_contiguous() else a + b,  # random numbers, in place
+    "uniform": lambda a, b: torch.nn.functional.dropout1d(b, 0.5) + torch.randn(3, 3),
+    "view_": lambda a, b: a.view(-1)[2:5].zero_().expand(3, 3) if a.is_contiguous() else a.exp(),
+    "topk": lambda a, b: a.sort(dim=1).values * b.max(dim=0).values,
 }
 
 
@@ -118,9 +127,13 @@ def program(steps: list[tuple[str, int, int]]) -> Callable[..., Any]:
     return function
 
 
-@given(STEPS, st.integers(1, 3), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
-def test_random_programs_equal_eager_to_the_bit(steps: list[tuple[str, int, int]], lanes: int, chance: Any) -> None:
+@given(
+    STEPS, st.integers(1, 3), st.randoms(use_true_random=False), st.sampled_from([schedule, schedule_chains]), st.data()
+)
+@settings(max_examples=int(os.environ.get("MANYHANDS_EXAMPLES", "60")), deadline=None)
+def test_random_programs_equal_eager_to_the_bit(
+    steps: list[tuple[str, int, int]], lanes: int, chance: Any, way: Any, data: st.DataObject
+) -> None:
     """Writes in place, views and random numbers, on lanes chosen by random costs; arguments written to as well."""
     function = program(steps)
     torch.manual_seed(0)
@@ -134,7 +147,13 @@ def test_random_programs_equal_eager_to_the_bit(steps: list[tuple[str, int, int]
         Task(t.name, t.reads, t.writes, t.device, t.kind, chance.random(), 1.0, t.token)
         for t in torch_threads.tasks(found)
     ]
-    run = ThreadRun(found, torch_parallel.plan_of(scheduled(found, lanes, tasks)), lanes)
+    made = scheduled(found, lanes, tasks, way)
+    if every := [(task, other) for task, others in made.waits.items() for other in others]:
+        task, other = data.draw(st.sampled_from(every))
+        left = tuple(one for one in made.waits[task] if one != other)
+        with pytest.raises(UnsafeSchedule):  # not one of them can be left out
+            check(replace(made, waits={**made.waits, task: left}))
+    run = ThreadRun(found, torch_parallel.plan_of(made), lanes)
     for _ in range(2):  # gates are closed again after a run
         for mine, first in zip(own, inputs, strict=True):
             mine.copy_(first)
