@@ -26,18 +26,14 @@ from collections.abc import Callable
 from typing import Any
 
 import parallel_cases
+import parallel_planning
 import torch
 from parallel_cases import Case, synchronize
 from torch.utils._pytree import tree_leaves
 
 from manyhands import machine
 from manyhands.backends import torch_parallel
-from manyhands.engine.check import check
-from manyhands.engine.graph import graph
 from manyhands.engine.parallel import Parallel
-from manyhands.engine.schedule import Lane, schedule
-from manyhands.engine.simulate import simulate
-from manyhands.task import Task
 
 TRIALS = 11
 OURS = ("manyhands", "manyhands, reuse")
@@ -224,36 +220,6 @@ def _told(apart: float) -> str:
     return "equal to the bit" if apart == 0 else f"equal to {apart:.0e}"
 
 
-def planning(device: torch.device, quick: bool) -> dict[str, Any]:
-    """From tasks to one proved and simulated schedule on 8 lanes, no framework: three forms of graphs."""
-    row: dict[str, Any] = {"name": "planning", "seconds": {}, "left_out": {}, "bounds": {}}
-    for count in (1000, 10_000):
-        for form, tasks in _programs(count).items():
-            lanes = [Lane("gpu:0", "compute", number) for number in range(8)]
-            times = []
-            for _ in range(3):
-                start = time.perf_counter()
-                made = schedule(graph(tasks), lanes, switch_seconds=1e-6)
-                check(made)
-                simulate(made, wait_seconds=1e-6)
-                times.append(time.perf_counter() - start)
-            name = f"{count} tasks, {form}"
-            row["seconds"][name] = statistics.median(times)
-            print(f"  schedule, check, simulate {name}: {row['seconds'][name] * 1e3:.1f} ms")
-    return row
-
-
-def _programs(count: int) -> dict[str, list[Task]]:
-    def task(number: int, reads: set[int], writes: int) -> Task:
-        return Task("t", frozenset(reads), frozenset({writes}), "gpu:0", seconds=1e-6 * (1 + number % 5), share=0.2)
-
-    return {
-        "each needs two earlier ones": [task(i, {i - 7, i - 31}, i) for i in range(count)],
-        "eight chains": [task(i, {i % 8}, i % 8) for i in range(count)],
-        "one to all to one": [*(task(i, {-1}, i) for i in range(count - 1)), task(0, set(range(count - 1)), -1)],
-    }
-
-
 def overhead(device: torch.device, quick: bool) -> dict[str, Any]:
     """What a call of ours costs the host beyond the replay of the same CUDA graph (on a CPU: beyond the function).
 
@@ -343,7 +309,7 @@ def main() -> int:
         name: lambda make=make: measure(make(), device, given.tiny)  # type: ignore[misc]
         for name, make in parallel_cases.cases(device, tiny=given.tiny)
     }
-    makers["planning"] = lambda: planning(device, given.tiny)
+    makers["planning"] = parallel_planning.planning
     makers["overhead"] = lambda: overhead(device, given.tiny)
     wanted = given.rows.split(",") if given.rows else [""]
     chosen = [name for name in makers if any(name.startswith(one.strip()) for one in wanted)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ def footprint(found: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[i
     given = frozenset(m for node in [*found.inputs, *found.constants] for m in found.storages[node])
     results = frozenset(m for value in found.outputs if isinstance(value, Node) for m in found.storages[value])
     return sizes, given & sizes.keys(), results & sizes.keys()
+
+
+def copied_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Of the arguments that a CUDA graph has a copy of: all but parameters, which are read where they are."""
+    return sum(one.numel() * one.element_size() for one in tensors if type(one) is not torch.nn.Parameter)
 
 
 def device_memory(devices: tuple[torch.device, ...] | None) -> int:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from manyhands.backends import torch_costs, torch_threads, torch_trace
 from manyhands.backends.torch_call import Call, call, trace
 from manyhands.backends.torch_costs import cost_keys, estimated, hardware, measured, rates, tasks
-from manyhands.backends.torch_facts import batch_hint, device_memory, footprint
+from manyhands.backends.torch_facts import batch_hint, copied_bytes, device_memory, footprint
 from manyhands.backends.torch_fuse import fuse
 from manyhands.backends.torch_lanes import Plan, let_go_at, plan_of
 from manyhands.backends.torch_quick import recogniser
@@ -238,6 +238,7 @@ __all__ = [
     "Call",
     "batch_hint",
     "call",
+    "copied_bytes",
     "copies_or_computes_on_host",
     "cost_keys",
     "device_memory",

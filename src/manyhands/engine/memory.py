@@ -28,6 +28,9 @@ class Footprint:
     def given_bytes(self) -> int:
         return sum(self.sizes.get(memory, 0) for memory in self.given)
 
+    def result_bytes(self) -> int:
+        return sum(self.sizes.get(memory, 0) for memory in self.results)
+
 
 @dataclass(frozen=True, slots=True)
 class Peaks:

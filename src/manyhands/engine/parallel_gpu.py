@@ -6,7 +6,7 @@ plain execution is always among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands.engine.check import check
@@ -41,7 +41,9 @@ def choose(
         check(made)
         best.predicted[name] = simulate(made, wait_seconds=_WAIT).seconds
         plan = backend.plan_of(made)
-        peaks = Peaks(_peak(backend, found, plan, made, footprint, captured=make is backend.graph_run), plain)
+        # A graph has copies of the arguments, and its results beside those that the caller gets.
+        beside = backend.copied_bytes(call.tensors) + footprint.result_bytes() if make is backend.graph_run else 0
+        peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
         if (reason := why_too_large(name, peaks.planned, plain, limit)) is not None:
             best.notes.append(reason)
             continue
@@ -65,11 +67,9 @@ def choose(
             best.run, best.schedule, best.peaks = again, made, peaks
 
 
-def _peak(backend: Any, found: Any, plan: Any, made: Schedule, footprint: Footprint, *, captured: bool) -> int:
-    """Of a plan whose memory goes by lane order; a graph has copies of the arguments and its results beside it."""
-    moments = one_after_the_other(made.order)
-    beside = footprint.given_bytes() if captured else 0
-    return beside + peak(made.graph.tasks, footprint, moments, backend.let_go_at(found, plan))
+def _peak(made: Schedule, footprint: Footprint, let_go: Mapping[int, int]) -> int:
+    """Of a plan that is issued in its order, and whose memory goes by the order of its lanes."""
+    return peak(made.graph.tasks, footprint, one_after_the_other(made.order), let_go)
 
 
 def ways(backend: Any, found: Any, measured: Graph, best: Planned) -> list[_Way]:

@@ -1,0 +1,49 @@
+"""How long planning takes, without a framework: a row of `benchmarks/parallel.py`.
+
+Targets for one schedule, proved and simulated: 0.1 s for 1,000 tasks, 2 s for 10,000. Beside the time on the clock stands
+that of the processor, which a busy machine changes less.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from manyhands.engine.check import check
+from manyhands.engine.graph import graph
+from manyhands.engine.schedule import Lane, schedule
+from manyhands.engine.simulate import simulate
+from manyhands.task import Task
+
+
+def planning() -> dict[str, Any]:
+    """From tasks to one proved and simulated schedule on 8 lanes, no framework: three forms of graphs."""
+    row: dict[str, Any] = {"name": "planning", "seconds": {}, "left_out": {}, "bounds": {}}
+    for count in (1000, 10_000):
+        for form, tasks in _programs(count).items():
+            lanes = [Lane("gpu:0", "compute", number) for number in range(8)]
+            times, own = [], []
+            for _ in range(3):
+                start, begin = time.perf_counter(), time.process_time()
+                made = schedule(graph(tasks), lanes, switch_seconds=1e-6)
+                check(made)
+                simulate(made, wait_seconds=1e-6)
+                times.append(time.perf_counter() - start)
+                own.append(time.process_time() - begin)
+            name = f"{count} tasks, {form}"
+            row["seconds"][name] = statistics.median(times)
+            told = f"{row['seconds'][name] * 1e3:.1f} ms, processor {statistics.median(own) * 1e3:.1f} ms"
+            print(f"  schedule, check, simulate {name}: {told}")
+    return row
+
+
+def _programs(count: int) -> dict[str, list[Task]]:
+    def task(number: int, reads: set[int], writes: int) -> Task:
+        return Task("t", frozenset(reads), frozenset({writes}), "gpu:0", seconds=1e-6 * (1 + number % 5), share=0.2)
+
+    return {
+        "each needs two earlier ones": [task(i, {i - 7, i - 31}, i) for i in range(count)],
+        "eight chains": [task(i, {i % 8}, i % 8) for i in range(count)],
+        "one to all to one": [*(task(i, {-1}, i) for i in range(count - 1)), task(0, set(range(count - 1)), -1)],
+    }

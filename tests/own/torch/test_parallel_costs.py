@@ -1,0 +1,44 @@
+"""Costs of operations: measured once, remembered, estimated where that cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_parallel_cpu import traced
+
+from manyhands.backends import torch_parallel
+from manyhands.engine.parallel import Parallel
+
+pytestmark = pytest.mark.skipif(torch._C._len_torch_dispatch_stack() > 0, reason="costs here are those of the CPU")
+
+
+def test_a_second_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return ((x @ x).tanh() + x).sum()
+
+    x = torch.randn(16, 16)
+    first = Parallel(function, torch_parallel, synchronous=True)
+    first(x)
+    assert "4 kinds of operations measured now, 0 remembered" in first.explain()
+    asked: list[int] = []
+    monkeypatch.setattr(torch_parallel, "measured", lambda *given: asked.append(1))
+    second = Parallel(function, torch_parallel, synchronous=True)
+    second(x)
+    assert not asked
+    assert "0 kinds of operations measured now, 4 remembered" in second.explain()
+    for one, other in zip(*(p._must_have_run().schedule.graph.tasks for p in (first, second)), strict=True):  # type: ignore[union-attr]
+        assert one.seconds == other.seconds
+
+
+def test_an_estimate_knows_computing_from_moving() -> None:
+    found, _ = traced(lambda x: (x @ x, x + x), torch.randn(256, 256))
+    rates = torch_parallel.rates(None)
+    product, addition = (torch_parallel.estimated(found, number, None, rates)[0] for number in (0, 1))
+    assert addition < product
+    real = torch_parallel.measured(found, 0, None)
+    assert real is not None
+    assert real[0] / 10 < product < real[0] * 10
