@@ -1,6 +1,6 @@
 """How long planning takes, without a framework: a row of `benchmarks/parallel.py`.
 
-Targets for one schedule, proved and simulated: 0.1 s for 1,000 tasks, 2 s for 10,000. Beside the time on the clock stands
+Targets for one schedule, proved and simulated: 0.1 s for 1,000 tasks, 2 s for 10,000. Beside the time on the clock is
 that of the processor, which a busy machine changes less.
 """
 

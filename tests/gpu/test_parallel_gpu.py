@@ -18,8 +18,7 @@ from manyhands.engine.check import check  # noqa: E402
 from manyhands.engine.costs import costs  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
 from manyhands.engine.parallel import Parallel  # noqa: E402
-from manyhands.engine.parallel_gpu import lanes as lanes_of  # noqa: E402
-from manyhands.engine.schedule import schedule  # noqa: E402
+from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
 
 GPU = "cuda:0"
 
@@ -38,7 +37,7 @@ class Forced:
             device = torch_parallel.device_of(call, found)
             with torch_parallel.untouched(found, call.tensors):
                 measured = graph(costs(torch_parallel, found, device).tasks)
-            one = schedule(measured, lanes_of(measured, self.lanes), switch_seconds=1e-6)
+            one = schedule(measured, lanes_for(measured, self.lanes), switch_seconds=1e-6)
             check(one)
             make = torch_parallel.graph_run if self.kind == "graph" else torch_parallel.stream_run
             with torch_parallel.untouched(found, call.tensors):

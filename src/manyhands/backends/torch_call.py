@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 
 from manyhands import tree
 from manyhands.backends import torch_trace
 from manyhands.backends.torch_outside import Outside
 from manyhands.backends.torch_trace import Trace
+from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks
 from manyhands.backends.torch_watch import Watch
 from manyhands.errors import CannotTrace
 
@@ -110,7 +112,8 @@ def _key(leaf: Any) -> Any:
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether two of them share memory."""
-    places = {tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor) for tensor in tensors}
+    inner = [inside(tensor) for tensor in tensors]
+    places = {tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor) for tensor in inner}
     return len(places) < len(tensors)
 
 
@@ -140,18 +143,18 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
     outside = Outside(function, one.others)
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in one.tensors)
     watch = Watch(outside, refuse_gradients=with_gradient)
+    recorded = [tensor.requires_grad for tensor in one.tensors]
 
     def flat(*tensors: torch.Tensor) -> Any:
         arguments, keywords = one.rebuild(tensors)
         result = function(*arguments, **keywords)
         _must_be_done(result)
-        _must_not_be_changed(tensors, one.tensors)
+        _must_not_be_changed(tensors, recorded)
         return result
 
     try:
-        with watch:
-            stand_ins = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in one.tensors]
-            found = torch_trace.trace(flat, stand_ins, watch)
+        with watch, no_hooks():
+            found = torch_trace.trace(flat, _stand_ins(one.tensors), watch)
     except CannotTrace:
         watch.must_not_have_changed()  # the better reason
         raise
@@ -166,11 +169,27 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
     return found
 
 
+def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What is traced instead of the arguments; those on virtual devices are fake tensors that say so."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if any(isinstance(t, VirtualTensor) for t in tensors) else None
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if mode is None:
+            made = tensor.detach()
+        elif isinstance(tensor, VirtualTensor):
+            form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            made = FakeTensor(mode, form, tensor.device)
+        else:
+            made = mode.from_tensor(tensor.detach())
+        found.append(made.requires_grad_(tensor.requires_grad))
+    return found
+
+
 def _must_be_plain(one: Call) -> None:
     if one.signature[2]:
         raise CannotTrace("two of the arguments share memory")
     for tensor in one.tensors:
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
             raise CannotTrace(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
     for leaf in one.others:
         if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)):
@@ -186,9 +205,10 @@ def _must_be_done(result: Any) -> None:
             )
 
 
-def _must_not_be_changed(stand_ins: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    for stand_in, tensor in zip(stand_ins, given, strict=True):
-        if stand_in.requires_grad != tensor.requires_grad:
+def _must_not_be_changed(stand_ins: Sequence[torch.Tensor], recorded: Sequence[bool]) -> None:
+    """``recorded`` says which of the arguments require gradients."""
+    for stand_in, before in zip(stand_ins, recorded, strict=True):
+        if stand_in.requires_grad != before:
             raise CannotTrace("it changes requires_grad of an argument")
         if stand_in.is_leaf and stand_in.grad is not None:
             raise CannotTrace(

@@ -25,6 +25,7 @@ from manyhands.backends import torch_threads, torch_trace
 from manyhands.backends.torch_native import native
 from manyhands.backends.torch_runs import Gpus
 from manyhands.backends.torch_trace import Step, Trace
+from manyhands.backends.torch_virtual import no_hooks
 from manyhands.task import Task
 
 _ISSUE = 8e-6  # seconds in which Python issues an operation
@@ -60,7 +61,8 @@ def measured(found: Trace, number: int, device: Gpus | None) -> tuple[float, flo
     step = found.steps[number]
     try:
         if device is None or step.task.device == "cpu":
-            return _on_cpu(step)
+            with no_hooks():
+                return _on_cpu(step)
         if not step.task.writes - step.task.reads or all(memory < 1 << 20 for memory in step.task.writes):
             return 0.0, 0.0  # a view
         return None if step.task.kind != "compute" else _on_gpu(step, _gpu(step))

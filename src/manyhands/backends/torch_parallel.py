@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
-from manyhands.backends import torch_costs, torch_threads, torch_trace
+from manyhands.backends import torch_costs, torch_threads, torch_trace, torch_virtual
 from manyhands.backends.torch_call import Call, call, trace
 from manyhands.backends.torch_costs import cost_keys, estimated, hardware, measured, rates, tasks
 from manyhands.backends.torch_facts import batch_hint, copied_bytes, device_memory, footprint
@@ -39,8 +40,8 @@ _LONG = 0.5  # seconds of a call, from which on it needs no warm-up and few repe
 
 def device_of(one: Call, found: Trace) -> Gpus | None:
     """The GPUs that steps run on, beside the CPU perhaps; None where there is only the CPU."""
-    devices = {step.task.device for step in found.steps} - {"cpu"}
-    return tuple(torch.device("cuda", int(name.partition(":")[2])) for name in sorted(devices)) or None
+    devices = sorted(int(name.partition(":")[2]) for name in found.gpus())
+    return tuple(torch.device("cuda", number) for number in devices) or None
 
 
 # Runs
@@ -83,13 +84,18 @@ def expected(found: Trace, one: Call, plainly: Run) -> list[Any]:
     with untouched(found, one.tensors):
         results = tree_flatten(plainly(*one.given))[0]
         gradients = [tensor.grad for tensor, there in found.gradients if there]
-        return copied([*results, *gradients, *_written(found, one.tensors)])
+        return _compared([*results, *gradients, *_written(found, one.tensors)])
 
 
 def observed(found: Trace, one: Call, run: Any) -> list[Any]:
     """The same of a run."""
     with untouched(found, one.tensors):
-        return copied([*run.replay(one.tensors), *_written(found, one.tensors)])
+        return _compared([*run.replay(one.tensors), *_written(found, one.tensors)])
+
+
+def _compared(values: Sequence[Any]) -> list[Any]:
+    """As they are now, to be compared: plain tensors."""
+    return copied([torch_virtual.inside(value) for value in values])
 
 
 def graph_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus) -> GraphRun:
@@ -102,9 +108,9 @@ def stream_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], device
 
 def timed(found: Trace, plan: Plan, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
     """Run a plan with made-up arguments, and say when each task began and ended; nothing of the caller's changes."""
-    with torch.random.fork_rng([device.index for device in devices or ()]):
+    with torch.random.fork_rng([device.index for device in devices or ()]), torch_virtual.no_hooks():
         inputs = torch_costs.made_up_inputs(found)
-    with untouched(found, inputs):
+    with untouched(found, inputs), torch_virtual.no_hooks():
         if devices is None:
             return torch_threads.timed_threads(found, plan, inputs, threads)
         return timed_streams(found, plan, inputs, devices)
@@ -140,14 +146,34 @@ def threads() -> int:
 
 def why_no_threads() -> str | None:
     """Why lanes cannot be threads now, or None."""
-    if torch._C._len_torch_dispatch_stack():
-        return "CPU lanes are not used: a dispatch mode is active (virtual devices?), and it holds for one thread only"
+    if not torch_virtual.only_hooks():
+        return "CPU lanes are not used: a dispatch mode is active, and it holds for one thread only"
     return None
 
 
-def thread_run(found: Trace, plan: Plan, count: int) -> ThreadRun:
+def thread_run(found: Trace, plan: Plan, count: int) -> ThreadRun | VirtualRun:
     """The lanes of a plan on threads of the CPU, ``count`` in all."""
-    return ThreadRun(found, plan, count)
+    run = ThreadRun(found, plan, count)
+    return VirtualRun(found, run) if torch_virtual.count() else run
+
+
+class VirtualRun:
+    """A run on what is inside tensors on virtual devices, which are lanes of their own. Its results are on them."""
+
+    fresh = True
+
+    def __init__(self, found: Trace, run: ThreadRun) -> None:
+        self.lanes = run.lanes
+        self._run = run
+        self._devices = [value.meta["val"].device if isinstance(value, Node) else None for value in found.outputs]
+
+    def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        with torch_virtual.no_hooks():
+            results = self._run.replay([torch_virtual.inside(tensor) for tensor in inputs])
+        return [
+            torch_virtual.VirtualTensor(one, device) if device is not None and torch_virtual.is_virtual(device) else one
+            for one, device in zip(results, self._devices, strict=True)
+        ]
 
 
 def with_threads(run: Run, count: int) -> Run:
@@ -164,9 +190,9 @@ def with_threads(run: Run, count: int) -> Run:
     return limited
 
 
-def synchronous_run(found: Trace, plan: Plan) -> ThreadRun:
+def synchronous_run(found: Trace, plan: Plan) -> ThreadRun | VirtualRun:
     """The plan's order in the caller's thread."""
-    return ThreadRun(found, torch_threads.in_order(plan), torch.get_num_threads())
+    return thread_run(found, torch_threads.in_order(plan), torch.get_num_threads())
 
 
 def copied(values: Sequence[Any]) -> list[Any]:

@@ -24,7 +24,7 @@ _MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be co
 def why_no_graph(trace: Trace) -> str | None:
     """Why the trace cannot be, or is better not, captured in a CUDA graph."""
     to_host = 0
-    if len(gpus := {step.task.device for step in trace.steps} - {"cpu"}) > 1:
+    if len(gpus := trace.gpus()) > 1:
         return f"no CUDA graph: it uses several GPUs ({', '.join(sorted(gpus))}), which are issued at every call"
     for step in trace.steps:
         if on_cpu(step):

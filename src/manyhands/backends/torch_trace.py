@@ -71,6 +71,10 @@ class Trace:
         values = [getattr(self.module, str(node.target)) for node in self.constants]
         return [value for value in values if isinstance(value, torch.Tensor)]
 
+    def gpus(self) -> set[str]:
+        """The names of the GPUs that steps run on."""
+        return {step.task.device for step in self.steps if step.task.device.startswith("gpu")}
+
     @property
     def tasks(self) -> list[Task]:
         return [step.task for step in self.steps]
@@ -251,7 +255,9 @@ def _place(node: Node) -> tuple[str, Kind]:
 def _name(device: torch.device) -> str:
     if device.type not in ("cpu", "cuda"):
         raise CannotTrace(f"it computes on {device}: only CPUs and CUDA's GPUs are planned")
-    return "cpu" if device.type == "cpu" else f"gpu:{device.index or 0}"
+    if device.type == "cpu":
+        return str(device)  # a virtual device has a number
+    return f"gpu:{device.index or 0}"
 
 
 def node_key(node: Node) -> tuple[Any, ...]:

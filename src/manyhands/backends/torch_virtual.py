@@ -26,7 +26,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_iter, tree_map_only
 
 _count = 0
@@ -61,6 +65,30 @@ def hooks() -> Iterator[None]:
 
 def count() -> int:
     return _count
+
+
+@contextmanager
+def no_hooks() -> Iterator[None]:
+    """Leave the hooks out, so that operations see plain tensors; nothing where there are no virtual devices."""
+    if not _count:
+        yield
+        return
+    with _disable_current_modes():
+        yield
+
+
+def only_hooks() -> bool:
+    """Whether no dispatch mode but ours is active in this thread."""
+    return all(isinstance(mode, _Births) for mode in _get_current_dispatch_mode_stack())
+
+
+def is_virtual(device: torch.device) -> bool:
+    return device.type == "cpu" and device.index is not None
+
+
+def inside(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor in a virtual one, or the tensor itself."""
+    return tensor._inner if isinstance(tensor, VirtualTensor) else tensor
 
 
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from manyhands.backends.torch_outside import Outside
+from manyhands.backends.torch_virtual import VirtualTensor
 from manyhands.errors import CannotTrace, NotYet
 
 _aten = torch.ops.aten
@@ -105,6 +106,9 @@ class Watch:
     # Called by the modes
 
     def sees(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, VirtualTensor):
+            self._refused = CannotTrace("a tensor on a virtual device comes from outside: pass it as an argument")
+            raise self._refused
         if isinstance(tensor, FakeTensor) or not tensor.requires_grad or id(tensor) in self._before:
             return
         if tensor.is_leaf:

@@ -17,7 +17,7 @@ from manyhands.engine.check import check
 from manyhands.engine.graph import Graph
 from manyhands.engine.memory import Footprint, Peaks, one_after_the_other, peak
 from manyhands.engine.planned import PLAIN, Limit, Planned, Run, why_too_large
-from manyhands.engine.schedule import Lane, Schedule, schedule, schedule_chains
+from manyhands.engine.schedule import Schedule, lanes_for, one_lane, schedule, schedule_chains
 from manyhands.engine.simulate import moments, simulate
 
 HANDOVER = 20e-6  # seconds; below this it does not pay to hand a task to another thread
@@ -90,17 +90,19 @@ def synchronously(best: Planned, backend: Any, found: Any, measured: Graph, repl
     best.run = replaying(backend.synchronous_run(found, backend.plan_of(best.schedule)))
 
 
-def one_lane(measured: Graph) -> Schedule:
-    """Everything on one lane in the program's order: it also frees memory in that order."""
-    count = len(measured)
-    return Schedule(measured, tuple(lanes(measured, 1)) or (Lane("cpu"),), (0,) * count, tuple(range(count)), {})
-
-
 def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[str, Schedule]]:
     """Schedules on 2, 3, 4, 6, 8, ... lanes, as many as there are threads, if simulation gives them a chance."""
     found = []
-    for count in sorted({*(n for n in (2, 3, 4, 6, 8, 12, 16) if n <= threads), threads} - {1}):
-        name = f"{count} lanes"
+    several = len({task.device for task in measured.tasks}) > 1
+    counts = {*(n for n in (2, 3, 4, 6, 8, 12, 16) if n <= threads), threads} - {1}
+    for count in sorted(counts | {1} if several else counts):
+        name = (
+            f"{count} lanes"
+            if not several
+            else f"{count} lanes of each device"
+            if count > 1
+            else "a lane of each device"
+        )
         predicted, made = better(measured, count)
         best.predicted[name] = predicted
         if len(set(made.lane_of)) > 1 and predicted < measured.work():
@@ -112,16 +114,11 @@ def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[str, 
 
 def better(measured: Graph, count: int) -> tuple[float, Schedule]:
     """With every chain kept together, which caches like, unless simulation clearly prefers to divide them."""
-    own = lanes(measured, count)
+    own = lanes_for(measured, count)
     whole = schedule_chains(measured, own, switch_seconds=HANDOVER)
     apart = schedule(measured, own, switch_seconds=HANDOVER)
     seconds = [simulate(one, wait_seconds=HANDOVER).seconds for one in (whole, apart)]
     return (seconds[0], whole) if seconds[0] <= 1.02 * seconds[1] else (seconds[1], apart)
-
-
-def lanes(measured: Graph, count: int) -> list[Lane]:
-    devices = dict.fromkeys((task.device, task.kind) for task in measured.tasks)
-    return [Lane(device, kind, number) for device, kind in devices for number in range(count)]
 
 
 def race(runs: Sequence[Callable[[], object]]) -> list[list[float]]:

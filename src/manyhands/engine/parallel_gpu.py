@@ -13,7 +13,7 @@ from manyhands.engine.check import check
 from manyhands.engine.graph import Graph
 from manyhands.engine.memory import Footprint, Peaks, one_after_the_other, peak
 from manyhands.engine.planned import PLAIN, Limit, Planned, Run, why_too_large
-from manyhands.engine.schedule import Lane, Schedule, schedule
+from manyhands.engine.schedule import Schedule, lanes_for, one_lane, schedule
 from manyhands.engine.simulate import simulate
 
 _LANES = (2, 3, 4, 8)
@@ -34,7 +34,7 @@ def choose(
     plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
     alone = len({task.device for task in measured.tasks}) == 1
     best.peaks = Peaks(plain, plain)
-    best.schedule = one_lane(measured) if alone else schedule(measured, lanes(measured, 1))
+    best.schedule = one_lane(measured) if alone else schedule(measured, lanes_for(measured, 1))
     best.seconds[PLAIN] = least = backend.seconds(lambda: plainly(*call.given), device)
     expected = backend.expected(found, call, plainly)
     for name, made, make in ways(backend, found, measured, best):
@@ -82,26 +82,15 @@ def ways(backend: Any, found: Any, measured: Graph, best: Planned) -> list[_Way]
     else:
         best.notes.append(reason)
     if backend.copies_or_computes_on_host(found) or len({task.device for task in measured.tasks}) > 1:
-        one = schedule(measured, lanes(measured, 1))
+        one = schedule(measured, lanes_for(measured, 1))
         tried.append(("one lane of each kind", one, backend.stream_run))
         tried += [(f"{name}, issued at every call", made, backend.stream_run) for name, made in some[:2]]
     return tried
 
 
-def one_lane(measured: Graph) -> Schedule:
-    """Everything on one lane in the program's order: it also frees memory in that order."""
-    count = len(measured)
-    lane = Lane(*((measured.tasks[0].device, measured.tasks[0].kind) if count else ("cpu", "compute")))
-    return Schedule(measured, (lane,), (0,) * count, tuple(range(count)), {})
-
-
-def lanes(measured: Graph, count: int) -> list[Lane]:
-    """So many lanes to compute on each device, and one for each kind of copy."""
-    kinds = dict.fromkeys((task.device, task.kind) for task in measured.tasks)
-    return [Lane(device, kind, number) for device, kind in kinds for number in range(count if kind == "compute" else 1)]
-
-
 def candidates(measured: Graph) -> list[tuple[str, Schedule]]:
     """Plans for several numbers of lanes, those first that simulation likes."""
-    made = [(f"{count} lanes", schedule(measured, lanes(measured, count), switch_seconds=_WAIT)) for count in _LANES]
+    made = [
+        (f"{count} lanes", schedule(measured, lanes_for(measured, count), switch_seconds=_WAIT)) for count in _LANES
+    ]
     return sorted(made, key=lambda pair: simulate(pair[1], wait_seconds=_WAIT).seconds)

@@ -52,6 +52,19 @@ class Schedule:
         return sum(map(len, self.waits.values()))
 
 
+def lanes_for(graph: Graph, count: int) -> list[Lane]:
+    """So many lanes to compute on each device of a graph, and one for each kind of copy."""
+    kinds = dict.fromkeys((task.device, task.kind) for task in graph.tasks)
+    return [Lane(device, kind, number) for device, kind in kinds for number in range(count if kind == "compute" else 1)]
+
+
+def one_lane(graph: Graph) -> Schedule:
+    """Everything on one lane in the program's order: it also frees memory in that order."""
+    count = len(graph)
+    lane = Lane(graph.tasks[0].device, graph.tasks[0].kind) if count else Lane("cpu")
+    return Schedule(graph, (lane,), (0,) * count, tuple(range(count)), {})
+
+
 def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0) -> Schedule:
     """Give every task of the graph one of the lanes of its device and kind.
 

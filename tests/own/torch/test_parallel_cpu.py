@@ -20,12 +20,11 @@ from manyhands.backends import torch_parallel, torch_threads
 from manyhands.backends.torch_threads import ThreadRun
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_workers import bound, memory_of
-from manyhands.engine import parallel_cpu
 from manyhands.engine.check import check
 from manyhands.engine.futures import parallel, task
 from manyhands.engine.graph import graph
 from manyhands.engine.parallel import Parallel
-from manyhands.engine.schedule import Schedule, schedule
+from manyhands.engine.schedule import Schedule, lanes_for, schedule
 from manyhands.task import Task
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +60,7 @@ def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Trace, list[t
 
 def scheduled(found: Trace, lanes: int, tasks: Sequence[Task] | None = None, way: Any = schedule) -> Schedule:
     tasks = torch_threads.tasks(found) if tasks is None else tasks
-    made: Schedule = way(graph(tasks), parallel_cpu.lanes(graph(tasks), lanes))
+    made: Schedule = way(graph(tasks), lanes_for(graph(tasks), lanes))
     check(made)
     return made
 

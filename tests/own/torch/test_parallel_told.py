@@ -22,7 +22,7 @@ from manyhands.engine.graph import graph
 from manyhands.engine.memory import Footprint, one_after_the_other, peak
 from manyhands.engine.parallel import Parallel
 from manyhands.engine.planned import Limit, why_too_large
-from manyhands.engine.schedule import schedule
+from manyhands.engine.schedule import lanes_for, schedule
 from manyhands.engine.simulate import timeline_of
 from manyhands.errors import EngineError
 
@@ -141,9 +141,7 @@ def test_a_measured_run_keeps_the_schedules_order_and_touches_nothing() -> None:
         return (x @ x).tanh() + torch.rand_like(y) @ y
 
     found = trace_of(function, torch.ones(3, 3), torch.ones(3, 3))
-    made = schedule(
-        graph(costs(torch_parallel, found, None).tasks), parallel_cpu.lanes(graph(torch_threads.tasks(found)), 2)
-    )
+    made = schedule(graph(costs(torch_parallel, found, None).tasks), lanes_for(graph(torch_threads.tasks(found)), 2))
     check(made)
     state = torch.get_rng_state()
     moments = torch_parallel.timed(found, torch_parallel.plan_of(made), None, 2)
@@ -176,7 +174,7 @@ def peaks(function: Callable[..., Any], lanes: int, *arguments: Any) -> int:
     footprint = Footprint(*torch_parallel.footprint(found))
     if lanes == 1:
         return peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
-    return parallel_cpu._peak(schedule(measured, parallel_cpu.lanes(measured, lanes)), footprint)
+    return parallel_cpu._peak(schedule(measured, lanes_for(measured, lanes)), footprint)
 
 
 def test_the_peak_is_what_is_alive_at_once() -> None:
@@ -205,7 +203,7 @@ def test_lanes_take_more_memory_and_too_much_is_not_tried(monkeypatch: pytest.Mo
 
 
 def four(measured: Any) -> Any:
-    return schedule(measured, parallel_cpu.lanes(measured, 4))
+    return schedule(measured, lanes_for(measured, 4))
 
 
 def test_a_hundredth_of_the_device_does_not_matter() -> None:

@@ -16,7 +16,7 @@ from manyhands.engine import parallel_gpu  # noqa: E402
 from manyhands.engine.check import check  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
 from manyhands.engine.planned import Planned  # noqa: E402
-from manyhands.engine.schedule import schedule  # noqa: E402
+from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch._C._len_torch_dispatch_stack() > 0, reason="fake GPUs, not virtual devices")
 LOG: list[str] = []
@@ -94,7 +94,7 @@ def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
 def test_the_code_waits_across_gpus_and_copies_on_a_stream_of_the_source() -> None:
     found, inputs = traced()
     measured = graph(found.tasks)
-    made = schedule(measured, parallel_gpu.lanes(measured, 1))
+    made = schedule(measured, lanes_for(measured, 1))
     check(made)
     plan = torch_parallel.plan_of(made)
     streams = torch_runs._streams(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
