@@ -56,6 +56,8 @@ def trace_of(function: Callable[..., Any], *arguments: Any) -> Any:
     return torch_parallel.trace(function, torch_parallel.call(arguments, {}))
 
 
+two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core: no lanes")
+
 # Explaining
 
 
@@ -82,6 +84,7 @@ def test_explain_says_lanes_bounds_memory_reasons_and_advice() -> None:
         assert words in told, told
 
 
+@two_cores
 def test_what_sleeps_at_once_runs_on_lanes_and_the_reason_is_named() -> None:
     fast = Parallel(napping, torch_parallel)
     result = fast(torch.ones(2), torch.ones(2))
@@ -117,6 +120,7 @@ def test_nothing_can_be_told_before_a_call_or_of_what_cannot_be_traced(tmp_path:
 # Timelines
 
 
+@two_cores
 def test_a_timeline_is_measured(tmp_path: Path) -> None:
     fast = Parallel(napping, torch_parallel)
     fast(torch.ones(2), torch.ones(2))
