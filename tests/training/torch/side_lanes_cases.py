@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from manyhands.training.torch import models
 
@@ -100,6 +101,21 @@ def _autocast(net: nn.Module) -> nn.Module:
     return net
 
 
+class Kept(nn.Module):
+    """LeNet whose saved tensors are computed again, or lie elsewhere, when the backward pass asks for them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.net, self.how = models.lenet(), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "elsewhere":
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+                return self.net(x)
+        first = checkpoint(self.net[:6], x.requires_grad_(), use_reentrant=self.how == "reentrant")
+        return checkpoint(self.net[6:], first, use_reentrant=self.how == "reentrant")
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": models.mlp,
     "lenet": models.lenet,
@@ -111,6 +127,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen weights": _frozen,
     "hooks": _hooked,
     "autocast": lambda: _autocast(models.lenet()),
+    "checkpointed": lambda: Kept("not reentrant"),
+    "checkpointed, reentrant": lambda: Kept("reentrant"),
+    "saved elsewhere": lambda: Kept("elsewhere"),
     "autocast, shared": lambda: _autocast(Shared()),
 }
 

@@ -50,7 +50,10 @@ def _of_product(args: tuple[Any, ...]) -> str | None:
     saved, weight, _ = _PRODUCTS[node.name()]
     if not _is_straight(node, weight):
         return None
-    source, own = getattr(node, saved), node._saved_mat2
+    try:
+        source, own = getattr(node, saved), node._saved_mat2
+    except RuntimeError:  # saved in another way (checkpointing), and given out only once
+        return None
     memories = {_memory(argument) for argument in args}
     # The node has not saved what it does not need: without its input it cannot compute the weight's gradient.
     if source is None or _memory(source) not in memories or (own is not None and _memory(own) in memories):
