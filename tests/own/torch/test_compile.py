@@ -154,7 +154,7 @@ class Branchy(nn.Module):
         return self.out(self.drop(parts[0] + parts[1] * parts[2]))
 
 
-NETS = {"mlp": models.mlp, "lenet": models.lenet, "branchy": Branchy}
+NETS = {"mlp": models.mlp, "branchy": Branchy}
 X, Y = torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.arange(4)
 
 
