@@ -73,6 +73,7 @@ def test_it_gives_what_the_plain_function_gives(mh: Any, own: Any, which: str) -
     function, arguments = functions(own)[which]
     fast = mh.parallel(function)
     assert isinstance(fast, mh.Parallel)
+    assert {"Future", "Parallel", "parallel", "task"} <= set(mh.__all__)
     assert fast.__name__ == which
     for _ in range(3):
         same(own, fast(*arguments), function(*arguments))
@@ -190,6 +191,7 @@ def test_the_graph_and_the_timeline_can_be_looked_at(mh: Any, own: Any, tmp_path
         with pytest.raises(EngineError, match="profiler"):
             fast.timeline(tmp_path / "t.json", simulated=False)
         assert "simulated" in fast.explain()
+        assert "advice: 3 side by side" in fast.explain()
 
 
 def test_options_that_a_framework_has_not_are_refused(mh: Any, own: Any) -> None:

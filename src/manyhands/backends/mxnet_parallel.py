@@ -27,9 +27,11 @@ from manyhands.errors import CannotTrace, NotYet
 
 name = "mxnet"
 PLAINLY = "MXNet's engine runs operations as soon as what they touch is free"
+BATCH = "mx.nd.batch_dot of stacked arrays (mx.nd.stack) makes them one operation"
 LANES = "the engine has MXNET_CPU_WORKER_NTHREADS workers for each CPU context"
 PROFILER = "mx.profiler writes when MXNet's engine ran which operation"
 _WAY = "one CachedOp"
+_HEAVY = ("dot", "batch_dot", "FullyConnected", "Convolution")
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), range, slice, type, mx.Context)
 
 
@@ -129,7 +131,8 @@ def trace(function: Callable[..., Any], one: Call, outside: Any, seen: Recording
     refuse_unknown(one.others, lambda value: isinstance(value, (*_BY_VALUE, mx.gluon.Block)) or callable(value))
     if not seen.complete:
         raise NotYet("another function is being planned")
-    traced = Traced(tasks(seen), _WAY, None, "measured one by one, in the first call")
+    forms = [f"{one.name} {[a.shape for a in one.inputs]}" if one.name in _HEAVY else "" for one in seen.operations]
+    traced = Traced(tasks(seen), _WAY, None, "measured one by one, in the first call", forms=forms)
     reason = why_not_one(seen, one.signature[-1])
     if reason is None:
         try:

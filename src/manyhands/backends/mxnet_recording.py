@@ -154,6 +154,9 @@ def why_not_one(recording: Recording, modes: Sequence[Any]) -> str | None:
     """Why what was noted cannot stand for other calls, or None."""
     if modes[0] or modes[1]:
         return "under autograd.record() MXNet notes operations itself, for backward()"
+    contexts = {str(array.ctx) for one in recording.operations for array in [*one.inputs, *one.outputs]}
+    if len(contexts) > 1:
+        return f"it computes on one context, and this function uses {', '.join(sorted(contexts))}"
     if recording.reads:
         return "it reads values, and what it does may depend on them"
     for one in recording.operations:

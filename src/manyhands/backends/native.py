@@ -44,6 +44,8 @@ class Traced:
     costs: str = "estimated from shapes"
     notes: list[str] = field(default_factory=list)
     writes: Sequence[Any] = ()  # variables that a call may write to
+    # For each task its operation and shapes where several of a form could be one batched operation, else nothing.
+    forms: Sequence[str] = ()
     # What the graph leaves out.
     missing: str | None = None
 

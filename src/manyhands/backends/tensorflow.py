@@ -45,7 +45,7 @@ CAPABILITIES = Capabilities(
     pins_memory=False,
     tells_uuid=False,
     plans_lanes=False,
-    plans_several_devices=True,
+    plans_several_devices=False,
     traces=True,
     measures_tasks=False,
     measures_timeline=False,
@@ -60,8 +60,7 @@ _virtual_count = 0
 
 # tf.identity shares memory on one device; DeepCopy never does, but lacks a gradient.
 _duplicate = tf.custom_gradient(lambda tensor: (tf.raw_ops.DeepCopy(x=tensor), lambda upstream: upstream))
-# The scopes that a thread has entered and not left, by device.
-_open_scopes = threading.local()
+_open_scopes = threading.local()  # those that a thread has entered and not left, by device
 
 
 class TensorFlowDevice(str):

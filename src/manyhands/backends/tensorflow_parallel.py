@@ -11,7 +11,6 @@ function stays as it is; ``tf.random.stateless_*`` and Keras's seed generators g
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,35 +19,24 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import op_def_registry
 
 from manyhands import machine, tree
 from manyhands.backends import tensorflow as adapter
-from manyhands.backends.native import (
-    Call,
-    Outputs,
-    Same,
-    Traced,
-    compared,
-    content_of,
-    estimate,
-    refuse_unknown,
-    task,
-    told,
-)
+from manyhands.backends.native import Call, Outputs, Same, Traced, compared, content_of, refuse_unknown, told
+from manyhands.backends.tensorflow_graph import ASSIGNS, Graph
 from manyhands.errors import CannotTrace
-from manyhands.task import Task
 
 name = "tensorflow"
 PLAINLY = "TensorFlow runs operations one by one"
+BATCH = "tf.linalg.matmul of stacked matrices (tf.stack), or tf.vectorized_map, makes them one operation"
 LANES = "TensorFlow's optimizer may fuse operations, and its inter-op threads take whatever is ready"
 PROFILER = "TensorFlow does not tell when it ran which operation; tf.profiler.experimental writes what it knows"
 _EAGER = tf.__internal__.EagerTensor
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), range, slice, type, tf.DType, tf.TensorShape)
 # Operations with state that a trial can put back, or that change nothing.
 _HARMLESS = ("ReadVariableOp", "VarHandleOp", "VariableShape", "PartitionedCall", "Assert", "If", "While", "Case")
-_ASSIGNS = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
-_NO_TASK = ("Placeholder", "Const", "NoOp", "Identity", "VarHandleOp")
 
 
 # Calls
@@ -117,13 +105,14 @@ def wait(result: Any) -> Any:
 
 @contextmanager
 def untouched(traced: Traced) -> Iterator[None]:
-    """Trying a function out leaves no trace: the variables that it may write to are put back."""
-    saved = [(variable, _copy(variable)) for variable in traced.writes]
-    try:
-        yield
-    finally:
-        for variable, before in saved:
-            variable.assign(before)
+    """Trying a function out leaves no trace: variables are put back, and a tape around the call notes nothing."""
+    with _record.stop_recording():
+        saved = [(variable, _copy(variable)) for variable in traced.writes]
+        try:
+            yield
+        finally:
+            for variable, before in saved:
+                variable.assign(before)
 
 
 def _copy(variable: Any) -> Any:
@@ -170,14 +159,15 @@ def trace(function: Callable[..., Any], one: Call, outside: Any, seen: None) -> 
         raise
     except Exception as error:
         raise CannotTrace(f"tf.function cannot trace it: {told(error)}") from error
-    traced = Traced(_Graph(concrete, one).tasks, "tf.function", None)
+    graph = Graph(concrete, _scope())
+    traced = Traced(graph.tasks, "tf.function", None, forms=graph.forms)
     kinds = _operations(concrete)
     strange = sorted(kind for kind in kinds if _is_stateful(kind) and not _is_harmless(kind))
     if strange:
         what = "random numbers come in another order there" if any("Random" in kind for kind in strange) else "effects"
         traced.notes.append(f"tf.function is not used: its graph has {', '.join(strange)} ({what})")
         return traced
-    if any(kind.startswith(_ASSIGNS) for kind in kinds):
+    if any(kind.startswith(ASSIGNS) for kind in kinds):
         traced.writes = concrete.graph.variables
     traced.compiled = _compiled(concrete, shapes[-1])
     return traced
@@ -226,67 +216,7 @@ def _is_stateful(kind: str) -> bool:
 
 
 def _is_harmless(kind: str) -> bool:
-    return kind.removeprefix("Stateful") in _HARMLESS or kind.startswith(_ASSIGNS)
-
-
-class _Graph:
-    """The operations of a graph as tasks. What only waits or hands on (``NoOp``, ``Identity``) is none."""
-
-    def __init__(self, concrete: Any, one: Call) -> None:
-        self.tasks: list[Task] = []
-        self._memory: dict[str, set[int]] = {}
-        self._count = 0
-        scope = _scope() or (one.tensors[0].device if one.tensors else "")
-        self._place = str(adapter.neutral(adapter._known(scope))) if scope else str(adapter.neutral(adapter.cpu()))
-        for operation in concrete.graph.get_operations():
-            self._add(operation)
-
-    def _new(self) -> set[int]:
-        self._count += 1
-        return {self._count}
-
-    def _add(self, operation: Any) -> None:
-        taken = [self._memory.get(tensor.name, set()) for tensor in operation.inputs]
-        reads: set[int] = set().union(
-            *taken, *(self._memory.get(f"^{one.name}", set()) for one in operation.control_inputs)
-        )
-        if operation.type in _NO_TASK:
-            made = reads or (self._new() if operation.type == "Placeholder" else set())
-            self._memory.update({tensor.name: made for tensor in operation.outputs})
-            self._memory[f"^{operation.name}"] = reads
-            return
-        done = self._new()
-        writes = set(done)
-        for tensor in operation.outputs:
-            self._memory[tensor.name] = own = self._new()
-            writes |= own
-        self._memory[f"^{operation.name}"] = done
-        for tensor, memory in zip(operation.inputs, taken, strict=True):
-            if tensor.dtype == tf.resource and operation.type.startswith(_ASSIGNS):
-                writes |= memory
-        device = str(adapter.neutral(adapter._known(operation.device))) if _named(operation.device) else self._place
-        self.tasks.append(task(operation.type, reads, writes, device, _seconds(operation)))
-
-
-def _named(device: str) -> bool:
-    return adapter._NAME.search(device) is not None
-
-
-def _seconds(operation: Any) -> float:
-    inputs = [_size(tensor) for tensor in operation.inputs]
-    made = sum(_size(tensor) for tensor in operation.outputs)
-    work = float(made)
-    if operation.type in ("MatMul", "BatchMatMulV2", "BatchMatMulV3"):
-        work = 2.0 * math.sqrt(max(inputs[0] * inputs[1] * made, 1))  # m, k, n: the root of mk, kn and mn multiplied
-    elif operation.type.startswith("Conv2D"):
-        work = 2.0 * made * inputs[1] / max(operation.inputs[1].shape[-1] or 1, 1)
-    return estimate(work, sum(inputs) + made)
-
-
-def _size(tensor: Any) -> int:
-    if tensor.shape.rank is None or tensor.dtype == tf.resource:
-        return 1
-    return math.prod(length or 1 for length in tensor.shape.as_list())
+    return kind.removeprefix("Stateful") in _HARMLESS or kind.startswith(ASSIGNS)
 
 
 # What explicit tasks need of TensorFlow (manyhands.engine.futures)

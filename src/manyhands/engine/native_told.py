@@ -9,7 +9,7 @@ long as it was measured to take.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ class Planned:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     costs: str = ""
+    advice: Sequence[str] = ()
+    recognising: float | None = None  # seconds in which a call like the one that was planned is known again
     missing: str | None = None
     # Whether what the function takes from outside its arguments is as it was.
     holds: Callable[[], bool] = lambda: True
@@ -72,17 +74,21 @@ def _on_lanes(made: Graph, lanes: Callable[[str], int]) -> Schedule:
 
 def simulated(made: Schedule) -> Timeline:
     """When each task would run; the lanes' names say that it is in thought."""
-    spans = simulate(made).spans
-    return Timeline(tuple(dataclasses.replace(span, lane=f"{span.lane} (simulated)") for span in spans))
+    found = simulate(made)
+    spans = [dataclasses.replace(span, lane=f"{span.lane} (simulated)") for span in found.spans]
+    return dataclasses.replace(found, spans=tuple(spans))
 
 
 def explain(name: str, planned: Planned, backend: Any) -> str:
     lines = [f"{name}: run as {planned.how}" + (f" ({backend.PLAINLY})" if planned.how == PLAIN else "")]
     width = max(map(len, planned.seconds), default=0)
     lines += [f"  {way:<{width}} {spent * 1e3:9.3f} ms measured" for way, spent in planned.seconds.items()]
+    if planned.recognising is not None:
+        lines.append(f"  to recognise a call takes {planned.recognising * 1e6:.0f} us more, whichever way is used")
     if planned.schedule is not None:
         lines += _about(planned.schedule)
         lines.append(f"  tasks' times are {planned.costs}; timeline() is simulated. {backend.LANES}")
+        lines += [f"  advice: {one}" for one in planned.advice]
         if planned.missing:
             lines.append(f"  the graph is not all: {planned.missing}")
     return "\n".join([*lines, *(f"  {note}" for note in planned.notes)])

@@ -16,21 +16,19 @@ compared and wins; the second call is compiled. A call with a 5x5 array is plann
 
 from __future__ import annotations
 
-import builtins
 import functools
 import math
-import random
 import statistics
-import sys
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
 from manyhands.backends.native import Call, Traced, told
 from manyhands.engine import draw, native_told
+from manyhands.engine.effects import Effects
+from manyhands.engine.explain import advice
 from manyhands.engine.futures import parallel as Scope
 from manyhands.engine.native_told import Planned
 from manyhands.engine.outside import Outside
@@ -44,7 +42,6 @@ _VARIANTS = 4  # plans of one signature, for different states of what the functi
 _PLANNINGS = 8  # of one signature; then it is run as it is
 _CLEARLY = 0.97  # of plain execution's time
 _CLOSE = 1e-5  # how far results may be from plain execution's (a compiler may add in another order)
-_WATCHED = {"print": "prints", "open": "opens a file", "input": "asks the user"}
 _SETTLING = 3  # calls in which a function may still change what is outside: models are often built by their first call
 
 
@@ -109,7 +106,7 @@ class Parallel:
             why = "what it takes from outside is different at every call: pass it as an argument"
             self._keep(call, Planned(self._plainly, notes=[f"planned {_PLANNINGS} times already; {why}"]))
             return self._plainly(call)
-        with _Effects() as effects:
+        with Effects() as effects:
             reached = self._reached(call)
             start = time.perf_counter()
             result, seen = self.backend.observe(self.function, call)
@@ -131,8 +128,15 @@ class Parallel:
         else:
             self._choose(planned, call, traced, result)
             planned.holds = outside.holds
+            planned.recognising = min(self._recognised(call, outside) for _ in range(5))
         self._keep(call, planned)
         return result
+
+    def _recognised(self, call: Call, outside: Outside) -> float:
+        start = time.perf_counter()
+        hash(self.backend.call(call.arguments, call.keywords).signature)
+        outside.holds()
+        return time.perf_counter() - start
 
     def _reached(self, call: Call) -> Callable[[], Outside]:
         """What the function takes from outside now; to be asked for later, because it may be what cannot be watched."""
@@ -172,6 +176,8 @@ class Parallel:
         spent = planned.seconds.get(planned.name, next(iter(planned.seconds.values())))
         planned.schedule = native_told.scheduled(traced, self.backend.lanes, spent)
         planned.costs, planned.missing = traced.costs, traced.missing
+        forms = traced.forms
+        planned.advice = advice(planned.schedule.graph, forms, lambda one: self.backend.BATCH if forms[one] else None)
 
     def _try(self, planned: Planned, call: Call, traced: Traced, result: Any) -> None:
         backend, compiled = self.backend, traced.compiled
@@ -262,55 +268,3 @@ class Offer:
         if function is None:
             return Scope(threads, memory_of=backend.memory_of, bound=backend.bound)
         return Parallel(function, backend)
-
-
-class _Effects:
-    """Notes what this thread does in a call that no fact shows: printing, opening files, drawing random numbers."""
-
-    _watching: ClassVar[list[_Effects]] = []
-    _lock = threading.Lock()
-
-    def __init__(self) -> None:
-        self.found: str | None = None
-
-    def __enter__(self) -> _Effects:
-        self._thread = threading.get_ident()
-        self._random = _random_states()
-        with self._lock:  # several threads may plan at once: the first replaces Python's functions
-            if not self._watching:
-                for name, what in _WATCHED.items():
-                    setattr(builtins, name, _noting(getattr(builtins, name), what))
-            self._watching.append(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._watching.remove(self)
-            if not self._watching:
-                for name in _WATCHED:
-                    setattr(builtins, name, getattr(builtins, name).__wrapped__)
-        if self.found is None and _random_states() != self._random:
-            self.found = "draws random numbers of Python or NumPy"
-
-    @classmethod
-    def note(cls, what: str) -> None:
-        for one in cls._watching:
-            if one._thread == threading.get_ident():
-                one.found = what
-
-
-def _noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def noting(*arguments: Any, **keywords: Any) -> Any:
-        _Effects.note(f"{what} ({function.__name__})")
-        return function(*arguments, **keywords)
-
-    return noting
-
-
-def _random_states() -> tuple[Any, ...]:
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    kind, key, *rest = numpy.random.get_state()
-    return random.getstate(), kind, key.tobytes(), *rest

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -197,3 +199,13 @@ def test_planning_stops_where_outside_is_another_at_every_call() -> None:
         box[0] = jnp.full(2, float(number))
         assert fast(jnp.zeros(2)).tolist() == [number, number]
     assert "different at every call" in fast.explain()
+
+
+def test_arguments_are_not_kept_alive() -> None:
+    fast = mh.parallel(lambda x: x * 2.0 + 1.0)
+    x = jnp.ones(3)
+    gone = weakref.ref(x)
+    fast(x)
+    del x
+    gc.collect()
+    assert gone() is None

@@ -121,6 +121,14 @@ def test_a_view_shares_its_bases_memory() -> None:
     assert any(found.tasks[0].writes & task.writes for task in found.tasks[1:])
 
 
+def test_several_contexts_are_left_to_the_engine() -> None:
+    x, y = mx.nd.ones((2, 2), ctx=mx.cpu(0)), mx.nd.ones((2, 2), ctx=mx.cpu(1))
+    fast = mh.parallel(lambda x, y: (x * 2, y * 3, x.copyto(mx.cpu(1)) + y))
+    for _ in range(2):
+        assert [one.ctx for one in fast(x, y)] == [mx.cpu(0), mx.cpu(1), mx.cpu(1)]
+    assert "computes on one context" in fast.explain()
+
+
 def test_gluon_blocks() -> None:
     net = mx.gluon.nn.HybridSequential()
     net.add(mx.gluon.nn.Dense(4, activation="relu"), mx.gluon.nn.BatchNorm(), mx.gluon.nn.Dropout(0.5))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,7 +125,7 @@ def test_an_error_at_run_time_is_plain_executions() -> None:
     assert str(mine.value) == str(plain.value)
 
 
-def test_a_scope_around_the_call_is_another_call() -> None:
+def test_scopes_around_the_call_and_inside_it_are_kept() -> None:
     if mh.num_gpus() < 2:
         pytest.skip("needs two devices: MANYHANDS_VIRTUAL_DEVICES=3")
     fast = mh.parallel(lambda x: x * 2.0 + 1.0)
@@ -132,6 +134,22 @@ def test_a_scope_around_the_call_is_another_call() -> None:
         for device in (mh.gpu(0), mh.gpu(1)):
             with device:
                 assert mh.device_of(fast(x)) == device
+
+    def both(x: Any) -> Any:
+        with mh.gpu(0):
+            first = tf.matmul(x, x)
+        with mh.gpu(1):
+            return first, tf.matmul(x, x) + 1.0
+
+    square = tf.ones((3, 3))
+    found, _ = traced(both, square)
+    assert {(task.name, task.device) for task in found.tasks if task.name == "MatMul"} == {
+        ("MatMul", "virtual:0"),
+        ("MatMul", "virtual:1"),
+    }
+    fast = mh.parallel(both)  # tf.function would give both on the first device
+    for _ in range(2):
+        assert [mh.device_of(one) for one in fast(square)] == [mh.gpu(0), mh.gpu(1)]
     with mh.gpu(1), mh.parallel(threads=2):
         assert mh.device_of(mh.task(lambda: tf.ones(3) + 1)().result()) == mh.gpu(1)
 
@@ -144,3 +162,13 @@ def test_inside_tf_function_and_under_a_tape_it_is_the_function() -> None:
         with tf.GradientTape() as tape:
             loss = fast(x * 1.0)
         assert tape.gradient(loss, x).numpy().tolist() == [2, 4]
+
+
+def test_arguments_are_not_kept_alive() -> None:
+    fast = mh.parallel(lambda x: x * 2.0 + 1.0)
+    x = tf.ones(3)
+    gone = weakref.ref(x)
+    fast(x)
+    del x
+    gc.collect()
+    assert gone() is None
