@@ -155,7 +155,7 @@ def lanes(device: str) -> int:
 
 
 def trace(function: Callable[..., Any], one: Call, outside: Any, seen: None) -> Traced:
-    refuse_unknown(one.others, lambda value: isinstance(value, _BY_VALUE) or _is_nnx(value) or callable(value))
+    refuse_unknown(one.others, lambda value: isinstance(value, _BY_VALUE) or outside.watches(value))
     if jax.config.jax_disable_jit:
         raise CannotTrace("jax.jit is switched off (jax_disable_jit)")
     shapes: list[Outputs] = []

@@ -128,7 +128,7 @@ def lanes(device: str) -> int:
 
 
 def trace(function: Callable[..., Any], one: Call, outside: Any, seen: Recording) -> Traced:
-    refuse_unknown(one.others, lambda value: isinstance(value, (*_BY_VALUE, mx.gluon.Block)) or callable(value))
+    refuse_unknown(one.others, lambda value: isinstance(value, _BY_VALUE) or outside.watches(value))
     if not seen.complete:
         raise NotYet("another function is being planned")
     forms = [f"{one.name} {[a.shape for a in one.inputs]}" if one.name in _HEAVY else "" for one in seen.operations]

@@ -82,10 +82,10 @@ class Outputs:
         )
 
 
-def refuse_unknown(others: Sequence[Any], allowed: Callable[[Any], bool]) -> None:
+def refuse_unknown(others: Sequence[Any], watched: Callable[[Any], bool]) -> None:
     """Everything that is no tensor takes part in a trace as it is: it must be known again by value or be watched."""
     for one in others:
-        if not allowed(one):
+        if isinstance(one, np.ndarray) or not watched(one):
             hint = ": make it a tensor of the framework" if isinstance(one, np.ndarray) else ""
             raise CannotTrace(f"an argument is a {type(one).__name__}, {_SAME_OBJECT}{hint}")
 

@@ -143,7 +143,7 @@ def lanes(device: str) -> int:
 
 
 def trace(function: Callable[..., Any], one: Call, outside: Any, seen: None) -> Traced:
-    refuse_unknown(one.others, _is_known)
+    refuse_unknown(one.others, lambda value: isinstance(value, _BY_VALUE) or outside.watches(value))
     shapes: list[Outputs] = []
 
     def flat(*tensors: Any) -> list[Any]:
@@ -171,11 +171,6 @@ def trace(function: Callable[..., Any], one: Call, outside: Any, seen: None) -> 
         traced.writes = concrete.graph.variables
     traced.compiled = _compiled(concrete, shapes[-1])
     return traced
-
-
-def _is_known(value: Any) -> bool:
-    keras = adapter._is_keras(value, "Layer") or adapter._is_keras(value, "Variable")
-    return isinstance(value, (*_BY_VALUE, tf.Variable)) or keras or callable(value)
 
 
 def _taken_apart(result: Any, tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:

@@ -47,6 +47,7 @@ class Outside:
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any], parts: Parts) -> None:
         self._facts: list[_Fact] = []
         self._seen: dict[int, Any] = {}  # kept, so that no other object can come to its address
+        self._opaque: set[int] = set()  # those of the seen that cannot be looked into
         self._parts = parts
         self._visit(function, getattr(function, "__name__", type(function).__name__))
         for number, one in enumerate(arguments):
@@ -71,6 +72,12 @@ class Outside:
     def reaches(self, value: Any) -> bool:
         """Whether this very object is among what was found."""
         return self._seen.get(id(value), _NOTHING) is value
+
+    def watches(self, value: Any) -> bool:
+        """Whether a change of this value, which was found, would be noticed."""
+        if isinstance(value, (*BY_VALUE, type, types.ModuleType)):
+            return True
+        return self.reaches(value) and id(value) not in self._opaque
 
     # Walking
 
@@ -116,10 +123,12 @@ class Outside:
         wrapped = getattr(value, "__wrapped__", None)  # a function that a framework has compiled
         if isinstance(wrapped, types.FunctionType):
             self._visit(wrapped, name)
+        hidden = is_foreign(type(value))
+        if hidden and not callable(value):
+            self._opaque.add(id(value))
         if isinstance(own := getattr(value, "__dict__", None), dict):
-            hidden = is_foreign(type(value))
             self._items(own, name, lambda word: not (hidden and word.startswith("_")))
-        if not is_foreign(type(value)):
+        if not hidden:
             self._visit(vars(type(value)).get("__call__"), f"{name}.__call__")
 
     def _sequence(self, value: Any, name: str) -> None:

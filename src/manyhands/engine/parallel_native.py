@@ -20,6 +20,7 @@ import functools
 import math
 import statistics
 import time
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ from manyhands.errors import CannotTrace, EngineError, NotYet
 _SIGNATURES = 8
 _VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
 _PLANNINGS = 8  # of one signature; then it is run as it is
+_ALL_PLANNINGS = 64  # of all signatures: arguments that are never the same twice are not planned for ever
 _CLEARLY = 0.97  # of plain execution's time
 _CLOSE = 1e-5  # how far results may be from plain execution's (a compiler may add in another order)
 _SETTLING = 3  # calls in which a function may still change what is outside: models are often built by their first call
@@ -56,6 +58,7 @@ class Parallel:
         self.backend = backend
         self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
         self._plannings: dict[Any, int] = {}
+        self._all = 0
         self._last: Planned | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -67,6 +70,10 @@ class Parallel:
                 self._last = planned
                 return planned.run(call)
         return self._first(call)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a decorator of a method: the instance is its first argument."""
+        return self if instance is None else types.MethodType(self, instance)
 
     # Telling
 
@@ -101,6 +108,13 @@ class Parallel:
 
     def _first(self, call: Call) -> Any:
         """Run plainly, and plan for the calls to come."""
+        self._all += 1
+        if self._all > _ALL_PLANNINGS:
+            why = (
+                "arguments are of another form at every call: numbers that change go into tensors, shapes may be padded"
+            )
+            self._last = Planned(self._plainly, notes=[f"planned {_ALL_PLANNINGS} times already; {why}"])
+            return self._plainly(call)
         count = self._plannings[call.signature] = self._plannings.get(call.signature, 0) + 1
         if count > _PLANNINGS:
             why = "what it takes from outside is different at every call: pass it as an argument"

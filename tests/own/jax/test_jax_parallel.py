@@ -209,3 +209,32 @@ def test_arguments_are_not_kept_alive() -> None:
     del x
     gc.collect()
     assert gone() is None
+
+
+class Model:
+    def __init__(self) -> None:
+        self.weight = jnp.ones(3)
+
+    @mh.parallel
+    def scaled(self, x: Any) -> Any:
+        return x * self.weight
+
+
+def test_methods_and_objects_as_arguments() -> None:
+    one, other, x = Model(), Model(), jnp.arange(3.0)
+    other.weight = other.weight * 5
+    found, call = traced(Model.scaled.function, one, x)
+    assert found.compiled is not None
+    assert found.compiled(call).tolist() == [0, 1, 2]
+    for _ in range(2):
+        assert one.scaled(x).tolist() == [0, 1, 2]
+        assert other.scaled(x).tolist() == [0, 5, 10]
+    one.weight = jnp.full(3, 2.0)
+    assert one.scaled(x).tolist() == [0, 2, 4]
+
+
+def test_arguments_that_are_never_the_same_are_not_planned_for_ever() -> None:
+    fast = mh.parallel(lambda x, number: x + number if x[0] >= 0 else x)  # cannot be traced: quick to plan
+    for number in range(70):
+        assert fast(jnp.zeros(1), number).tolist() == [number]
+    assert "of another form at every call" in fast.explain()
