@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands import cli as command
 from manyhands import torch as mh
 from manyhands.backends import torch_parallel, torch_threads
 from manyhands.engine import parallel_cpu
@@ -219,3 +220,30 @@ def test_a_hundredth_of_the_device_does_not_matter() -> None:
         mh.parallel(chains, memory=0.5)
     with pytest.raises(EngineError, match="takes a function"):
         mh.parallel(3)  # type: ignore[call-overload]
+
+
+# The command
+
+
+SCRIPT = """
+import torch
+
+def pairs(*xs):
+    return [x @ x for x in xs]
+
+def inputs():
+    return [torch.randn(30, 30) for _ in range(4)]
+"""
+
+
+def test_the_command_explains_draws_and_forecasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    graph_file, trace_file = tmp_path / "g.svg", tmp_path / "t.json"
+    arguments = ["parallel", f"{tmp_path / 'script.py'}:pairs", "--draw", str(graph_file)]
+    assert command.main([*arguments, "--timeline", str(trace_file), "--devices", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "pairs: run as" in told
+    assert "4 devices of" in told
+    assert "times (simulated)" in told
+    assert graph_file.read_text().count("<title>mm") == 4
+    assert json.loads(trace_file.read_text())["traceEvents"]

@@ -1,0 +1,98 @@
+"""What is told of plans on real GPUs, calls that cost little, and two GPUs in one function."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from manyhands import torch as mh  # noqa: E402
+from manyhands.backends import torch_parallel  # noqa: E402
+from manyhands.engine.check import check  # noqa: E402
+from manyhands.engine.graph import graph  # noqa: E402
+from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
+
+GPU = "cuda:0"
+
+
+def chains(xs: list[Any], w: Any) -> list[Any]:
+    results = []
+    for x in xs:
+        for _ in range(10):
+            x = (x @ w).relu()
+        results.append(x)
+    return results
+
+
+def test_a_measured_timeline_keeps_every_need() -> None:
+    torch.manual_seed(0)
+    w, xs = torch.randn(256, 256, device=GPU) / 16, [torch.randn(256, 256, device=GPU) for _ in range(4)]
+    before = [x.clone() for x in xs]
+    call = torch_parallel.call((xs, w), {})
+    found = torch_parallel.trace(chains, call)
+    program = graph(found.tasks)
+    made = schedule(program, lanes_for(program, 4))
+    check(made)
+    moments = torch_parallel.timed(found, torch_parallel.plan_of(made), torch_parallel.device_of(call, found), 1)
+    assert all(0 <= start <= stop for start, stop in moments)
+    for task, needs in enumerate(program.needs):
+        assert all(moments[need][1] <= moments[task][0] + 1e-6 for need in needs)
+    for lane in made.per_lane():
+        assert all(moments[a][1] <= moments[b][0] + 1e-6 for a, b in itertools.pairwise(lane))
+    assert all(map(torch.equal, xs, before))
+
+
+def test_the_host_takes_part_in_a_measured_timeline() -> None:
+    def function(x: Any) -> Any:
+        return ((x @ x).cpu().sum() * 2).to(GPU) * x
+
+    fast = mh.parallel(function)
+    x = torch.randn(300, 300, device=GPU)
+    assert torch.allclose(fast(x), function(x))
+    line = fast.measured()
+    assert {"cpu compute 0", "gpu:0 copy out 0"} <= set(line.lanes())
+
+
+def test_explain_tells_memory_and_advice() -> None:
+    w, xs = torch.randn(64, 64, device=GPU) / 8, [torch.randn(64, 64, device=GPU) for _ in range(8)]
+    fast = mh.parallel(chains)
+    fast(xs, w)
+    told = fast.explain()
+    assert "memory at the peak:" in told
+    assert "8 side by side, at 10 places: mm 64x64" in told
+    assert "why not faster:" in told
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_gpus_in_one_function(count: int) -> None:
+    def function(x: Any, first: Any, second: Any) -> Any:
+        y = x
+        for _ in range(5):
+            y = (y @ first).relu()
+        z = (y.to("cuda:1") @ second).tanh()
+        for _ in range(5):
+            z = (z @ second).relu()
+        return z, (z.to("cuda:0") + y), (second @ second).cpu()
+
+    torch.manual_seed(0)
+    made = None
+    for _ in range(5):
+        given = [torch.randn(512, 512, device=device) / 20 for device in ("cuda:0", "cuda:0", "cuda:1")]
+        call = torch_parallel.call(tuple(given), {})
+        if made is None:
+            found = torch_parallel.trace(function, call)
+            program = graph(found.tasks)
+            plan = schedule(program, lanes_for(program, count))
+            check(plan)
+            made = torch_parallel.stream_run(
+                found, torch_parallel.plan_of(plan), given, torch_parallel.device_of(call, found)
+            )
+        before = [torch.cuda.current_stream(number) for number in (0, 1)]
+        for one, other in zip(made.replay(given), function(*given), strict=True):
+            assert one.device == other.device
+            assert torch.equal(one, other)
+        assert [torch.cuda.current_stream(number) for number in (0, 1)] == before
