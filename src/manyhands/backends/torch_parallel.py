@@ -52,7 +52,7 @@ def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Trying a function out leaves no trace: what it writes to, and random numbers, are put back."""
     saved = [(tensor, tensor.detach().clone()) for tensor in _written(found, tensors)]
     gradients = [(tensor, tensor.grad) for tensor, _ in found.gradients]
-    state = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
@@ -61,7 +61,9 @@ def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
                 tensor.copy_(before)
         for tensor, gradient in gradients:
             tensor.grad = gradient
-        set_random_state(state)
+        torch.set_rng_state(state)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
 
 
 def _written(found: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -126,17 +128,32 @@ def can_be_repeated(found: Trace) -> bool:
     return not _written_memories(found)
 
 
-def random_state(found: Trace) -> Any:
-    """What a run's random numbers begin with; None where it draws none."""
-    if all(step.task.token is None for step in found.steps):
-        return None
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+def random_devices(found: Trace) -> list[str]:
+    """Where the function draws random numbers."""
+    return sorted({step.task.device for step in found.steps if step.task.token is not None})
 
 
-def set_random_state(state: Any) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
+def random_state(devices: Sequence[str]) -> list[Any]:
+    """What the random numbers of these devices begin with; asked before a call, so it has to be quick."""
+    return [
+        (generator.initial_seed(), generator.get_offset())
+        if (generator := _gpu_generator(name)) is not None
+        else torch.get_rng_state()
+        for name in devices
+    ]
+
+
+def set_random_state(devices: Sequence[str], states: Sequence[Any]) -> None:
+    for name, state in zip(devices, states, strict=True):
+        if (generator := _gpu_generator(name)) is not None:
+            generator.manual_seed(state[0])
+            generator.set_offset(state[1])
+        else:
+            torch.set_rng_state(state)
+
+
+def _gpu_generator(name: str) -> Any:
+    return torch.cuda.default_generators[int(name.partition(":")[2])] if name.startswith("gpu") else None
 
 
 def threads() -> int:

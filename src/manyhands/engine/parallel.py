@@ -202,10 +202,10 @@ class Parallel:
         """Replay a run; results are copied unless they are the caller's already, or may be overwritten."""
         backend = self.backend
         as_they_are = self.reuse_outputs or run.fresh
-        random = backend.random_state(found) is not None
+        random = backend.random_devices(found)
 
         def replay(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            before = backend.random_state(found) if random else None
+            before = backend.random_state(random) if random else None
             try:
                 results = run.replay(tensors)
                 return backend.together(results if as_they_are else backend.copied(results), found)
@@ -218,7 +218,7 @@ class Parallel:
                 planned.notes.append(f"{planned.how} ran out of memory: plain execution from then on ({error})")
             # Only here has the failed run let go of its memory.
             if random:
-                backend.set_random_state(before)
+                backend.set_random_state(random, before)
             planned.run, planned.how = self._plainly, "plain execution"
             return self._plainly(tensors, arguments, keywords)
 
