@@ -1,0 +1,91 @@
+"""A model with a replica on each device: there, and home again.
+
+Gluon keeps a copy of every parameter on each device that it was initialised on. Its own ``reset_ctx`` makes one copy of
+several by taking their mean, which rounds (three equal numbers of float32 need not have themselves as their mean): so
+here the first replica's values are kept and put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mxnet as mx
+from mxnet import gluon
+
+from manyhands.training.mxnet import modes
+
+
+def parameters(model: Any) -> dict[str, gluon.Parameter]:
+    """All parameters by names that depend on nothing but the model's structure."""
+    found: dict[str, gluon.Parameter] = model._collect_params_with_prefix()
+    return found
+
+
+def distinct(model: Any) -> list[gluon.Parameter]:
+    """Each parameter once, also one that stands in two layers."""
+    return list({id(one): one for one in parameters(model).values()}.values())
+
+
+def layers(block: Any) -> Iterator[Any]:
+    """The block and all blocks in it."""
+    yield block
+    for child in block._children.values():
+        yield from layers(child)
+
+
+def statistics(model: Any) -> list[gluon.Parameter]:
+    """What layers count along with training, as batch normalisation does: parameters that no gradient belongs to."""
+    return [one for one in distinct(model) if not one._differentiable and not isinstance(one, gluon.Constant)]
+
+
+def normalises(model: Any) -> bool:
+    """Whether a layer takes statistics over its shard: of a single sample there are none."""
+    kinds = gluon.nn.basic_layers._BatchNorm
+    return any(isinstance(layer, kinds) and not layer._kwargs["use_global_stats"] for layer in layers(model))
+
+
+@contextlib.contextmanager
+def on(model: Any, devices: Sequence[mx.Context], dtype: str | None = None) -> Iterator[None]:
+    """Within it the model is on these devices, in this dtype; afterwards where and what it was, with new values.
+
+    The values that count are those of the first device.
+    """
+    homes = [(one, list(one.list_ctx()), one.dtype) for one in distinct(model)]
+    with modes.numpy_like(modes.of_model(model)):
+        try:
+            if dtype is not None:
+                model.cast(dtype)
+            for one, _, _ in homes:
+                place(one, devices)
+            yield
+        finally:
+            if dtype is not None and homes:
+                model.cast(homes[0][2])
+            for one, home, before in homes:
+                place(one, home)
+                if one.dtype != before:
+                    one.cast(before)
+
+
+def place(parameter: gluon.Parameter, devices: Sequence[mx.Context]) -> None:
+    """Copies of the first replica on all of these devices, and nowhere else."""
+    if parameter.list_ctx() == list(devices):
+        return
+    if parameter._data is None:  # its shape is not known yet
+        parameter.reset_ctx(list(devices))
+        return
+    first = parameter.list_data()[0].copy()
+    parameter.reset_ctx(list(devices))
+    for array in parameter.list_data():
+        first.copyto(array)
+
+
+def spread(values: Sequence[gluon.Parameter], source: int) -> None:
+    """Give every device what one of them has."""
+    for parameter in values:
+        arrays = parameter.list_data()
+        for number, array in enumerate(arrays):
+            if number != source:
+                arrays[source].copyto(array)
