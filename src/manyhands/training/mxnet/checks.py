@@ -1,0 +1,108 @@
+"""What is looked at before a job begins, and the parameters that it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mxnet import autograd, gluon
+from numpy.typing import NDArray
+
+from manyhands.backends import mxnet as backend
+from manyhands.errors import BadLabels, BadSettings
+from manyhands.training.mxnet import modes, replicas
+from manyhands.training.mxnet.feed import Look
+from manyhands.training.mxnet.models import initialise
+from manyhands.training.mxnet.objective import Objective
+from manyhands.training.settings import Settings
+from manyhands.training.sources import Arrays, Batch, Source, Stream
+
+_FEW = 2
+
+
+def check_model(model: Any, settings: Settings, devices: int) -> None:
+    if not backend.is_model(model):
+        raise BadSettings(f"a {type(model).__name__} is no model to train: give a gluon.Block")
+    own = replicas.distinct(model)
+    if all(one.grad_req == "null" for one in own):
+        raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+    if any(one._stype != "default" or one._grad_stype != "default" for one in own):
+        raise BadSettings("parameters and gradients that are sparse cannot be trained here: make the layer dense")
+    if settings.batch_stats == "global" and devices > 1 and replicas.normalises(model):
+        raise BadSettings(
+            "batch_stats='global': MXNet's SyncBatchNorm gives every device the same weight, however many samples it "
+            "has, so its statistics are not those of the whole batch. Train with batch_stats='per_device', or on one "
+            "device"
+        )
+
+
+def make_parameters(model: Any, data: Source, seed: int) -> None:
+    """Draw parameters that nobody initialised, by the seed, and give those a shape that wait for a first batch."""
+    missing = [one for one in replicas.distinct(model) if one._data is None and not one._deferred_init]
+    for parameter in missing:
+        parameter.initialize()
+    if any(one._deferred_init for one in replicas.distinct(model)) and can_be_read(data):
+        answer(model, few_samples(data, _FEW))
+    if missing:
+        initialise(model, seed, only=missing)
+
+
+class LabelRange:
+    """Refuses labels that the model has no output for: MXNet would take the nearest, without a word."""
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+
+    def __call__(self, batch: Sequence[NDArray[Any]]) -> None:
+        labels = batch[-1]
+        if labels.ndim != 1 or not len(labels) or not np.all(np.isfinite(labels)):
+            return
+        low, high = labels.min(), labels.max()
+        if low < 0 or high >= self.classes:
+            raise BadLabels(
+                f"labels go from {low} to {high}, but the model has {self.classes} outputs: they must be 0 to "
+                f"{self.classes - 1}"
+            )
+
+
+def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> Look | None:
+    """Those of arrays are looked at now; what is given back looks at those of a loader, batch by batch."""
+    if not objective.of_classes or not can_be_read(train):
+        return None
+    try:
+        scores = answer(model, few_samples(train, _FEW))
+    except Exception:  # the first step will say it, with all that belongs to it
+        return None
+    if not backend.is_tensor(scores) or len(scores.shape) != 2:
+        return None
+    look = LabelRange(scores.shape[1])
+    for data in (train, test):
+        if isinstance(data, Arrays) and len(data.arrays) > 1:
+            look(data.arrays)
+    return look
+
+
+def can_be_read(data: Source) -> bool:
+    """Whether a look at the first samples takes none away, as it does where samples can be gone through only once."""
+    return not (isinstance(data, Stream) and isinstance(data.loader, Iterator))
+
+
+def few_samples(data: Source, count: int) -> Batch:
+    """The first samples, or for a stream its first batch, as the model will get them."""
+    if isinstance(data, Arrays):
+        return data.prepare(tuple(map(modes.native, data.rows(slice(count)))))
+    return tuple(modes.native(part) for part in next(data.batches(0)))
+
+
+def answer(model: Any, batch: Batch) -> Any:
+    """What the model answers, where it is, in its dtype, in its way of predicting."""
+    first: gluon.Parameter = replicas.distinct(model)[0]
+    device, dtype = first.list_ctx()[0], first.dtype
+
+    def laid(part: Any) -> Any:
+        part = part.as_in_ctx(device)
+        return part.astype(dtype) if "float" in np.dtype(part.dtype).name else part
+
+    with autograd.pause():
+        return model(*map(laid, batch[:-1]))

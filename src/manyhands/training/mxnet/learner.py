@@ -1,0 +1,168 @@
+"""MXNet's learner: one process, a replica of the model on each of its devices.
+
+Nothing in a step makes the host wait for that step: every call hands work to MXNet's engine, which works on all devices
+at once. The one wait is for the sums of two steps ago, see :mod:`.metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from manyhands.errors import BadBatch
+from manyhands.training.figures import Figures
+from manyhands.training.learner import Saved
+from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet.feed import Feed, Look, Shards
+from manyhands.training.mxnet.metrics import Metrics
+from manyhands.training.mxnet.objective import Objective
+from manyhands.training.mxnet.step import Step, evaluate
+from manyhands.training.order import Cursor, Window, epoch_order, windows
+from manyhands.training.settings import Settings
+from manyhands.training.sources import Source, Stream
+
+_TEST_BATCH = 512
+
+
+class GluonLearner:
+    """A :class:`~manyhands.training.learner.Learner`. The model is on its devices already: :func:`.replicas.on`."""
+
+    framework = "mxnet"
+    rank, size = 0, 1
+
+    def __init__(
+        self,
+        model: Any,
+        trainer: Any,
+        objective: Objective,
+        settings: Settings,
+        data: Source,
+        test: Source | None,
+        devices: Sequence[mx.Context],
+        look: Look | None = None,
+    ) -> None:
+        self.model, self.trainer, self.objective, self.settings = model, trainer, objective, settings
+        self.devices, self.data = list(devices), data
+        self.notes: list[str] = []
+        given = settings.shares
+        self.shares = [float(share) for share in given] if given is not None and given != "measured" else None
+        self.optimizer_name = type(trainer.optimizer).__name__
+        self.base_rate = None if trainer.optimizer.lr_scheduler else float(trainer.learning_rate)
+        dtype = replicas.distinct(model)[0].dtype
+        several = len(devices) > 1 and replicas.normalises(model)
+        self.feed = Feed(data, devices, dtype, least=2 if several else 1, look=look)
+        self.test_feed = None if test is None else Feed(test, devices, dtype, look=look)
+        self.metrics = Metrics(devices)
+        clip, accumulate = settings.gradient_clip_val, settings.accumulate
+        self.plain_step = Step(trainer, objective, self.metrics, clip=clip, accumulate=accumulate)
+        self.draws = _draws_numbers(model)
+        if several:
+            self.notes.append("batch normalisation: each device takes the statistics of its own samples")
+
+    def close(self) -> None:
+        self._share_statistics()
+        self.plain_step.close()
+
+    # Steps
+
+    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
+        if isinstance(self.data, Stream):
+            yield from self._stream(cursor)
+            return
+        order = epoch_order(self.settings.seed, cursor.epoch, self.data.count, shuffle=self.data.shuffle)
+        left = list(windows(cursor, self.data.count, self.settings.batch_size))
+        yield from self.feed.shards(left, order, self.shares)
+
+    def _stream(self, cursor: Cursor) -> Iterator[tuple[Window, Shards]]:
+        any_given = False
+        for given in self.feed.stream(cursor, self.shares):
+            any_given = True
+            yield given
+        if not any_given and not cursor.sample:
+            raise BadBatch("the loader gave no batch: there is nothing to train on")
+
+    def step(self, window: Window, batch: Shards, factor: float | None) -> None:
+        if factor is not None and self.base_rate is not None:
+            self.trainer.set_learning_rate(self.base_rate * factor)
+        if self.draws:
+            self._seed(window.step)
+        self.plain_step(batch, window.size, window.step)
+
+    def _seed(self, step: int) -> None:
+        """Begin the random numbers of every device anew: MXNet cannot save where it is in them.
+
+        They depend on nothing but the seed, the step and the device, so a job that goes on draws the same ones.
+        """
+        for number, device in enumerate(self.devices):
+            words = np.random.SeedSequence((self.settings.seed, step, number)).generate_state(1)
+            mx.random.seed(int(words[0]) >> 1, ctx=device)
+
+    # Figures
+
+    def peek(self) -> Figures | None:
+        return self.metrics.peek()
+
+    def read(self) -> list[Figures]:
+        return [self.metrics.read()]
+
+    def reset(self) -> None:
+        self.metrics.reset()
+
+    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
+        """Loss and accuracy on the test set, each sample counted once, on all devices."""
+        self._share_statistics()
+        if self.test_feed is None:
+            return None
+        sums, source = Metrics(self.devices), self.test_feed.source
+        if isinstance(source, Stream):
+            batches = self.test_feed.stream(Cursor(), None)
+        else:
+            size = max(self.settings.batch_size, _TEST_BATCH)
+            batches = self.test_feed.shards(list(windows(Cursor(), source.count, size)), None, None)
+        for _, shards in batches:
+            evaluate(self.objective, shards, sums)
+            alive()
+        return sums.read()
+
+    # Checkpoints
+
+    def save(self) -> Saved | None:
+        self._share_statistics()
+        return Saved(
+            state={
+                "world": 1,
+                "devices": [str(device) for device in self.devices],
+                "optimizer": state.optimizer_numbers(self.trainer),
+            },
+            blobs={
+                "model": state.pack(state.model_tensors(self.model)),
+                "optimizer": state.pack(state.optimizer_tensors(self.trainer)),
+            },
+        )
+
+    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
+        state.restore_model(self.model, blobs["model"])
+        if "optimizer" in blobs:  # weights from another framework come alone
+            state.restore_optimizer(self.trainer, blobs["optimizer"], saved["optimizer"])
+        self.metrics.restore(figures)
+
+    def from_first(self, data: bytes) -> bytes:
+        return data
+
+    def _share_statistics(self) -> None:
+        """Running statistics differ from device to device; those of the (first) largest share count."""
+        largest = self.shares.index(max(self.shares)) if self.shares else 0
+        replicas.spread(replicas.statistics(self.model), largest)
+
+
+def _draws_numbers(model: Any) -> bool:
+    """Whether a layer may draw random numbers: Gluon's own say so, others are not known."""
+    random = (mx.gluon.nn.Dropout, mx.gluon.rnn.RecurrentCell, mx.gluon.rnn.rnn_layer._RNNLayer)
+    for layer in replicas.layers(model):
+        known = type(layer).__module__.startswith(("mxnet.gluon.", "manyhands."))
+        if isinstance(layer, random) or not known:
+            return True
+    return False

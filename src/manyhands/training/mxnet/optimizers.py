@@ -1,0 +1,87 @@
+"""Which optimizer a job has, and which of the model's parameters it updates."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+from mxnet import gluon
+
+from manyhands.errors import BadSettings
+from manyhands.training.mxnet import replicas
+
+Optimizer = mx.optimizer.Optimizer
+
+# These keep a number of their own beside the state of each parameter, or draw random ones: replicas would drift apart.
+_FOR_ONE_DEVICE = (mx.optimizer.Nadam, mx.optimizer.LBSGD, mx.optimizer.SGLD)
+
+
+def check(given: Any) -> None:
+    """Refuse what cannot be an optimizer: said when a trainer is made, not when it is used."""
+    if isinstance(given, str) and given.lower() not in Optimizer.opt_registry:
+        known = ", ".join(sorted(set(Optimizer.opt_registry) - {"test", "ccsgd"}))
+        raise BadSettings(f"optimizer={given!r}: Gluon has no such optimizer, it has {known}")
+    if given is not None and not callable(given) and not isinstance(given, (str, Optimizer, gluon.Trainer)):
+        raise BadSettings(
+            f"optimizer={given!r} is a {type(given).__name__}: give an optimizer of mx.optimizer, its name, or a "
+            "function of the learning rate that makes one"
+        )
+
+
+def trainer_for(model: Any, given: Any, rate: float, *, scheduled: bool, devices: Sequence[mx.Context]) -> Any:
+    """Gluon's trainer for a model that is on its devices.
+
+    ``given``: an optimizer, its name, a function of the rate that makes one, a ``gluon.Trainer`` of some of the model's
+    parameters; None is what the model's ``configure_optimizers`` says, or plain SGD. The job has a copy of it.
+    """
+    if given is None:
+        given = model.configure_optimizers() if hasattr(model, "configure_optimizers") else "sgd"
+    trained, scale = replicas.distinct(model), None
+    if isinstance(given, gluon.Trainer):
+        own = set(map(id, trained))
+        trained = list(given._params)
+        if any(id(one) not in own for one in trained):
+            raise BadSettings("the optimizer has parameters that are not of this model: make it of its own")
+        # Its own steps divide by the number of samples; here the loss has been divided already.
+        given, scale = given.optimizer, given._scale
+    elif isinstance(given, str):
+        given = mx.optimizer.create(given, learning_rate=rate)
+    elif callable(given) and not isinstance(given, Optimizer):
+        given = given(rate)
+    if not isinstance(given, Optimizer):
+        raise BadSettings(f"optimizer: a {type(given).__name__} is none, give one of mx.optimizer")
+    _check_fits(given, scheduled=scheduled, devices=devices)
+    # On the kvstore an update is made once and sent to all, but gradients could not be clipped before it.
+    fresh = _fresh(given)
+    fresh.rescale_grad = given.rescale_grad if scale is None else scale
+    return gluon.Trainer(trained, fresh, kvstore="device", update_on_kvstore=False)
+
+
+def _check_fits(optimizer: Any, *, scheduled: bool, devices: Sequence[mx.Context]) -> None:
+    name = type(optimizer).__name__
+    if scheduled and optimizer.lr_scheduler is not None:
+        raise BadSettings(f"schedule: the optimizer {name} has an lr_scheduler of its own, give one of the two")
+    if len(devices) > 1 and isinstance(optimizer, _FOR_ONE_DEVICE):
+        raise BadSettings(
+            f"optimizer: MXNet's {name} keeps numbers that all devices share or draws random ones, so that replicas "
+            "would drift apart: train on one device, or with another optimizer"
+        )
+    if len({device.device_id for device in devices}) < len(devices):
+        raise BadSettings(
+            "devices: MXNet's optimizers count their updates by the number of a device, and a CPU and a GPU of one "
+            "number would be the same to them: train on GPUs alone, or on CPUs alone"
+        )
+
+
+def _fresh(optimizer: Any) -> Any:
+    """A copy that has not updated anything yet: the caller's may have, or may be given to another job."""
+    plain = copy.copy(optimizer)
+    plain.param_dict = {}
+    fresh = copy.deepcopy(plain)
+    fresh._all_index_update_counts = {0: {}}
+    fresh._index_update_count = fresh._all_index_update_counts[0]
+    fresh.num_update = fresh.begin_num_update
+    fresh.allow_np_array = True  # it may have been made while MXNet was in its older mode
+    return fresh

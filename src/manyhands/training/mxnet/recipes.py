@@ -1,0 +1,97 @@
+"""How the command trains with MXNet: see :class:`manyhands.training.recipes.Recipes`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+
+from manyhands.errors import BadSettings
+from manyhands.training import recipes, sources
+from manyhands.training.fashion_mnist import FashionMnist
+from manyhands.training.mxnet import checks, datasets, modes, replicas, state
+from manyhands.training.mxnet.models import MODELS, initialise
+from manyhands.training.mxnet.trainer import Trainer
+from manyhands.training.parity import Way
+from manyhands.training.sources import Arrays
+
+_DTYPES = {"fp64": "float64", "fp32": "float32"}
+
+
+def model(name: str, seed: int) -> Any:
+    return initialise(MODELS[name](num_classes=10), seed)
+
+
+def nesterov(rate: float) -> Any:
+    """SGD with Nesterov's momentum and weight decay, as MXNet has it.
+
+    The rate goes into what the momentum remembers, so a rate that changes acts later than in PyTorch; weight decay
+    differs slightly, too. At a constant rate and without decay the two are the same.
+    """
+    return mx.optimizer.NAG(learning_rate=rate, momentum=0.9, wd=5e-4)
+
+
+def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
+    return datasets.of(data, batch_size)
+
+
+def on_cpu(count: int) -> dict[str, Any]:
+    """Contexts of the host, each with workers of its own."""
+    return {"devices": [mx.cpu(number) for number in range(count)]}
+
+
+def seconds_per_epoch(name: str, batch_size: int, samples: int) -> float:
+    net = model(name, 0)
+    images = modes.native(np.zeros((batch_size, 1, 28, 28), np.float32))
+    labels, loss = modes.native(np.zeros(batch_size, np.int64)), gluon.loss.SoftmaxCrossEntropyLoss()
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        with autograd.record():
+            value = loss(net(images), labels)
+        value.backward()
+        mx.nd.waitall()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) * samples / batch_size
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """There is one process: a launcher's several are refused when training begins."""
+    return make()
+
+
+def arrays(data: Any) -> Arrays:
+    found = sources.source(data)
+    if not isinstance(found, Arrays):
+        raise BadSettings(f"give the data as (X, y) arrays, not a {type(data).__name__}")
+    return found
+
+
+def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, np.ndarray[Any, Any]]:
+    """The model itself is trained, and has its own values again afterwards: Gluon's models cannot be copied."""
+    with modes.numpy_like(modes.of_model(model)):
+        checks.make_parameters(model, data, 0)
+    part = Arrays(data.first(way.samples).arrays, data.prepare, data.native, way.batch_size)
+    how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
+    momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
+    with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):
+        before = state.pack(state.model_tensors(model))
+        try:
+            Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **how).fit(model, part)
+            return state.model_tensors(model)
+        finally:
+            state.restore_model(model, before)
+
+
+def load_model(run: str | Path) -> Any:
+    """The model that ``manyhands train`` has trained in a run, on the CPU, with the weights of its last checkpoint."""
+    name, weights = recipes.weights_of(run, "mxnet")
+    net = MODELS[name](num_classes=10)
+    net.initialize(ctx=mx.cpu())
+    state.restore_model(net, weights)
+    return net

@@ -1,0 +1,119 @@
+"""``Trainer``: any Gluon model, any loss, any optimizer, any data, on every device; and the book's ``train``.
+
+All devices are driven by the calling process: MXNet's engine runs them side by side.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mxnet as mx
+from mxnet import gluon
+
+from manyhands.backends import mxnet as backend
+from manyhands.errors import BadSettings
+from manyhands.training import launcher, sources
+from manyhands.training.base_trainer import BaseTrainer, two_parts
+from manyhands.training.display import Display
+from manyhands.training.loop import Loop
+from manyhands.training.mxnet import checks, modes, optimizers, replicas
+from manyhands.training.mxnet.learner import GluonLearner
+from manyhands.training.mxnet.objective import objective_for
+from manyhands.training.result import Result
+from manyhands.training.settings import Settings
+from manyhands.training.sources import Source
+
+
+class Trainer(BaseTrainer):
+    __doc__ = BaseTrainer.__doc__
+
+    backend: ClassVar[Any] = backend
+    refused: ClassVar[dict[str, str]] = {
+        "ranks_per_device": "MXNet drives all devices from one process: give more devices (mh.virtual_devices(2))",
+        "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
+    }
+
+    # The model that prepare_model was given last.
+    model: Any = None
+
+    def _check_options(self) -> None:
+        optimizers.check(self._option("optimizer"))
+        if self._option("precision") == "bf16":
+            raise BadSettings(
+                "precision='bf16': MXNet 1.9 has no training in bfloat16; give 'fp32', or 'auto' for the model's own"
+            )
+        if self._option("shares") == "measured":
+            raise BadSettings(
+                "shares='measured': MXNet's engine does not say how long a device was at work; give one number per "
+                "device, as shares=[0.7, 0.3]"
+            )
+
+    def prepare_model(self, model: Any) -> Any:
+        """The model on all of the trainer's devices, knowing its trainer; its scratch parameters on the first."""
+        model.trainer, self.model = self, model
+        if self.gpus:
+            for parameter in replicas.distinct(model):
+                replicas.place(parameter, self.gpus)
+            self.set_scratch_params_device(self.gpus[0])
+        return model
+
+    def set_scratch_params_device(self, device: mx.Context) -> None:
+        """Move the prepared model's plain arrays to a device: the parameters of layers written from scratch."""
+        if self.model is None:
+            raise BadSettings("set_scratch_params_device: there is no model yet, call prepare_model(model) first")
+        if hasattr(self.model, "set_scratch_params_device"):
+            self.model.set_scratch_params_device(device)
+
+    def _sources(self, data: Any) -> tuple[Source, Source | None]:
+        train, test = two_parts(data, sources.is_array)
+        return _source(train, shuffle=True), None if test is None else _source(test, shuffle=False)
+
+    def _train(
+        self, model: Any, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+    ) -> Result:
+        if launcher.is_there():
+            raise BadSettings(
+                "RANK and WORLD_SIZE say that a launcher started this as one of several processes. This build of MXNet "
+                "has no distributed key-value store, so they could not train together: start one process, which "
+                "trains on all devices of its machine"
+            )
+        devices = self._natives()
+        settings.check_devices(len(devices))
+        checks.check_model(model, settings, len(devices))
+        train, test = self.train_source, self.test_source
+        objective = objective_for(model, self._option("loss"))
+        with modes.numpy_like(modes.of_model(model)):
+            checks.make_parameters(model, train, settings.seed)
+            look = checks.check_labels(model, objective, train, test)
+        schedule, given = self._option("schedule"), self._option("optimizer")
+        with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
+            trainer = optimizers.trainer_for(model, given, settings.lr, scheduled=schedule is not None, devices=devices)
+            learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
+            result = Loop(learner, settings, display.event, schedule=schedule, run=run, resume=resume).fit()
+        result.devices = self.device_names
+        return result
+
+
+def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
+    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
+    from manyhands.training.mxnet.datasets import load_data_fashion_mnist
+
+    data = load_data_fashion_mnist(batch_size)
+    result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
+    print(result)
+    return result
+
+
+def _source(data: Any, *, shuffle: bool) -> Source:
+    """A source of what the user has; Gluon's arrays of samples are arrays, its other data sets are read as they are."""
+    if isinstance(data, gluon.data.ArrayDataset):
+        return sources.source(tuple(map(sources.as_numpy, data._data)), shuffle=shuffle)
+    if isinstance(data, gluon.data.Dataset):
+        raise BadSettings(
+            f"a {type(data).__name__} gives samples one by one: give gluon.data.DataLoader(dataset, batch_size), or "
+            "(X, y) arrays"
+        )
+    if isinstance(data, gluon.data.DataLoader):
+        return sources.Stream(data, getattr(data._batch_sampler, "_batch_size", None))
+    return sources.source(data, shuffle=shuffle)
