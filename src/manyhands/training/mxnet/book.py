@@ -52,7 +52,7 @@ class Module(gluon.Block, HyperParameters):  # type: ignore[misc]
         for name, value in list(vars(self).items()):
             if isinstance(value, mx.nd.NDArray):
                 with autograd.pause():
-                    moved = value.as_in_ctx(device).detach()
+                    moved = value.as_in_context(device).detach()
                 moved.attach_grad()
                 setattr(self, name, moved)
             for part in value if isinstance(value, (list, tuple)) else [value]:

@@ -101,7 +101,7 @@ def answer(model: Any, batch: Batch) -> Any:
     device, dtype = first.list_ctx()[0], first.dtype
 
     def laid(part: Any) -> Any:
-        part = part.as_in_ctx(device)
+        part = part.as_in_context(device)
         return part.astype(dtype) if "float" in np.dtype(part.dtype).name else part
 
     with autograd.pause():

@@ -30,11 +30,11 @@ def accuracy(y_hat: Any, y: Any) -> float:
     ``y_hat`` holds a score per class (classes in dimension 1), or the class numbers themselves.
     Reading the number waits for the device.
     """
-    return float(_correct(y_hat, y).asnumpy())
+    return float(_correct(y_hat, y).asnumpy()[0])
 
 
 def _correct(y_hat: Any, y: Any) -> Any:
-    """The number of right predictions, left on the device."""
+    """The number of right predictions, left on the device; of length 1, for MXNet's older mode has no scalars."""
     with modes.numpy_like(), autograd.pause():
         scores, labels = y_hat.as_np_ndarray(), y.as_np_ndarray()
         classes = scores.argmax(axis=1) if scores.ndim > 1 and scores.shape[1] > 1 else scores
@@ -44,7 +44,7 @@ def _correct(y_hat: Any, y: Any) -> Any:
                 "together: give one row of scores, or one class number, per label"
             )
         # Sums of booleans are bytes on some devices: counted as floating-point numbers, exact far beyond any data set.
-        return (classes.reshape(labels.shape).astype(labels.dtype) == labels).astype("float64").sum()
+        return (classes.reshape(labels.shape).astype(labels.dtype) == labels).astype("float64").sum().reshape((1,))
 
 
 def right_answers(answer: Any, target: Any, *, anyhow: bool = False) -> Any | None:
@@ -71,7 +71,7 @@ def evaluate_accuracy_gpu(
         now = _correct(net(X), y)
         correct = now if correct is None else correct + now
         counted += y.size
-    return _part(0 if correct is None else int(correct.asnumpy()), counted)
+    return _part(0 if correct is None else int(correct.asnumpy()[0]), counted)
 
 
 def evaluate_accuracy_gpus(net: Any, data_iter: Iterable[tuple[Any, Any]], split_f: Split | None = None) -> float:
@@ -98,7 +98,7 @@ def evaluate_accuracy_gpus(net: Any, data_iter: Iterable[tuple[Any, Any]], split
                     now = _correct(net(X_shard), y_shard)
                     sums[i] = now if sums[i] is None else sums[i] + now
             counted += y.size
-        return _part(sum(int(one.asnumpy()) for one in sums if one is not None), counted)
+        return _part(sum(int(one.asnumpy()[0]) for one in sums if one is not None), counted)
 
 
 def _device_for(net: object, device: mx.Context | Device | str | None) -> mx.Context | None:

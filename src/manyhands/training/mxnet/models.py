@@ -138,17 +138,17 @@ def initialise(net: Any, seed: int | None = None, *, only: Sequence[gluon.Parame
     """
     generator = np.random.Generator(np.random.Philox(seed))
     wanted = None if only is None else set(map(id, only))
+    drawn = [layer for layer in _layers(net) if isinstance(layer, (nn.Dense, _Conv))]
+    here = {id(one) for layer in drawn for one in (layer.weight, layer.bias)}
     for name, parameter in net._collect_params_with_prefix().items():
         if parameter._data is None and not parameter._deferred_init:
-            parameter.initialize(default_init=mx.init.Xavier())
+            parameter.initialize(mx.init.Zero() if id(parameter) in here else None)
         if parameter._deferred_init:
             raise ValueError(
                 f"parameter {name!r} has no shape yet, so nothing can be drawn for it: "
                 "call the net once on a batch first, or use a layer that is told its input size"
             )
-    for layer in _layers(net):
-        if not isinstance(layer, (nn.Dense, _Conv)):
-            continue
+    for layer in drawn:
         shape = layer.weight.shape
         fan_in, fan_out = math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
         bounds = [(layer.weight, math.sqrt(6 / (fan_in + fan_out)))]

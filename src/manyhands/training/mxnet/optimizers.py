@@ -53,9 +53,11 @@ def trainer_for(model: Any, given: Any, rate: float, *, scheduled: bool, devices
     if not isinstance(given, Optimizer):
         raise BadSettings(f"optimizer: a {type(given).__name__} is none, give one of mx.optimizer")
     _check_fits(given, scheduled=scheduled, devices=devices)
-    # On the kvstore an update is made once and sent to all, but gradients could not be clipped before it.
+    # Without the statistics: at its first step the trainer sends the first device's of all that it has to the others.
+    trained = [one for one in trained if one.grad_req != "null"]
     fresh = _fresh(given)
     fresh.rescale_grad = given.rescale_grad if scale is None else scale
+    # On the kvstore an update would be made once and sent to all, but gradients could not be clipped before it.
     return gluon.Trainer(trained, fresh, kvstore="device", update_on_kvstore=False)
 
 

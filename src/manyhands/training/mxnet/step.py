@@ -34,7 +34,7 @@ class Step:
     ) -> None:
         self.trainer, self.objective, self.metrics = trainer, objective, metrics
         self.clip, self.accumulate = clip, accumulate
-        self.parameters: list[gluon.Parameter] = [one for one in trainer._params if one.grad_req != "null"]
+        self.parameters: list[gluon.Parameter] = list(trainer._params)
         for parameter in self.parameters if accumulate > 1 else ():
             parameter.grad_req = "add"
 

@@ -1,0 +1,178 @@
+"""The update on several contexts is that of one device, in float64 to 1e-12, whatever the division."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
+
+import mxnet as mx
+import numpy as np
+from gluon_cases import CLASSES, Branching, fit, largest_difference, mlp, rows, sequential, vectors
+from mxnet import gluon
+from mxnet.gluon import nn
+
+from manyhands.training.mxnet import modes, state
+from manyhands.training.mxnet.book import Module
+from manyhands.training.mxnet.recipes import trained
+from manyhands.training.order import epoch_order
+from manyhands.training.parity import Trial, compare
+from manyhands.training.recipes import one_cycle
+from manyhands.training.sources import Arrays
+
+CLOSE = 1e-12
+
+
+def nesterov(rate: float) -> Any:
+    return mx.optimizer.NAG(learning_rate=rate, momentum=0.9, wd=0.01)
+
+
+def check(model: Any, data: Any, devices: int = 2, **options: Any) -> None:
+    """The same training on one device and on several: weights and figures agree."""
+    alone, figures = fit(model(), data, 1, **{**options, "shares": None})
+    together, shared = fit(model(), data, devices, **options)
+    assert largest_difference(together, alone) <= CLOSE
+    for row, other in zip(rows(figures), rows(shared), strict=True):
+        known = [name for name in row if row[name] is not None]
+        assert [row[name] for name in known] == pytest.approx([other[name] for name in known], rel=CLOSE)
+
+
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "even": {"batch_size": 18},
+    "uneven on three": {"batch_size": 16, "devices": 3},
+    "last batch of one": {"batch_size": 89, "devices": 3},
+    "shares": {"shares": [0.7, 0.3]},
+    "an empty shard": {"shares": [1, 0], "optimizer": nesterov},
+    "an empty first shard": {"shares": [0, 1], "optimizer": nesterov},
+    "accumulate": {"accumulate": 3, "optimizer": nesterov},
+    "accumulate more than there are": {"accumulate": 12, "shares": [0.9, 0.1]},
+    "clip": {"gradient_clip_val": 0.05, "shares": [0.6, 0.4]},
+    "nesterov": {"optimizer": nesterov, "shares": [0.6, 0.4]},
+    "adam": {"optimizer": "adam", "shares": [0.6, 0.4]},
+    "schedule": {"schedule": one_cycle, "optimizer": nesterov},
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_several_contexts_are_one_device(name: str) -> None:
+    check(mlp, (vectors(), vectors(37)), max_epochs=3, **DIVISIONS[name])
+
+
+def test_clipping_is_by_the_norm_of_all_gradients() -> None:
+    """With a rate of 1, plain SGD moves the weights by exactly the clipped gradient."""
+    before = state.model_tensors(mlp())
+    after, _ = fit(mlp(), vectors(16), 2, max_epochs=1, lr=1.0, gradient_clip_val=0.01)
+    moved = sum(float(((after[name] - before[name]) ** 2).sum()) for name in after) ** 0.5
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", [nesterov, "adam"])
+def test_parameters_that_are_not_used(optimizer: Any) -> None:
+    """A parameter that no device used has no gradient; not zero, for weight decay and momentum would move it."""
+    check(Branching, vectors(), batch_size=6, optimizer=optimizer, shares=[0.8, 0.2], lr=0.01)
+    before = state.model_tensors(Branching())
+    after, _ = fit(Branching(), vectors(), 2, optimizer=optimizer)
+    assert np.array_equal(before["unused.weight"], after["unused.weight"].astype("float32"))
+    assert not np.array_equal(before["rarely.weight"], after["rarely.weight"].astype("float32"))
+
+
+def test_a_loss_per_sample_or_their_mean_or_a_step_of_its_own() -> None:
+    softmax = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    class Stepping(gluon.Block):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, X: Any) -> Any:
+            return self.net(X)
+
+        def training_step(self, batch: Any) -> Any:
+            return softmax(self(batch[0]), batch[1]).mean()
+
+    expected, _ = fit(mlp(), vectors(), 1)
+    for devices in (1, 3):
+        weights, _ = fit(mlp(), vectors(), devices, loss=lambda answer, target: softmax(answer, target).mean())
+        assert largest_difference(weights, expected) <= CLOSE
+        own, result = fit(Stepping(), vectors(), devices)
+        assert largest_difference({name.removeprefix("net."): one for name, one in own.items()}, expected) <= CLOSE
+        assert result.rows[-1]["train_acc"] is None
+
+
+class Classifier(Module):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = mlp()
+
+
+def test_the_books_module_says_its_optimizer() -> None:
+    expected, figures = fit(mlp(), vectors(), 1)
+    weights, result = fit(Classifier(), vectors(), 2)
+    assert largest_difference({name.removeprefix("net."): one for name, one in weights.items()}, expected) <= CLOSE
+    assert result.rows[-1]["train_acc"] == figures.rows[-1]["train_acc"]
+
+
+def test_the_optimizer_in_four_ways() -> None:
+    expected, _ = fit(mlp(), vectors(), 1, optimizer="adam", lr=0.02)
+    adam = mx.optimizer.Adam(learning_rate=0.02)
+    for given in (adam, adam, lambda rate: mx.optimizer.Adam(learning_rate=rate)):  # twice: a job has its own copy
+        assert largest_difference(fit(mlp(), vectors(), 2, optimizer=given, lr=0.02)[0], expected) <= CLOSE
+    net = mlp()
+    own = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.02})
+    own._optimizer.rescale_grad = 1 / 64  # as a step of its own leaves it
+    assert largest_difference(fit(net, vectors(), 2, optimizer=own)[0], expected) <= CLOSE
+
+
+def test_only_the_parameters_of_a_given_trainer_are_trained() -> None:
+    net = mlp()
+    before = state.model_tensors(net)
+    after, _ = fit(net, vectors(), 2, optimizer=gluon.Trainer(net[2].collect_params(), "sgd"))
+    assert np.array_equal(after["0.weight"], before["0.weight"])
+    assert not np.array_equal(after["2.weight"], before["2.weight"])
+
+
+def test_a_stream_is_divided_as_arrays_are() -> None:
+    X, y = vectors()
+    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), batch_size=16, last_batch="keep")
+    check(mlp, (loader, loader), 3, shares=[3, 2, 1])
+    in_order = Arrays(vectors(), shuffle=False)
+    assert largest_difference(fit(mlp(), loader, 2)[0], fit(mlp(), in_order, 1)[0]) <= CLOSE
+
+
+@pytest.mark.parametrize("shares", [None, [0.3, 0.7]])
+def test_statistics_are_those_of_the_largest_share(shares: list[float] | None) -> None:
+    """Per device: each normalises by its own samples, and the model has the larger one's afterwards."""
+    tensors, result = fit(mlp(norm=True), vectors(16), 2, max_epochs=1, shares=shares)
+    order = epoch_order(0, 0, 16)
+    part = order[:8] if shares is None else order[5:]
+    net = mlp(norm=True)
+    net.cast("float64")
+    hidden = net[0](modes.native(vectors(16)[0][part])).asnumpy()
+    assert tensors["1.running_mean"] == pytest.approx(0.1 * hidden.mean(0), rel=1e-6)  # 0.1 is a float32 there
+    assert any("batch normalisation" in note for note in result.notes)
+
+
+def test_no_shard_of_a_normalising_model_has_a_single_sample() -> None:
+    """Its normalised value would be zero, whatever the sample."""
+    _, result = fit(mlp(norm=True), vectors(17), 3, batch_size=4)
+    assert [row["samples"] for row in result.rows] == [17, 17]
+
+
+@pytest.mark.parametrize("numpy_like", [False, True])
+def test_parity_in_both_of_mxnets_modes(numpy_like: bool) -> None:
+    """As the command measures it: fp64 after 50 steps, fp32 after 5; 3 devices, even and uneven, a short last batch."""
+    with modes.numpy_like(numpy_like):
+        net = sequential(nn.Dense(8, in_units=6), nn.Activation("tanh"), nn.Dense(CLASSES, in_units=8))
+    X, y = vectors()
+    data = Arrays((X.astype(np.float32), y))
+    trials = (Trial("fp64", 50, 1e-12), Trial("fp32", 5, 1e-5))
+    before = state.model_tensors(net)
+    found = compare(lambda way: trained(net, data, way), data.count, 3, batch_size=16, trials=trials)
+    assert [(one.precision, one.steps >= 5, one.equal) for one in found] == [
+        ("fp64", True, True), ("fp64", True, True), ("fp32", True, True), ("fp32", True, True),
+    ]  # fmt: skip
+    assert all(np.array_equal(before[name], one) for name, one in state.model_tensors(net).items())
+    assert mx.util.is_np_array() is False

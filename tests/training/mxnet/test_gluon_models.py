@@ -1,0 +1,198 @@
+"""MXNet's models, their weights under common names, and the figures of merit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
+
+import mxnet as mx
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import reference
+from gluon_cases import CLASSES, contexts, mlp, same, vectors
+
+from manyhands import mxnet as mh
+from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
+from manyhands.training import fashion_mnist
+from manyhands.training.mxnet import datasets, layout, modes, replicas, state
+from manyhands.training.mxnet.models import MODELS, Residual, initialise
+
+both_modes = pytest.mark.parametrize("numpy_like", [False, True], ids=["nd", "np"])
+
+
+@both_modes
+@pytest.mark.parametrize("name", reference.MODELS)
+def test_the_same_logits_as_pytorch(name: str, numpy_like: bool) -> None:
+    common = reference.weights(name)
+    weights = layout.from_common(common, name)
+    with modes.numpy_like(numpy_like):
+        net = initialise(MODELS[name](num_classes=10), 0)
+        state.restore_model(net, state.pack(weights))
+        images, _ = datasets.scale_images((modes.native(reference.images()), modes.native(np.zeros(4))))
+        answer = net(images).asnumpy()
+    assert np.abs(answer - reference.logits(name)).max() < 1e-4 * max(1, np.abs(reference.logits(name)).max())
+    back = layout.to_common(state.model_tensors(net), name)
+    assert same(back, common)
+    assert list(back) == list(common) or set(back) == set(common)
+
+
+def test_a_seed_gives_the_same_weights_on_every_device() -> None:
+    nets = [initialise(MODELS["lenet"](), seed) for seed in (5, 5, 6)]
+    first, again, other = map(state.model_tensors, nets)
+    assert same(first, again)
+    assert not same(first, other)
+    bound = (6 / (1 * 25 + 6 * 25)) ** 0.5
+    assert 0.9 * bound < np.abs(first["0.weight"]).max() <= bound
+    spread = MODELS["lenet"]()
+    spread.initialize(ctx=contexts(2))
+    initialise(spread, 5)
+    for array in spread[0].weight.list_data():
+        assert np.array_equal(array.asnumpy(), first["0.weight"])
+
+
+def test_drawing_weights_leaves_the_programs_random_numbers_alone() -> None:
+    mx.random.seed(1)
+    expected = mx.nd.random.uniform(shape=3).asnumpy()
+    mx.random.seed(1)
+    initialise(mlp(), 4)
+    assert np.array_equal(mx.nd.random.uniform(shape=3).asnumpy(), expected)
+
+
+def test_a_residual_block_says_what_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match="use_1x1conv=True"):
+        Residual(3, 6)
+    with pytest.raises(TypeError, match="channels that come out"):
+        Residual(3, True)
+    block = Residual(6, use_1x1conv=True, strides=2)
+    block.initialize()
+    assert block(mx.nd.ones((2, 3, 6, 6))).shape == (2, 6, 3, 3)
+
+
+def test_a_parameter_where_it_was_never_initialised() -> None:
+    """The book's experiment: MXNet itself names the parameter, the device, and where it is."""
+    net = mlp()
+    net.collect_params().reset_ctx(contexts(2))
+    assert net[0].params["weight" if "weight" in net[0].params else net[0].weight.name].data(mx.cpu(1)).ctx == mx.cpu(1)
+    with pytest.raises(RuntimeError, match=r"not initialized on context cpu\(5\).*only initialized on"):
+        net[0].weight.data(mx.cpu(5))
+
+
+def test_the_values_that_come_home_are_those_of_the_first_replica() -> None:
+    """Gluon's own reset_ctx takes a mean, which rounds: three equal numbers, and not the number."""
+    net = mlp()
+    before = state.model_tensors(net)
+    with replicas.on(net, contexts(3)):
+        pass
+    assert same(state.model_tensors(net), before)
+    with pytest.raises(KeyError), replicas.on(net, contexts(3), "float64"):
+        assert net[0].weight.list_ctx() == contexts(3)
+        raise KeyError
+    assert net[0].weight.list_ctx() == [mx.cpu(0)]
+    assert np.dtype(net[0].weight.dtype) == np.float32
+    assert same(state.model_tensors(net), before)
+
+
+# Data and figures
+
+
+@both_modes
+def test_batches_of_fashion_mnist(numpy_like: bool) -> None:
+    with modes.numpy_like(numpy_like):
+        train, test = mh.load_data_fashion_mnist(64, fashion_mnist.SUBSET_DIRECTORY)
+        X, y = next(iter(train))
+        assert isinstance(X, mx.np.ndarray) is numpy_like
+        assert X.shape == (64, 1, 28, 28)
+        assert 0 <= float(X.min().asnumpy()) < float(X.max().asnumpy()) <= 1
+        assert y.shape == (64,)
+        assert sum(len(labels) for _, labels in test) == test.count
+
+
+@both_modes
+def test_accuracy(numpy_like: bool) -> None:
+    with modes.numpy_like(numpy_like):
+        scores = modes.native(np.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]], np.float32))
+        for kind in ("int32", "int64", "float32"):
+            labels = modes.native(np.array([1, 0, 0], kind))
+            assert mh.accuracy(scores, labels) == 2
+            assert mh.accuracy(modes.native(np.array([1, 1, 1], kind)), labels) == 1
+        with pytest.raises(BadBatch, match="do not belong together"):
+            mh.accuracy(scores, modes.native(np.array([1, 0])))
+
+
+def batches(size: int) -> list[tuple[Any, Any]]:
+    X, y = vectors()
+    X = X.astype(np.float32)
+    return [(modes.native(X[i : i + size]), modes.native(y[i : i + size])) for i in range(0, len(y), size)]
+
+
+@both_modes
+def test_evaluation_counts_each_sample_once(numpy_like: bool) -> None:
+    with modes.numpy_like(numpy_like):
+        net = mlp()
+        X, y = vectors()
+        expected = float((net(modes.native(X.astype(np.float32))).asnumpy().argmax(1) == y).mean())
+        for size in (1, 7, 90):
+            assert mh.evaluate_accuracy_gpu(net, batches(size)) == pytest.approx(expected)
+            assert mh.evaluate_accuracy_gpus(net, batches(size)) == pytest.approx(expected)
+        assert mh.evaluate_accuracy_gpus(net, batches(7), mh.split_batch) == pytest.approx(expected)
+        assert net[0].weight.list_ctx() == [mx.cpu(0)]
+
+
+def test_evaluation_of_what_cannot_be() -> None:
+    with pytest.raises(BadBatch, match="no sample"):
+        mh.evaluate_accuracy_gpu(mlp(), iter([]))
+    with pytest.raises(NotATensor, match=r"gluon\.Block"):
+        mh.evaluate_accuracy_gpus(lambda X: X, batches(7))
+    with pytest.raises(BadBatch, match="every sample has to be counted once"):
+        mh.evaluate_accuracy_gpus(
+            mlp(), batches(7), lambda X, y, devices: ([X[:1]] * len(devices), [y[:1]] * len(devices))
+        )
+    with pytest.raises(DeviceMismatch, match="move the net"):
+        mh.evaluate_accuracy_gpu(mlp(), batches(7), mx.cpu(4) if not mh.num_gpus() else mh.gpu(mh.num_gpus() - 1))
+
+
+# The book's names
+
+
+def test_a_scratch_model_moves_with_its_trainer() -> None:
+    class Scratch(mh.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W = mx.nd.ones((2, CLASSES))
+            self.parts: list[Any] = []
+
+    outer, inner = Scratch(), Scratch()
+    outer.parts = [inner]
+    trainer = mh.Trainer(1, quiet=True)
+    with pytest.raises(ValueError, match="prepare_model"):
+        trainer.set_scratch_params_device(mx.cpu(1))
+    trainer.prepare_model(outer)
+    trainer.set_scratch_params_device(mx.cpu(1))
+    assert outer.W.ctx == inner.W.ctx == mx.cpu(1)
+    with mx.autograd.record():
+        (outer.W * 3).sum().backward()
+    assert outer.W.grad.asnumpy().tolist() == [[3.0] * CLASSES] * 2
+
+
+def test_a_data_module() -> None:
+    class Data(mh.DataModule):
+        def __init__(self, batch_size: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def get_dataloader(self, train: bool) -> Any:
+            return self.get_tensorloader([mx.nd.array(part) for part in vectors()], train, slice(0, 40))
+
+    data = Data(16)
+    assert [len(y) for _, y in data.train_dataloader()] == [16, 16, 8]
+    assert isinstance(next(iter(data.val_dataloader()))[0], mx.nd.NDArray)
+    result = mh.Trainer(1, quiet=True).fit(mlp(), data)
+    assert result.rows[0]["samples"] == 40
+    with pytest.raises(TypeError, match="get_dataloader"):
+        mh.DataModule().train_dataloader()
