@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from manyhands.training.mxnet import state
 from manyhands.training.mxnet.models import initialise
 from manyhands.training.mxnet.trainer import Trainer
-from manyhands.training.parity import largest_difference
 from manyhands.training.result import Result
 
 CLASSES = 3
@@ -76,17 +75,3 @@ def rows(result: Result) -> list[dict[str, Any]]:
 
 def same(one: dict[str, NDArray[Any]], other: dict[str, NDArray[Any]]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
-
-
-__all__ = [
-    "CLASSES",
-    "Branching",
-    "contexts",
-    "fit",
-    "largest_difference",
-    "mlp",
-    "rows",
-    "same",
-    "sequential",
-    "vectors",
-]

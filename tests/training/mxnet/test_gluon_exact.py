@@ -10,7 +10,7 @@ pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
 
 import mxnet as mx
 import numpy as np
-from gluon_cases import CLASSES, Branching, fit, largest_difference, mlp, rows, sequential, vectors
+from gluon_cases import CLASSES, Branching, fit, mlp, rows, sequential, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -18,7 +18,7 @@ from manyhands.training.mxnet import modes, state
 from manyhands.training.mxnet.book import Module
 from manyhands.training.mxnet.recipes import trained
 from manyhands.training.order import epoch_order
-from manyhands.training.parity import Trial, compare
+from manyhands.training.parity import Trial, compare, largest_difference
 from manyhands.training.recipes import one_cycle
 from manyhands.training.sources import Arrays
 

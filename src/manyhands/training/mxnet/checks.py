@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from manyhands.training.settings import Settings
 from manyhands.training.sources import Arrays, Batch, Source, Stream
 
 _FEW = 2
+_HALVES = 4  # samples that a loss is tried on, as a whole and in halves
+_CLOSE = 1e-3
 
 
 def check_model(model: Any, settings: Settings, devices: int) -> None:
@@ -83,6 +86,33 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
     return look
 
 
+def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> None:
+    """Refuse a loss that is no mean over samples where a batch is worked off in parts: the parts would not add up."""
+    if parts == 1 or not can_be_read(data):
+        return
+    try:
+        batch = laid_for(model, few_samples(data, _HALVES))
+        size = min(len(batch[0]), _HALVES)
+        half = [(0, size // 2), (size // 2, size)] if size > 1 else [(0, size)]
+        whole, again, *halves = [_loss(objective, batch, *part) for part in [(0, size), (0, size), *half]]
+    except Exception:  # the first step will say it, with all that belongs to it
+        return
+    # A loss that draws random numbers says nothing.
+    if math.isfinite(whole) and whole == again and not math.isclose(whole, sum(halves), rel_tol=_CLOSE, abs_tol=1e-6):
+        raise BadSettings(
+            f"the loss of {size} samples is {whole / size:.6g}, but that of their two halves is "
+            f"{sum(halves) / size:.6g} on average: on several devices, or with accumulate, the batch is worked off in "
+            "parts, and this loss would then train another model than one device does. Give a loss of one number per "
+            "sample, or their mean"
+        )
+
+
+def _loss(objective: Objective, batch: Batch, start: int, stop: int) -> float:
+    with autograd.pause():
+        loss, _ = objective(tuple(part[start:stop] for part in batch), training=True)
+    return float(loss.asnumpy().reshape(()))
+
+
 def can_be_read(data: Source) -> bool:
     """Whether a look at the first samples takes none away, as it does where samples can be gone through only once."""
     return not (isinstance(data, Stream) and isinstance(data.loader, Iterator))
@@ -92,11 +122,17 @@ def few_samples(data: Source, count: int) -> Batch:
     """The first samples, or for a stream its first batch, as the model will get them."""
     if isinstance(data, Arrays):
         return data.prepare(tuple(map(modes.native, data.rows(slice(count)))))
-    return tuple(modes.native(part) for part in next(data.batches(0)))
+    return tuple(modes.native(part) for part in next(data.batches(0, seed=0)))
 
 
 def answer(model: Any, batch: Batch) -> Any:
-    """What the model answers, where it is, in its dtype, in its way of predicting."""
+    """What the model answers, in its way of predicting."""
+    with autograd.pause():
+        return model(*laid_for(model, batch)[:-1])
+
+
+def laid_for(model: Any, batch: Batch) -> Batch:
+    """The batch where the model is, in its kind of floating-point numbers."""
     first: gluon.Parameter = replicas.distinct(model)[0]
     device, dtype = first.list_ctx()[0], first.dtype
 
@@ -104,5 +140,4 @@ def answer(model: Any, batch: Batch) -> Any:
         part = part.as_in_context(device)
         return part.astype(dtype) if "float" in np.dtype(part.dtype).name else part
 
-    with autograd.pause():
-        return model(*map(laid, batch[:-1]))
+    return tuple(map(laid, batch))

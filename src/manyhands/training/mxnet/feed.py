@@ -61,11 +61,11 @@ class Feed:
                     found.append(self._prepared(tuple(modes.native(one, device) for one in rows)))
             yield window, found
 
-    def stream(self, cursor: Cursor, shares: Sequence[float] | None) -> Iterator[tuple[Window, Shards]]:
+    def stream(self, cursor: Cursor, shares: Sequence[float] | None, seed: int) -> Iterator[tuple[Window, Shards]]:
         """The batches that a loader gives, cut into shards, each with its window."""
         assert isinstance(self.source, Stream)
         start = cursor.sample
-        for step, batch in enumerate(self.source.batches(cursor.batch), cursor.step):
+        for step, batch in enumerate(self.source.batches(cursor.batch, seed), cursor.step):
             if self.look is not None:
                 self.look(batch)
             window = Window(cursor.epoch, start, start + len(batch[0]), step)

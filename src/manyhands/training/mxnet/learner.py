@@ -55,7 +55,7 @@ class GluonLearner:
         several = len(devices) > 1 and replicas.normalises(model)
         self.feed = Feed(data, devices, dtype, least=2 if several else 1, look=look)
         self.test_feed = None if test is None else Feed(test, devices, dtype, look=look)
-        self.metrics = Metrics(devices)
+        self.metrics = Metrics(self.devices[0])
         clip, accumulate = settings.gradient_clip_val, settings.accumulate
         self.plain_step = Step(trainer, objective, self.metrics, clip=clip, accumulate=accumulate)
         self.draws = _draws_numbers(model)
@@ -78,7 +78,7 @@ class GluonLearner:
 
     def _stream(self, cursor: Cursor) -> Iterator[tuple[Window, Shards]]:
         any_given = False
-        for given in self.feed.stream(cursor, self.shares):
+        for given in self.feed.stream(cursor, self.shares, _mixed(self.settings.seed, cursor.epoch)):
             any_given = True
             yield given
         if not any_given and not cursor.sample:
@@ -97,8 +97,7 @@ class GluonLearner:
         They depend on nothing but the seed, the step and the device, so a job that goes on draws the same ones.
         """
         for number, device in enumerate(self.devices):
-            words = np.random.SeedSequence((self.settings.seed, step, number)).generate_state(1)
-            mx.random.seed(int(words[0]) >> 1, ctx=device)
+            mx.random.seed(_mixed(self.settings.seed, step, number), ctx=device)
 
     # Figures
 
@@ -116,9 +115,9 @@ class GluonLearner:
         self._share_statistics()
         if self.test_feed is None:
             return None
-        sums, source = Metrics(self.devices), self.test_feed.source
+        sums, source = Metrics(self.devices[0]), self.test_feed.source
         if isinstance(source, Stream):
-            batches = self.test_feed.stream(Cursor(), None)
+            batches = self.test_feed.stream(Cursor(), None, self.settings.seed)
         else:
             size = max(self.settings.batch_size, _TEST_BATCH)
             batches = self.test_feed.shards(list(windows(Cursor(), source.count, size)), None, None)
@@ -156,6 +155,11 @@ class GluonLearner:
         """Running statistics differ from device to device; those of the (first) largest share count."""
         largest = self.shares.index(max(self.shares)) if self.shares else 0
         replicas.spread(replicas.statistics(self.model), largest)
+
+
+def _mixed(*parts: int) -> int:
+    """One seed of several numbers, well mixed."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
 
 
 def _draws_numbers(model: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Loss and accuracy of an epoch, summed on each device and read late.
+"""Loss and accuracy of an epoch, summed on the first device and read late.
 
-MXNet can wait for an array but not ask whether it is there. So with every step the sums of each device set out for the
-host, and two steps later the host waits for them: they are the work of a step long issued, not of the one under way.
-That does two things. The engine, which would queue steps without bound, has at most two ahead of it; and what has
-arrived can be shown without waiting for anything::
+MXNet can wait for an array but not ask whether it is there. So with every step the sums set out for the host, and two
+steps later the host waits for them: they are the work of a step long issued, not of the one under way. That does two
+things. The engine, which would queue steps without bound, has at most two ahead of it; and what has arrived can be
+shown without waiting for anything::
 
     step 7 issued | step 8 issued | wait for the sums of step 7; step 9 issued | wait for those of step 8; ...
 """
@@ -12,46 +12,65 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
 
-from manyhands.training.figures import Figures, together
+from manyhands.training.figures import Figures
 from manyhands.training.mxnet.modes import numpy_like
 
 _IN_FLIGHT = 2  # steps that may be issued and not done
 
 
 class Metrics:
-    """The sums of all devices, and which of them have arrived."""
+    """Three numbers on a device: sum of losses, right answers, first bad step (or infinity); samples are counted here.
 
-    def __init__(self, devices: Sequence[mx.Context]) -> None:
-        self.devices = list(devices)
+    The shards of a step are added up before they go into the sums: so a job that goes on from a checkpoint's sums adds
+    the same numbers in the same order.
+    """
+
+    def __init__(self, device: mx.Context) -> None:
+        self.device = device
         self.counts_right = False
-        self._before = Figures()  # what a checkpoint had counted already
+        with numpy_like():
+            self._never = mx.np.full((), math.inf, dtype="float64", ctx=device)
         self.reset()
 
     def reset(self) -> None:
-        self._before = Figures()
-        self._count = 0
-        self._on_devices = [_Sums(device) for device in self.devices]
-        self._coming: deque[tuple[int, list[Any]]] = deque()
-        self._arrived: tuple[int, list[Any]] | None = None
+        self.restore(Figures(counted=self.counts_right))
 
-    def add(self, number: int, loss: Any, right: Any | None, count: int, step: int) -> None:
-        """Add one device's shard: the sum of its samples' losses, and the right answers among them."""
+    def restore(self, figures: Figures) -> None:
+        """Go on from the sums of a checkpoint."""
+        self.counts_right = figures.counted
+        self._count = int(figures.count)
+        with numpy_like():
+            self._loss = mx.np.full((), figures.loss_sum, dtype="float64", ctx=self.device)
+            self._right = mx.np.full((), figures.right, dtype="float64", ctx=self.device)
+            self._bad = self._never
+        self._shards: list[tuple[Any, Any | None]] = []
+        self._coming: deque[tuple[int, Any]] = deque()
+        self._arrived: tuple[int, Any] | None = None
+
+    def add(self, loss: Any, right: Any | None, count: int) -> None:
+        """A shard of the step: the sum of its samples' losses, and the right answers among them."""
         self.counts_right = self.counts_right or right is not None
         self._count += count
-        self._on_devices[number].add(loss, right, step)
+        self._shards.append((loss, right))
 
-    def set_out(self) -> None:
-        """A step is issued: its sums set out for the host, those of two steps ago are waited for."""
-        self._coming.append((self._count, [sums.on_the_way() for sums in self._on_devices]))
+    def set_out(self, step: int) -> None:
+        """A step is issued: the sums set out for the host, those of two steps ago are waited for."""
+        with numpy_like():
+            loss = self._together([loss for loss, _ in self._shards])
+            self._loss = self._loss + loss
+            if rights := [right for _, right in self._shards if right is not None]:
+                self._right = self._right + self._together(rights)
+            now = mx.np.full((), float(step), dtype="float64", ctx=self.device)
+            self._bad = mx.np.minimum(self._bad, mx.np.where(mx.np.isfinite(loss), self._never, now))
+        self._shards = []
+        self._coming.append((self._count, self._on_the_way()))
         if len(self._coming) > _IN_FLIGHT:
             self._arrived = self._coming.popleft()
-            for sums in self._arrived[1]:
-                sums.wait_to_read()
+            self._arrived[1].wait_to_read()
 
     def peek(self) -> Figures | None:
         """The figures of two steps ago, which are on the host already."""
@@ -59,42 +78,19 @@ class Metrics:
 
     def read(self) -> Figures:
         """The figures of all that was issued; waits."""
-        return self._figures(self._count, [sums.on_the_way() for sums in self._on_devices])
+        return self._figures(self._count, self._on_the_way())
 
-    def restore(self, figures: Figures) -> None:
-        """Go on from the sums of a checkpoint."""
-        self.reset()
-        self._before, self.counts_right = figures, figures.counted
+    def _together(self, parts: list[Any]) -> Any:
+        found = mx.np.zeros((), dtype="float64", ctx=self.device)
+        for part in parts:
+            found = found + part.as_np_ndarray().reshape(()).astype("float64").as_in_ctx(self.device)
+        return found
 
-    def _figures(self, count: int, of_devices: Sequence[Any]) -> Figures:
-        parts = [self._before]
-        for sums in of_devices:
-            loss, right, bad = sums.asnumpy().tolist()
-            parts.append(Figures(loss, right, 0, None if math.isinf(bad) else int(bad)))
-        parts.append(Figures(count=count, counted=self.counts_right))
-        return together(parts)
-
-
-class _Sums:
-    """Three numbers on one device: sum of losses, right answers, first bad step (or infinity)."""
-
-    def __init__(self, device: mx.Context) -> None:
+    def _on_the_way(self) -> Any:
+        """The sums as they are after what was issued so far, on their way to the host."""
         with numpy_like():
-            self.loss = mx.np.zeros((), dtype="float64", ctx=device)
-            self.right = mx.np.zeros((), dtype="float64", ctx=device)
-            self.bad = self._never = mx.np.full((), math.inf, dtype="float64", ctx=device)
-        self.device = device
+            return mx.np.stack([self._loss, self._right, self._bad]).as_in_ctx(mx.cpu())
 
-    def add(self, loss: Any, right: Any | None, step: int) -> None:
-        with numpy_like():
-            value = loss.as_np_ndarray().reshape(()).astype("float64")
-            self.loss = self.loss + value
-            if right is not None:
-                self.right = self.right + right.as_np_ndarray().reshape(()).astype("float64")
-            now = mx.np.full((), float(step), dtype="float64", ctx=self.device)
-            self.bad = mx.np.minimum(self.bad, mx.np.where(mx.np.isfinite(value), self._never, now))
-
-    def on_the_way(self) -> Any:
-        """The three as they are after what was issued so far, on their way to the host."""
-        with numpy_like():
-            return mx.np.stack([self.loss, self.right, self.bad]).as_in_ctx(mx.cpu())
+    def _figures(self, count: int, sums: Any) -> Figures:
+        loss, right, bad = sums.asnumpy().tolist()
+        return Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)

@@ -47,18 +47,18 @@ class Step:
         if self.accumulate > 1:
             for parameter in self.parameters:
                 parameter.zero_grad()
-        for number, shard in enumerate(shards):
+        for shard in shards:
             if shard is not None:
-                self._work(number, shard, whole, step)
+                self._work(shard, whole)
         self._fill_gaps()
         self.trainer.allreduce_grads()
         if self.clip:
             self._clip(len(shards))
         # Stale: no device used it, so it has no gradient. Not zero, for weight decay and momentum would move it.
         self.trainer.update(1, ignore_stale_grad=True)
-        self.metrics.set_out()
+        self.metrics.set_out(step)
 
-    def _work(self, number: int, shard: Sequence[Any], whole: int, step: int) -> None:
+    def _work(self, shard: Sequence[Any], whole: int) -> None:
         size = len(shard[0])
         parts = min(self.accumulate, size)
         for part in range(parts):
@@ -68,7 +68,7 @@ class Step:
                 loss, right = self.objective(batch, training=True)
                 mean = loss / whole
             mean.backward()
-            self.metrics.add(number, loss.detach(), right, stop - start, step)
+            self.metrics.add(loss.detach(), right, stop - start)
 
     def _fill_gaps(self) -> None:
         """Zeros where a device did not use a parameter that another one used."""
@@ -98,8 +98,8 @@ class Step:
 
 def evaluate(objective: Objective, shards: Shards, metrics: Metrics) -> None:
     """Add a batch to the metrics; outside of ``record`` layers are in their way of predicting."""
-    for number, shard in enumerate(shards):
+    for shard in shards:
         if shard is not None:
             loss, right = objective(shard, training=False)
-            metrics.add(number, loss, right, len(shard[0]), 0)
-    metrics.set_out()
+            metrics.add(loss, right, len(shard[0]))
+    metrics.set_out(0)

@@ -86,6 +86,7 @@ class Trainer(BaseTrainer):
         with modes.numpy_like(modes.of_model(model)):
             checks.make_parameters(model, train, settings.seed)
             look = checks.check_labels(model, objective, train, test)
+            checks.check_loss(model, objective, train, max(len(devices), settings.accumulate))
         schedule, given = self._option("schedule"), self._option("optimizer")
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
             trainer = optimizers.trainer_for(model, given, settings.lr, scheduled=schedule is not None, devices=devices)

@@ -1,0 +1,241 @@
+"""What cannot be trained is refused with the reason; what only looks odd is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
+
+import mxnet as mx
+import numpy as np
+from gluon_cases import CLASSES, contexts, fit, mlp, same, sequential, vectors
+from mxnet import gluon
+from mxnet.gluon import nn
+
+from manyhands.backends import mxnet as backend
+from manyhands.errors import (
+    BadBatch,
+    BadDevice,
+    BadLabels,
+    BadSettings,
+    BadShares,
+    DuplicateDevices,
+    LossIsNotANumber,
+    NotATensor,
+)
+from manyhands.training import fashion_mnist
+from manyhands.training.mxnet import datasets, modes, state
+from manyhands.training.mxnet.models import MODELS
+from manyhands.training.mxnet.trainer import Trainer
+from manyhands.training.order import epoch_order
+
+BATCH = 8
+
+
+def spoilt(number: int) -> Any:
+    X, y = vectors(40)
+    X[number] = np.nan
+    return X, y
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_loss_that_is_no_number(devices: int) -> None:
+    """The step and its samples are named, the same on any number of devices, whichever had the sample."""
+    for number in (17, 18, 19):
+        step = epoch_order(0, 0, 40).tolist().index(number) // BATCH
+        net = mlp()
+        with pytest.raises(LossIsNotANumber, match=rf"step {step} is not a number .*samples .*\b{number}\b"):
+            fit(net, spoilt(number), devices, batch_size=BATCH, max_epochs=1)
+        assert net[0].weight.list_ctx() == contexts(1)  # it is home again
+
+
+def test_a_loss_that_is_no_number_can_be_ignored() -> None:
+    with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
+        _, result = fit(mlp(), spoilt(17), 2, batch_size=BATCH, max_epochs=2, on_nan="continue")
+    assert [row["samples"] for row in result.rows] == [40, 40]
+    assert result.rows[0]["train_loss"] is None
+
+
+def test_a_model_without_parameters() -> None:
+    frozen = mlp()
+    frozen.collect_params().setattr("grad_req", "null")
+    for model in (nn.Flatten(), frozen):
+        with pytest.raises(BadSettings, match="no parameters that could be trained"):
+            fit(model, vectors())
+    with pytest.raises(BadSettings, match=r"gluon\.Block"):
+        Trainer(1, quiet=True).fit(len, vectors())
+    sparse = nn.Sequential()
+    sparse.add(nn.Embedding(9, 4, sparse_grad=True), nn.Dense(CLASSES))
+    with pytest.raises(BadSettings, match="sparse"):
+        fit(sparse, vectors())
+
+
+@pytest.mark.parametrize("numpy_like", [False, True])
+@pytest.mark.parametrize("label", [CLASSES, -1])
+def test_labels_out_of_range(label: int, numpy_like: bool) -> None:
+    """MXNet itself would take the nearest class."""
+    X, y = vectors()
+    y[5] = label
+    with modes.numpy_like(numpy_like):
+        with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
+            fit(mlp(), (X, y))
+        with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
+            fit(mlp(), (vectors(), (X, y)), 2)
+        loader = gluon.data.DataLoader(gluon.data.ArrayDataset(X, y.astype(np.float32)), batch_size=30)
+        with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
+            fit(mlp(), loader, 2)
+
+
+def test_targets_that_are_no_labels() -> None:
+    X, y = vectors()
+    y[5] = 100
+    _, result = fit(sequential(nn.Dense(1, in_units=6)), (X, y.astype(float)), 2, lr=1e-4, loss=gluon.loss.L2Loss())
+    assert result.rows[-1]["train_acc"] is None
+    _, result = fit(mlp(), (X, (y % CLASSES).astype(np.float32)), 2)
+    assert result.rows[-1]["train_acc"] is not None  # the loss says that these are classes
+
+
+def test_a_loss_that_is_no_mean() -> None:
+    softmax = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def summed(answer: Any, target: Any) -> Any:
+        return softmax(answer, target).sum()
+
+    for options in ({"devices": 2}, {"accumulate": 2}):
+        with pytest.raises(BadSettings, match="one number per sample, or their mean"):
+            fit(mlp(), vectors(), loss=summed, **options)
+    fit(mlp(), vectors(), 1, loss=summed, lr=0.001)
+    with pytest.raises(BadBatch, match="one number per sample"):
+        fit(mlp(), vectors(), 1, loss=lambda answer, target: answer.sum(axis=0))
+
+
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(DuplicateDevices):
+        Trainer(devices=[mx.cpu(), mx.cpu(0)])
+    with pytest.raises(BadDevice):
+        Trainer(devices=["toaster"])
+    assert Trainer(num_gpus=64).gpus == [] or len(Trainer(num_gpus=64).gpus) < 64
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"batch_size": 1}, BadSettings),
+        ({"shares": [1.0]}, BadShares),
+        ({"shares": [-1, 2]}, BadShares),
+        ({"shares": [0, 0]}, BadShares),
+        ({"shares": "measured"}, BadSettings),
+        ({"precision": "bf16"}, BadSettings),
+        ({"optimizer": "nadam"}, BadSettings),
+        ({"optimizer": "sgld"}, BadSettings),
+        ({"optimizer": "sdg"}, BadSettings),
+        ({"optimizer": 0.1}, BadSettings),
+        ({"optimizer": lambda rate: rate}, BadSettings),
+        ({"ranks_per_device": 2}, BadSettings),
+        ({"compile": True}, BadSettings),
+        ({"loss": "mse"}, BadSettings),
+        ({"schedule": 0.1}, BadSettings),
+    ],
+)
+def test_settings_that_do_not_fit_two_contexts(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(options)) if error is BadSettings else None):
+        fit(mlp(), vectors(), 2, **options)
+
+
+def test_two_schedules() -> None:
+    own = mx.optimizer.SGD(learning_rate=0.1, lr_scheduler=mx.lr_scheduler.FactorScheduler(2))
+    with pytest.raises(BadSettings, match="lr_scheduler of its own"):
+        fit(mlp(), vectors(), 2, optimizer=own, schedule=lambda done: 1.0)
+    fit(mlp(), vectors(), 2, optimizer=own)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    with pytest.raises(BadSettings, match="not of this model"):
+        fit(mlp(), vectors(), optimizer=gluon.Trainer(mlp().collect_params(), "sgd"))
+
+
+def test_statistics_over_the_whole_batch_are_refused() -> None:
+    with pytest.raises(BadSettings, match="batch_stats='global'"):
+        fit(mlp(norm=True), vectors(), 2, batch_stats="global")
+    fit(mlp(norm=True), vectors(), 1, batch_stats="global")
+    fit(mlp(), vectors(), 2, batch_stats="global")
+
+
+def test_empty_data() -> None:
+    X, y = vectors()
+    empty = (X[:0], y[:0])
+    for data in (empty, gluon.data.ArrayDataset(*empty), [], iter([])):
+        with pytest.raises((BadBatch, NotATensor)):
+            fit(mlp(), data)
+    for wrong in (None, 3, object()):
+        with pytest.raises(NotATensor):
+            fit(mlp(), wrong)
+    with pytest.raises(BadBatch, match="same number"):
+        fit(mlp(), (X, y[:5]))
+    with pytest.raises(BadSettings, match="DataLoader"):
+        fit(mlp(), gluon.data.SimpleDataset([1, 2]))
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadSettings, match="no distributed key-value store"):
+        fit(mlp(), vectors())
+
+
+# What is done for a model that is not ready
+
+
+def test_a_model_that_nobody_initialised() -> None:
+    """Its parameters are drawn by the job's seed, those of layers that do not know their inputs too."""
+
+    def net() -> Any:
+        made = nn.HybridSequential()
+        made.add(nn.Dense(8), nn.BatchNorm(), nn.Dense(CLASSES))
+        return made
+
+    one, again, other = (fit(net(), vectors(), 2, seed=seed)[0] for seed in (0, 0, 1))
+    assert same(one, again)
+    assert not same(one, other)
+    partly = mlp()
+    before = state.model_tensors(partly)
+    partly.add(nn.Dense(CLASSES, in_units=CLASSES))
+    after, _ = fit(partly, vectors(), 2, lr=0.0)
+    assert all(np.array_equal(after[name].astype("float32"), before[name]) for name in before)
+
+
+def test_a_model_on_several_devices_already() -> None:
+    net = mlp()
+    net.collect_params().reset_ctx(contexts(3))
+    expected, _ = fit(mlp(), vectors(), 1)
+    weights, _ = fit(net, vectors(), 2)
+    assert net[0].weight.list_ctx() == contexts(3)
+    assert np.abs(weights["0.weight"] - expected["0.weight"]).max() < 1e-12
+    for array in net[0].weight.list_data():
+        assert np.array_equal(array.asnumpy(), weights["0.weight"])
+
+
+def test_a_hybridized_model_is_the_same() -> None:
+    expected, _ = fit(mlp(norm=True), vectors(), 2)
+    net = mlp(norm=True)
+    net.hybridize()
+    assert np.abs(fit(net, vectors(), 2)[0]["0.weight"] - expected["0.weight"]).max() < 1e-12
+
+
+def test_float32_data_and_float64_models_and_back() -> None:
+    X, y = vectors()
+    net = mlp()
+    Trainer(1, quiet=True, devices=contexts(2), precision="fp64").fit(net, (X.astype(np.float32), y))
+    assert np.dtype(net[0].weight.dtype) == np.float32
+    Trainer(1, quiet=True, devices=contexts(2)).fit(net, (X, y.astype(np.int16)))
+
+
+def test_a_model_learns_on_two_contexts() -> None:
+    """On a small part of the data: much better than guessing after two epochs."""
+    train, test = datasets.of(fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY), 32)
+    data = (train.first(800), test.first(200))
+    result = Trainer(2, devices=contexts(2), lr=0.1, quiet=True).fit(MODELS["mlp"](), data)
+    assert result.test_accuracy > 0.5
+    assert str(result).endswith("sec/epoch on [virtual:0, virtual:1]" if backend.virtual_count() else "on [cpu, cpu:1]")

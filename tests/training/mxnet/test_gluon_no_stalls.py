@@ -1,0 +1,173 @@
+"""A step asks for nothing that the host would have to wait for, and the engine has at most two steps ahead of it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
+
+import mxnet as mx
+from gluon_cases import contexts, mlp, vectors
+from mxnet import gluon
+
+from manyhands.training import loop as loop_module
+from manyhands.training import sources
+from manyhands.training.loop import Loop
+from manyhands.training.mxnet import metrics, optimizers, replicas
+from manyhands.training.mxnet.learner import GluonLearner
+from manyhands.training.mxnet.objective import objective_for
+from manyhands.training.order import Cursor
+from manyhands.training.recipes import one_cycle
+from manyhands.training.settings import Settings
+
+# Everything in MXNet's library that comes back only when something has been computed.
+WAITING = ("MXNDArraySyncCopyToCPU", "MXNDArrayWaitToRead", "MXNDArrayWaitToWrite", "MXNDArrayWaitAll")
+
+
+class Waits:
+    """Writes down each wait: for the sums of which step, or None for anything else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[int, int | None]] = []
+        self.step = 0
+        self._sums: dict[int, int] = {}
+        self._kept: list[Any] = []  # an address that is used again would hide something
+        for name in WAITING:
+            monkeypatch.setattr(mx.base._LIB, name, self._watched(getattr(mx.base._LIB, name)))
+        set_out = metrics.Metrics._on_the_way
+
+        def watched(sums: Any) -> Any:
+            coming = set_out(sums)
+            self._sums[coming.handle.value] = self.step
+            self._kept.append(coming)
+            return coming
+
+        monkeypatch.setattr(metrics.Metrics, "_on_the_way", watched)
+
+    def _watched(self, wait: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            handle = getattr(arguments[0], "value", None) if arguments else None
+            self.found.append((self.step, self._sums.get(handle)))
+            return wait(*arguments)
+
+        return call
+
+
+def learner(settings: Settings, devices: int, data: Any = None, loss: Any = None, **net: Any) -> GluonLearner:
+    model = mlp(**net)
+    model.cast("float64")
+    model.collect_params().reset_ctx(contexts(devices))
+    assert replicas.distinct(model)[0].list_ctx() == contexts(devices)
+    how: Any = {"scheduled": True, "devices": contexts(devices)}
+    trainer = optimizers.trainer_for(model, "adam", settings.lr, **how)
+    source = sources.source(data or vectors(80))
+    return GluonLearner(model, trainer, objective_for(model, loss), settings, source, None, contexts(devices))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"gradient_clip_val": 0.1},
+    "accumulate": {"accumulate": 3},
+    "an empty shard": {"shares": [1, 0]},
+    "go on after a bad loss": {"on_nan": "continue"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_waits_for_no_step_but_that_of_two_ago(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(**{"max_epochs": 1, "batch_size": 8, **CASES[name]})
+    one = learner(settings, 2, norm=True)
+    monkeypatch.setattr(loop_module, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
+    said: list[Any] = []
+    loop = Loop(one, settings, said.append, schedule=one_cycle)
+    waits = Waits(monkeypatch)
+
+    def counted(window: Any, batch: Any, factor: float | None) -> None:
+        waits.step = window.step
+        step(window, batch, factor)
+
+    step = one.step
+    monkeypatch.setattr(one, "step", counted)
+    loop._train_epoch()
+    assert loop.cursor == Cursor(0, 80, 10, 10)
+    assert len(waits.found) >= 8  # from the third step on
+    assert all(of is not None and of <= now - 2 for now, of in waits.found)
+    assert said[-1]["loss"] is not None
+    assert one.read()[0].count == 80
+
+
+def test_a_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = mx.nd.arange(4)
+    for wait in (
+        lambda: x.asnumpy(), lambda: x.sum().asscalar(), lambda: bool(x[0] > 1), x.wait_to_read,
+        mx.nd.waitall, lambda: str(x),
+    ):  # fmt: skip
+        waits = Waits(monkeypatch)
+        wait()
+        assert waits.found
+        assert waits.found[0] == (0, None)
+
+
+def test_the_figures_that_are_shown_are_of_two_steps_ago() -> None:
+    settings = Settings(max_epochs=1, batch_size=8)
+    one = learner(settings, 2)
+    shown = []
+    for window, batch in one.batches(Cursor()):
+        one.step(window, batch, None)
+        figures = one.peek()
+        shown.append(0 if figures is None else int(figures.count))
+    assert shown[:5] == [0, 0, 8, 16, 24]
+
+
+class Gate(mx.operator.CustomOp):  # type: ignore[misc]
+    """Lets numbers through when it is open."""
+
+    opened = threading.Event()
+
+    def forward(self, is_train: Any, req: Any, in_data: Any, out_data: Any, aux: Any) -> None:
+        assert Gate.opened.wait(60)
+        self.assign(out_data[0], req[0], in_data[0])
+
+    def backward(self, req: Any, out_grad: Any, in_data: Any, out_data: Any, in_grad: Any, aux: Any) -> None:
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+
+@mx.operator.register("manyhands_gate")
+class _GateProperties(mx.operator.CustomOpProp):  # type: ignore[misc]
+    def create_operator(self, ctx: Any, shapes: Any, dtypes: Any) -> Gate:
+        return Gate()
+
+
+def test_two_steps_are_issued_while_the_first_is_still_at_work() -> None:
+    """And not three: the engine would queue them without bound."""
+    softmax = gluon.loss.SoftmaxCrossEntropyLoss()
+    settings = Settings(max_epochs=1, batch_size=8)
+    Gate.opened.clear()
+
+    def gated(answer: Any, target: Any) -> Any:
+        return softmax(mx.nd.Custom(answer, op_type="manyhands_gate"), target)
+
+    one = learner(settings, 2, loss=gated)
+    issued: list[int] = []
+
+    def work() -> None:
+        for window, batch in one.batches(Cursor()):
+            one.step(window, batch, None)
+            issued.append(window.step)
+            two.release()
+
+    two = threading.Semaphore(0)
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    try:
+        assert two.acquire(timeout=60)
+        assert two.acquire(timeout=60)
+        worker.join(0.3)
+        assert issued == [0, 1]
+    finally:
+        Gate.opened.set()
+    worker.join(60)
+    assert issued == list(range(10))

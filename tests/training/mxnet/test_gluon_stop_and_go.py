@@ -1,0 +1,135 @@
+"""Stopped at any moment and resumed, a job is the same; on another number of devices too."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
+
+import mxnet as mx
+import numpy as np
+from gluon_cases import contexts, fit, mlp, rows, same, vectors
+from mxnet import gluon
+from mxnet.gluon import nn
+from safetensors.numpy import load
+from support import run_command
+
+from manyhands import mxnet as mh
+from manyhands.errors import WrongCheckpoint
+from manyhands.training import checkpoint
+from manyhands.training.mxnet import state
+from manyhands.training.parity import largest_difference
+from manyhands.training.run_folder import RunFolder
+
+STEPS = 12  # of 96 samples in batches of 16, in two epochs
+
+
+def with_dropout(devices: int, run: Path | None, optimizer: Any = "adam", **options: Any) -> Any:
+    given = {"run": run, "optimizer": optimizer, "checkpoint_every": 1, "keep_checkpoints": 100, "lr": 0.01, **options}
+    return fit(mlp(dropout=0.5, norm=True), (vectors(96), vectors(20)), devices, **given)
+
+
+def as_if_killed(run: Path, step: int) -> Path:
+    """A copy of a run's folder as a kill soon after that step would have left it; rows may be ahead of it."""
+    copied = run.with_name(f"{run.name}-killed-{step}")
+    shutil.copytree(run, copied)
+    checkpoint.drop_after(copied / "checkpoints", step)
+    return copied
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_resumed_on_as_many_devices_all_is_the_same(tmp_path: Path, devices: int) -> None:
+    """In the middle of an epoch, exactly at its end, in the next one; dropout and Adam included: bit by bit."""
+    whole, expected = with_dropout(devices, tmp_path / "whole")
+    for step in (1, STEPS // 2, 8, STEPS):
+        killed = as_if_killed(tmp_path / "whole", step)
+        resumed, result = with_dropout(devices, killed, resume="auto")
+        assert same(whole, resumed)
+        assert rows(result) == rows(expected)
+        assert [row["epoch"] for row in RunFolder.open(killed).metrics()] == [1, 2]
+
+
+@pytest.mark.parametrize("optimizer", ["nag", "sgd", "adam", "nadam"])
+def test_the_state_of_optimizers(tmp_path: Path, optimizer: str) -> None:
+    """What each of them remembers goes to the checkpoint as plain arrays; without a folder the job is the same."""
+    made = mx.optimizer.create(
+        optimizer, learning_rate=0.01, **({"momentum": 0.9} if optimizer in ("nag", "sgd") else {})
+    )
+    with_dropout(1, tmp_path / "run", made)
+    killed = as_if_killed(tmp_path / "run", 7)
+    expected, _ = with_dropout(1, None, made)
+    assert same(with_dropout(1, killed, made, resume="auto")[0], expected)
+    arrays = load(checkpoint.load(killed / "checkpoints").blobs["optimizer"])
+    assert len(arrays) == 6 * (2 if optimizer in ("adam", "nadam") else 1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+def test_resumed_on_another_number_of_devices(tmp_path: Path, before: int, after: int) -> None:
+    def train(run: Path | None, devices: int, **options: Any) -> Any:
+        given = {"optimizer": "adam", "checkpoint_every": 4, "keep_checkpoints": 100, "run": run, **options}
+        return fit(mlp(), (vectors(96), vectors(20)), devices, **given)
+
+    expected, result = train(None, 1)
+    train(tmp_path / "run", before)
+    killed = as_if_killed(tmp_path / "run", 4)
+    assert checkpoint.load(killed / "checkpoints").state["cursor"]["sample"] == 64
+    weights, resumed = train(killed, after, resume="auto")
+    assert largest_difference(weights, expected) <= 1e-12
+    assert [row["samples"] for row in resumed.rows] == [96, 96]
+    assert resumed.rows[0]["train_loss"] == pytest.approx(result.rows[0]["train_loss"], rel=1e-12)
+
+
+def test_a_loader_that_shuffles_by_itself(tmp_path: Path) -> None:
+    """Its order is the same when the job is resumed in its second epoch, and the program's own numbers stay."""
+    dataset = gluon.data.ArrayDataset(*vectors(96))
+
+    def train(run: Path, **options: Any) -> Any:
+        np.random.seed(len(options))
+        loader = gluon.data.DataLoader(dataset, batch_size=16, shuffle=True)
+        done = fit(mlp(), loader, 2, run=run, checkpoint_every=4, keep_checkpoints=100, **options)
+        assert np.random.rand() == np.random.RandomState(len(options)).rand()
+        return done
+
+    whole, _ = train(tmp_path / "whole")
+    for step in (4, 8):
+        assert same(train(as_if_killed(tmp_path / "whole", step), resume="auto")[0], whole)
+
+
+def test_a_checkpoint_without_an_optimizer_begins_with_a_fresh_one(tmp_path: Path) -> None:
+    """As one converted from another framework: only the weights."""
+    weights, _ = fit(mlp(), vectors(), 1, max_epochs=1, run=tmp_path / "run", optimizer="adam")
+    found = checkpoint.load(tmp_path / "run" / "checkpoints")
+    kept = {**found.state, "optimizer_type": None}
+    del kept["optimizer"], kept["devices"], kept["world"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    checkpoint.save(tmp_path / "run" / "checkpoints", found.step, kept, {"model": found.blobs["model"]})
+    begun = mlp()
+    state.restore_model(begun, state.pack(weights))
+    again, _ = fit(mlp(), vectors(), 2, run=tmp_path / "run", resume="auto", optimizer="adam")
+    assert not same(again, weights)
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    fit(mlp(), vectors(), 1, run=tmp_path / "run")
+    other = nn.Dense(3, in_units=6)
+    with pytest.raises(WrongCheckpoint, match=r"weights of another model: .*missing"):
+        fit(other, vectors(), 2, run=tmp_path / "run", resume="auto")
+    assert other.weight.list_ctx() == contexts(1)  # it is home again
+    with pytest.raises(WrongCheckpoint, match="optimizer SGD, this job has a Adam"):
+        fit(mlp(), vectors(), 2, run=tmp_path / "run", resume="auto", optimizer="adam")
+
+
+def test_the_command_trains_and_its_model_can_be_loaded(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    data = str(Path(mh.__file__).parent / "training" / "data" / "fashion-mnist-small")
+    asked = ("--model", "mlp", "--epochs", "1", "--devices", "cpu:2", "--data", data, "--run", str(run), "--quiet")
+    done = run_command("train", "--framework", "mxnet", *asked)
+    assert done.returncode == 0, done.stderr
+    assert "sec/epoch on [cpu, cpu:1]" in done.stdout
+    net = mh.load_model(run)
+    test = mh.load_data_fashion_mnist(256, data)[1]
+    assert mh.evaluate_accuracy_gpu(net, test) == pytest.approx(RunFolder.open(run).metrics()[-1]["test_acc"])
