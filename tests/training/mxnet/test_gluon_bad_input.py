@@ -156,11 +156,15 @@ def test_an_optimizer_of_another_model() -> None:
         fit(mlp(), vectors(), optimizer=gluon.Trainer(mlp().collect_params(), "sgd"))
 
 
-def test_statistics_over_the_whole_batch_are_refused() -> None:
-    with pytest.raises(BadSettings, match="batch_stats='global'"):
-        fit(mlp(norm=True), vectors(), 2, batch_stats="global")
-    fit(mlp(norm=True), vectors(), 1, batch_stats="global")
-    fit(mlp(), vectors(), 2, batch_stats="global")
+def test_layers_that_cannot_meet() -> None:
+    net = mlp(norm=True)
+    net.hybridize()
+    with pytest.raises(BadSettings, match=r"batch_stats='global'.*net\.hybridize\(False\)"):
+        fit(net, vectors(), 2, batch_stats="global")
+    fit(net, vectors(), 1, batch_stats="global")
+    other = sequential(nn.Dense(8, in_units=6), nn.BatchNormReLU(in_channels=8), nn.Dense(CLASSES, in_units=8))
+    with pytest.raises(BadSettings, match="not BatchNormReLU"):
+        fit(other, vectors(), 2, batch_stats="global")
 
 
 def test_empty_data() -> None:

@@ -161,6 +161,47 @@ def test_no_shard_of_a_normalising_model_has_a_single_sample() -> None:
     assert [row["samples"] for row in result.rows] == [17, 17]
 
 
+def convnet() -> Any:
+    return sequential(
+        nn.Conv2D(4, 3, in_channels=1), nn.BatchNorm(in_channels=4), nn.Activation("relu"),
+        nn.Conv2D(4, 3, in_channels=4), nn.BatchNorm(in_channels=4, scale=False), nn.Activation("relu"),
+        nn.Flatten(), nn.Dense(8, in_units=16), nn.BatchNorm(in_channels=8, center=False, momentum=0.8),
+        nn.Dense(CLASSES, in_units=8),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shares", "numpy_like"),
+    [(None, False), ([0.5, 0.3, 0.2], True), ([0, 1, 0.2], False)],
+    ids=["even", "np", "empty"],
+)
+def test_batch_norm_over_the_whole_batch(shares: list[float] | None, numpy_like: bool) -> None:
+    """Statistics too; uneven and empty shards, and one of a single sample. On one device it is MXNet's own layer."""
+    generator = np.random.default_rng(2)
+    data = (generator.normal(size=(61, 1, 6, 6)), generator.integers(CLASSES, size=61))
+    with modes.numpy_like(numpy_like):
+        options: Any = {"batch_size": 15, "max_epochs": 3, "batch_stats": "global", "gradient_clip_val": 1.0}
+        alone, _ = fit(convnet(), data, 1, **options)
+        net = convnet()
+        together, result = fit(net, data, 3, shares=shares, **options)
+    assert all("forward" not in vars(layer) for layer in net)
+    assert largest_difference(together, alone) <= 1e-11
+    assert result.notes == ["batch normalisation: each device takes the statistics of the whole batch"]
+
+
+def test_an_error_in_one_devices_pass_ends_the_others() -> None:
+    class Fails(nn.HybridBlock):  # type: ignore[misc]
+        def hybrid_forward(self, F: Any, X: Any) -> Any:
+            if mx.autograd.is_training() and X.context == mx.cpu(1):
+                raise KeyError("spoilt")
+            return X
+
+    net = sequential(nn.Dense(8, in_units=6), Fails(), nn.BatchNorm(in_channels=8), nn.Dense(CLASSES, in_units=8))
+    with pytest.raises(KeyError, match="spoilt"):
+        fit(net, vectors(), 3, batch_stats="global")
+    assert "forward" not in vars(net[2])
+
+
 @pytest.mark.parametrize("numpy_like", [False, True])
 def test_parity_in_both_of_mxnets_modes(numpy_like: bool) -> None:
     """As the command measures it: fp64 after 50 steps, fp32 after 5; 3 devices, even and uneven, a short last batch."""

@@ -16,6 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import reference
 from gluon_cases import CLASSES, contexts, mlp, same, vectors
+from support import run_python
 
 from manyhands import mxnet as mh
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
@@ -201,3 +202,38 @@ def test_a_data_module() -> None:
     assert result.rows[0]["samples"] == 40
     with pytest.raises(TypeError, match="get_dataloader"):
         mh.DataModule().train_dataloader()
+
+
+JOURNEY = """
+from mxnet import autograd, gluon, np, npx
+from manyhands import mxnet as mh
+
+npx.set_np()
+net = mh.lenet()
+result = mh.train(net, num_gpus=2, batch_size=256, lr=0.3, num_epochs=1)
+assert result.devices == ["virtual:0", "virtual:1"], result.devices
+assert net[0].weight.list_ctx() == [mh.cpu()]
+_, test = mh.load_data_fashion_mnist(256)
+assert abs(mh.evaluate_accuracy_gpus(net, test) - result.test_accuracy) < 1e-9
+assert abs(mh.evaluate_accuracy_gpus(net, test, mh.split_batch) - result.test_accuracy) < 1e-9
+
+# The book's loop by hand, on every device.
+trainer = mh.Trainer(1, num_gpus=2)
+assert trainer.gpus == mh.try_all_gpus()
+trainer.prepare_model(net)
+X, y = next(iter(test))
+assert all(part.ctx == mh.gpu(0) for part in trainer.prepare_batch((X, y)))
+steps, loss = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}), gluon.loss.SoftmaxCrossEntropyLoss()
+with autograd.record():
+    losses = [loss(net(X), y).sum() for X, y in zip(*mh.split_batch(X, y, trainer.gpus))]
+for one in losses:
+    one.backward()
+steps.step(len(y))
+assert (net[0].weight.data(mh.gpu(0)) == net[0].weight.data(mh.gpu(1)).as_in_ctx(mh.gpu(0))).all()
+"""
+
+
+def test_the_books_journey_on_two_virtual_devices() -> None:
+    done = run_python(JOURNEY, MANYHANDS_VIRTUAL_DEVICES="2", MANYHANDS_DATA=str(fashion_mnist.SUBSET_DIRECTORY))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "sec/epoch on [virtual:0, virtual:1]" in done.stdout

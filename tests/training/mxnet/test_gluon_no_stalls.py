@@ -72,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clip": {"gradient_clip_val": 0.1},
     "accumulate": {"accumulate": 3},
     "an empty shard": {"shares": [1, 0]},
+    "statistics over the whole batch": {"batch_stats": "global"},
     "go on after a bad loss": {"on_nan": "continue"},
 }
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from manyhands.backends import mxnet as backend
 from manyhands.errors import BadLabels, BadSettings
-from manyhands.training.mxnet import modes, replicas
+from manyhands.training.mxnet import batch_norm, modes, replicas
 from manyhands.training.mxnet.feed import Look
 from manyhands.training.mxnet.models import initialise
 from manyhands.training.mxnet.objective import Objective
@@ -33,11 +33,7 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
     if any(one._stype != "default" or one._grad_stype != "default" for one in own):
         raise BadSettings("parameters and gradients that are sparse cannot be trained here: make the layer dense")
     if settings.batch_stats == "global" and devices > 1 and replicas.normalises(model):
-        raise BadSettings(
-            "batch_stats='global': MXNet's SyncBatchNorm gives every device the same weight, however many samples it "
-            "has, so its statistics are not those of the whole batch. Train with batch_stats='per_device', or on one "
-            "device"
-        )
+        batch_norm.check(model)
 
 
 def make_parameters(model: Any, data: Source, seed: int) -> None:

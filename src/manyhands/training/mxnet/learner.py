@@ -16,6 +16,7 @@ from manyhands.errors import BadBatch
 from manyhands.training.figures import Figures
 from manyhands.training.learner import Saved
 from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.metrics import Metrics
 from manyhands.training.mxnet.objective import Objective
@@ -53,14 +54,18 @@ class GluonLearner:
         self.base_rate = None if trainer.optimizer.lr_scheduler else float(trainer.learning_rate)
         dtype = replicas.distinct(model)[0].dtype
         several = len(devices) > 1 and replicas.normalises(model)
-        self.feed = Feed(data, devices, dtype, least=2 if several else 1, look=look)
+        whole = settings.batch_stats == "global"
+        self.feed = Feed(data, devices, dtype, least=2 if several and not whole else 1, look=look)
         self.test_feed = None if test is None else Feed(test, devices, dtype, look=look)
         self.metrics = Metrics(self.devices[0])
         clip, accumulate = settings.gradient_clip_val, settings.accumulate
-        self.plain_step = Step(trainer, objective, self.metrics, clip=clip, accumulate=accumulate)
+        together = Together(model, len(devices)) if several and whole else None
+        how: Any = {"clip": clip, "accumulate": accumulate, "together": together}
+        self.plain_step = Step(trainer, objective, self.metrics, **how)
         self.draws = _draws_numbers(model)
         if several:
-            self.notes.append("batch normalisation: each device takes the statistics of its own samples")
+            over = "the whole batch" if whole else "its own samples, and the model has those of the largest share"
+            self.notes.append(f"batch normalisation: each device takes the statistics of {over}")
 
     def close(self) -> None:
         self._share_statistics()

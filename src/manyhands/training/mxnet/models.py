@@ -8,7 +8,7 @@ of MXNet's modes, with ``mx.np`` (``npx.set_np()``) and with ``mx.nd``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -16,6 +16,8 @@ import numpy as np
 from mxnet import gluon
 from mxnet.gluon import nn
 from mxnet.gluon.nn.conv_layers import _Conv
+
+from manyhands.training.mxnet import replicas
 
 
 class Residual(nn.HybridBlock):  # type: ignore[misc]
@@ -138,9 +140,9 @@ def initialise(net: Any, seed: int | None = None, *, only: Sequence[gluon.Parame
     """
     generator = np.random.Generator(np.random.Philox(seed))
     wanted = None if only is None else set(map(id, only))
-    drawn = [layer for layer in _layers(net) if isinstance(layer, (nn.Dense, _Conv))]
+    drawn = [layer for layer in replicas.layers(net) if isinstance(layer, (nn.Dense, _Conv))]
     here = {id(one) for layer in drawn for one in (layer.weight, layer.bias)}
-    for name, parameter in net._collect_params_with_prefix().items():
+    for name, parameter in replicas.parameters(net).items():
         if parameter._data is None and not parameter._deferred_init:
             parameter.initialize(mx.init.Zero() if id(parameter) in here else None)
         if parameter._deferred_init:
@@ -165,9 +167,3 @@ def set_values(parameter: gluon.Parameter, values: np.ndarray[Any, Any]) -> None
     """The same values on every device where the parameter is."""
     for array in parameter.list_data():
         array[:] = np.asarray(values, dtype=array.dtype)
-
-
-def _layers(block: Any) -> Iterator[Any]:
-    yield block
-    for child in block._children.values():
-        yield from _layers(child)

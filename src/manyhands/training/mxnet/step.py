@@ -13,11 +13,13 @@ here waits: each call hands work to MXNet's engine, which runs the devices side 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mxnet as mx
 from mxnet import autograd, gluon
 
+from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Shards
 from manyhands.training.mxnet.metrics import Metrics
 from manyhands.training.mxnet.modes import numpy_like
@@ -30,15 +32,27 @@ class Step:
     """Forward and backward on each device, sum, clip, update."""
 
     def __init__(
-        self, trainer: gluon.Trainer, objective: Objective, metrics: Metrics, *, clip: float = 0.0, accumulate: int = 1
+        self,
+        trainer: gluon.Trainer,
+        objective: Objective,
+        metrics: Metrics,
+        *,
+        clip: float = 0.0,
+        accumulate: int = 1,
+        together: Together | None = None,
     ) -> None:
+        """``together``: layers normalise over all devices."""
         self.trainer, self.objective, self.metrics = trainer, objective, metrics
-        self.clip, self.accumulate = clip, accumulate
+        self.clip, self.accumulate, self.together = clip, accumulate, together
         self.parameters: list[gluon.Parameter] = list(trainer._params)
         for parameter in self.parameters if accumulate > 1 else ():
             parameter.grad_req = "add"
 
     def close(self) -> None:
+        for parameter in self.parameters:
+            parameter._set_trainer(None)  # it would keep this job's memory
+        if self.together is not None:
+            self.together.close()
         for parameter in self.parameters if self.accumulate > 1 else ():
             parameter.grad_req = "write"
 
@@ -47,8 +61,11 @@ class Step:
         if self.accumulate > 1:
             for parameter in self.parameters:
                 parameter.zero_grad()
-        for shard in shards:
-            if shard is not None:
+        present = [shard for shard in shards if shard is not None]
+        if self.together is not None:
+            self._work_together(self.together, present, whole)
+        else:
+            for shard in present:
                 self._work(shard, whole)
         self._fill_gaps()
         self.trainer.allreduce_grads()
@@ -64,11 +81,22 @@ class Step:
         for part in range(parts):
             start, stop = size * part // parts, size * (part + 1) // parts
             batch = shard if parts == 1 else tuple(one[start:stop] for one in shard)
-            with autograd.record():
-                loss, right = self.objective(batch, training=True)
-                mean = loss / whole
+            loss, right, mean = self._forward(batch, whole)
             mean.backward()
-            self.metrics.add(loss.detach(), right, stop - start)
+            self.metrics.add(loss, right, stop - start)
+
+    def _work_together(self, together: Together, shards: Sequence[Any], whole: int) -> None:
+        """One backward pass for all: gradients go from device to device."""
+        passed = together.run([partial(self._forward, shard, whole) for shard in shards])
+        autograd.backward([mean for _, _, mean in passed])
+        for shard, (loss, right, _) in zip(shards, passed, strict=True):
+            self.metrics.add(loss, right, len(shard[0]))
+
+    def _forward(self, batch: Sequence[Any], whole: int) -> tuple[Any, Any | None, Any]:
+        """The sum of the losses and the right answers, both for the figures; and what is minimised."""
+        with autograd.record():
+            loss, right = self.objective(batch, training=True)
+            return loss.detach(), right, loss / whole
 
     def _fill_gaps(self) -> None:
         """Zeros where a device did not use a parameter that another one used."""
