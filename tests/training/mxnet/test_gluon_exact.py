@@ -202,18 +202,14 @@ def test_an_error_in_one_devices_pass_ends_the_others() -> None:
     assert "forward" not in vars(net[2])
 
 
-@pytest.mark.parametrize("numpy_like", [False, True])
-def test_parity_in_both_of_mxnets_modes(numpy_like: bool) -> None:
-    """As the command measures it: fp64 after 50 steps, fp32 after 5; 3 devices, even and uneven, a short last batch."""
-    with modes.numpy_like(numpy_like):
+def test_parity_in_numpys_mode() -> None:
+    """As the command measures it; in MXNet's older mode the contract suite does. The model keeps its own weights."""
+    with modes.numpy_like():
         net = sequential(nn.Dense(8, in_units=6), nn.Activation("tanh"), nn.Dense(CLASSES, in_units=8))
     X, y = vectors()
-    data = Arrays((X.astype(np.float32), y))
+    data, before = Arrays((X.astype(np.float32), y)), state.model_tensors(net)
     trials = (Trial("fp64", 50, 1e-12), Trial("fp32", 5, 1e-5))
-    before = state.model_tensors(net)
     found = compare(lambda way: trained(net, data, way), data.count, 3, batch_size=16, trials=trials)
-    assert [(one.precision, one.steps >= 5, one.equal) for one in found] == [
-        ("fp64", True, True), ("fp64", True, True), ("fp32", True, True), ("fp32", True, True),
-    ]  # fmt: skip
+    assert [(one.precision, one.equal) for one in found] == [("fp64", True)] * 2 + [("fp32", True)] * 2
     assert all(np.array_equal(before[name], one) for name, one in state.model_tensors(net).items())
-    assert mx.util.is_np_array() is False
+    assert not mx.util.is_np_array()

@@ -20,27 +20,23 @@ from support import run_python
 
 from manyhands import mxnet as mh
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
-from manyhands.training import fashion_mnist
+from manyhands.training import blobs, fashion_mnist
 from manyhands.training.mxnet import datasets, layout, modes, replicas, state
 from manyhands.training.mxnet.models import MODELS, Residual, initialise
 
 both_modes = pytest.mark.parametrize("numpy_like", [False, True], ids=["nd", "np"])
 
 
-@both_modes
-@pytest.mark.parametrize("name", reference.MODELS)
-def test_the_same_logits_as_pytorch(name: str, numpy_like: bool) -> None:
-    common = reference.weights(name)
-    weights = layout.from_common(common, name)
-    with modes.numpy_like(numpy_like):
+@pytest.mark.parametrize("name", ["lenet", "small-resnet"])
+def test_the_same_logits_as_pytorch_in_numpys_mode(name: str) -> None:
+    """In MXNet's older mode the contract suite looks at all of them."""
+    with modes.numpy_like():
         net = initialise(MODELS[name](num_classes=10), 0)
-        state.restore_model(net, state.pack(weights))
+        state.restore_model(net, blobs.pack(layout.from_common(reference.weights(name), name)))
         images, _ = datasets.scale_images((modes.native(reference.images()), modes.native(np.zeros(4))))
         answer = net(images).asnumpy()
-    assert np.abs(answer - reference.logits(name)).max() < 1e-4 * max(1, np.abs(reference.logits(name)).max())
-    back = layout.to_common(state.model_tensors(net), name)
-    assert same(back, common)
-    assert list(back) == list(common) or set(back) == set(common)
+    np.testing.assert_allclose(answer, reference.logits(name), atol=1e-4)
+    assert same(layout.to_common(state.model_tensors(net), name), reference.weights(name))
 
 
 def test_a_seed_gives_the_same_weights_on_every_device() -> None:

@@ -16,11 +16,9 @@ from gluon_cases import contexts, fit, mlp, rows, same, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 from safetensors.numpy import load
-from support import run_command
 
-from manyhands import mxnet as mh
 from manyhands.errors import WrongCheckpoint
-from manyhands.training import checkpoint
+from manyhands.training import blobs, checkpoint
 from manyhands.training.mxnet import state
 from manyhands.training.parity import largest_difference
 from manyhands.training.run_folder import RunFolder
@@ -108,7 +106,7 @@ def test_a_checkpoint_without_an_optimizer_begins_with_a_fresh_one(tmp_path: Pat
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     checkpoint.save(tmp_path / "run" / "checkpoints", found.step, kept, {"model": found.blobs["model"]})
     begun = mlp()
-    state.restore_model(begun, state.pack(weights))
+    state.restore_model(begun, blobs.pack(weights))
     again, _ = fit(mlp(), vectors(), 2, run=tmp_path / "run", resume="auto", optimizer="adam")
     assert not same(again, weights)
 
@@ -121,15 +119,3 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     assert other.weight.list_ctx() == contexts(1)  # it is home again
     with pytest.raises(WrongCheckpoint, match="optimizer SGD, this job has a Adam"):
         fit(mlp(), vectors(), 2, run=tmp_path / "run", resume="auto", optimizer="adam")
-
-
-def test_the_command_trains_and_its_model_can_be_loaded(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    data = str(Path(mh.__file__).parent / "training" / "data" / "fashion-mnist-small")
-    asked = ("--model", "mlp", "--epochs", "1", "--devices", "cpu:2", "--data", data, "--run", str(run), "--quiet")
-    done = run_command("train", "--framework", "mxnet", *asked)
-    assert done.returncode == 0, done.stderr
-    assert "sec/epoch on [cpu, cpu:1]" in done.stdout
-    net = mh.load_model(run)
-    test = mh.load_data_fashion_mnist(256, data)[1]
-    assert mh.evaluate_accuracy_gpu(net, test) == pytest.approx(RunFolder.open(run).metrics()[-1]["test_acc"])

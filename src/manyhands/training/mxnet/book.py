@@ -7,9 +7,8 @@ from typing import Any
 import mxnet as mx
 from mxnet import autograd, gluon
 
-from manyhands.training.data_module import DataModule as _DataModule
+from manyhands.training import data_module
 from manyhands.training.mxnet import modes
-from manyhands.training.sources import Array
 from manyhands.training.vocabulary import HyperParameters
 
 
@@ -60,9 +59,6 @@ class Module(gluon.Block, HyperParameters):  # type: ignore[misc]
                     part.set_scratch_params_device(device)
 
 
-class DataModule(_DataModule):
-    __doc__ = _DataModule.__doc__
-
-    @staticmethod
-    def native(array: Array) -> Any:
-        return modes.native(array)
+class DataModule(data_module.DataModule):
+    __doc__ = data_module.DataModule.__doc__
+    native = staticmethod(modes.native)

@@ -6,17 +6,19 @@ batches. Every sample counts once, whatever the sizes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mxnet as mx
 from mxnet import autograd
 
-from manyhands import shares, tree
+from manyhands import tree
 from manyhands.backends import mxnet as _backend
 from manyhands.device import Device
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
 from manyhands.placement import Placement
+from manyhands.training import counting
 from manyhands.training.mxnet import modes, replicas
 
 Split = Callable[[Any, Any, Sequence[mx.Context]], tuple[Sequence[Any], Sequence[Any]]]
@@ -71,7 +73,7 @@ def evaluate_accuracy_gpu(
         now = _correct(net(X), y)
         correct = now if correct is None else correct + now
         counted += y.size
-    return _part(0 if correct is None else int(correct.asnumpy()[0]), counted)
+    return counting.part(0 if correct is None else int(correct.asnumpy()[0]), counted)
 
 
 def evaluate_accuracy_gpus(net: Any, data_iter: Iterable[tuple[Any, Any]], split_f: Split | None = None) -> float:
@@ -85,20 +87,20 @@ def evaluate_accuracy_gpus(net: Any, data_iter: Iterable[tuple[Any, Any]], split
             f"a {type(net).__name__} cannot be copied to several devices, a gluon.Block can: "
             "evaluate_accuracy_gpu takes any function"
         )
-    split = split_f or _split
+    split = split_f or functools.partial(counting.split, _place)
     devices = [_backend.gpu(i) for i in range(_backend.num_gpus())] or [_backend.cpu()]
     counted = 0
     sums: list[Any] = [None] * len(devices)  # then one number on each device
     with replicas.on(net, devices):
         for X, y in data_iter:
             X_shards, y_shards = split(X, y, devices)
-            _check_whole(X_shards, y_shards, y, devices)
+            counting.check_whole(X_shards, y_shards, y, devices)
             for i, (X_shard, y_shard) in enumerate(zip(X_shards, y_shards, strict=True)):
                 if y_shard.size:  # more devices than samples leave some without
                     now = _correct(net(X_shard), y_shard)
                     sums[i] = now if sums[i] is None else sums[i] + now
             counted += y.size
-        return _part(sum(int(one.asnumpy()[0]) for one in sums if one is not None), counted)
+        return counting.part(sum(int(one.asnumpy()[0]) for one in sums if one is not None), counted)
 
 
 def _device_for(net: object, device: mx.Context | Device | str | None) -> mx.Context | None:
@@ -118,31 +120,3 @@ def _device_for(net: object, device: mx.Context | Device | str | None) -> mx.Con
 
 def _to(values: Any, device: mx.Context) -> Any:
     return tree.map_leaves(lambda leaf: _place.to_leaf(leaf, device), values)
-
-
-def _split(X: Any, y: Any, devices: Sequence[mx.Context]) -> tuple[list[Any], list[Any]]:
-    """Shards as even as can be, in order, each on its device."""
-    leaves, structure = tree.flatten((X, y))
-    whole = _place.lengths(leaves, structure)[0][1]
-    pairs, start = [], 0
-    for device, size in zip(devices, shares.sizes(whole, len(devices)), strict=True):
-        pairs.append(structure.unflatten(_place.shard(leaf, start, start + size, device) for leaf in leaves))
-        start += size
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
-def _check_whole(X_shards: Sequence[Any], y_shards: Sequence[Any], y: Any, devices: Sequence[mx.Context]) -> None:
-    """What ``split_f`` gave is one shard per device, and together the whole batch."""
-    if not len(X_shards) == len(y_shards) == len(devices):
-        raise BadBatch(f"split_f gave {len(X_shards)} and {len(y_shards)} shards for {len(devices)} devices")
-    given = sum(shard.size for shard in y_shards)
-    if given != y.size:
-        raise BadBatch(
-            f"split_f made shards with {given} labels of a batch with {y.size}: every sample has to be counted once"
-        )
-
-
-def _part(correct: int, counted: int) -> float:
-    if not counted:
-        raise BadBatch("there was no sample to evaluate on: was the iterator used up before?")
-    return correct / counted

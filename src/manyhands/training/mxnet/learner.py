@@ -13,6 +13,7 @@ import mxnet as mx
 import numpy as np
 
 from manyhands.errors import BadBatch
+from manyhands.training import blobs as _blobs
 from manyhands.training.figures import Figures
 from manyhands.training.learner import Saved
 from manyhands.training.mxnet import replicas, state
@@ -20,6 +21,7 @@ from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.metrics import Metrics
 from manyhands.training.mxnet.objective import Objective
+from manyhands.training.mxnet.spared import Spared
 from manyhands.training.mxnet.step import Step, evaluate
 from manyhands.training.order import Cursor, Window, epoch_order, windows
 from manyhands.training.settings import Settings
@@ -60,7 +62,8 @@ class GluonLearner:
         self.metrics = Metrics(self.devices[0])
         clip, accumulate = settings.gradient_clip_val, settings.accumulate
         together = Together(model, len(devices)) if several and whole else None
-        how: Any = {"clip": clip, "accumulate": accumulate, "together": together}
+        spared = Spared(model, trainer) if settings.on_nan == "continue" else None
+        how: Any = {"clip": clip, "accumulate": accumulate, "together": together, "spared": spared}
         self.plain_step = Step(trainer, objective, self.metrics, **how)
         self.draws = _draws_numbers(model)
         if several:
@@ -142,8 +145,8 @@ class GluonLearner:
                 "optimizer": state.optimizer_numbers(self.trainer),
             },
             blobs={
-                "model": state.pack(state.model_tensors(self.model)),
-                "optimizer": state.pack(state.optimizer_tensors(self.trainer)),
+                "model": _blobs.pack(state.model_tensors(self.model)),
+                "optimizer": _blobs.pack(state.optimizer_tensors(self.trainer)),
             },
         )
 

@@ -57,16 +57,21 @@ class Metrics:
         self._count += count
         self._shards.append((loss, right))
 
-    def set_out(self, step: int) -> None:
-        """A step is issued: the sums set out for the host, those of two steps ago are waited for."""
+    def add_up(self, step: int) -> Any:
+        """Add the step's shards to the sums; whether its loss is a number, on the device."""
         with numpy_like():
             loss = self._together([loss for loss, _ in self._shards])
+            good = mx.np.isfinite(loss)
             self._loss = self._loss + loss
             if rights := [right for _, right in self._shards if right is not None]:
                 self._right = self._right + self._together(rights)
             now = mx.np.full((), float(step), dtype="float64", ctx=self.device)
-            self._bad = mx.np.minimum(self._bad, mx.np.where(mx.np.isfinite(loss), self._never, now))
+            self._bad = mx.np.minimum(self._bad, mx.np.where(good, self._never, now))
         self._shards = []
+        return good
+
+    def set_out(self) -> None:
+        """A step is issued: the sums set out for the host, those of two steps ago are waited for."""
         self._coming.append((self._count, self._on_the_way()))
         if len(self._coming) > _IN_FLIGHT:
             self._arrived = self._coming.popleft()

@@ -12,7 +12,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.errors import BadSettings
-from manyhands.training import recipes, sources
+from manyhands.training import blobs, recipes, sources
 from manyhands.training.fashion_mnist import FashionMnist
 from manyhands.training.mxnet import checks, datasets, modes, replicas, state
 from manyhands.training.mxnet.models import MODELS, initialise
@@ -80,7 +80,7 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, n
     how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
     momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
     with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):
-        before = state.pack(state.model_tensors(model))
+        before = blobs.pack(state.model_tensors(model))
         try:
             Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **how).fit(model, part)
             return state.model_tensors(model)

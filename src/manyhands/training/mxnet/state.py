@@ -7,22 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
-import numpy as np
 from mxnet import gluon
 from numpy.typing import NDArray
-from safetensors.numpy import load as unpack
-from safetensors.numpy import save as _save
 
 from manyhands.errors import WrongCheckpoint
+from manyhands.training import blobs
 from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.models import set_values
 
 # How an optimizer runs, rather than what it has learnt: the job says these.
 _NOT_SAVED = ("lr", "rescale_grad", "aggregate_num", "begin_num_update", "num_update")
-
-
-def pack(tensors: Mapping[str, NDArray[Any]]) -> bytes:
-    return _save({name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()})
 
 
 def model_tensors(model: Any) -> dict[str, NDArray[Any]]:
@@ -32,19 +26,10 @@ def model_tensors(model: Any) -> dict[str, NDArray[Any]]:
 
 def restore_model(model: Any, blob: bytes) -> None:
     """Put weights into a model; a checkpoint of another model is refused, with the differences named."""
-    own, saved = replicas.parameters(model), unpack(blob)
-    differences = [f"{name} is missing" for name in own.keys() - saved.keys()]
-    differences += [f"{name} is not in the model" for name in saved.keys() - own.keys()]
-    differences += [
-        f"{name} is {saved[name].shape}, the model's is {tuple(own[name].shape)}"
-        for name in own.keys() & saved.keys()
-        if saved[name].shape != tuple(own[name].shape)
-    ]
-    if differences:
-        shown = "; ".join(sorted(differences)[:5]) + ("; ..." if len(differences) > 5 else "")
-        raise WrongCheckpoint(f"these are weights of another model: {shown}")
-    for name, parameter in own.items():
-        set_values(parameter, saved[name])
+    own = replicas.parameters(model)
+    arrays = {name: one.list_data()[0] for name, one in own.items()}
+    for name, values in blobs.fitting(blob, arrays, "weights of another model").items():
+        set_values(own[name], values)
 
 
 # The optimizer. Gluon's trainer has one updater per device; all of them hold the same.
@@ -53,7 +38,7 @@ def restore_model(model: Any, blob: bytes) -> None:
 def optimizer_tensors(trainer: gluon.Trainer) -> dict[str, NDArray[Any]]:
     """The arrays of an optimizer's state by the parameter's number and their place in it; waits."""
     states = trainer._updaters[0].states
-    return {name: array.asnumpy() for index, state in states.items() for name, array in _arrays(state, str(index))}
+    return {name: array.asnumpy() for index, state in states.items() for name, array in arrays_of(state, str(index))}
 
 
 def optimizer_numbers(trainer: gluon.Trainer) -> dict[str, Any]:
@@ -70,7 +55,7 @@ def optimizer_numbers(trainer: gluon.Trainer) -> dict[str, Any]:
 
 def restore_optimizer(trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str, Any]) -> None:
     """Go on with what was saved, on the devices of this trainer."""
-    optimizer, saved = trainer.optimizer, unpack(blob)
+    optimizer, saved = trainer.optimizer, blobs.unpack(blob)
     counts = {int(index): count for index, count in numbers["counts"].items()}
     if counts and max(counts) >= len(trainer._params):
         raise WrongCheckpoint(
@@ -83,27 +68,39 @@ def restore_optimizer(trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str,
     for number, (device, updater) in enumerate(zip(trainer._contexts, trainer._updaters, strict=True)):
         optimizer._all_index_update_counts[device.device_id] = dict(counts)
         for index in counts:
-            weight = trainer._params[index].list_data()[number]
-            # Optimizers work with MXNet's older arrays unless they say otherwise.
-            state = optimizer.create_state_multi_precision(index, weight.as_nd_ndarray())
-            _fill(state, str(index), saved)
-            updater.states[index], updater.states_synced[index] = state, True
+            _make_state(trainer, updater, index, number)
+            _fill(updater.states[index], str(index), saved)
+
+
+def make_optimizer_states(trainer: gluon.Trainer) -> None:
+    """Let the optimizer's state of every parameter exist: it is made at the first update otherwise."""
+    for number, updater in enumerate(trainer._updaters):
+        for index in range(len(trainer._params)):
+            if index not in updater.states:
+                _make_state(trainer, updater, index, number)
+
+
+def _make_state(trainer: gluon.Trainer, updater: Any, index: int, number: int) -> None:
+    # Optimizers work with MXNet's older arrays unless they say otherwise.
+    weight = trainer._params[index].list_data()[number].as_nd_ndarray()
+    updater.states[index] = trainer.optimizer.create_state_multi_precision(index, weight)
+    updater.states_synced[index] = True
 
 
 def _fill(state: Any, name: str, saved: Mapping[str, NDArray[Any]]) -> None:
-    for path, array in _arrays(state, name):
+    for path, array in arrays_of(state, name):
         if path not in saved or saved[path].shape != tuple(array.shape):
             raise WrongCheckpoint(f"the optimizer's state {path} is not in the checkpoint, or has another shape")
         array[:] = saved[path].astype(array.dtype)
 
 
-def _arrays(state: Any, name: str) -> Iterator[tuple[str, Any]]:
+def arrays_of(state: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The arrays in one parameter's state, which is nothing, an array, or a tuple of such."""
     if isinstance(state, mx.nd.NDArray):
         yield name, state
     elif isinstance(state, Sequence):
         for place, part in enumerate(state):
-            yield from _arrays(part, f"{name}.{place}")
+            yield from arrays_of(part, f"{name}.{place}")
 
 
 def _is_plain(value: object) -> bool:

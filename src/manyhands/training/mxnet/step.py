@@ -24,6 +24,7 @@ from manyhands.training.mxnet.feed import Shards
 from manyhands.training.mxnet.metrics import Metrics
 from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Objective
+from manyhands.training.mxnet.spared import Spared
 
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
 
@@ -40,10 +41,11 @@ class Step:
         clip: float = 0.0,
         accumulate: int = 1,
         together: Together | None = None,
+        spared: Spared | None = None,
     ) -> None:
-        """``together``: layers normalise over all devices."""
+        """``together``: layers normalise over all devices; ``spared``: a batch with a bad loss is left out."""
         self.trainer, self.objective, self.metrics = trainer, objective, metrics
-        self.clip, self.accumulate, self.together = clip, accumulate, together
+        self.clip, self.accumulate, self.together, self.spared = clip, accumulate, together, spared
         self.parameters: list[gluon.Parameter] = list(trainer._params)
         for parameter in self.parameters if accumulate > 1 else ():
             parameter.grad_req = "add"
@@ -58,6 +60,8 @@ class Step:
 
     def __call__(self, shards: Shards, whole: int, step: int) -> None:
         """Make the update of a batch of ``whole`` samples."""
+        if self.spared is not None:
+            self.spared.keep()
         if self.accumulate > 1:
             for parameter in self.parameters:
                 parameter.zero_grad()
@@ -73,7 +77,10 @@ class Step:
             self._clip(len(shards))
         # Stale: no device used it, so it has no gradient. Not zero, for weight decay and momentum would move it.
         self.trainer.update(1, ignore_stale_grad=True)
-        self.metrics.set_out(step)
+        good = self.metrics.add_up(step)
+        if self.spared is not None:
+            self.spared.put_back(good)
+        self.metrics.set_out()
 
     def _work(self, shard: Sequence[Any], whole: int) -> None:
         size = len(shard[0])
@@ -130,4 +137,5 @@ def evaluate(objective: Objective, shards: Shards, metrics: Metrics) -> None:
         if shard is not None:
             loss, right = objective(shard, training=False)
             metrics.add(loss, right, len(shard[0]))
-    metrics.set_out(0)
+    metrics.add_up(step=0)
+    metrics.set_out()

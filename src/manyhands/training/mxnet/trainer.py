@@ -31,6 +31,7 @@ class Trainer(BaseTrainer):
     backend: ClassVar[Any] = backend
     refused: ClassVar[dict[str, str]] = {
         "ranks_per_device": "MXNet drives all devices from one process: give more devices (mh.virtual_devices(2))",
+        "side_lanes": "MXNet's engine runs gradients side by side by itself, there are no lanes to choose",
         "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
     }
 

@@ -1,0 +1,47 @@
+"""``on_nan="continue"``: a batch whose loss is no number leaves no trace in weights, statistics or optimizer state.
+
+Whether the loss is a number is known on a device alone, and the host shall not wait for it. So the step is made in any
+case, with copies kept of all that it may change, and afterwards each device chooses, array by array: what the step made
+of it, or the copy. How often a parameter was updated is counted in Python, and is not taken back: optimizers that use
+it (Adam's first steps) count the batch that was left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mxnet as mx
+from mxnet import gluon
+
+from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet.modes import numpy_like
+
+
+class Spared:
+    """Copies of everything that a step changes, to be put back where it should not have been made."""
+
+    def __init__(self, model: Any, trainer: gluon.Trainer) -> None:
+        self._model, self._trainer = model, trainer
+        self._kept: list[Any] = []
+
+    def keep(self) -> None:
+        """To be called before a step."""
+        state.make_optimizer_states(self._trainer)  # what did not exist could not be put back
+        self._kept = [array.copy() for array in self._arrays()]
+
+    def put_back(self, good: Any) -> None:
+        """To be called after it: ``good`` says, on a device, whether the step was one."""
+        with numpy_like():
+            on_device = {device: good.as_in_ctx(device) for device in self._trainer._contexts}
+            for array, kept in zip(self._arrays(), self._kept, strict=True):
+                chosen = mx.np.where(on_device[array.context], array.as_np_ndarray(), kept.as_np_ndarray())
+                array.as_np_ndarray()[:] = chosen
+
+    def _arrays(self) -> Iterator[Any]:
+        for parameter in [*self._trainer._params, *replicas.statistics(self._model)]:
+            yield from parameter.list_data()
+        for updater in self._trainer._updaters:
+            for index, of_parameter in updater.states.items():
+                for _, array in state.arrays_of(of_parameter, str(index)):
+                    yield array
