@@ -107,7 +107,7 @@ class _Writer:
             f"{name}.shape != {self._name(tensor.shape)}",
             f"{name}.stride() != {self._name(tensor.stride())}",
             f"{name}.dtype is not {self._name(tensor.dtype)}",
-            f"{name}.device != {self._name(tensor.device)}",
+            f"not {name}.is_cpu" if tensor.is_cpu else f"{name}.device != {self._name(tensor.device)}",
             f"{name}.requires_grad is not {tensor.requires_grad}",
         ]
         if kind == "Parameter":
