@@ -24,7 +24,7 @@ from manyhands.errors import (
     LossIsNotANumber,
     NotATensor,
 )
-from manyhands.training.mxnet import modes, state
+from manyhands.training.mxnet import modes, recipes, state
 from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.order import epoch_order
 
@@ -200,6 +200,8 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     with pytest.raises(BadSettings, match="no distributed key-value store"):
         fit(mlp(), vectors())
+    with pytest.raises(BadSettings, match="no distributed key-value store"):
+        recipes.from_first(lambda: 1)
 
 
 # What is done for a model that is not ready

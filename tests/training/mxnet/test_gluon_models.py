@@ -144,6 +144,10 @@ def test_evaluation_counts_each_sample_once(numpy_like: bool) -> None:
             assert mh.evaluate_accuracy_gpus(net, batches(size)) == pytest.approx(expected)
         assert mh.evaluate_accuracy_gpus(net, batches(7), mh.split_batch) == pytest.approx(expected)
         assert net[0].weight.list_ctx() == [mx.cpu(0)]
+        data = [batches(7) for _ in range(2)]
+    with modes.numpy_like(not numpy_like):  # the net's mode counts, not that of the program
+        assert mh.evaluate_accuracy_gpu(net, data[0]) == pytest.approx(expected)
+        assert mh.evaluate_accuracy_gpus(net, data[1]) == pytest.approx(expected)
 
 
 def test_evaluation_of_what_cannot_be() -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from manyhands.backends import mxnet as backend
 from manyhands.errors import BadLabels, BadSettings
+from manyhands.training import launcher
 from manyhands.training.mxnet import batch_norm, modes, replicas
 from manyhands.training.mxnet.feed import Look
 from manyhands.training.mxnet.models import initialise
@@ -22,6 +23,15 @@ from manyhands.training.sources import Arrays, Batch, Source, Stream
 _FEW = 2
 _HALVES = 4  # samples that a loss is tried on, as a whole and in halves
 _CLOSE = 1e-3
+
+
+def refuse_launcher() -> None:
+    if launcher.is_there():
+        raise BadSettings(
+            "RANK and WORLD_SIZE say that a launcher started this as one of several processes. MXNet as it can be "
+            "installed has no distributed key-value store, so they could not train together: start one process, which "
+            "trains on all devices of its machine"
+        )
 
 
 def check_model(model: Any, settings: Settings, devices: int) -> None:

@@ -6,6 +6,7 @@ batches. Every sample counts once, whatever the sizes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -67,12 +68,13 @@ def evaluate_accuracy_gpu(
     """The part of all samples that the net gets right, on one device (where the net is, if none is named)."""
     native = _device_for(net, device)
     counted, correct = 0, None
-    for X, y in data_iter:
-        if native is not None:
-            X, y = _to(X, native), _to(y, native)
-        now = _correct(net(X), y)
-        correct = now if correct is None else correct + now
-        counted += y.size
+    with modes.numpy_like(modes.of_model(net)) if _backend.is_model(net) else contextlib.nullcontext():
+        for X, y in data_iter:
+            if native is not None:
+                X, y = _to(X, native), _to(y, native)
+            now = _correct(net(X), y)
+            correct = now if correct is None else correct + now
+            counted += y.size
     return counting.part(0 if correct is None else int(correct.asnumpy()[0]), counted)
 
 

@@ -61,7 +61,8 @@ def seconds_per_epoch(name: str, batch_size: int, samples: int) -> float:
 
 
 def from_first(make: Callable[[], Any]) -> Any:
-    """There is one process: a launcher's several are refused when training begins."""
+    """There is one process: a launcher's several are refused, before they make folders."""
+    checks.refuse_launcher()
     return make()
 
 

@@ -13,7 +13,7 @@ from mxnet import gluon
 
 from manyhands.backends import mxnet as backend
 from manyhands.errors import BadSettings
-from manyhands.training import launcher, sources
+from manyhands.training import sources
 from manyhands.training.base_trainer import BaseTrainer, two_parts
 from manyhands.training.display import Display
 from manyhands.training.loop import Loop
@@ -73,12 +73,7 @@ class Trainer(BaseTrainer):
     def _train(
         self, model: Any, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
     ) -> Result:
-        if launcher.is_there():
-            raise BadSettings(
-                "RANK and WORLD_SIZE say that a launcher started this as one of several processes. This build of MXNet "
-                "has no distributed key-value store, so they could not train together: start one process, which "
-                "trains on all devices of its machine"
-            )
+        checks.refuse_launcher()
         devices = self._natives()
         settings.check_devices(len(devices))
         checks.check_model(model, settings, len(devices))
