@@ -236,6 +236,18 @@ def test_a_model_on_several_devices_already() -> None:
         assert np.array_equal(array.asnumpy(), weights["0.weight"])
 
 
+@pytest.mark.parametrize("numpy_like", [False, True])
+def test_a_model_of_the_other_mode(numpy_like: bool) -> None:
+    """It is trained in the mode in which it was made, and the program's stays."""
+    expected, _ = fit(mlp(), vectors(), 2)
+    with modes.numpy_like(numpy_like):
+        net = mlp()
+    with modes.numpy_like(not numpy_like):
+        weights, _ = fit(net, (vectors(), vectors(10)), 2)
+        assert mx.util.is_np_array() is not numpy_like
+    assert same(weights, expected)
+
+
 def test_a_hybridized_model_is_the_same() -> None:
     expected, _ = fit(mlp(norm=True), vectors(), 2)
     net = mlp(norm=True)

@@ -21,7 +21,10 @@ _WIDER = {"int16": "int64", "uint16": "int64", "uint32": "int64", "uint64": "int
 @contextlib.contextmanager
 def numpy_like(on: bool = True) -> Iterator[None]:
     """Within it MXNet has NumPy's semantics, or its older ones."""
-    with mx.util.np_shape(on), mx.util.np_array(on):
+    shape, array = mx.util.np_shape(on), mx.util.np_array(on)
+    # MXNet refuses NumPy's arrays without NumPy's shapes, also for a moment.
+    first, second = (shape, array) if on else (array, shape)
+    with first, second:
         yield
 
 
