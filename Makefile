@@ -14,6 +14,9 @@ HERE := $(filter-out $(SKIPPED),$(FRAMEWORKS))
 # Virtual devices are asked for below, where they are meant: not by what happens to be set outside.
 export MANYHANDS_VIRTUAL_DEVICES :=
 
+# MXNet's threads are its own: OpenBLAS, where it stands below them, would start more inside of each.
+test-mxnet test-training-mxnet bench-mxnet: export OPENBLAS_NUM_THREADS := 1
+
 .PHONY: run test lint types test-core test-gpu $(addprefix test-,$(FRAMEWORKS)) \
 	$(addprefix test-training-,$(FRAMEWORKS)) skipped bench $(addprefix bench-,$(FRAMEWORKS)) clean
 
