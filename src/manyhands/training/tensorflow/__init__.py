@@ -1,0 +1,1 @@
+"""Training with TensorFlow and Keras 3."""
