@@ -14,6 +14,26 @@ from manyhands.backends import tensorflow as _backend  # noqa: E402
 from manyhands.backends import tensorflow_parallel as _parallel_backend  # noqa: E402
 from manyhands.engine.futures import Future, task  # noqa: E402
 from manyhands.engine.parallel_native import Offer, Parallel  # noqa: E402
+from manyhands.training.recipes import one_cycle  # noqa: E402
+from manyhands.training.result import Result  # noqa: E402
+from manyhands.training.tensorflow.book import DataModule, Module  # noqa: E402
+from manyhands.training.tensorflow.datasets import load_data_fashion_mnist  # noqa: E402
+from manyhands.training.tensorflow.figures import (  # noqa: E402
+    accuracy,
+    evaluate_accuracy_gpu,
+    evaluate_accuracy_gpus,
+)
+from manyhands.training.tensorflow.models import Residual, lenet, resnet18  # noqa: E402
+from manyhands.training.tensorflow.recipes import load_model  # noqa: E402
+from manyhands.training.tensorflow.trainer import Trainer, train  # noqa: E402
+from manyhands.training.vocabulary import (  # noqa: E402
+    Accumulator,
+    Animator,
+    HyperParameters,
+    Timer,
+    add_to_class,
+)
+from manyhands.training.vocabulary import Benchmark as _Benchmark  # noqa: E402
 
 _verbs = Verbs(_backend)
 
@@ -36,25 +56,53 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 parallel = Offer(_parallel_backend)
 
+
+class Benchmark(_Benchmark):
+    """``with Benchmark("text"):`` prints how long the block took, all work on the devices included."""
+
+    def __init__(self, description: str = "Done") -> None:
+        super().__init__(description, synchronize=synchronize)
+
+
 __all__ = [
+    "Accumulator",
+    "Animator",
     "Arrival",
+    "Benchmark",
+    "DataModule",
     "Future",
+    "HyperParameters",
+    "Module",
     "Parallel",
+    "Residual",
+    "Result",
+    "Timer",
+    "Trainer",
+    "accuracy",
+    "add_to_class",
     "check_same_device",
     "copy",
     "cpu",
     "device_of",
     "devices",
+    "evaluate_accuracy_gpu",
+    "evaluate_accuracy_gpus",
     "gather",
     "gpu",
+    "lenet",
+    "load_data_fashion_mnist",
+    "load_model",
     "memory",
     "num_gpus",
+    "one_cycle",
     "parallel",
+    "resnet18",
     "split",
     "split_batch",
     "synchronize",
     "task",
     "to",
+    "train",
     "try_all_gpus",
     "try_gpu",
     "virtual_devices",

@@ -17,7 +17,7 @@ from manyhands.training.tensorflow.models import MODELS, Residual, initialise, l
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import reference  # noqa: E402
+import reference
 
 
 def test_every_model_has_its_name() -> None:
@@ -53,8 +53,7 @@ def test_a_seed_gives_the_same_weights_and_leaves_the_programs_random_numbers_al
 def test_names_do_not_depend_on_what_was_made_before() -> None:
     def make() -> keras.Model:
         inner = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(3)])
-        net = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(4), inner, keras.layers.Dense(2)])
-        return net
+        return keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(4), inner, keras.layers.Dense(2)])
 
     assert state.names(make()) == state.names(make())
     assert len(set(state.names(make()))) == 8

@@ -1,0 +1,66 @@
+"""The book's ``Module`` and ``DataModule``: what a user subclasses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from manyhands.training.sources import Arrays, as_numpy
+from manyhands.training.vocabulary import HyperParameters
+
+
+class Module(keras.Model, HyperParameters):  # type: ignore[misc]
+    """A model that knows its loss and its optimizer. Subclasses give ``net`` (or ``forward``) and ``loss``."""
+
+    def __init__(self, plot_train_per_epoch: int = 2, plot_valid_per_epoch: int = 1) -> None:
+        super().__init__()
+        del self.loss  # Keras keeps there what compile() was given, and would hide the method
+        self.plot_train_per_epoch = plot_train_per_epoch
+        self.plot_valid_per_epoch = plot_valid_per_epoch
+
+    def loss(self, y_hat: Any, y: Any) -> Any:
+        """The mean loss over the samples; cross-entropy of class scores where a subclass says nothing else."""
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, y_hat))
+
+    def forward(self, *inputs: Any) -> Any:
+        net = getattr(self, "net", None)
+        if net is None:
+            raise AttributeError(f"{type(self).__name__} has neither a `net` nor a `forward` of its own")
+        return net(*inputs)
+
+    def call(self, *inputs: Any) -> Any:
+        """Keras hands ``training`` on to the layers within."""
+        return self.forward(*inputs)
+
+    def training_step(self, batch: Any) -> Any:
+        return self.loss(self(*batch[:-1], training=True), batch[-1])
+
+    def validation_step(self, batch: Any) -> Any:
+        return self.loss(self(*batch[:-1], training=False), batch[-1])
+
+    def configure_optimizers(self) -> Any:
+        return keras.optimizers.SGD(getattr(self, "lr", 0.1))
+
+
+class DataModule(HyperParameters):
+    """Data with a training and a test part. Subclasses give ``get_dataloader``."""
+
+    def __init__(self, root: str = "data", num_workers: int = 4) -> None:
+        self.root = root
+        self.num_workers = num_workers
+
+    def get_dataloader(self, train: bool) -> Any:
+        raise TypeError(f"{type(self).__name__} must say in get_dataloader(train) where its batches come from")
+
+    def train_dataloader(self) -> Any:
+        return self.get_dataloader(train=True)
+
+    def val_dataloader(self) -> Any:
+        return self.get_dataloader(train=False)
+
+    def get_tensorloader(self, tensors: Any, train: bool, indices: slice = slice(0, None)) -> Arrays:
+        """Batches of those tensors, shuffled for training."""
+        arrays = tuple(as_numpy(tensor)[indices] for tensor in tensors)
+        return Arrays(arrays, native=tf.convert_to_tensor, batch_size=getattr(self, "batch_size", None), shuffle=train)

@@ -1,0 +1,128 @@
+"""What is looked at before a job begins: a few samples through the model say more than an error of a device later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from manyhands.errors import BadLabels, BadSettings, NotATensor
+from manyhands.training.sources import Array, Arrays, Batch, Source, Stream
+from manyhands.training.tensorflow.objective import Objective, Supervised, cross_entropy
+
+_FEW = 2
+_HALVES = 4  # samples that a loss is tried on, as a whole and in halves
+_CLOSE = {tf.float64: 1e-6, tf.float32: 1e-3}
+_OTHERWISE_CLOSE = 3e-2
+
+
+def check_model(model: Any) -> None:
+    if keras.config.backend() != "tensorflow":
+        raise BadSettings(
+            f"Keras computes with {keras.config.backend()} in this program: set KERAS_BACKEND=tensorflow before it is "
+            "imported"
+        )
+    if not isinstance(model, keras.Layer):
+        raise NotATensor(f"a {type(model).__name__} is no model of Keras's: give a keras.Model or a keras.Layer")
+
+
+def materialise(model: Any, data: Source) -> None:
+    """Give layers that have seen no sample their shapes, by a few samples; then there must be something to train."""
+    if not model.built or not model.weights:
+        few = few_samples(data, _FEW)
+        if few is not None:
+            model(*few[:-1], training=False)
+    if not model.trainable_variables:
+        raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+
+
+# Labels
+
+
+@dataclass(frozen=True)
+class LabelRange:
+    """Refuses a batch with labels that the model has no output for. On the host: there it costs next to nothing."""
+
+    classes: int
+
+    def __call__(self, arrays: Sequence[Array]) -> None:
+        labels = arrays[-1]
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels):
+            return
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= self.classes:
+            raise BadLabels(
+                f"labels go from {low} to {high}, but the model has {self.classes} outputs: they must be 0 to "
+                f"{self.classes - 1}"
+            )
+
+
+def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> LabelRange | None:
+    """Labels that the model has no output for: on a GPU their loss would be no number, long after.
+
+    Those of arrays are looked at now; for those of a loader a check is given back.
+    """
+    if not (isinstance(objective, Supervised) and _of_classes(objective.loss)):
+        return None
+    try:
+        few = few_samples(train, _FEW)
+        scores: Any = None if few is None else model(*few[:-1], training=False)
+    except Exception:  # the first step will say it, with all that belongs to it
+        return None
+    if not tf.is_tensor(scores) or len(scores.shape) != 2:
+        return None
+    look = LabelRange(scores.shape[1])
+    for source in (train, test):
+        if isinstance(source, Arrays) and len(source.arrays) > 1:
+            look(source.arrays)
+    return look
+
+
+def _of_classes(loss: Any) -> bool:
+    known = (cross_entropy, keras.losses.sparse_categorical_crossentropy)
+    return loss in known or isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
+
+
+# The loss
+
+
+def check_loss(model: Any, objective: Objective, train: Source) -> None:
+    """Refuse a loss that is no mean over samples where a batch is worked off in parts: the parts would not add up."""
+    few = few_samples(train, _HALVES)
+    if few is None or len(few[0]) < 2:
+        return
+    half = len(few[0]) // 2
+    parts = [tuple(one[:half] for one in few), tuple(one[half:] for one in few)]
+    try:
+        first, again = (objective(model, few, training=False)[0] for _ in range(2))
+        halves = [float(objective(model, part, training=False)[0]) * len(part[0]) for part in parts]
+    except Exception:  # the first step will say it, with all that belongs to it
+        return
+    whole, mean, close = float(first), sum(halves) / len(few[0]), _CLOSE.get(first.dtype, _OTHERWISE_CLOSE)
+    if not math.isfinite(whole) or whole != float(again):  # it draws random numbers: that says nothing
+        return
+    if not math.isclose(whole, mean, rel_tol=close, abs_tol=close * 1e-3):
+        raise BadSettings(
+            f"the loss of {len(few[0])} samples is {whole:.6g}, but that of their two halves is {mean:.6g} on average: "
+            "on several devices, or with accumulate, the batch is worked off in parts, and this loss would then train "
+            "another model than one device does. The loss must be the mean over the samples of the batch: divide a sum "
+            "by the number of samples, or give a loss with reduction=None, of which the trainer takes the mean"
+        )
+
+
+# A few samples
+
+
+def few_samples(data: Source, count: int) -> Batch | None:
+    """The first samples; None for an iterator, from which a look would take them away."""
+    if isinstance(data, Arrays):
+        return data.prepare(tuple(tf.convert_to_tensor(one) for one in data.rows(slice(count))))
+    if isinstance(data, Stream) and isinstance(data.loader, Iterator):
+        return None
+    first = next(data.batches(0), None)
+    return None if first is None else tuple(tf.convert_to_tensor(one[:count]) for one in first)

@@ -1,0 +1,70 @@
+"""A Keras model as a function of all that it holds.
+
+A model's variables are in one place; its replicas need others. So the model lends only its layers: within a
+``keras.StatelessScope`` every variable has the value that the replica has for it, and what layers would write to their
+variables (running statistics) comes out as new values. Nothing of the caller's model is touched, and no model has to be
+cloned. Random layers draw from seeds that are computed of (seed, step, replica): a job that goes on at a step draws
+what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+
+from manyhands.training.sources import Batch
+from manyhands.training.tensorflow.objective import Objective
+
+
+class Function:
+    """The loss of a model as a function of weights, statistics, a seed and a batch."""
+
+    def __init__(self, model: Any, objective: Objective, seed: int) -> None:
+        self.model, self.objective = model, objective
+        self.trained: list[Any] = list(model.trainable_variables)
+        own = {id(variable) for variable in self.trained}
+        self.kept = [variable for variable in model.weights if id(variable) not in own]
+        # Layers without a generator of their own take Keras's global one, of which every thread has another.
+        self._unseeded = keras.random.SeedGenerator(0)
+        weights = {id(variable) for variable in model.weights}
+        self._generators = [v for v in model.variables if id(v) not in weights] + [self._unseeded.state]
+        keys = np.random.SeedSequence(seed).generate_state(2 * len(self._generators), np.uint32)
+        self._keys = keys.astype(np.int64).astype(np.int32).reshape(-1, 2)
+
+    def __call__(
+        self, weights: Sequence[Any], kept: Sequence[Any], numbers: Sequence[Any], batch: Batch, *, training: bool
+    ) -> tuple[Any, Any, list[Any]]:
+        """Mean loss, right answers (or None), and the statistics after it.
+
+        ``numbers`` (of the step, the replica and the like) tell one draw of random numbers from another.
+        """
+        mapping = [*zip(self.trained, weights, strict=True), *zip(self.kept, kept, strict=True)]
+        mapping += zip(self._generators, self._seeds(numbers), strict=True)
+        scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
+        with self._own_generator(), scope:
+            loss, right = self.objective(self.model, batch, training=training)
+            penalties = [tf.cast(one, loss.dtype) for one in self.model.losses]
+        return tf.add_n([loss, *penalties]), right, [scope.get_current_value(variable) for variable in self.kept]
+
+    def _seeds(self, numbers: Sequence[Any]) -> Iterator[Any]:
+        for key, generator in zip(self._keys, self._generators, strict=True):
+            state = tf.constant(key)
+            for number in numbers:
+                state = tf.random.experimental.stateless_fold_in(state, tf.cast(number, tf.int32))
+            yield tf.cast(tf.bitcast(state, tf.uint32), generator.dtype)
+
+    @contextlib.contextmanager
+    def _own_generator(self) -> Iterator[None]:
+        before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self._unseeded)
+        try:
+            yield
+        finally:
+            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)

@@ -1,0 +1,28 @@
+"""What is to be trained, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.training.learner import Schedule
+from manyhands.training.settings import Settings
+from manyhands.training.sources import Source
+from manyhands.training.tensorflow.checks import LabelRange
+from manyhands.training.tensorflow.objective import Objective
+
+
+@dataclass
+class Job:
+    model: Any  # the caller's
+    layers: Any  # the model whose layers are worked with: the same, or one like it in another precision
+    objective: Objective
+    optimizer: Any
+    train: Source
+    test: Source | None
+    settings: Settings
+    labels: LabelRange | None = None
+    schedule: Schedule | None = None
+    run: Path | None = None
+    resume: Path | None = None

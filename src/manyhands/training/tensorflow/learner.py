@@ -1,0 +1,236 @@
+"""TensorFlow's learner: one process of a job, with all of its devices.
+
+The step (:mod:`.step`) is one ``tf.function``. TensorFlow runs it to its end on CPU devices; on GPUs the host is ahead
+by what CUDA's queue holds. What is shown of it is read by a thread of its own, so that no step waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from manyhands.backends import tensorflow as backend
+from manyhands.training.figures import Figures, together
+from manyhands.training.learner import Saved
+from manyhands.training.order import Cursor, Window
+from manyhands.training.sources import Array, Arrays, Source
+from manyhands.training.tensorflow import optimizers, state
+from manyhands.training.tensorflow.feed import Feed, Given
+from manyhands.training.tensorflow.function import Function
+from manyhands.training.tensorflow.job import Job
+from manyhands.training.tensorflow.step import BAD_STEP, Step
+from manyhands.training.tensorflow.world import World
+
+_TEST_BATCH = 512
+
+
+class KerasLearner:
+    """A :class:`~manyhands.training.learner.Learner` for Keras models."""
+
+    framework = "tensorflow"
+
+    def __init__(self, job: Job, world: World) -> None:
+        self.job, self.world, self.settings = job, world, job.settings
+        self.rank, self.size = world.rank, world.size
+        self.data: Source = job.train
+        given = job.settings.shares
+        self.shares = None if given is None else [float(share) for share in given]
+        self.optimizer_name = type(job.optimizer).__name__
+        function = Function(job.layers, job.objective, job.settings.seed)
+        self.optimizer = optimizers.stateless(job.optimizer, function.trained)
+        memory = optimizers.memory(job.optimizer, self.optimizer)
+        self.step_of = Step(world.strategy, function, self.optimizer, memory, job.settings)
+        self.names = state.names(job.layers)
+        self.notes = self._first_notes()
+        # Of a single sample there are no statistics.
+        self.least = 2 if world.replicas > 1 and normalises(job.layers) and not self.step_of.all_take_part else 1
+        self.feed = self._feed(job.train)
+        self.test_feed = None if job.test is None else self._feed(job.test)
+        self._train = self.step_of.trainer(_prepare(job.train), on_host=self.feed.on_host)
+        self._test: Any = None
+        if self.test_feed is not None:
+            self._test = self.step_of.tester(_prepare(self.test_feed.source), on_host=self.test_feed.on_host)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="manyhands-figures")
+        self._coming: Future[Figures] | None = None
+        self._shown: Figures | None = None
+        self._counted = False
+        self._share_weights()
+
+    def _first_notes(self) -> list[str]:
+        notes = []
+        if normalises(self.job.layers) and self.world.replicas > 1:
+            over = "the whole batch" if self.step_of.all_take_part else "each device's shard"
+            notes.append(f"batch normalisation takes its statistics over {over}")
+        loss = getattr(self.job.objective, "loss", None)
+        if self.settings.precision == "fp64" and getattr(loss, "dtype", None) == "float32":
+            notes.append("the loss computes in float32, as it was made: give it dtype='float64'")
+        return notes
+
+    def _feed(self, source: Source) -> Feed:
+        return Feed(source, self.world.strategy, self.world.devices, self.job.labels)
+
+    def _share_weights(self) -> None:
+        """All processes begin with what the first one has."""
+        if self.size > 1:
+            self._set_weights(state.in_order(self.from_first(self._packed_weights()), self._shapes(), "the model"))
+            self._set_memory(state.in_order(self.from_first(self._packed_memory()), self._memory_shapes(), "it"))
+
+    # Steps
+
+    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Given]]:
+        return self.feed.batches(cursor, self.settings.batch_size, self.settings.seed, self.shares, self.least)
+
+    def step(self, window: Window, batch: Given, factor: float | None) -> None:
+        rate = np.float64(1.0 if factor is None else factor)
+        self._train(batch.data, batch.order, batch.bounds, np.int64(window.step), rate)
+
+    # Figures
+
+    def peek(self) -> Figures | None:
+        """Read by another thread: reading waits for the device."""
+        if self._coming is not None and self._coming.done():
+            self._shown, self._coming = self._coming.result(), None
+        if self._coming is None:
+            snapshot = [one.read_value() for one in self.step_of.on_each(self.step_of.sums)]
+            self._coming = self._reader.submit(self._figures, snapshot)
+        return self._shown
+
+    def read(self) -> list[Figures]:
+        return self._of_all(self.step_of.sums)
+
+    def reset(self) -> None:
+        self._set_sums(self.step_of.sums, Figures())
+        self._coming, self._shown = None, None
+
+    def _of_all(self, sums: Any) -> list[Figures]:
+        own = self._figures(self.step_of.on_each(sums))
+        bad = math.inf if own.bad_step is None else own.bad_step
+        rows = self.world.gather([own.loss_sum, own.right, own.count, own.counted, min(bad, 2.0**62)])
+        return [Figures(a, b, c, None if bad == 2.0**62 else int(bad), bool(counted)) for a, b, c, counted, bad in rows]
+
+    def _figures(self, parts: Sequence[Any]) -> Figures:
+        """The sums of this process's replicas together."""
+        values = [part.numpy() for part in parts]
+        loss, right, count = (float(one) for one in np.sum(values, axis=0)[:BAD_STEP])
+        bad = min(float(value[BAD_STEP]) for value in values)
+        counted = self.step_of.counts_right or self._counted
+        return Figures(loss, right, count, None if math.isinf(bad) else int(bad), counted)
+
+    def _set_sums(self, sums: Any, figures: Figures) -> None:
+        first, *others = self.step_of.on_each(sums)
+        first.assign([figures.loss_sum, figures.right, figures.count, math.inf])
+        for other in others:
+            other.assign([0, 0, 0, math.inf])
+
+    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
+        """Loss and accuracy on the test set, each sample counted once, whatever the number of devices."""
+        self._share_statistics()
+        if self.test_feed is None:
+            return None
+        self._set_sums(self.step_of.test_sums, Figures())
+        size = max(self.settings.batch_size, _TEST_BATCH)
+        for _, batch in self.test_feed.batches(Cursor(), size, 0, None, 1):
+            self._test(batch.data, batch.order, batch.bounds)
+            alive()
+        return together(self._of_all(self.step_of.test_sums))
+
+    # Checkpoints
+
+    def save(self) -> Saved | None:
+        self._share_statistics()
+        if not self.world.first:
+            return None
+        return Saved(
+            state={"world": self.world.replicas, "devices": [str(backend.neutral(d)) for d in self.world.devices]},
+            blobs={"model": self._packed_weights(), "optimizer": self._packed_memory()},
+        )
+
+    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
+        self._set_weights(state.in_order(blobs["model"], self._shapes(), "this model"))
+        if "optimizer" in blobs:  # weights from another framework come alone
+            self._set_memory(state.in_order(blobs["optimizer"], self._memory_shapes(), "this optimizer"))
+        self._set_sums(self.step_of.sums, figures)
+        self._counted = figures.counted
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.world.from_first(data)
+
+    def _share_statistics(self) -> None:
+        """Running statistics differ from device to device; those of the (first) largest share count."""
+        if not self.step_of.all_take_part:
+            largest = self.shares.index(max(self.shares)) if self.shares else 0
+            self.step_of.share_kept(np.int32(largest))
+
+    def _variables(self) -> list[Any]:
+        """This process's replicas' variables for each of the model's weights, in the model's order."""
+        function, own = self.step_of.function, self.step_of
+        by_id = {
+            id(variable): ours
+            for variable, ours in zip([*function.trained, *function.kept], [*own.weights, *own.kept], strict=True)
+        }
+        return [by_id[id(variable)] for variable in self.job.layers.weights]
+
+    def _weights(self) -> list[Array]:
+        return [self.step_of.on_each(variable)[0].numpy() for variable in self._variables()]
+
+    def _memory(self) -> list[Array]:
+        return [self.step_of.on_each(variable)[0].numpy() for variable in self.step_of.memory]
+
+    def _shapes(self) -> dict[str, Any]:
+        return {name: one.shape for name, one in zip(self.names, self.job.layers.weights, strict=True)}
+
+    def _memory_shapes(self) -> dict[str, Any]:
+        return {str(number): one.shape for number, one in enumerate(self.optimizer.variables)}
+
+    def _packed_weights(self) -> bytes:
+        return state.pack(dict(zip(self.names, self._weights(), strict=True)))
+
+    def _packed_memory(self) -> bytes:
+        return state.pack({str(number): value for number, value in enumerate(self._memory())})
+
+    def _set_weights(self, values: Sequence[Array]) -> None:
+        self._set(self._variables(), values)
+
+    def _set_memory(self, values: Sequence[Array]) -> None:
+        """The learning rate is the job's own, not the checkpoint's."""
+        rate = self.step_of.rate
+        kept = [value for number, value in enumerate(values) if number != rate]
+        self._set([one for number, one in enumerate(self.step_of.memory) if number != rate], kept)
+
+    def _set(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            for one in self.step_of.on_each(variable):
+                one.assign(tf.cast(value, one.dtype))
+
+    # The end
+
+    def close(self) -> None:
+        """What was learned goes into the caller's model and optimizer."""
+        self._reader.shutdown()
+        self._share_statistics()
+        for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
+            variable.assign(value)
+        optimizer = self.job.optimizer
+        if not optimizer.built:
+            optimizer.build(self.job.model.trainable_variables)
+        for variable, value in zip(optimizer.variables, self._memory(), strict=True):
+            variable.assign(value)
+
+
+def _prepare(source: Source) -> Any:
+    return source.prepare if isinstance(source, Arrays) else lambda batch: batch
+
+
+def normalises(model: Any) -> bool:
+    """Whether a layer takes statistics over the samples of a batch."""
+    return any(layer.trainable for layer in batch_norms(model))
+
+
+def batch_norms(model: Any) -> list[Any]:
+    return [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]

@@ -1,0 +1,122 @@
+"""Keras's optimizers as functions: from gradients, weights and what is remembered to the next of both.
+
+Every device has its own copy of weights and memory and makes the same update, with gradients that are summed already.
+Keras has such a function (``stateless_apply``), but its TensorFlow half replaces the neutral methods of an optimizer by
+ones that act on TensorFlow's variables, and sums gradients once more. Below a user's class and above that half we put
+one with the neutral methods again: ``SGD -> Optimizer -> Stateless -> TFOptimizer -> BaseOptimizer``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from manyhands.errors import BadSettings
+
+_neutral = {
+    name: vars(BaseOptimizer)[name]
+    for name in vars(TFOptimizer)
+    if name in vars(BaseOptimizer) and not name.startswith("__")
+}
+Stateless: Any = type("Stateless", (TFOptimizer,), _neutral)
+
+# What Keras does in a branch of the graph: values of a function cannot leave one.
+_BRANCHES = {
+    "gradient_accumulation_steps": "give the trainer accumulate=... instead, which needs less memory in the same way",
+    "ema_overwrite_frequency": "leave it out, and call optimizer.finalize_variable_values when the training is over",
+}
+
+
+def stateless(optimizer: Any, variables: Sequence[Any]) -> Any:
+    """An optimizer like this one for these variables, that has ``stateless_apply``; it remembers nothing yet."""
+    for option, cure in _BRANCHES.items():
+        if getattr(optimizer, option, None):
+            raise BadSettings(f"the optimizer has {option}={getattr(optimizer, option)}: {cure}")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise BadSettings(
+            "a LossScaleOptimizer is for float16, which is not trained in here: precision='bf16' needs none"
+        )
+    kind = type(optimizer)
+    try:
+        with_function: Any = type(kind.__name__, (kind, Stateless), {})
+        made = with_function.from_config(optimizer.get_config())
+    except Exception as error:
+        raise BadSettings(
+            f"an optimizer is made anew for the devices from what its get_config() says, and a {kind.__name__} could "
+            f"not be ({type(error).__name__}: {error}): give it a get_config with all arguments of its __init__"
+        ) from error
+    made.build(variables)
+    return made
+
+
+def memory(optimizer: Any, like: Any) -> list[Any]:
+    """What the caller's optimizer remembers, in the order of ``like.variables``; its beginning where it is new.
+
+    One that was built for other variables than the model's is refused.
+    """
+    if not optimizer.built:
+        fresh = [variable.numpy() for variable in like.variables]
+        rate = rate_of(like)
+        if rate is not None:
+            fresh[rate] = rate_value(optimizer)
+        return fresh
+    own, shapes = optimizer.variables, [tuple(variable.shape) for variable in like.variables]
+    if [tuple(variable.shape) for variable in own] != shapes:
+        raise BadSettings(
+            f"the {type(optimizer).__name__} was built for the variables of another model: make a new one, or give a "
+            "function that does (optimizer=lambda rate: keras.optimizers.SGD(rate))"
+        )
+    return [variable.numpy() for variable in own]
+
+
+def rate_of(optimizer: Any) -> int | None:
+    """Which of the optimizer's variables is its learning rate; None where Keras computes it by a schedule."""
+    rate = optimizer.learning_rate
+    return next((i for i, variable in enumerate(optimizer.variables) if variable is rate), None)
+
+
+def rate_value(optimizer: Any) -> float:
+    return float(optimizer.learning_rate.numpy())
+
+
+def optimizer_for(given: Any, model: Any, rate: float) -> Any:
+    """The optimizer that a user means: an instance, a function of the rate, the model's own, or plain SGD."""
+    if given is None and hasattr(model, "configure_optimizers"):
+        given = model.configure_optimizers()
+    if given is None and getattr(model, "compiled", False):
+        given = model.optimizer
+    if given is None:
+        given = keras.optimizers.SGD(rate)
+    if not isinstance(given, keras.optimizers.Optimizer) and callable(given):
+        given = given(rate)
+    if not isinstance(given, keras.optimizers.Optimizer):
+        raise BadSettings(
+            f"optimizer={given!r} is a {type(given).__name__}: give an optimizer of Keras's, or a function of the "
+            "learning rate that makes one"
+        )
+    return given
+
+
+@keras.saving.register_keras_serializable("manyhands")
+class Nesterov(keras.optimizers.SGD):  # type: ignore[misc]
+    """SGD with Nesterov's momentum and weight decay as PyTorch has it: a part of the gradient.
+
+    Keras's own ``weight_decay`` shrinks the weights beside the gradient, so that momentum does not see it.
+    """
+
+    def __init__(self, learning_rate: float, decay: float = 5e-4, **kwargs: Any) -> None:
+        super().__init__(learning_rate, **{"momentum": 0.9, "nesterov": True, **kwargs})
+        if not math.isfinite(decay) or decay < 0:
+            raise BadSettings(f"decay={decay!r}: give a number of zero or more")
+        self.decay = decay
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient + self.decay * keras.ops.convert_to_tensor(variable), variable, learning_rate)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "decay": self.decay}

@@ -1,0 +1,77 @@
+"""A model in another precision. In Keras that is a property of its layers, so the model is made anew.
+
+Layers are told by their configuration, and those that a layer makes for itself by Keras's setting for the whole
+program, which is put back. The weights of the new model are those of the old one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from manyhands.errors import BadSettings
+from manyhands.training.sources import Batch
+
+_POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
+
+
+def in_precision(model: Any, precision: str, few: Batch | None) -> Any:
+    """The model itself where it is in that precision (or none is asked for), else one like it that is."""
+    policy = _POLICIES.get(precision)
+    if policy is None or all(layer.dtype_policy.name == policy for layer in model._flatten_layers()):
+        return model
+    return like(model, policy, few)
+
+
+def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
+    """A model of the same layers with the same weights, in that precision (None: its own).
+
+    ``few`` are some samples, for a model that knows its shapes only by them.
+    """
+    before = keras.config.dtype_policy()
+    try:
+        keras.config.set_dtype_policy(policy or before)
+        made = _made_anew(model, policy)
+        if not made.built and few is not None:
+            made(*few[:-1], training=False)
+    except Exception as error:
+        raise BadSettings(
+            f"a {type(model).__name__} cannot be made anew in {policy or 'its own precision'} "
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason given'}). "
+            f"Make it so yourself: keras.config.set_dtype_policy({policy!r}) before the model, and precision='auto'"
+        ) from error
+    finally:
+        keras.config.set_dtype_policy(before)
+    _take_over(made, model)
+    return made
+
+
+def _made_anew(model: Any, policy: str | None) -> Any:
+    def again(layer: Any) -> Any:
+        return type(layer).from_config(_told(layer.get_config(), policy))
+
+    # A model that is nothing but its layers is made of them: their classes need not be known by name.
+    plain = type(model) is keras.Sequential or type(model).__name__ == "Functional"
+    return keras.models.clone_model(model, clone_function=again) if plain and model.built else again(model)
+
+
+def _told(config: Any, policy: str | None) -> Any:
+    """A configuration with another precision for every layer in it."""
+    if isinstance(config, dict):
+        if policy is not None and config.get("class_name") == "DTypePolicy":
+            return {**config, "config": {"name": policy}}
+        return {key: _told(value, policy) for key, value in config.items()}
+    return [_told(one, policy) for one in config] if isinstance(config, list) else config
+
+
+def _take_over(made: Any, model: Any) -> None:
+    own, others = made.weights, model.weights
+    if [tuple(one.shape) for one in own] != [tuple(one.shape) for one in others]:
+        raise BadSettings(
+            f"a {type(model).__name__} that is made anew from its get_config() has other weights: make the model "
+            "yourself in the precision that you want, and leave precision='auto'"
+        )
+    for variable, other in zip(own, others, strict=True):
+        variable.assign(other.numpy())
+        variable.trainable = other.trainable

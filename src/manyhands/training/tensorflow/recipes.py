@@ -1,0 +1,100 @@
+"""How the command trains with TensorFlow: see :class:`manyhands.training.recipes.Recipes`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from manyhands.backends import tensorflow as backend
+from manyhands.errors import BadSettings
+from manyhands.training import recipes
+from manyhands.training.fashion_mnist import FashionMnist
+from manyhands.training.parity import Way
+from manyhands.training.sources import Array, Arrays, source
+from manyhands.training.tensorflow import checks, datasets, precision, state, world
+from manyhands.training.tensorflow.models import MODELS, initialise
+from manyhands.training.tensorflow.objective import cross_entropy
+from manyhands.training.tensorflow.optimizers import Nesterov
+from manyhands.training.tensorflow.trainer import Trainer
+
+_POLICIES = {"fp64": "float64", "fp32": "float32"}
+
+
+def model(name: str, seed: int) -> Any:
+    return initialise(MODELS[name](num_classes=10), seed)
+
+
+def nesterov(rate: float) -> Any:
+    return Nesterov(rate)
+
+
+def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
+    return datasets.of(data, batch_size)
+
+
+def on_cpu(count: int) -> dict[str, Any]:
+    """Logical CPUs of TensorFlow's."""
+    if count > 1:
+        backend.virtual_devices(count)
+    return {"devices": _devices(count)}
+
+
+def _devices(count: int) -> list[str]:
+    return [f"virtual:{number}" for number in range(count)] if count > 1 else ["cpu"]
+
+
+def seconds_per_epoch(name: str, batch_size: int, samples: int) -> float:
+    net = model(name, 0)
+    images, labels = tf.random.uniform((batch_size, 28, 28, 1)), tf.zeros(batch_size, tf.int64)
+
+    def work() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(cross_entropy(net(images, training=True), labels))
+        return tape.gradient(loss, [variable.value for variable in net.trainable_variables])
+
+    gradients = tf.function(work)
+    gradients()  # traces
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        gradients()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) * samples / batch_size
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    return world.from_first(make)
+
+
+def arrays(data: Any) -> Arrays:
+    found = source(data)
+    if not isinstance(found, Arrays):
+        raise BadSettings(f"give the data as (X, y) tensors or arrays, not a {type(data).__name__}")
+    return found
+
+
+def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, Array]:
+    part = data.first(way.samples)
+    net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
+    how: dict[str, Any] = {"shares": way.shares, "batch_stats": "global", "loss": loss, "batch_size": way.batch_size}
+    Trainer(way.epochs, devices=_devices(way.devices), optimizer=_momentum, quiet=True, **how).fit(net, part)
+    return dict(zip(state.names(net), net.get_weights(), strict=True))
+
+
+def _momentum(rate: float) -> Any:
+    """An optimizer with a memory, so that differences of early steps would show."""
+    return keras.optimizers.SGD(0.02, momentum=0.9)
+
+
+def load_model(run: str | Path) -> Any:
+    """The model that ``manyhands train`` has trained in a run, with the weights of its last checkpoint."""
+    name, weights = recipes.weights_of(run, "tensorflow")
+    net = MODELS[name](num_classes=10)
+    shapes = {one: variable.shape for one, variable in zip(state.names(net), net.weights, strict=True)}
+    net.set_weights(state.in_order(weights, shapes, "this model"))
+    return net

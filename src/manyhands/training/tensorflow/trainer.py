@@ -1,0 +1,136 @@
+"""``Trainer``: any Keras model, any loss, any optimizer, any data, on every device; and the book's ``train``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from manyhands.backends import tensorflow as backend
+from manyhands.errors import BadSettings, WorkerFailed
+from manyhands.training import launcher
+from manyhands.training.base_trainer import BaseTrainer, two_parts
+from manyhands.training.display import Display
+from manyhands.training.loop import Loop
+from manyhands.training.result import Result
+from manyhands.training.settings import Settings
+from manyhands.training.sources import Source, is_array, source
+from manyhands.training.tensorflow import checks, meeting, optimizers, precision, world
+from manyhands.training.tensorflow.job import Job
+from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
+from manyhands.training.tensorflow.objective import objective_for
+
+_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError, tf.errors.CancelledError)
+
+
+class Trainer(BaseTrainer):
+    __doc__ = BaseTrainer.__doc__
+
+    backend: ClassVar[Any] = backend
+    refused: ClassVar[dict[str, str]] = {
+        "ranks_per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
+        "compile": "the step is one graph of TensorFlow's already; XLA is not used",
+    }
+
+    def _check_options(self) -> None:
+        if isinstance(self._option("shares"), str):
+            raise BadSettings(
+                f"shares={self._option('shares')!r}: TensorFlow does not tell how long each device works at its part "
+                "of a step. Give one number per device, as shares=[0.7, 0.3]"
+            )
+        meeting.read_tf_config()
+        if launcher.is_there():  # now: TensorFlow sets up a job of several processes before its first tensor or never
+            devices = self._option("devices")
+            world.join(on_cpu=devices is not None and all(str(one).startswith("cpu") for one in devices))
+
+    def _sources(self, data: Any) -> tuple[Source, Source | None]:
+        train, test = two_parts(data, is_array)
+        return source(train), None if test is None else source(test, shuffle=False)
+
+    def _train(
+        self, model: Any, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+    ) -> Result:
+        here = world.join() if launcher.is_there() else world.of_devices(self._natives())
+        settings.check_devices(here.replicas)
+        job = self._job(model, settings, run, resume)
+        if here.replicas > 1 or settings.accumulate > 1:
+            checks.check_loss(job.layers, job.objective, job.train)
+        with _statistics_over(job.layers, settings.batch_stats):
+            result = _fit(job, here, display)
+        if here.size > 1:
+            kind = backend.neutral(here.devices[0]).kind
+            result.devices = [f"{kind} of process {number}" for number in range(here.size)]
+        else:
+            result.devices = [str(backend.neutral(device)) for device in here.devices]
+        return result
+
+    def _job(self, model: Any, settings: Settings, run: Path | None, resume: Path | None) -> Job:
+        checks.check_model(model)
+        checks.materialise(model, self.train_source)
+        schedule = self._option("schedule")
+        optimizer = optimizers.optimizer_for(self._option("optimizer"), model, settings.lr)
+        if schedule is not None and not optimizer.built:
+            _check_settable(optimizer)
+        layers = precision.in_precision(model, settings.precision, checks.few_samples(self.train_source, 2))
+        objective = objective_for(layers, self._option("loss"))
+        labels = checks.check_labels(model, objective, self.train_source, self.test_source)
+        return Job(
+            model=model,
+            layers=layers,
+            objective=objective,
+            optimizer=optimizer,
+            train=self.train_source,
+            test=self.test_source,
+            settings=settings,
+            labels=labels,
+            schedule=schedule,
+            run=run,
+            resume=resume,
+        )
+
+
+def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
+    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
+    from manyhands.training.tensorflow.datasets import load_data_fashion_mnist
+
+    data = load_data_fashion_mnist(batch_size)
+    result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
+    print(result)
+    return result
+
+
+def _fit(job: Job, here: world.World, display: Display) -> Result:
+    try:
+        learner = KerasLearner(job, here)
+        return Loop(learner, job.settings, display.event, schedule=job.schedule, run=job.run, resume=job.resume).fit()
+    except _LOST as error:
+        if here.size == 1:
+            raise
+        raise WorkerFailed(
+            f"process {here.rank} lost another one of the job, which is gone or hangs: {error.message}"
+        ) from error
+
+
+def _check_settable(optimizer: Any) -> None:
+    if not hasattr(optimizer.learning_rate, "assign"):
+        raise BadSettings(
+            "the optimizer has a learning rate of its own making (a LearningRateSchedule), and the trainer was given a "
+            "schedule: keep one of them"
+        )
+
+
+@contextlib.contextmanager
+def _statistics_over(model: Any, batch_stats: str) -> Iterator[None]:
+    """Layers take statistics over all replicas or over their own, for the time being."""
+    layers = batch_norms(model)
+    before = [layer.synchronized for layer in layers]
+    try:
+        for layer in layers:
+            layer.synchronized = batch_stats == "global"
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer.synchronized = was

@@ -1,0 +1,145 @@
+"""The replicas of a job, as one process sees them: TensorFlow's strategy, and what processes tell each other.
+
+One process with several devices is a ``MirroredStrategy``. Several processes, started by a launcher, are a
+``MultiWorkerMirroredStrategy``, whose processes :mod:`.meeting` introduces to each other. TensorFlow sets such a job up
+before its first tensor or never: a trainer is then made before the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from manyhands.backends import tensorflow as backend
+from manyhands.errors import BadSettings, PlacementFailed
+from manyhands.training import launcher
+from manyhands.training.sources import Array
+from manyhands.training.tensorflow import meeting
+
+_joined: World | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """A job's strategy, and which of its processes this is."""
+
+    strategy: Any
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def devices(self) -> list[Any]:
+        """Those of this process."""
+        return [backend.TensorFlowDevice(one) for one in self.strategy.extended.worker_devices]
+
+    @property
+    def replicas(self) -> int:
+        """Of the whole job."""
+        return int(self.strategy.num_replicas_in_sync)
+
+    def from_first(self, data: bytes) -> bytes:
+        """The bytes that the first process has; what the others give is not looked at."""
+        if self.size == 1:
+            return data
+        length = int(self._summed(np.array([len(data) if self.first else 0]))[0])
+        words = np.zeros(-(-length // 8) * 8, np.uint8)
+        if self.first:
+            words[:length] = np.frombuffer(data, np.uint8)
+        return self._summed(words.view(np.int64)).view(np.uint8)[:length].tobytes()
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Some numbers from each process, as many from each."""
+        if self.size == 1:
+            return [list(numbers)]
+        table = np.zeros((self.size, len(numbers)))
+        table[self.rank] = numbers
+        found: list[list[float]] = self._summed(table).tolist()
+        return found
+
+    def _summed(self, own: Array) -> Array:
+        found = _sums(self.strategy)(tf.convert_to_tensor(own))
+        values: Array = self.strategy.experimental_local_results(found)[0].numpy()
+        return values
+
+
+@functools.cache
+def _sums(strategy: Any) -> Any:
+    """A function that adds up what the processes have; of the replicas of one process only the first one counts."""
+    local = len(strategy.extended.worker_devices)
+
+    def replica(values: Any) -> Any:
+        here = tf.distribute.get_replica_context()
+        counts = here.replica_id_in_sync_group % local == 0
+        return here.all_reduce(tf.distribute.ReduceOp.SUM, tf.where(counts, values, tf.zeros_like(values)))
+
+    return tf.function(lambda values: strategy.run(replica, args=(values,)), autograph=False)
+
+
+def of_devices(devices: Sequence[Any]) -> World:
+    """A job of this process alone. TensorFlow computes elsewhere without a word where a device is not there."""
+    if len(devices) == 1:
+        world = World(tf.distribute.OneDeviceStrategy(devices[0]))
+    else:
+        # The default way to sum aborts the process in the second job with another model.
+        sums = tf.distribute.ReductionToOneDevice()
+        world = World(tf.distribute.MirroredStrategy(devices, cross_device_ops=sums))
+    with world.strategy.scope():
+        probe = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ, trainable=False)
+    for device, own in zip(devices, world.strategy.experimental_local_results(probe), strict=True):
+        if not backend.is_on(own, device):
+            raise PlacementFailed(
+                f"TensorFlow was asked for a replica on {backend.neutral(device)} and made it on "
+                f"{backend.neutral(backend.device_of(own))} without a word. Is that device there? "
+                "See: manyhands devices"
+            )
+    return world
+
+
+def join(*, on_cpu: bool = False) -> World:
+    """Become one of the processes that a launcher has started; every call in a process gives the same world."""
+    global _joined
+    if _joined is None:
+        place = launcher.place()
+        if place.size == 1:
+            gpus = [backend.gpu(i) for i in range(backend.num_gpus())]
+            _joined = of_devices([gpus[0]] if gpus and not on_cpu else [backend.cpu()])
+            return _joined
+        _choose_gpu(place, on_cpu=on_cpu)
+        try:
+            resolver = meeting.resolver(place)
+            _joined = World(tf.distribute.MultiWorkerMirroredStrategy(resolver), place.rank, place.size)
+        except RuntimeError as error:
+            if "startup" not in str(error):
+                raise
+            raise BadSettings(
+                "a job of several processes has to be set up before TensorFlow makes its first tensor: make the "
+                "Trainer first, and the model and the data after it"
+            ) from error
+    return _joined
+
+
+def _choose_gpu(place: launcher.Place, *, on_cpu: bool) -> None:
+    """One GPU for each process of a machine where there are enough; a process alone has all of them."""
+    gpus = tf.config.get_visible_devices("GPU")
+    if on_cpu and gpus:
+        tf.config.set_visible_devices([], "GPU")
+    elif place.local_size > 1 and len(gpus) >= place.local_size:
+        tf.config.set_visible_devices(gpus[place.local_rank], "GPU")
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What the first process of a launched job makes (JSON), as every process gets it; alone: what is made."""
+    if not launcher.is_there():
+        return make()
+    here = join()  # before anything is made: that may start TensorFlow
+    return json.loads(here.from_first(json.dumps(make()).encode() if here.first else b""))

@@ -1,0 +1,7 @@
+"""Three devices made of the CPU, before anything starts TensorFlow."""
+
+from __future__ import annotations
+
+from manyhands.backends import tensorflow as backend
+
+backend.virtual_devices(3)

@@ -1,0 +1,69 @@
+"""Small models, data and a short way to train them, for the tests of training with TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+from manyhands.training import parity
+from manyhands.training.result import Result
+from manyhands.training.tensorflow.models import initialise
+from manyhands.training.tensorflow.trainer import Trainer
+
+CLASSES = 3
+
+
+def vectors(count: int = 50) -> tuple[Any, Any]:
+    random = np.random.RandomState(1)
+    return random.normal(size=(count, 6)), random.randint(0, CLASSES, count)
+
+
+def images(count: int = 40) -> tuple[Any, Any]:
+    random = np.random.RandomState(2)
+    return random.normal(size=(count, 6, 6, 1)), random.randint(0, CLASSES, count)
+
+
+def mlp(*middle: Any, dtype: str = "float64") -> Any:
+    keras.config.set_dtype_policy(dtype)
+    try:
+        hidden = [layers.Dense(8, activation="tanh"), *(make() for make in middle)]
+        return initialise(keras.Sequential([layers.Input((6,)), *hidden, layers.Dense(CLASSES)]), 3)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def convnet(dtype: str = "float64") -> Any:
+    keras.config.set_dtype_policy(dtype)
+    try:
+        net = [layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU(), layers.MaxPooling2D(2)]
+        head = [layers.Flatten(), layers.Dense(8), layers.BatchNormalization(), layers.Dense(CLASSES)]
+        return initialise(keras.Sequential([layers.Input((6, 6, 1)), *net, *head]), 4)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def momentum(rate: float) -> Any:
+    return keras.optimizers.SGD(rate, momentum=0.9)
+
+
+def fit(model: Any, data: Any, devices: int = 1, **how: Any) -> Result:
+    how = {"lr": 0.05, "batch_size": 16, "optimizer": momentum, "quiet": True, **how}
+    epochs = how.pop("epochs", 2)
+    return Trainer(epochs, devices=[f"virtual:{i}" for i in range(devices)], **how).fit(model, data)
+
+
+def difference(make: Callable[[], Any], data: Any, devices: int, **how: Any) -> float:
+    """The largest relative difference between training on one device and on several."""
+    alone, several = make(), make()
+    alone_how = {name: value for name, value in how.items() if name != "shares"}
+    fit(alone, data, 1, **alone_how)
+    fit(several, data, devices, **how)
+    return parity.largest_difference(tensors(several), tensors(alone))
+
+
+def tensors(model: Any) -> dict[str, Any]:
+    return {str(number): value for number, value in enumerate(model.get_weights())}
