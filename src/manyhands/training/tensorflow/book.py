@@ -30,9 +30,9 @@ class Module(keras.Model, HyperParameters):  # type: ignore[misc]
             raise AttributeError(f"{type(self).__name__} has neither a `net` nor a `forward` of its own")
         return net(*inputs)
 
-    def call(self, *inputs: Any) -> Any:
+    def call(self, X: Any, *more: Any) -> Any:
         """Keras hands ``training`` on to the layers within."""
-        return self.forward(*inputs)
+        return self.forward(X, *more)
 
     def training_step(self, batch: Any) -> Any:
         return self.loss(self(*batch[:-1], training=True), batch[-1])

@@ -1,0 +1,89 @@
+"""What cannot be trained is refused with the reason and the cure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras_cases import fit, mlp, vectors
+
+from manyhands.errors import BadBatch, BadLabels, BadSettings, BadShares, NoSuchDevice, NotATensor
+from manyhands.training.tensorflow.trainer import Trainer
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"shares": "measured"}, BadSettings, "one number per device"),
+        ({"ranks_per_device": 2}, BadSettings, "virtual_devices"),
+        ({"compile": True}, BadSettings, "XLA"),
+        ({"optimizer": "adam"}, BadSettings, "function of the learning rate"),
+        ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)}, BadSettings, "accumulate"),
+        ({"loss": "mse"}, BadSettings, "function"),
+        ({"batch_size": 2}, BadSettings, "at least 3"),
+        ({"shares": [1, 2]}, BadShares, "3 devices"),
+        ({"loss": lambda y_hat, y: tf.reduce_sum(y_hat)}, BadSettings, "mean over the samples"),
+        (
+            {"schedule": lambda done: 1.0, "optimizer": lambda rate: keras.optimizers.SGD(_decay())},
+            BadSettings,
+            "keep one",
+        ),
+    ],
+)
+def test_settings(how: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        fit(mlp(), vectors(), 3, **how)
+
+
+def _decay() -> Any:
+    return keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+
+
+def test_labels_that_the_model_has_no_output_for() -> None:
+    X, y = vectors()
+    with pytest.raises(BadLabels, match="from 0 to 3, but the model has 3 outputs"):
+        fit(mlp(), (X, np.where(y == 2, 3, y)))
+    with pytest.raises(BadLabels, match="from -1"):
+        fit(mlp(), [(X[:8], y[:8]), (X[8:], y[8:] - 1)])
+
+
+def test_models_that_are_none() -> None:
+    with pytest.raises(BadSettings, match="no parameters"):
+        fit(keras.Sequential([layers.Flatten()]), vectors())
+    with pytest.raises(NotATensor, match=r"keras\.Model"):
+        fit(lambda X: X, vectors())
+
+
+def test_data_that_is_none() -> None:
+    with pytest.raises(BadBatch, match="no batch"):
+        fit(mlp(), [])
+    with pytest.raises(NotATensor, match="no data to train on"):
+        fit(mlp(), 5)
+
+
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(NoSuchDevice, match="virtual"):
+        Trainer(1, devices=["virtual:5"])
+
+
+def test_a_schedule_of_kerass_own_is_followed() -> None:
+    model = mlp()
+    fit(model, vectors(16), 2, epochs=1, optimizer=lambda rate: keras.optimizers.SGD(_decay()))
+    assert not np.array_equal(model.get_weights()[0], mlp().get_weights()[0])
+
+
+def test_a_model_that_cannot_be_made_anew_is_not_trained_in_another_precision() -> None:
+    class Own(keras.Model):
+        def __init__(self, width: Any) -> None:
+            super().__init__()
+            self.out = layers.Dense(width())
+
+        def call(self, X: Any) -> Any:
+            return self.out(X)
+
+    with pytest.raises(BadSettings, match=r"set_dtype_policy\('float64'\)"):
+        fit(Own(lambda: 3), vectors(), precision="fp64")

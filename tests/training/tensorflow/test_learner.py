@@ -1,0 +1,155 @@
+"""How a job runs: no reads in a step, precisions, the book's classes, figures."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras_cases import CLASSES, fit, images, mlp, vectors
+
+from manyhands import tensorflow as mh
+from manyhands.errors import BadBatch, NotATensor
+from manyhands.training.order import Cursor
+from manyhands.training.tensorflow import datasets, learner
+from manyhands.training.tensorflow.models import Residual
+
+
+def test_a_step_reads_nothing_and_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: Counter[str] = Counter()
+    traced: list[int] = []
+    eager = type(tf.constant(0.0))
+    for name in ("numpy", "_numpy", "_numpy_internal", "__float__", "__int__", "__bool__", "__array__"):
+        plain = getattr(eager, name, None)
+        if plain is not None:
+
+            def counted(self: Any, *rest: Any, _plain: Any = plain, _name: str = name) -> Any:
+                reads[_name] += threading.current_thread() is threading.main_thread()
+                return _plain(self, *rest)
+
+            monkeypatch.setattr(eager, name, counted)
+    plain_step = learner.KerasLearner.step
+
+    def step(self: Any, window: Any, batch: Any, factor: Any) -> None:
+        before = reads.copy()
+        plain_step(self, window, batch, factor)
+        traced.append(self._train.experimental_get_tracing_count())
+        if window.step > 0:  # the first one traces
+            assert reads == before
+
+    monkeypatch.setattr(learner.KerasLearner, "step", step)
+    fit(mlp(lambda: layers.BatchNormalization()), vectors(), 3, schedule=lambda done: 1 - done)
+    assert reads["numpy"] > 0  # the end of an epoch reads: the count works
+    assert traced == [1] * 8  # the short last batch too
+
+
+def test_what_is_shown_comes_by_itself() -> None:
+    from manyhands.training.settings import Settings
+    from manyhands.training.sources import source
+    from manyhands.training.tensorflow import world
+    from manyhands.training.tensorflow.job import Job
+    from manyhands.training.tensorflow.objective import objective_for
+
+    model = mlp()
+    settings = Settings(batch_size=16)
+    optimizer = keras.optimizers.SGD(0.1)
+    job = Job(model, model, objective_for(model, None), optimizer, source(vectors(16)), None, settings)
+    here = learner.KerasLearner(job, world.of_devices([mh.gpu(0), mh.gpu(1)]))
+    (given,) = here.batches(Cursor())
+    here.step(*given, None)
+    assert here.peek() is None  # it is on its way
+    assert here._coming is not None
+    here._coming.result()
+    shown = here.peek()
+    assert shown is not None
+    assert shown.count == 16
+    assert shown.accuracy == here.read()[0].accuracy
+    here.close()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp64", "float64"), ("bf16", "float32")])
+def test_a_precision_is_asked_for_and_the_callers_model_stays_in_its_own(precision: Any, dtype: str) -> None:
+    net = [layers.Input((6, 6, 1)), Residual(1, 2, use_1x1conv=True), layers.Flatten(), layers.Dense(CLASSES)]
+    model = keras.Sequential(net)
+    seen: list[str] = []
+
+    def loss(y_hat: Any, y: Any) -> Any:
+        seen.append(y_hat.dtype.name)
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(y, y_hat)
+
+    before = model.get_weights()
+    fit(model, images(16), epochs=1, precision=precision, loss=loss)
+    assert set(seen) == {dtype}
+    assert {weight.dtype for weight in model.get_weights()} == {np.dtype("float32")}
+    assert not np.array_equal(model.get_weights()[0], before[0])
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_the_books_classes() -> None:
+    class Net(mh.Module):
+        def __init__(self, width: int = 8, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = keras.Sequential([layers.Dense(width, activation="relu"), layers.Dropout(0.1), layers.Dense(2)])
+
+        def loss(self, y_hat: Any, y: Any) -> Any:
+            return tf.reduce_mean((y_hat - y) ** 2)
+
+    class Numbers(mh.DataModule):
+        def __init__(self, batch_size: int = 8) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.X = tf.random.stateless_normal((30, 3), seed=(1, 2))
+
+        def get_dataloader(self, train: bool) -> Any:
+            return self.get_tensorloader((self.X, self.X[:, :2]), train, slice(0, 24) if train else slice(24, None))
+
+    model = Net(lr=0.2)
+    result = mh.Trainer(max_epochs=6, num_gpus=2, gradient_clip_val=1, quiet=True).fit(model, Numbers())
+    assert result.devices == ["virtual:0", "virtual:1"]
+    assert result.rows[-1]["test_loss"] < result.rows[0]["test_loss"]
+    assert model.lr == 0.2
+    assert model.loss(tf.ones((2, 2)), tf.zeros((2, 2))) == 1
+
+
+def test_a_model_that_keras_has_compiled_is_trained_with_its_loss_and_optimizer() -> None:
+    model = mlp(dtype="float32")
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    X, _ = vectors()
+    fit(model, (X, X[:, :CLASSES].astype(np.float32)), epochs=1, optimizer=None)
+    assert int(model.optimizer.iterations) == 4
+
+
+def test_accuracy_on_one_device_and_on_all() -> None:
+    X, y = images(20)
+    net = keras.Sequential([layers.Flatten(), layers.BatchNormalization(), layers.Dense(CLASSES)])
+    net(X[:2])
+    expected = float(np.mean(np.argmax(net(X, training=False), 1) == y))
+    batches = [(tf.constant(X[i : i + 7]), tf.constant(y[i : i + 7])) for i in range(0, 20, 7)]
+    assert mh.accuracy(net(X, training=False), y) == 20 * expected
+    assert mh.evaluate_accuracy_gpu(net, batches) == expected
+    assert mh.evaluate_accuracy_gpu(net, batches, "virtual:2") == expected
+    assert mh.evaluate_accuracy_gpus(net, batches) == expected
+    assert mh.evaluate_accuracy_gpus(net, [(X[:2], y[:2]), *([(X[2:], y[2:])])]) == expected
+    assert mh.evaluate_accuracy_gpu(lambda X: net(X, training=False), batches) == expected
+    with pytest.raises(NotATensor, match="any function"):
+        mh.evaluate_accuracy_gpus(lambda X: X, batches)
+    with pytest.raises(BadBatch, match="no sample"):
+        mh.evaluate_accuracy_gpu(net, [])
+    with pytest.raises(BadBatch, match="counted once"):
+        mh.evaluate_accuracy_gpus(net, batches, lambda X, y, devices: ([X] * 3, [y] * 3))
+
+
+def test_images_of_bytes_become_numbers_on_the_device() -> None:
+    train, test = datasets.load_data_fashion_mnist(64)
+    X, y = next(iter(test))
+    assert X.shape == (64, 28, 28, 1)
+    assert y.dtype == tf.int64
+    assert 0 <= float(tf.reduce_min(X)) < float(tf.reduce_max(X)) <= 1
+    assert train.shuffle
+    assert not test.shuffle
