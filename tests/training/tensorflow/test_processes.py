@@ -1,0 +1,140 @@
+"""Several processes on loopback train what one process trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from keras_cases import fit, mlp, tensors, vectors
+
+from manyhands.errors import BadSettings, WorkerFailed
+from manyhands.training import parity
+from manyhands.training.launcher import Place
+from manyhands.training.tensorflow import meeting
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from keras_cases import momentum, mlp, tensors, vectors
+import numpy as np
+from manyhands import tensorflow as mh
+folder = Path(sys.argv[1])
+how = dict(lr=0.05, batch_size=16, optimizer=momentum, quiet=True, shares=[3, 1], run=folder / "run", resume="auto")
+if len(sys.argv) > 2:  # a trainer that comes too late
+    model = mlp()
+trainer = mh.Trainer(2, checkpoint_every=3, **how)
+model = mlp()
+if trainer_rank := int(__import__("os").environ["RANK"]):
+    model.set_weights([0 * weight for weight in model.get_weights()])  # it gets those of the first process
+result = trainer.fit(model, (vectors(), vectors(9)))
+np.savez(folder / f"{trainer_rank}.npz", **tensors(model))
+(folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['test_acc']} {result}")
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start(folder: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    here = str(Path(__file__).parent)
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    plain = {name: value for name, value in os.environ.items() if name != "MANYHANDS_VIRTUAL_DEVICES"}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), *arguments],
+        env={**plain, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
+    try:
+        said = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
+    return said
+
+
+def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
+    port = str(free_port())
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ended([start(tmp_path, {"RANK": str(rank), **common}) for rank in range(2)])
+    alone = mlp()
+    result = fit(alone, (vectors(), vectors(9)), 2, shares=[3, 1])
+    for rank in range(2):
+        found = dict(np.load(tmp_path / f"{rank}.npz"))
+        assert parity.largest_difference(found, tensors(alone)) < 1e-12
+        samples, accuracy, line = (tmp_path / f"{rank}.txt").read_text().split(" ", 2)
+        assert samples == "50"
+        assert float(accuracy) == result.rows[-1]["test_acc"]
+        assert "cpu of process 1" in line
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
+
+
+def test_a_trainer_that_comes_after_the_model_says_so(tmp_path: Path) -> None:
+    workers = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
+    config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 0}}
+    (process,) = [start(tmp_path, {"TF_CONFIG": json.dumps(config)}, "late")]
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert "make the Trainer first" in said
+
+
+def test_processes_meet_and_what_is_no_report_is_not_answered() -> None:
+    port = free_port()
+    found: dict[int, list[str]] = {}
+
+    def come(rank: int) -> None:
+        found[rank] = meeting.addresses(Place(rank, 3, rank, 3, "127.0.0.1", port), seconds=20)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    garbage = [b"GET / HTTP/1.1\r\n", b'{"manyhands": 1, "rank": 7, "address": "a:1"}\n', b"[1, 2]\n", b"x" * 5000]
+    for said in garbage:
+        answer = b""
+        for _ in range(100):
+            try:
+                with socket.create_connection(("127.0.0.1", port + 1), timeout=10) as guest:
+                    guest.sendall(said)
+                    guest.shutdown(socket.SHUT_WR)
+                    guest.settimeout(0.2)
+                    answer = guest.recv(100)
+                break
+            except ConnectionRefusedError:
+                threading.Event().wait(0.05)
+            except (TimeoutError, ConnectionError):
+                break
+        assert answer == b""
+    last = threading.Thread(target=come, args=(2,))
+    last.start()
+    for thread in [*threads, last]:
+        thread.join(30)
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 3
+
+
+def test_who_does_not_come_is_named() -> None:
+    with pytest.raises(WorkerFailed, match=r"\[1\] did not come"):
+        meeting.addresses(Place(0, 2, 0, 2, "127.0.0.1", free_port()), seconds=0.3)
+    with pytest.raises(WorkerFailed, match="did not reach the first one"):
+        meeting.addresses(Place(1, 2, 1, 2, "127.0.0.1", free_port()), seconds=0.3)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "{}", '{"cluster": {"worker": []}, "task": {"index": 0}}', "[1]"])
+def test_a_tf_config_that_cannot_be_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", text)
+    with pytest.raises(BadSettings, match="TF_CONFIG"):
+        meeting.read_tf_config()
