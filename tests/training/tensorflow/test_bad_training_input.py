@@ -27,6 +27,7 @@ from manyhands.training.tensorflow.trainer import Trainer
         ({"batch_size": 2}, BadSettings, "at least 3"),
         ({"shares": [1, 2]}, BadShares, "3 devices"),
         ({"loss": lambda y_hat, y: tf.reduce_sum(y_hat)}, BadSettings, "mean over the samples"),
+        ({"loss": keras.losses.SparseCategoricalCrossentropy(ignore_class=-1)}, BadSettings, "reduction='sum'"),
         (
             {"schedule": lambda done: 1.0, "optimizer": lambda rate: keras.optimizers.SGD(_decay())},
             BadSettings,

@@ -18,6 +18,7 @@ from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import parity
 from manyhands.training.launcher import Place
 from manyhands.training.tensorflow import meeting
+from manyhands.training.tensorflow.trainer import Trainer
 
 SCRIPT = """
 import sys
@@ -27,8 +28,6 @@ import numpy as np
 from manyhands import tensorflow as mh
 folder = Path(sys.argv[1])
 how = dict(lr=0.05, batch_size=16, optimizer=momentum, quiet=True, shares=[3, 1], run=folder / "run", resume="auto")
-if len(sys.argv) > 2:  # a trainer that comes too late
-    model = mlp()
 trainer = mh.Trainer(2, checkpoint_every=3, **how)
 model = mlp()
 if trainer_rank := int(__import__("os").environ["RANK"]):
@@ -44,12 +43,12 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def start(folder: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
     here = str(Path(__file__).parent)
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     plain = {name: value for name, value in os.environ.items() if name != "MANYHANDS_VIRTUAL_DEVICES"}
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), *arguments],
+        [sys.executable, "-c", SCRIPT, str(folder)],
         env={**plain, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -83,13 +82,17 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
 
 
-def test_a_trainer_that_comes_after_the_model_says_so(tmp_path: Path) -> None:
+def test_a_trainer_that_comes_after_the_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp()
     workers = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
     config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": 0}}
-    (process,) = [start(tmp_path, {"TF_CONFIG": json.dumps(config)}, "late")]
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 1
-    assert "make the Trainer first" in said
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with pytest.raises(BadSettings, match="make the Trainer first"):
+        Trainer(1)
+    assert os.environ["WORLD_SIZE"] == "2"
 
 
 def test_processes_meet_and_what_is_no_report_is_not_answered() -> None:

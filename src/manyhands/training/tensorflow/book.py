@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from manyhands.training.sources import Arrays, as_numpy
+from manyhands.training import data_module
 from manyhands.training.vocabulary import HyperParameters
 
 
@@ -44,23 +44,6 @@ class Module(keras.Model, HyperParameters):  # type: ignore[misc]
         return keras.optimizers.SGD(getattr(self, "lr", 0.1))
 
 
-class DataModule(HyperParameters):
-    """Data with a training and a test part. Subclasses give ``get_dataloader``."""
-
-    def __init__(self, root: str = "data", num_workers: int = 4) -> None:
-        self.root = root
-        self.num_workers = num_workers
-
-    def get_dataloader(self, train: bool) -> Any:
-        raise TypeError(f"{type(self).__name__} must say in get_dataloader(train) where its batches come from")
-
-    def train_dataloader(self) -> Any:
-        return self.get_dataloader(train=True)
-
-    def val_dataloader(self) -> Any:
-        return self.get_dataloader(train=False)
-
-    def get_tensorloader(self, tensors: Any, train: bool, indices: slice = slice(0, None)) -> Arrays:
-        """Batches of those tensors, shuffled for training."""
-        arrays = tuple(as_numpy(tensor)[indices] for tensor in tensors)
-        return Arrays(arrays, native=tf.convert_to_tensor, batch_size=getattr(self, "batch_size", None), shuffle=train)
+class DataModule(data_module.DataModule):
+    __doc__ = data_module.DataModule.__doc__
+    native = staticmethod(tf.convert_to_tensor)

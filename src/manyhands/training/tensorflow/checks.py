@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from manyhands.errors import BadLabels, BadSettings, NotATensor
 from manyhands.training.sources import Array, Arrays, Batch, Source, Stream
-from manyhands.training.tensorflow.objective import Objective, Supervised, cross_entropy
+from manyhands.training.tensorflow.objective import Objective, Supervised, answer_of, cross_entropy
 
 _FEW = 2
 _HALVES = 4  # samples that a loss is tried on, as a whole and in halves
@@ -36,7 +36,7 @@ def materialise(model: Any, data: Source) -> None:
     if not model.built or not model.weights:
         few = few_samples(data, _FEW)
         if few is not None:
-            model(*few[:-1], training=False)
+            answer_of(model, few[:-1], training=False)
     if not model.trainable_variables:
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
 
@@ -49,10 +49,14 @@ class LabelRange:
     """Refuses a batch with labels that the model has no output for. On the host: there it costs next to nothing."""
 
     classes: int
+    ignored: int | None = None
 
     def __call__(self, arrays: Sequence[Array]) -> None:
         labels = arrays[-1]
-        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not len(labels):
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+            return
+        labels = labels[labels != self.ignored] if self.ignored is not None else labels
+        if not len(labels):
             return
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= self.classes:
@@ -71,12 +75,12 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
         return None
     try:
         few = few_samples(train, _FEW)
-        scores: Any = None if few is None else model(*few[:-1], training=False)
+        scores: Any = None if few is None else answer_of(model, few[:-1], training=False)
     except Exception:  # the first step will say it, with all that belongs to it
         return None
     if not tf.is_tensor(scores) or len(scores.shape) != 2:
         return None
-    look = LabelRange(scores.shape[1])
+    look = LabelRange(scores.shape[1], getattr(objective.loss, "ignore_class", None))
     for source in (train, test):
         if isinstance(source, Arrays) and len(source.arrays) > 1:
             look(source.arrays)
@@ -93,6 +97,13 @@ def _of_classes(loss: Any) -> bool:
 
 def check_loss(model: Any, objective: Objective, train: Source) -> None:
     """Refuse a loss that is no mean over samples where a batch is worked off in parts: the parts would not add up."""
+    loss: Any = getattr(objective, "loss", None)
+    if getattr(loss, "ignore_class", None) is not None and loss.reduction not in ("sum", "none", None):
+        raise BadSettings(
+            f"the loss leaves out labels of class {loss.ignore_class}: its mean divides by the others, and in parts of "
+            "a batch (several devices, or accumulate) that is not what it is in the whole. Give reduction='sum': the "
+            "trainer then divides by the number of samples, exactly on any number of devices"
+        )
     few = few_samples(train, _HALVES)
     if few is None or len(few[0]) < 2:
         return

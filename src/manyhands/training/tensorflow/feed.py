@@ -49,7 +49,7 @@ class Feed:
         """Every batch from the cursor to the end of its epoch."""
         replicas: int = self.strategy.num_replicas_in_sync
         if isinstance(self.source, Stream):
-            yield from self._from_stream(self.source, cursor, replicas, shares, least)
+            yield from self._from_stream(self.source, cursor, seed, shares, least)
             return
         count = self.source.count
         order = self._placed(epoch_order(seed, cursor.epoch, count, shuffle=self.source.shuffle))
@@ -57,10 +57,11 @@ class Feed:
             yield window, Given(self._data, order, _bounds(window, window.start, replicas, shares, least))
 
     def _from_stream(
-        self, source: Stream, cursor: Cursor, replicas: int, shares: Sequence[float] | None, least: int
+        self, source: Stream, cursor: Cursor, seed: int, shares: Sequence[float] | None, least: int
     ) -> Iterator[tuple[Window, Given]]:
-        start = cursor.sample
-        for step, arrays in enumerate(source.batches(cursor.batch), cursor.step):
+        start, replicas = cursor.sample, self.strategy.num_replicas_in_sync
+        drawn = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
+        for step, arrays in enumerate(source.batches(cursor.batch, drawn), cursor.step):
             window = Window(cursor.epoch, start, start + len(arrays[0]), step)
             start = window.stop
             if self.check is not None:

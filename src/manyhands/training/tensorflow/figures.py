@@ -7,18 +7,20 @@ of its weights, which are copied once to where they are needed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from manyhands import shares, tree
+from manyhands import tree
 from manyhands.backends import tensorflow as _backend
 from manyhands.backends.tensorflow import TensorFlowDevice
 from manyhands.device import Device
 from manyhands.errors import BadBatch, NotATensor
 from manyhands.placement import Placement
+from manyhands.training import counting
 
 Split = Callable[[Any, Any, Sequence[TensorFlowDevice]], tuple[Sequence[Any], Sequence[Any]]]
 
@@ -38,7 +40,7 @@ def _correct(y_hat: Any, y: Any) -> Any:
     """The number of right predictions, left on the device."""
     with tf.device(_backend.device_of(y_hat)):
         classes = tf.argmax(y_hat, axis=1) if len(y_hat.shape) > 1 and y_hat.shape[1] > 1 else y_hat
-        if _size(classes) != _size(y) or classes.shape[:1] != y.shape[:1]:
+        if counting.labels(classes) != counting.labels(y) or classes.shape[:1] != y.shape[:1]:
             raise BadBatch(
                 f"predictions of shape {tuple(y_hat.shape)} and labels of shape {tuple(y.shape)} do not belong "
                 "together: give one row of scores, or one class number, per label"
@@ -59,8 +61,8 @@ def evaluate_accuracy_gpu(
         with tf.device(native):
             now = _correct(answer(_to(X, native)), _to(y, native))
             correct = now if correct is None else correct + now
-        counted += _size(y)
-    return _part(0 if correct is None else int(correct), counted)
+        counted += counting.labels(y)
+    return counting.part(0 if correct is None else int(correct), counted)
 
 
 def evaluate_accuracy_gpus(net: Any, data_iter: Iterable[tuple[Any, Any]], split_f: Split | None = None) -> float:
@@ -74,7 +76,7 @@ def evaluate_accuracy_gpus(net: Any, data_iter: Iterable[tuple[Any, Any]], split
             f"a {type(net).__name__} cannot be copied to several devices, a Keras model can: "
             "evaluate_accuracy_gpu takes any function"
         )
-    split = split_f or _split
+    split = split_f or functools.partial(counting.split, _place)
     devices = [_backend.gpu(i) for i in range(_backend.num_gpus())] or [_backend.cpu()]
     answers: list[Any] = []
     counted = 0
@@ -83,14 +85,15 @@ def evaluate_accuracy_gpus(net: Any, data_iter: Iterable[tuple[Any, Any]], split
         if not answers:
             _build(net, X)
             answers = [_function(net, device) for device in devices]
+        X, y = (tree.map_leaves(tf.convert_to_tensor, part) for part in (X, y))
         X_shards, y_shards = split(X, y, devices)
-        _check_whole(X_shards, y_shards, y, devices)
+        counting.check_whole(X_shards, y_shards, y, devices)
         for i, device in enumerate(devices):
-            if _size(y_shards[i]):  # more devices than samples leave some without
+            if counting.labels(y_shards[i]):  # more devices than samples leave some without
                 with tf.device(device):
                     sums[i] = sums[i] + _correct(answers[i](X_shards[i]), y_shards[i])
-        counted += _size(y)
-    return _part(sum(map(int, sums)), counted)
+        counted += counting.labels(y)
+    return counting.part(sum(map(int, sums)), counted)
 
 
 def _function(net: Any, device: TensorFlowDevice) -> Callable[[Any], Any]:
@@ -118,36 +121,3 @@ def _home(net: Any) -> TensorFlowDevice:
 
 def _to(values: Any, device: TensorFlowDevice) -> Any:
     return tree.map_leaves(lambda leaf: _place.to_leaf(tf.convert_to_tensor(leaf), device), values)
-
-
-def _split(X: Any, y: Any, devices: Sequence[TensorFlowDevice]) -> tuple[list[Any], list[Any]]:
-    """Shards as even as can be, in order, each on its device."""
-    leaves, structure = tree.flatten((X, y))
-    leaves = [tf.convert_to_tensor(leaf) for leaf in leaves]
-    total = _place.lengths(leaves, structure)[0][1]
-    pairs, start = [], 0
-    for device, size in zip(devices, shares.sizes(total, len(devices)), strict=True):
-        pairs.append(structure.unflatten(_place.shard(leaf, start, start + size, device) for leaf in leaves))
-        start += size
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
-def _check_whole(X_shards: Sequence[Any], y_shards: Sequence[Any], y: Any, devices: Sequence[Any]) -> None:
-    """What ``split_f`` gave is one shard per device, and together the whole batch."""
-    if not len(X_shards) == len(y_shards) == len(devices):
-        raise BadBatch(f"split_f gave {len(X_shards)} and {len(y_shards)} shards for {len(devices)} devices")
-    given = sum(map(_size, y_shards))
-    if given != _size(y):
-        raise BadBatch(
-            f"split_f made shards with {given} labels of a batch with {_size(y)}: every sample has to be counted once"
-        )
-
-
-def _size(y: Any) -> int:
-    return int(tf.TensorShape(y.shape).num_elements())
-
-
-def _part(correct: int, counted: int) -> float:
-    if not counted:
-        raise BadBatch("there was no sample to evaluate on: was the iterator used up before?")
-    return correct / counted

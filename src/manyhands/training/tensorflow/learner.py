@@ -13,14 +13,14 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from manyhands.backends import tensorflow as backend
+from manyhands.training import blobs
 from manyhands.training.figures import Figures, together
 from manyhands.training.learner import Saved
 from manyhands.training.order import Cursor, Window
 from manyhands.training.sources import Array, Arrays, Source
-from manyhands.training.tensorflow import optimizers, state
+from manyhands.training.tensorflow import naming, optimizers
 from manyhands.training.tensorflow.feed import Feed, Given
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.job import Job
@@ -44,9 +44,9 @@ class KerasLearner:
         self.optimizer_name = type(job.optimizer).__name__
         function = Function(job.layers, job.objective, job.settings.seed)
         self.optimizer = optimizers.stateless(job.optimizer, function.trained)
-        memory = optimizers.memory(job.optimizer, self.optimizer)
+        memory = optimizers.memory(job.optimizer, self.optimizer, job.model)
         self.step_of = Step(world.strategy, function, self.optimizer, memory, job.settings)
-        self.names = state.names(job.layers)
+        self.names = naming.names(job.layers)
         self.notes = self._first_notes()
         # Of a single sample there are no statistics.
         self.least = 2 if world.replicas > 1 and normalises(job.layers) and not self.step_of.all_take_part else 1
@@ -78,8 +78,8 @@ class KerasLearner:
     def _share_weights(self) -> None:
         """All processes begin with what the first one has."""
         if self.size > 1:
-            self._set_weights(state.in_order(self.from_first(self._packed_weights()), self._shapes(), "the model"))
-            self._set_memory(state.in_order(self.from_first(self._packed_memory()), self._memory_shapes(), "it"))
+            self._set_weights(self.from_first(self._packed_weights()))
+            self._set_memory(self.from_first(self._packed_memory()))
 
     # Steps
 
@@ -151,10 +151,10 @@ class KerasLearner:
             blobs={"model": self._packed_weights(), "optimizer": self._packed_memory()},
         )
 
-    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
-        self._set_weights(state.in_order(blobs["model"], self._shapes(), "this model"))
-        if "optimizer" in blobs:  # weights from another framework come alone
-            self._set_memory(state.in_order(blobs["optimizer"], self._memory_shapes(), "this optimizer"))
+    def restore(self, state: Mapping[str, Any], parts: Mapping[str, bytes], figures: Figures) -> None:
+        self._set_weights(parts["model"])
+        if "optimizer" in parts:  # weights from another framework come alone
+            self._set_memory(parts["optimizer"])
         self._set_sums(self.step_of.sums, figures)
         self._counted = figures.counted
 
@@ -182,31 +182,29 @@ class KerasLearner:
     def _memory(self) -> list[Array]:
         return [self.step_of.on_each(variable)[0].numpy() for variable in self.step_of.memory]
 
-    def _shapes(self) -> dict[str, Any]:
-        return {name: one.shape for name, one in zip(self.names, self.job.layers.weights, strict=True)}
-
-    def _memory_shapes(self) -> dict[str, Any]:
-        return {str(number): one.shape for number, one in enumerate(self.optimizer.variables)}
-
     def _packed_weights(self) -> bytes:
-        return state.pack(dict(zip(self.names, self._weights(), strict=True)))
+        return blobs.pack(dict(zip(self.names, self._weights(), strict=True)))
 
     def _packed_memory(self) -> bytes:
-        return state.pack({str(number): value for number, value in enumerate(self._memory())})
+        return blobs.pack({str(number): value for number, value in enumerate(self._memory())})
 
-    def _set_weights(self, values: Sequence[Array]) -> None:
-        self._set(self._variables(), values)
+    def _set_weights(self, blob: bytes) -> None:
+        own = dict(zip(self.names, self._weights(), strict=True))
+        values = blobs.fitting(blob, own, "weights of another model")
+        self._set(self._variables(), list(values.values()))
 
-    def _set_memory(self, values: Sequence[Array]) -> None:
+    def _set_memory(self, blob: bytes) -> None:
         """The learning rate is the job's own, not the checkpoint's."""
-        rate = self.step_of.rate
-        kept = [value for number, value in enumerate(values) if number != rate]
-        self._set([one for number, one in enumerate(self.step_of.memory) if number != rate], kept)
+        own = {str(number): value for number, value in enumerate(self._memory())}
+        values = blobs.fitting(blob, own, "the memory of another optimizer")
+        if self.step_of.rate is not None:
+            values[str(self.step_of.rate)] = own[str(self.step_of.rate)]
+        self._set(self.step_of.memory, list(values.values()))
 
     def _set(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
         for variable, value in zip(variables, values, strict=True):
             for one in self.step_of.on_each(variable):
-                one.assign(tf.cast(value, one.dtype))
+                one.assign(value)
 
     # The end
 

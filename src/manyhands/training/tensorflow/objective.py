@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
+from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch
 from manyhands.training.sources import Batch
@@ -34,7 +35,7 @@ class Supervised:
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> tuple[Any, Any]:
         inputs, target = inputs_and_target(batch)
-        answer = widened(model(*inputs, training=training))
+        answer = widened(answer_of(model, inputs, training=training))
         return mean_loss(self.loss, answer, target), right_answers(answer, target)
 
 
@@ -57,6 +58,13 @@ def inputs_and_target(batch: Batch) -> tuple[Sequence[Any], Any]:
             "training_step(batch) of its own"
         )
     return batch[:-1], batch[-1]
+
+
+def answer_of(model: Any, inputs: Sequence[Any], *, training: bool) -> Any:
+    """What the model says; one that was drawn as a graph of layers takes several inputs as a list."""
+    if isinstance(model, Functional) and len(inputs) > 1:
+        return model(list(inputs), training=training)
+    return model(*inputs, training=training)
 
 
 def widened(answer: Any) -> Any:

@@ -54,7 +54,7 @@ def stateless(optimizer: Any, variables: Sequence[Any]) -> Any:
     return made
 
 
-def memory(optimizer: Any, like: Any) -> list[Any]:
+def memory(optimizer: Any, like: Any, model: Any) -> list[Any]:
     """What the caller's optimizer remembers, in the order of ``like.variables``; its beginning where it is new.
 
     One that was built for other variables than the model's is refused.
@@ -65,13 +65,14 @@ def memory(optimizer: Any, like: Any) -> list[Any]:
         if rate is not None:
             fresh[rate] = rate_value(optimizer)
         return fresh
-    own, shapes = optimizer.variables, [tuple(variable.shape) for variable in like.variables]
-    if [tuple(variable.shape) for variable in own] != shapes:
+    known = [id(variable) for variable in model.trainable_variables]
+    if [id(variable) for variable in optimizer._trainable_variables] != known:
         raise BadSettings(
             f"the {type(optimizer).__name__} was built for the variables of another model: make a new one, or give a "
             "function that does (optimizer=lambda rate: keras.optimizers.SGD(rate))"
         )
-    return [variable.numpy() for variable in own]
+    pairs = zip(optimizer.variables, like.variables, strict=True)
+    return [variable.numpy().astype(other.dtype) for variable, other in pairs]
 
 
 def rate_of(optimizer: Any) -> int | None:

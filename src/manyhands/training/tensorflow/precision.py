@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+from keras.src.models.functional import Functional
 
 from manyhands.errors import BadSettings
 from manyhands.training.sources import Batch
+from manyhands.training.tensorflow.objective import answer_of
 
 _POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 
@@ -19,7 +21,10 @@ _POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 def in_precision(model: Any, precision: str, few: Batch | None) -> Any:
     """The model itself where it is in that precision (or none is asked for), else one like it that is."""
     policy = _POLICIES.get(precision)
-    if policy is None or all(layer.dtype_policy.name == policy for layer in model._flatten_layers()):
+    if policy is None:
+        return model
+    layers = [layer for layer in model._flatten_layers() if not isinstance(layer, keras.layers.InputLayer)]
+    if all(layer.dtype_policy.name == policy for layer in layers):
         return model
     return like(model, policy, few)
 
@@ -34,7 +39,7 @@ def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
         keras.config.set_dtype_policy(policy or before)
         made = _made_anew(model, policy)
         if not made.built and few is not None:
-            made(*few[:-1], training=False)
+            answer_of(made, few[:-1], training=False)
     except Exception as error:
         raise BadSettings(
             f"a {type(model).__name__} cannot be made anew in {policy or 'its own precision'} "
@@ -52,7 +57,7 @@ def _made_anew(model: Any, policy: str | None) -> Any:
         return type(layer).from_config(_told(layer.get_config(), policy))
 
     # A model that is nothing but its layers is made of them: their classes need not be known by name.
-    plain = type(model) is keras.Sequential or type(model).__name__ == "Functional"
+    plain = type(model) is keras.Sequential or type(model) is Functional
     return keras.models.clone_model(model, clone_function=again) if plain and model.built else again(model)
 
 

@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from manyhands.backends import tensorflow as backend
 from manyhands.errors import BadSettings
-from manyhands.training import recipes
+from manyhands.training import blobs, recipes
 from manyhands.training.fashion_mnist import FashionMnist
 from manyhands.training.parity import Way
 from manyhands.training.sources import Array, Arrays, source
-from manyhands.training.tensorflow import checks, datasets, precision, state, world
+from manyhands.training.tensorflow import checks, datasets, naming, precision, world
 from manyhands.training.tensorflow.models import MODELS, initialise
 from manyhands.training.tensorflow.objective import cross_entropy
 from manyhands.training.tensorflow.optimizers import Nesterov
@@ -38,8 +38,8 @@ def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
 
 
 def on_cpu(count: int) -> dict[str, Any]:
-    """Logical CPUs of TensorFlow's."""
-    if count > 1:
+    """Logical CPUs of TensorFlow's, which are made once: fewer of them can be used."""
+    if count > max(1, backend.virtual_count()):
         backend.virtual_devices(count)
     return {"devices": _devices(count)}
 
@@ -83,7 +83,7 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, A
     net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
     how: dict[str, Any] = {"shares": way.shares, "batch_stats": "global", "loss": loss, "batch_size": way.batch_size}
     Trainer(way.epochs, devices=_devices(way.devices), optimizer=_momentum, quiet=True, **how).fit(net, part)
-    return dict(zip(state.names(net), net.get_weights(), strict=True))
+    return dict(zip(naming.names(net), net.get_weights(), strict=True))
 
 
 def _momentum(rate: float) -> Any:
@@ -95,6 +95,6 @@ def load_model(run: str | Path) -> Any:
     """The model that ``manyhands train`` has trained in a run, with the weights of its last checkpoint."""
     name, weights = recipes.weights_of(run, "tensorflow")
     net = MODELS[name](num_classes=10)
-    shapes = {one: variable.shape for one, variable in zip(state.names(net), net.weights, strict=True)}
-    net.set_weights(state.in_order(weights, shapes, "this model"))
+    own = dict(zip(naming.names(net), net.get_weights(), strict=True))
+    net.set_weights(list(blobs.fitting(weights, own, "weights of another model").values()))
     return net

@@ -42,7 +42,7 @@ class Trainer(BaseTrainer):
                 "of a step. Give one number per device, as shares=[0.7, 0.3]"
             )
         meeting.read_tf_config()
-        if launcher.is_there():  # now: TensorFlow sets up a job of several processes before its first tensor or never
+        if launcher.size() > 1:  # now: TensorFlow sets up a job of several processes before its first tensor or never
             devices = self._option("devices")
             world.join(on_cpu=devices is not None and all(str(one).startswith("cpu") for one in devices))
 
@@ -53,7 +53,7 @@ class Trainer(BaseTrainer):
     def _train(
         self, model: Any, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
     ) -> Result:
-        here = world.join() if launcher.is_there() else world.of_devices(self._natives())
+        here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         settings.check_devices(here.replicas)
         job = self._job(model, settings, run, resume)
         if here.replicas > 1 or settings.accumulate > 1:
@@ -63,8 +63,8 @@ class Trainer(BaseTrainer):
         if here.size > 1:
             kind = backend.neutral(here.devices[0]).kind
             result.devices = [f"{kind} of process {number}" for number in range(here.size)]
-        else:
-            result.devices = [str(backend.neutral(device)) for device in here.devices]
+        else:  # the CPU and the first device made of it are one place
+            result.devices = ["cpu"] if self._natives() == [backend.cpu()] else self.device_names
         return result
 
     def _job(self, model: Any, settings: Settings, run: Path | None, resume: Path | None) -> Job:

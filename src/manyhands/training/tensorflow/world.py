@@ -110,10 +110,6 @@ def join(*, on_cpu: bool = False) -> World:
     global _joined
     if _joined is None:
         place = launcher.place()
-        if place.size == 1:
-            gpus = [backend.gpu(i) for i in range(backend.num_gpus())]
-            _joined = of_devices([gpus[0]] if gpus and not on_cpu else [backend.cpu()])
-            return _joined
         _choose_gpu(place, on_cpu=on_cpu)
         try:
             resolver = meeting.resolver(place)
@@ -139,7 +135,7 @@ def _choose_gpu(place: launcher.Place, *, on_cpu: bool) -> None:
 
 def from_first(make: Callable[[], Any]) -> Any:
     """What the first process of a launched job makes (JSON), as every process gets it; alone: what is made."""
-    if not launcher.is_there():
+    if launcher.size() < 2:
         return make()
     here = join()  # before anything is made: that may start TensorFlow
     return json.loads(here.from_first(json.dumps(make()).encode() if here.first else b""))

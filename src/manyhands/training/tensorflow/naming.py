@@ -1,4 +1,4 @@
-"""A job's state as bytes: the weights of a model by name, and what an optimizer remembers by number.
+"""Names for the weights of a model.
 
 Keras numbers layers as a program makes them: the second model's first dense layer may be ``dense_7``. The names here
 count from the beginning of the model, so that a checkpoint fits the same model in another program:
@@ -9,16 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-from safetensors.numpy import load, save
-
-from manyhands.errors import WrongCheckpoint
-
-Array = NDArray[Any]
 
 _NUMBER = re.compile(r"_\d+\Z")
 
@@ -43,27 +34,3 @@ def names(model: Any) -> list[str]:
         given[name] += 1
         result.append(name if given[name] == 1 else f"{name} ({given[name]})")  # two layers may have the same name
     return result
-
-
-def pack(tensors: Mapping[str, Array]) -> bytes:
-    return save({name: np.array(tensor, order="C", copy=True) for name, tensor in tensors.items()})
-
-
-def unpack(blob: bytes) -> dict[str, Array]:
-    return load(blob)
-
-
-def in_order(blob: bytes, own: Mapping[str, Sequence[int]], what: str) -> list[Array]:
-    """The tensors of a blob in the order of ``own`` (shapes by name); those of something else are refused."""
-    saved = unpack(blob)
-    differences = [f"{name} is missing" for name in own.keys() - saved.keys()]
-    differences += [f"{name} is not in {what}" for name in saved.keys() - own.keys()]
-    differences += [
-        f"{name} is {saved[name].shape}, {what}'s is {tuple(shape)}"
-        for name, shape in own.items()
-        if name in saved and saved[name].shape != tuple(shape)
-    ]
-    if differences:
-        shown = "; ".join(sorted(differences)[:5]) + ("; ..." if len(differences) > 5 else "")
-        raise WrongCheckpoint(f"these are not the weights of {what}: {shown}")
-    return [saved[name] for name in own]
