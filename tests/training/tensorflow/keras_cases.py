@@ -36,6 +36,11 @@ def mlp(*middle: Any, dtype: str = "float64") -> Any:
         keras.config.set_dtype_policy("float32")
 
 
+def mixed() -> Any:
+    """A model with statistics, and with numbers of two kinds."""
+    return mlp(layers.BatchNormalization, lambda: layers.Dense(4, dtype="float32"))
+
+
 def convnet(dtype: str = "float64") -> Any:
     keras.config.set_dtype_policy(dtype)
     try:

@@ -12,6 +12,7 @@ from keras import layers
 from keras_cases import CLASSES, convnet, difference, fit, images, mlp, momentum, tensors, vectors
 
 from manyhands.training import parity
+from manyhands.training.tensorflow import feed
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,23 @@ def test_a_loader_gives_what_its_arrays_give() -> None:
     by_hand.compile(momentum(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64"))
     by_hand.fit(X, y, batch_size=16, epochs=1, verbose=0, shuffle=False)
     assert parity.largest_difference(tensors(one), tensors(by_hand)) < 1e-12
+
+
+def test_data_that_lie_on_every_device_are_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host = mlp()
+    fit(on_host, (vectors(), vectors(9)), 2)
+    placed = []
+
+    def fits(source: Any, devices: Any) -> bool:  # as on GPUs
+        placed.append([str(device)[-5:] for device in devices])
+        return True
+
+    monkeypatch.setattr(feed, "_fits", fits)
+    for devices in (1, 2):
+        resident = mlp()
+        fit(resident, (vectors(), vectors(9)), devices)
+        assert parity.largest_difference(tensors(resident), tensors(on_host)) < 1e-12
+    assert placed == [["CPU:0"]] * 2 + [["CPU:0", "CPU:1"]] * 2
 
 
 def test_dropout_draws_other_numbers_on_every_device_and_step_and_the_same_in_every_run() -> None:

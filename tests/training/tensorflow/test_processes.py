@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from keras_cases import fit, mlp, tensors, vectors
+from keras_cases import fit, mixed, mlp, tensors, vectors
 
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import parity
@@ -23,13 +23,13 @@ from manyhands.training.tensorflow.trainer import Trainer
 SCRIPT = """
 import sys
 from pathlib import Path
-from keras_cases import momentum, mlp, tensors, vectors
+from keras_cases import mixed, momentum, tensors, vectors
 import numpy as np
 from manyhands import tensorflow as mh
 folder = Path(sys.argv[1])
 how = dict(lr=0.05, batch_size=16, optimizer=momentum, quiet=True, shares=[3, 1], run=folder / "run", resume="auto")
 trainer = mh.Trainer(2, checkpoint_every=3, **how)
-model = mlp()
+model = mixed()
 if trainer_rank := int(__import__("os").environ["RANK"]):
     model.set_weights([0 * weight for weight in model.get_weights()])  # it gets those of the first process
 result = trainer.fit(model, (vectors(), vectors(9)))
@@ -70,11 +70,11 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
     port = str(free_port())
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ended([start(tmp_path, {"RANK": str(rank), **common}) for rank in range(2)])
-    alone = mlp()
+    alone = mixed()
     result = fit(alone, (vectors(), vectors(9)), 2, shares=[3, 1])
     for rank in range(2):
         found = dict(np.load(tmp_path / f"{rank}.npz"))
-        assert parity.largest_difference(found, tensors(alone)) < 1e-12
+        assert parity.largest_difference(found, tensors(alone)) < 1e-5
         samples, accuracy, line = (tmp_path / f"{rank}.txt").read_text().split(" ", 2)
         assert samples == "50"
         assert float(accuracy) == result.rows[-1]["test_acc"]

@@ -37,7 +37,7 @@ class Feed:
 
     def __init__(self, source: Source, strategy: Any, devices: Sequence[Any], check: Any = None) -> None:
         """``check`` looks at the arrays of every batch of a loader, on the host."""
-        self.source, self.strategy, self.check = source, strategy, check
+        self.source, self.strategy, self.devices, self.check = source, strategy, devices, check
         self.on_host = not (isinstance(source, Arrays) and _fits(source, devices))
         self._data: tuple[Any, ...] = ()
         if isinstance(source, Arrays):
@@ -76,7 +76,8 @@ class Feed:
             on_host = tf.convert_to_tensor(array)
         if self.on_host:
             return on_host
-        return self.strategy.experimental_distribute_values_from_function(lambda _: tf.identity(on_host))
+        copies = iter([backend.move(on_host, device) for device in self.devices])
+        return self.strategy.experimental_distribute_values_from_function(lambda _: next(copies))
 
 
 def _bounds(window: Window, first: int, replicas: int, shares: Sequence[float] | None, least: int) -> Array:

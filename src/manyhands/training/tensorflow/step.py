@@ -86,8 +86,7 @@ class Step:
     def _train_replica(
         self, prepare: Prepare, on_host: bool, data: Batch, order: Any, bounds: Any, number: Any, factor: Any
     ) -> None:
-        replicas = tf.distribute.get_replica_context()
-        replica = replicas.replica_id_in_sync_group
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         begin, end = bounds[replica], bounds[replica + 1]
         whole, weights = bounds[-1] - bounds[0], [tf.convert_to_tensor(one) for one in self.weights]
         kept = [tf.convert_to_tensor(one) for one in self.kept]
@@ -103,8 +102,8 @@ class Step:
             more, kept, now = self._part(rows, stop - start, whole, weights, kept, numbers)
             gradients = more if not gradients else [a + b for a, b in zip(gradients, more, strict=True)]
             sums += now
-        share = sums[LOSS] / tf.cast(whole, tf.float64)
-        *gradients, loss = replicas.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, share])
+        share = tf.cast(sums[LOSS] / tf.cast(whole, tf.float64), gradients[0].dtype)
+        *gradients, loss = _over_replicas([*gradients, share])
         if self.settings.gradient_clip_val:
             gradients, _ = tf.clip_by_global_norm(gradients, self.settings.gradient_clip_val)
         self._update(gradients, weights, kept, loss, factor)
@@ -170,11 +169,10 @@ class Step:
         """Every replica gets the statistics of one of them."""
 
         def share(source: Any) -> None:
-            replicas = tf.distribute.get_replica_context()
-            chosen = replicas.replica_id_in_sync_group == source
+            chosen = tf.distribute.get_replica_context().replica_id_in_sync_group == source
             own = [tf.convert_to_tensor(one) for one in self.kept]
             masked = [tf.where(chosen, one, tf.zeros_like(one)) for one in own]
-            for variable, value in zip(self.kept, replicas.all_reduce(tf.distribute.ReduceOp.SUM, masked), strict=True):
+            for variable, value in zip(self.kept, _over_replicas(masked), strict=True):
                 variable.assign(value)
 
         if self.kept and self.replicas > 1:
@@ -188,6 +186,17 @@ def _gathered(data: Batch, numbers: Any, on_host: bool) -> Batch:
     with tf.device(_HOST):
         found = [tf.gather(one, numbers) for one in data]
     return tuple(tf.identity(one) for one in found)
+
+
+def _over_replicas(values: Sequence[Any]) -> list[Any]:
+    """The sums over all replicas; TensorFlow packs values of one kind of number together, and only those."""
+    replicas, found = tf.distribute.get_replica_context(), list(values)
+    for kind in dict.fromkeys(value.dtype for value in values):
+        places = [place for place, value in enumerate(values) if value.dtype == kind]
+        sums = replicas.all_reduce(tf.distribute.ReduceOp.SUM, [values[place] for place in places])
+        for place, one in zip(places, sums, strict=True):
+            found[place] = one
+    return found
 
 
 def _add(variable: Any, figures: Any, bad_step: Any) -> None:

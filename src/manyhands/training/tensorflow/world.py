@@ -67,9 +67,9 @@ class World:
         return found
 
     def _summed(self, own: Array) -> Array:
-        found = _sums(self.strategy)(tf.convert_to_tensor(own))
+        found = _sums(self.strategy)(tf.convert_to_tensor(own.ravel()))
         values: Array = self.strategy.experimental_local_results(found)[0].numpy()
-        return values
+        return values.reshape(own.shape)
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def _sums(strategy: Any) -> Any:
         counts = here.replica_id_in_sync_group % local == 0
         return here.all_reduce(tf.distribute.ReduceOp.SUM, tf.where(counts, values, tf.zeros_like(values)))
 
-    return tf.function(lambda values: strategy.run(replica, args=(values,)), autograph=False)
+    return tf.function(lambda values: strategy.run(replica, args=(values,)), autograph=False, reduce_retracing=True)
 
 
 def of_devices(devices: Sequence[Any]) -> World:
