@@ -16,6 +16,7 @@ export MANYHANDS_VIRTUAL_DEVICES :=
 
 # MXNet's threads are its own: OpenBLAS, where it stands below them, would start more inside of each.
 test-mxnet test-training-mxnet bench-mxnet: export OPENBLAS_NUM_THREADS := 1
+test-tensorflow test-training-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
 
 .PHONY: run test lint types test-core test-gpu $(addprefix test-,$(FRAMEWORKS)) \
 	$(addprefix test-training-,$(FRAMEWORKS)) skipped bench $(addprefix bench-,$(FRAMEWORKS)) clean
