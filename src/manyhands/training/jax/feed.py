@@ -1,0 +1,60 @@
+"""Brings each batch to the devices: gathered there, if the data fit, else on the host and sent.
+
+Sending is not waited for: the host gathers the next batch while the devices work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands import machine
+from manyhands.backends import jax as backend
+from manyhands.errors import BadBatch
+from manyhands.training.jax.division import Division
+from manyhands.training.jax.world import World
+from manyhands.training.order import Cursor, Window
+from manyhands.training.sources import Arrays, Source, Stream
+
+_MOST = 0.25  # of the memory that is free
+
+
+def resident(source: Source | None, world: World) -> tuple[jax.Array, ...] | None:
+    """The arrays of a source on every device, if it has some and they fit there well."""
+    if not isinstance(source, Arrays):
+        return None
+    local = [device for device in world.devices if device.process_index == world.rank]
+    records = [backend.describe(device).memory for device in local]
+    if world.platform == "cpu":  # all of them share the host's
+        records, needed = [machine.host_memory()], source.nbytes * len(local)
+    else:
+        needed = source.nbytes
+    if any(memory is not None and memory.free is not None and needed > _MOST * memory.free for memory in records):
+        return None
+    return tuple(map(world.put, source.arrays))
+
+
+def rows_of(source: Arrays, order: NDArray[np.int64], window: Window, division: Division, world: World) -> Any:
+    """A batch of the epoch's order, gathered on the host and sent in parts."""
+    numbers = order[window.start : window.stop][division.places]
+    return tuple(world.put(rows, in_parts=True) for rows in source.rows(numbers))
+
+
+def sent(parts: tuple[NDArray[Any], ...], division: Division, world: World) -> Any:
+    """A batch of a loader's, sent in parts."""
+    return tuple(world.put(part[division.places], in_parts=True) for part in parts)
+
+
+def stream(source: Stream, cursor: Cursor) -> Iterator[tuple[Window, tuple[NDArray[Any], ...]]]:
+    """The batches that a loader gives after those that are done, each with its window."""
+    start = cursor.sample
+    for step, parts in enumerate(source.batches(cursor.batch), cursor.step):
+        window = Window(cursor.epoch, start, start + len(parts[0]), step)
+        start = window.stop
+        yield window, parts
+    if not start:
+        raise BadBatch("the loader gave no batch: there is nothing to train on")

@@ -1,0 +1,267 @@
+"""JAX's learner: all devices of a job as one mesh, driven by one program a step."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from manyhands.training import blobs
+from manyhands.training.figures import Figures
+from manyhands.training.jax import feed, sums
+from manyhands.training.jax.checks import Labels
+from manyhands.training.jax.division import Division, division
+from manyhands.training.jax.objective import Objective
+from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
+from manyhands.training.jax.step import State, Steps
+from manyhands.training.jax.sums import Sums
+from manyhands.training.jax.world import World
+from manyhands.training.learner import Saved
+from manyhands.training.order import Cursor, Window, epoch_order, windows
+from manyhands.training.settings import Settings
+from manyhands.training.sources import Arrays, Source, Stream
+
+_TEST_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and how."""
+
+    model: nnx.Module
+    skeleton: Skeleton
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    optimizer_name: str
+    train: Source
+    test: Source | None
+    settings: Settings
+    dtype: Any  # what layers compute in; None: in that of their parameters
+    labels: Labels | None
+
+
+class JaxLearner:
+    """The state of a job while it runs; a :class:`~manyhands.training.learner.Learner`."""
+
+    framework = "jax"
+
+    def __init__(self, job: Job, world: World) -> None:
+        self.job, self.world, self.settings = job, world, job.settings
+        self.rank, self.size = world.rank, world.size
+        self.optimizer_name = job.optimizer_name
+        self.shares = _as_floats(job.settings.shares)
+        self.notes: list[str] = []
+        optimizer = optax.with_extra_args_support(job.optimizer)
+        self.steps = Steps(
+            job.skeleton,
+            job.objective,
+            optimizer,
+            world,
+            job.dtype,
+            clip=job.settings.gradient_clip_val,
+            spares=job.settings.on_nan == "continue",
+        )
+        self.state: State = self._first_state(optimizer)
+        self.sums: Sums = world.put_anew(sums.from_figures(Figures()))
+        self._under_way: collections.deque[Sums] = collections.deque()
+        self._shown: Figures | None = None
+        self._looked_at: Sums | None = None
+        self.arrays = feed.resident(job.train, world) if job.settings.fast else None
+        self.test_arrays = feed.resident(job.test, world) if job.settings.fast else None
+        self._order: jax.Array | None = None
+        self._divisions: dict[int, Division] = {}
+        self._say_how()
+
+    def _first_state(self, optimizer: Any) -> State:
+        numbers: State = dict(self.job.skeleton.numbers(self.job.model))
+        if self.settings.precision == "fp64":
+            numbers = jax.tree.map(_doubled, numbers)
+        state = {part: self.world.put_anew(numbers[part]) for part in PARTS}
+        state["optimizer"] = self.world.put_anew(jax.jit(optimizer.init)(state["parameters"]))
+        state["at"] = self.world.put_anew(np.zeros(2, np.int32))
+        return state
+
+    def _say_how(self) -> None:
+        where = "gathered on the devices" if self.arrays is not None else "gathered on the host and sent"
+        self.notes.append(f"one compiled program a step; batches are {where}")
+        if self.job.dtype is not None:
+            self.notes.append(f"layers compute in {jnp.dtype(self.job.dtype).name}, parameters are kept as they are")
+        normalises = any(isinstance(layer, nnx.BatchNorm) for _, layer in nnx.iter_modules(self.job.model))
+        if normalises and len(self.world.devices) > 1:
+            self.notes.append("statistics of normalisation are over the whole batch, as on one device")
+
+    @property
+    def data(self) -> Source:
+        return self.job.train
+
+    # Steps
+
+    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
+        data = self.job.train
+        if isinstance(data, Stream):
+            for window, parts in feed.stream(data, cursor):
+                if self.job.labels is not None:
+                    self.job.labels.check(parts)
+                yield window, feed.sent(parts, self._divided(window.size), self.world)
+            return
+        order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)
+        if self.arrays is not None:
+            self._order = self.world.put(order.astype(np.int32))
+        self.state["at"] = self.world.put_anew(np.array([cursor.sample, cursor.step], np.int32))
+        for window in windows(cursor, data.count, self.settings.batch_size):
+            if self.arrays is not None:
+                yield window, None
+            else:
+                yield window, feed.rows_of(data, order, window, self._divided(window.size), self.world)
+
+    def step(self, window: Window, batch: Any, factor: float | None) -> None:
+        self._wait_for_an_old_one()
+        rate = 1.0 if factor is None else factor
+        how = self._divided(window.size), self._prepare(self.job.train)
+        if batch is None:
+            self.state, self.sums = self.steps.train(self.state, self.sums, rate, (self.arrays, self._order), *how)
+        else:
+            self.state, self.sums = self.steps.train_on(self.state, self.sums, rate, batch, *how)
+        self._under_way.append(self.sums)
+
+    def _wait_for_an_old_one(self) -> None:
+        """Not for the last step, but for one before it: else steps would be queued without end."""
+        while len(self._under_way) >= self.world.in_flight:
+            jax.block_until_ready(self._under_way.popleft())
+
+    def _divided(self, size: int) -> Division:
+        if size not in self._divisions:
+            self._divisions[size] = division(size, len(self.world.devices), self.shares)
+        return self._divisions[size]
+
+    def _prepare(self, source: Source) -> Callable[[Any], Any]:
+        return source.prepare if isinstance(source, Arrays) else _as_it_is
+
+    # Figures: every process has those of all
+
+    def peek(self) -> Figures | None:
+        if self._looked_at is not None and sums.is_there(self._looked_at):
+            self._shown = self._own(self._looked_at)
+            self._looked_at = None
+        if self._looked_at is None:
+            self._looked_at = self.sums
+        return self._shown
+
+    def read(self) -> list[Figures]:
+        everything = sums.figures(self.sums, counted=self.steps.counts_right)
+        return [everything, *[Figures(counted=everything.counted)] * (self.size - 1)]
+
+    def _own(self, so_far: Sums) -> Figures:
+        return sums.figures(so_far, counted=self.steps.counts_right)
+
+    def reset(self) -> None:
+        self.sums = self.world.put_anew(sums.from_figures(Figures()))
+        self._looked_at, self._shown = None, None
+
+    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
+        data = self.job.test
+        if data is None:
+            return None
+        total = self.world.put_anew(sums.from_figures(Figures()))
+        prepare, state = self._prepare(data), self.state
+        if isinstance(data, Stream):
+            for window, parts in feed.stream(data, Cursor()):
+                how = division(window.size, len(self.world.devices), None)
+                total = self.steps.test_on(state, total, feed.sent(parts, how, self.world), how, prepare)
+                self._evaluated(total, alive)
+        else:
+            order = np.arange(data.count)
+            size = _even(data.count, max(self.settings.batch_size, _TEST_BATCH))
+            for window in windows(Cursor(), data.count, size):
+                how = division(window.size, len(self.world.devices), None)
+                if self.test_arrays is not None:
+                    total = self.steps.test(state, total, self.test_arrays, window.start, how, prepare)
+                else:
+                    rows = feed.rows_of(data, order, window, how, self.world)
+                    total = self.steps.test_on(state, total, rows, how, prepare)
+                self._evaluated(total, alive)
+        return self._own(total)
+
+    def _evaluated(self, total: Sums, alive: Callable[[], None]) -> None:
+        self._under_way.append(total)
+        self._wait_for_an_old_one()
+        alive()
+
+    # Checkpoints
+
+    def save(self) -> Saved | None:
+        if self.rank:
+            return None
+        model = {**named(self.state["parameters"]), **named(self.state["rest"])}
+        return Saved(
+            state={"devices": [device.platform for device in self.world.devices], "processes": self.size},
+            blobs={
+                "model": blobs.pack(model),
+                "optimizer": blobs.pack(named(self.state["optimizer"])),
+                "random": blobs.pack(named(self.state["random"])),
+            },
+        )
+
+    def restore(self, saved: Mapping[str, Any], found: Mapping[str, bytes], figures: Figures) -> None:
+        own = {**named(self.state["parameters"]), **named(self.state["rest"])}
+        weights = blobs.fitting(found["model"], own, "weights of another model")
+        for part in ("parameters", "rest"):
+            self._refill(part, weights)
+        for part, what in (
+            ("optimizer", "numbers of another optimizer"),
+            ("random", "random numbers of another model"),
+        ):
+            if part in found:  # weights from another framework come alone
+                self._refill(part, blobs.fitting(found[part], named(self.state[part]), what))
+        # All processes have the same sums: those of the first.
+        first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
+        self.steps.counts_right = first.counted
+        self.sums = self.world.put_anew(sums.from_figures(first))
+
+    def _refill(self, part: str, numbers: Mapping[str, Any]) -> None:
+        self.state[part] = self.world.put_anew(refilled(self.state[part], numbers))
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.world.from_first(data)
+
+    def close(self) -> None:
+        """Bring the numbers home, each to where it was and in its kind."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):  # a step broke off that had taken them
+            return
+        before = self.job.skeleton.numbers(self.job.model)
+        after = {part: jax.tree.map(_home, self.state[part], before[part]) for part in PARTS}
+        self.job.skeleton.put_into(self.job.model, after)
+
+
+def _home(array: jax.Array, like: Any) -> Any:
+    host = np.asarray(array)
+    if not isinstance(like, jax.Array):
+        return host
+    host = host.astype(like.dtype)
+    return jax.device_put(host, like.sharding) if like.committed else jnp.asarray(host)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _as_floats(shares: Any) -> list[float] | None:
+    return [float(share) for share in shares] if isinstance(shares, Sequence) else None
+
+
+def _doubled(leaf: Any) -> Any:
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return np.asarray(leaf).astype(np.float64) if floating else leaf
+
+
+def _even(count: int, size: int) -> int:
+    """A size of batches near that one, so that the last is hardly shorter: each size is compiled for itself."""
+    return -(-count // -(-count // size))

@@ -1,0 +1,40 @@
+"""Normalisation over the samples that count, where rows are there only to fill up a device's part.
+
+NNX's ``BatchNorm`` takes a mask, but a model's author seldom passes one on. So the layers of a model that lives for one
+trace are told: each becomes one of a class that adds the mask itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from manyhands.errors import BadSettings
+
+
+def counting_only(model: nnx.Module, weights: jax.Array | None) -> nnx.Module:
+    """Let every BatchNorm of the model take its statistics over the rows whose weight is not zero."""
+    if weights is None:
+        return model
+    for _, layer in nnx.iter_modules(model):
+        if isinstance(layer, nnx.BatchNorm):
+            object.__setattr__(layer, "__class__", _masked(type(layer), weights))
+    return model
+
+
+def _masked(kind: Any, weights: jax.Array) -> Any:
+    def call(self: Any, x: jax.Array, *arguments: Any, mask: jax.Array | None = None, **others: Any) -> jax.Array:
+        if len(x) != len(weights):
+            raise BadSettings(
+                f"uneven shares fill up every device's part with rows that do not count, and a {kind.__name__} sees "
+                f"{len(x)} rows of {len(weights)} samples: it cannot tell which those are. Leave shares away"
+            )
+        rows = weights.reshape(-1, *[1] * (x.ndim - 1))
+        answer: jax.Array = kind.__call__(
+            self, x, *arguments, mask=rows if mask is None else rows & mask.astype(bool), **others
+        )
+        return answer
+
+    return type(kind.__name__, (kind,), {"__call__": call})

@@ -1,0 +1,151 @@
+"""A model and its numbers apart: JAX computes with functions of trees of arrays, users hold Flax NNX objects.
+
+A :class:`Skeleton` is the model without its numbers. They come in three trees, plain nested dicts under the names of
+the model's parts: ``parameters`` (what is trained), ``random`` (streams of random numbers, as raw keys and counts) and
+``rest`` (statistics of normalisation, and every other variable). Inside a step the three become a model again, for as
+long as it is traced::
+
+    skeleton = Skeleton(net)
+    numbers = skeleton.numbers(net)     # {"parameters": {"layers": {0: {"kernel": ...}}}, "random": {}, "rest": {}}
+    net = skeleton.model(numbers)       # another object, with those numbers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from manyhands.errors import BadSettings, NotATensor
+
+Tree = dict[Any, Any]  # nested, with arrays as leaves
+Numbers = dict[str, Tree]
+
+PARTS = ("parameters", "random", "rest")
+_FILTERS = (nnx.Param, nnx.RngState, ...)
+_MODES = ("deterministic", "use_running_average")
+
+
+class Skeleton:
+    """What a model is made of, apart from its numbers."""
+
+    def __init__(self, model: nnx.Module) -> None:
+        if not isinstance(model, nnx.Module):
+            raise NotATensor(
+                f"a {type(model).__name__} is no model that can be trained here: give a flax.nnx.Module (of a Linen "
+                "module, nnx.bridge.ToNNX makes one)"
+            )
+        self._graph, *states = nnx.split(model, *_FILTERS)
+        self._states = dict(zip(PARTS, states, strict=True))
+        self._keys = {path: key for path, key in _leaves(self._pure("random")) if _is_key(key)}
+        self.all_evaluating = _all_evaluating(model)
+        if not jax.tree.leaves(self._pure("parameters")):
+            raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+
+    def numbers(self, model: nnx.Module) -> Numbers:
+        """All numbers of a model of this kind; variables that a call has added to it are left out."""
+        _, *states = nnx.split(model, *_FILTERS)
+        found = {part: nnx.to_pure_dict(state) for part, state in zip(PARTS, states, strict=True)}
+        found = {part: _only(tree, self._pure(part)) for part, tree in found.items()}
+        found["random"] = _mapped(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, found["random"])
+        return found
+
+    def model(self, numbers: Numbers) -> nnx.Module:
+        """A new model with those numbers."""
+        return nnx.merge(self._graph, *(self._filled(part, numbers[part]) for part in PARTS))
+
+    def put_into(self, model: nnx.Module, numbers: Numbers) -> None:
+        """Give those numbers to a model of this kind, in place."""
+        nnx.update(model, *(self._filled(part, numbers[part]) for part in PARTS))
+
+    def _pure(self, part: str) -> Tree:
+        found: Tree = nnx.to_pure_dict(self._states[part])
+        return found
+
+    def _filled(self, part: str, tree: Tree) -> Any:
+        if part == "random":
+            tree = jax.tree_util.tree_map_with_path(self._as_key, tree)
+        state = jax.tree.map(lambda leaf: leaf, self._states[part])  # a new one: it is written to
+        nnx.replace_by_pure_dict(state, tree)
+        return state
+
+    def _as_key(self, path: Any, leaf: Any) -> Any:
+        key = self._keys.get(name_of(path))
+        return leaf if key is None else jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key))
+
+
+def refilled(tree: Any, values: Mapping[str, Any]) -> Any:
+    """A tree of the same form, with those values by the names of its leaves."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: values[name_of(path)], tree)
+
+
+def doubled(model: nnx.Module) -> None:
+    """Turn all floating-point numbers of a model into double precision; inside ``jax.enable_x64`` only."""
+
+    def wide(leaf: Any) -> Any:
+        return leaf.astype(jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    nnx.update(model, jax.tree.map(wide, nnx.state(model)))
+
+
+def name_of(path: Any) -> str:
+    """``layers.0.kernel``: the name under which a leaf is known and saved."""
+    return str(jax.tree_util.keystr(path, simple=True, separator="."))
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """A tree's leaves by name."""
+    return dict(_leaves(tree))
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def _mapped(function: Any, tree: Tree) -> Tree:
+    found: Tree = jax.tree.map(function, tree)
+    return found
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _only(tree: Tree, like: Tree) -> Tree:
+    return {name: _only(tree[name], part) if isinstance(part, dict) else tree[name] for name, part in like.items()}
+
+
+# Modes and precision, of models that live for one trace
+
+
+def training(model: nnx.Module, skeleton: Skeleton) -> nnx.Module:
+    """In training mode, if all of it was in evaluation; single layers that the caller has frozen stay so."""
+    if skeleton.all_evaluating:
+        model.train()
+    return model
+
+
+def evaluating(model: nnx.Module) -> nnx.Module:
+    """In evaluation mode: no dropout, and statistics as they were learned."""
+    model.eval()
+    return model
+
+
+def computing_in(model: nnx.Module, dtype: Any, *, statistics: bool) -> nnx.Module:
+    """Let every layer that does not say itself in which precision it computes do so in this one.
+
+    ``statistics=False`` leaves normalisation alone: it would round what it has learned before it uses it.
+    """
+    for _, layer in nnx.iter_modules(model):
+        normalises = isinstance(layer, nnx.BatchNorm)
+        if getattr(layer, "dtype", dtype) is None and (statistics or not normalises):
+            layer.dtype = dtype
+    return model
+
+
+def _all_evaluating(model: nnx.Module) -> bool:
+    modes = [getattr(layer, name) for _, layer in nnx.iter_modules(model) for name in _MODES if hasattr(layer, name)]
+    return bool(modes) and all(modes)

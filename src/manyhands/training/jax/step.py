@@ -1,0 +1,164 @@
+"""One step as one compiled program over all devices: gather, forward, backward, update and sums.
+
+The program is written for the whole batch, as for one device; the batch lies on the devices in parts, the parameters
+are everywhere, and XLA adds what has to cross devices. So the update is that of one device whatever the loss,
+statistics of normalisation are over the whole batch, and dropout draws the same numbers on any number of devices.
+
+Where the data live on the devices, so do the order of the epoch and the place in it: nothing is sent but the factor of
+the learning rate. What changes from step to step is given away (donated) to the program, which writes the new values
+into the same memory. There is a program for each size of batch: the usual one and the short last one of an epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from manyhands.training.jax import skeleton as models
+from manyhands.training.jax import sums
+from manyhands.training.jax.division import Division
+from manyhands.training.jax.masking import counting_only
+from manyhands.training.jax.objective import Batch, Objective
+from manyhands.training.jax.skeleton import Skeleton
+from manyhands.training.jax.sums import Sums
+from manyhands.training.jax.world import World
+
+# A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", and "at": where in the epoch's order the
+# job stands, and the number of the step.
+State = dict[str, Any]
+
+
+@dataclass
+class Steps:
+    """The programs of a job, each compiled when it is first needed."""
+
+    skeleton: Skeleton
+    objective: Objective
+    optimizer: optax.GradientTransformationExtraArgs
+    world: World
+    dtype: Any  # what layers compute in; None: in that of their parameters
+    clip: float
+    spares: bool  # a step whose loss is no number changes nothing
+    counts_right: bool = False  # whether answers can be right; known once a program is traced
+
+    def __post_init__(self) -> None:
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    # What the learner calls
+
+    def train(self, state: State, so_far: Sums, factor: float, data: Any, division: Division, prepare: Any) -> Any:
+        """The next batch of data that live on the devices: ``data`` are the arrays, and the epoch's order."""
+        program = self._program("train", division, prepare, donated=True)
+        return program(state, so_far, factor, data)
+
+    def train_on(self, state: State, so_far: Sums, factor: float, rows: Batch, division: Division, prepare: Any) -> Any:
+        """A batch whose rows were sent to the devices."""
+        program = self._program("train_on", division, prepare, donated=True)
+        return program(state, so_far, factor, rows)
+
+    def test(self, state: State, so_far: Sums, data: Any, start: int, division: Division, prepare: Any) -> Sums:
+        """The sums with the figures of some samples of a test set that lives on the devices."""
+        numbers = {part: state[part] for part in models.PARTS}
+        return self._program("test", division, prepare)(numbers, so_far, start, data)  # type: ignore[no-any-return]
+
+    def test_on(self, state: State, so_far: Sums, rows: Batch, division: Division, prepare: Any) -> Sums:
+        numbers = {part: state[part] for part in models.PARTS}
+        return self._program("test_on", division, prepare)(numbers, so_far, 0, rows)  # type: ignore[no-any-return]
+
+    def _program(self, name: str, division: Division, prepare: Any, *, donated: bool = False) -> Callable[..., Any]:
+        key = (name, division.size, len(division.places), prepare)
+        if key not in self._programs:
+            function = functools.partial(getattr(self, f"_{name}"), division=division, prepare=prepare)
+            self._programs[key] = jax.jit(
+                function, donate_argnums=0 if donated else (), out_shardings=self.world.everywhere
+            )
+        return self._programs[key]
+
+    # The programs
+
+    def _train(self, state: State, so_far: Sums, factor: Any, data: Any, *, division: Division, prepare: Any) -> Any:
+        arrays, order = data
+        numbers = jax.lax.dynamic_slice_in_dim(order, state["at"][0], division.size)
+        if division.weights is not None:
+            numbers = numbers[division.places]
+        rows = _gathered(arrays, self.world.divided(numbers))
+        return self._update(state, so_far, factor, prepare(self.world.divided(rows)), division)
+
+    def _train_on(
+        self, state: State, so_far: Sums, factor: Any, rows: Batch, *, division: Division, prepare: Any
+    ) -> Any:
+        return self._update(state, so_far, factor, prepare(self._real(rows, division)), division)
+
+    def _test(self, numbers: Any, so_far: Sums, start: Any, data: Any, *, division: Division, prepare: Any) -> Sums:
+        rows = tuple(jax.lax.dynamic_slice_in_dim(array, start, division.size) for array in data)
+        return self._tested(numbers, so_far, prepare(self.world.divided(rows)), division)
+
+    def _test_on(self, numbers: Any, so_far: Sums, start: Any, rows: Any, *, division: Division, prepare: Any) -> Sums:
+        return self._tested(numbers, so_far, prepare(self._real(rows, division)), division)
+
+    def _real(self, rows: Batch, division: Division) -> Batch:
+        """Without the rows at the end that only fill up the last device's part."""
+        real = rows if division.weights is not None else tuple(part[: division.size] for part in rows)
+        divided: Batch = self.world.divided(real)
+        return divided
+
+    def _update(self, state: State, so_far: Sums, factor: Any, batch: Batch, division: Division) -> tuple[State, Sums]:
+        weights = None if division.weights is None else jnp.asarray(division.weights)
+        before = state["parameters"]
+        loss_of = jax.value_and_grad(self._loss, has_aux=True)
+        (loss, (numbers, right)), gradients = loss_of(before, state["random"], state["rest"], batch, weights)
+        if self.clip:
+            norm = optax.global_norm(gradients)
+            gradients = jax.tree.map(lambda one: one * (self.clip / jnp.maximum(norm, self.clip)), gradients)
+        updates, optimizer = self.optimizer.update(gradients, state["optimizer"], before, value=loss)
+        # The whole update is multiplied, weight decay too where it is part of it: as if the rate were another one.
+        updates = jax.tree.map(lambda one: (one * factor).astype(one.dtype), updates)
+        after = {**numbers, "parameters": optax.apply_updates(before, updates), "optimizer": optimizer}
+        if self.spares:
+            good = jnp.isfinite(loss)
+            after = {name: _chosen(good, after[name], state[name]) for name in after}
+        position, step = state["at"]
+        so_far = sums.add(so_far, loss, right, division.size, step)
+        return {**after, "at": jnp.stack([position + division.size, step + 1])}, so_far
+
+    def _loss(self, parameters: Any, random: Any, rest: Any, batch: Batch, weights: Any) -> tuple[jax.Array, Any]:
+        model = self.skeleton.model({"parameters": parameters, "random": random, "rest": rest})
+        model = counting_only(models.training(model, self.skeleton), weights)
+        if self.dtype is not None:
+            models.computing_in(model, self.dtype, statistics=True)
+        loss, right = self.objective(model, _as_parameters(batch, parameters), weights, training=True)
+        self.counts_right = right is not None
+        numbers = self.skeleton.numbers(model)
+        return loss, ({"random": numbers["random"], "rest": numbers["rest"]}, right)
+
+    def _tested(self, numbers: Any, so_far: Sums, batch: Batch, division: Division) -> Sums:
+        model = models.evaluating(self.skeleton.model(numbers))
+        if self.dtype is not None:
+            models.computing_in(model, self.dtype, statistics=False)
+        batch = _as_parameters(batch, numbers["parameters"])
+        loss, right = self.objective(model, batch, None, training=False)
+        return sums.add(so_far, loss, right, division.size)
+
+
+def _gathered(arrays: Batch, numbers: jax.Array) -> Batch:
+    return tuple(array.at[numbers].get(mode="promise_in_bounds") for array in arrays)
+
+
+def _as_parameters(batch: Batch, parameters: Any) -> Batch:
+    """Floating-point inputs in double precision, where the parameters are."""
+    double = any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(parameters))
+
+    def widened(part: jax.Array) -> jax.Array:
+        return part.astype(jnp.float64) if double and jnp.issubdtype(part.dtype, jnp.floating) else part
+
+    return tuple(map(widened, batch))
+
+
+def _chosen(good: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda one, other: jnp.where(good, one, other), new, old)

@@ -1,0 +1,161 @@
+"""``Trainer``: any NNX module, any loss, any Optax optimizer, on every device; and the book's ``train``.
+
+All devices of a process are driven by it, in one compiled program. With a launcher's environment each process drives
+its own, and the same script runs on several machines unchanged (:mod:`.world`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from manyhands import tree
+from manyhands.backends import jax as backend
+from manyhands.device import Device
+from manyhands.errors import BadSettings
+from manyhands.training.base_trainer import BaseTrainer, two_parts
+from manyhands.training.display import Display
+from manyhands.training.jax import checks, world
+from manyhands.training.jax.learner import JaxLearner, Job
+from manyhands.training.jax.objective import check_shares, objective_for
+from manyhands.training.jax.skeleton import Skeleton, evaluating
+from manyhands.training.loop import Loop
+from manyhands.training.result import Result
+from manyhands.training.settings import Settings
+from manyhands.training.sources import is_array, source
+
+_FEW = 4  # samples that a loss is tried on
+_WITH_BF16 = 8.0  # a GPU's compute capability
+
+
+class Trainer(BaseTrainer):
+    __doc__ = BaseTrainer.__doc__
+
+    backend: ClassVar[Any] = backend
+    refused: ClassVar[dict[str, str]] = {
+        "ranks_per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes several of the CPU",
+        "accumulate": "a step is one compiled program over the whole batch here; give a smaller batch_size",
+        "side_lanes": "XLA orders a step's work itself",
+    }
+
+    def _check_options(self) -> None:
+        if self._option("shares") == "measured":
+            raise BadSettings(
+                "shares='measured': all devices run one program in step, and JAX does not say how long each of them "
+                "took. Give one number per device"
+            )
+        if self._option("compile") is False:
+            raise BadSettings("compile=False: a step in JAX is always compiled")
+        optimizer = self._option("optimizer")
+        if optimizer is not None and not callable(optimizer) and not _is_optimizer(optimizer):
+            raise BadSettings(
+                f"optimizer={optimizer!r} is a {type(optimizer).__name__}: give one of Optax's, as optax.adam(1e-3), "
+                "or a function of the rate that makes one (of an nnx.Optimizer: its tx)"
+            )
+
+    @property
+    def device_names(self) -> list[str]:
+        """As the caller has named them: the CPU and the first virtual device are one place here."""
+        given = self._option("devices") or self._natives()
+        return [str(one if isinstance(one, (str, Device)) else backend.neutral(one)) for one in given]
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """The batch as JAX's arrays, on the first of the trainer's devices."""
+        return super().prepare_batch([tree.map_leaves(jnp.asarray, part) for part in batch])
+
+    def _sources(self, data: Any) -> tuple[Any, Any]:
+        train, test = two_parts(data, is_array)
+        return source(train), None if test is None else source(test, shuffle=False)
+
+    def _train(
+        self, model: nnx.Module, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+    ) -> Result:
+        world.check()
+        double = settings.precision == "fp64"
+        with jax.enable_x64(True) if double else contextlib.nullcontext():
+            here = world.World(self._natives())
+            settings.check_devices(len(here.devices))
+            learner = JaxLearner(self._job(model, settings, here), here)
+            loop = Loop(learner, settings, display.event, schedule=self._option("schedule"), run=run, resume=resume)
+            result = loop.fit()
+        result.devices = self.device_names if here.size == 1 else _names(here)
+        return result
+
+    def _job(self, model: nnx.Module, settings: Settings, here: world.World) -> Job:
+        skeleton = Skeleton(model)
+        objective = objective_for(model, self._option("loss"))
+        labels = checks.labels_of(model, skeleton, objective, self.train_source, self.test_source)
+        if settings.shares is not None and len(here.devices) > 1:
+            still = evaluating(skeleton.model(skeleton.numbers(model)))
+            check_shares(objective, still, checks.few_samples(self.train_source, _FEW))
+        optimizer, name = _optimizer(model, self._option("optimizer"), settings.lr)
+        return Job(
+            model=model,
+            skeleton=skeleton,
+            objective=objective,
+            optimizer=optimizer,
+            optimizer_name=name,
+            train=self.train_source,
+            test=self.test_source,
+            settings=settings,
+            dtype=_dtype(settings, here.devices[0]),
+            labels=labels,
+        )
+
+
+def train(net: nnx.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
+    """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
+    from manyhands.training.jax.datasets import load_data_fashion_mnist
+
+    data = load_data_fashion_mnist(batch_size)
+    result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
+    print(result)
+    return result
+
+
+def _optimizer(model: Any, given: Any, rate: float) -> tuple[optax.GradientTransformation, str]:
+    """The optimizer, and a name for it: Optax's have none, so it is told by the parts of their state."""
+    if given is None and hasattr(model, "configure_optimizers"):
+        given = model.configure_optimizers()
+    made = optax.sgd(rate) if given is None else given if _is_optimizer(given) else given(rate)
+    if not _is_optimizer(made):
+        raise BadSettings(
+            f"optimizer= gave a {type(made).__name__} for the rate {rate}: a function of the rate has to make one of "
+            "Optax's optimizers, as lambda rate: optax.adam(rate)"
+        )
+    parts: list[str] = []
+    _state_names(jax.eval_shape(made.init, {"one": jnp.zeros(1)}), parts)
+    return made, "+".join(parts) or "sgd"
+
+
+def _state_names(state: Any, found: list[str]) -> None:
+    """The names of all parts of an optimizer's state that hold something, as TraceState or ScaleByAdamState."""
+    if not isinstance(state, tuple):
+        return
+    if hasattr(state, "_fields") and state._fields:
+        found.append(type(state).__name__)
+    for part in state:
+        _state_names(part, found)
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, optax.GradientTransformation)
+
+
+def _dtype(settings: Settings, device: jax.Device) -> Any:
+    """What layers compute in, where that is not the kind of their parameters."""
+    if settings.precision == "bf16":
+        return jnp.bfloat16
+    if settings.precision != "auto" or not settings.fast or device.platform == "cpu":
+        return None
+    return jnp.bfloat16 if float(getattr(device, "compute_capability", 0) or 0) >= _WITH_BF16 else None
+
+
+def _names(here: world.World) -> list[str]:
+    return [f"{device.platform} {device.id} of process {device.process_index}" for device in here.devices]

@@ -1,0 +1,134 @@
+"""The devices of a job, and the processes that drive them.
+
+One process drives all devices of a machine, as one mesh. With a launcher's environment (:mod:`..launcher`) there are
+several processes, and the mesh is over the devices of all of them; every process then runs the same program, and JAX
+lets arrays span them. JAX has to hear of the other processes before it starts, that is before the first array: so the
+door joins them when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from manyhands import machine
+from manyhands.errors import BadSettings
+from manyhands.training import launcher
+
+_AXIS = "data"
+_JOINED = "MANYHANDS_JAX_JOINED"  # in the environment: children of this process are no processes of the job
+_TOO_LATE = "must be called before"
+
+
+def join() -> None:
+    """Become one process of the job that a launcher has set up, if there is one and JAX has not started yet."""
+    if launcher.size() < 2 or jax.distributed.is_initialized() or _JOINED in os.environ:
+        return
+    place = launcher.place()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    port = place.port + 1 if place.port < 2**16 - 1 else place.port - 1  # its own: torchrun listens on the first
+    try:
+        jax.distributed.initialize(
+            f"{place.address}:{port}",
+            place.size,
+            place.rank,
+            local_device_ids=[place.local_rank] if place.local_size > 1 else None,
+        )
+    except RuntimeError as error:
+        if _TOO_LATE not in str(error):
+            raise
+        return  # said when there is something to train: see check
+    os.environ[_JOINED] = str(os.getpid())
+
+
+def check() -> None:
+    """Refuse to train alone where a launcher wanted several."""
+    if launcher.size() > 1 and jax.process_count() != launcher.size():
+        raise BadSettings(
+            f"the environment (WORLD_SIZE) speaks of {launcher.size()} processes, JAX knows {jax.process_count()}: it "
+            "has to hear of them before it starts. Import manyhands.jax before the first array, or call "
+            "jax.distributed.initialize yourself"
+        )
+
+
+class World:
+    """A mesh over all devices of a job, and how arrays lie on it."""
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        """``devices`` are this process's; the other processes use those of the same numbers."""
+        self.rank, self.size = jax.process_index(), jax.process_count()
+        self.devices = list(devices) if self.size == 1 else _of_all_processes(devices)
+        self.platform = devices[0].platform
+        mesh = Mesh(np.array(self.devices), (_AXIS,), axis_types=(AxisType.Auto,))
+        self.everywhere = NamedSharding(mesh, PartitionSpec())
+        self.in_parts = NamedSharding(mesh, PartitionSpec(_AXIS))
+        self._own = [device for device in self.devices if device.process_index == self.rank]
+
+    @property
+    def in_flight(self) -> int:
+        """How many steps may be under way.
+
+        On CPU devices a step holds a thread of XLA's pool per device until all of them have met. Steps that were
+        issued ahead can take the threads that the first one waits for: on two cores two devices then wait for ever.
+        """
+        if self.platform != "cpu":
+            return 16
+        given = os.environ.get("NPROC", "")
+        threads = int(given) if given.isdecimal() else machine.usable_cores()
+        return 2 if len(self.devices) == 1 or threads >= 4 * len(self.devices) else 1
+
+    def put(self, array: Any, *, in_parts: bool = False) -> jax.Array:
+        """An array that every process has, on every device: the whole of it, or one part each."""
+        host = np.asarray(array)
+        return jax.make_array_from_callback(
+            host.shape, self.in_parts if in_parts else self.everywhere, lambda index: host[index]
+        )
+
+    def put_anew(self, tree: Any) -> Any:
+        """A tree of arrays on every device, each in memory of its own: it may be given away (donated) to a step."""
+
+        def anew(array: Any) -> jax.Array:
+            # A copy for each device: on a CPU an array may be the very memory that it was made of.
+            parts = [jax.device_put(np.array(array), device) for device in self._own]
+            return jax.make_array_from_single_device_arrays(parts[0].shape, self.everywhere, parts)
+
+        return jax.tree.map(anew, tree)
+
+    def divided(self, tree: Any) -> Any:
+        """Inside a step: let every array of the tree lie on the devices in parts, by its first dimension."""
+        return jax.tree.map(
+            lambda leaf: jax.lax.with_sharding_constraint(leaf, self.in_parts) if leaf.ndim else leaf, tree
+        )
+
+    def from_first(self, data: bytes) -> bytes:
+        """The bytes that the first process has."""
+        return from_first(data)
+
+
+def from_first(data: bytes) -> bytes:
+    if jax.process_count() == 1:
+        return data
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    mine = np.frombuffer(data, np.uint8) if jax.process_index() == 0 else np.zeros(length, np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(mine)).astype(np.uint8))
+
+
+def _of_all_processes(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    platform = devices[0].platform
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices(platform):
+        by_process.setdefault(device.process_index, []).append(device)
+    numbers = [by_process[jax.process_index()].index(device) for device in devices]
+    fewest = min(map(len, by_process.values()))
+    if max(numbers) >= fewest:
+        raise BadSettings(
+            f"this process trains on its devices {numbers}, but another one has only {fewest}: every process of a job "
+            "uses the same number of devices"
+        )
+    return [by_process[process][number] for process in sorted(by_process) for number in numbers]
