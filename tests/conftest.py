@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import tempfile
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -14,6 +16,15 @@ FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--framework", choices=FRAMEWORKS, help="run the contract suite against this framework")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """JAX compiles every program once in a test run: the tests train the same small models again and again."""
+    folder = tempfile.TemporaryDirectory(prefix="manyhands-tests-jax-")
+    config.add_cleanup(folder.cleanup)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder.name)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 @pytest.fixture(scope="session", autouse=True)
