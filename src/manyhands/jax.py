@@ -14,7 +14,25 @@ from manyhands.backends import jax as _backend  # noqa: E402
 from manyhands.backends import jax_parallel as _parallel_backend  # noqa: E402
 from manyhands.engine.futures import Future, task  # noqa: E402
 from manyhands.engine.parallel_native import Offer, Parallel  # noqa: E402
+from manyhands.training.jax import world as _world  # noqa: E402
+from manyhands.training.jax.book import DataModule, Module  # noqa: E402
+from manyhands.training.jax.datasets import load_data_fashion_mnist  # noqa: E402
+from manyhands.training.jax.figures import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus  # noqa: E402
+from manyhands.training.jax.models import Residual, lenet, resnet18  # noqa: E402
+from manyhands.training.jax.recipes import load_model  # noqa: E402
+from manyhands.training.jax.trainer import Trainer, train  # noqa: E402
+from manyhands.training.recipes import one_cycle  # noqa: E402
+from manyhands.training.result import Result  # noqa: E402
+from manyhands.training.vocabulary import (  # noqa: E402
+    Accumulator,
+    Animator,
+    HyperParameters,
+    Timer,
+    add_to_class,
+)
+from manyhands.training.vocabulary import Benchmark as _Benchmark  # noqa: E402
 
+_world.join()  # if a launcher has started several processes: JAX has to know before it starts
 _verbs = Verbs(_backend)
 
 cpu = _verbs.cpu
@@ -36,25 +54,53 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 parallel = Offer(_parallel_backend)
 
+
+class Benchmark(_Benchmark):
+    """``with Benchmark("text"):`` prints how long the block took, all work on the devices included."""
+
+    def __init__(self, description: str = "Done") -> None:
+        super().__init__(description, synchronize=synchronize)
+
+
 __all__ = [
+    "Accumulator",
+    "Animator",
     "Arrival",
+    "Benchmark",
+    "DataModule",
     "Future",
+    "HyperParameters",
+    "Module",
     "Parallel",
+    "Residual",
+    "Result",
+    "Timer",
+    "Trainer",
+    "accuracy",
+    "add_to_class",
     "check_same_device",
     "copy",
     "cpu",
     "device_of",
     "devices",
+    "evaluate_accuracy_gpu",
+    "evaluate_accuracy_gpus",
     "gather",
     "gpu",
+    "lenet",
+    "load_data_fashion_mnist",
+    "load_model",
     "memory",
     "num_gpus",
+    "one_cycle",
     "parallel",
+    "resnet18",
     "split",
     "split_batch",
     "synchronize",
     "task",
     "to",
+    "train",
     "try_all_gpus",
     "try_gpu",
     "virtual_devices",

@@ -59,11 +59,10 @@ def spread(values: Any, devices: list[Any]) -> Any:
 # The runtime and virtual devices
 
 
-def test_the_import_starts_nothing_and_imports_no_flax() -> None:
+def test_the_import_starts_nothing() -> None:
     done = run(
-        "import sys, jax\n"
+        "import jax\n"
         "from manyhands import jax as mh\n"
-        "assert not any(module.startswith('flax') for module in sys.modules)\n"
         "jax.config.update('jax_num_cpu_devices', 5)\n"  # JAX refuses once it has started
         "assert len(jax.devices('cpu')) == 5 and mh.num_gpus() == 0"
     )

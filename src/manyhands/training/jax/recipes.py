@@ -1,0 +1,108 @@
+"""How the command trains with JAX: see :class:`manyhands.training.recipes.Recipes`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from numpy.typing import NDArray
+
+from manyhands.backends import jax as backend
+from manyhands.errors import BadSettings
+from manyhands.training import blobs, recipes
+from manyhands.training.fashion_mnist import FashionMnist
+from manyhands.training.jax import datasets, world
+from manyhands.training.jax.book import cross_entropy
+from manyhands.training.jax.models import MODELS
+from manyhands.training.jax.skeleton import Skeleton, doubled, named, refilled
+from manyhands.training.jax.trainer import Trainer
+from manyhands.training.parity import Way
+from manyhands.training.sources import Arrays, source
+
+
+def model(name: str, seed: int) -> nnx.Module:
+    return MODELS[name](num_classes=10, rngs=nnx.Rngs(seed))
+
+
+def nesterov(rate: float) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.9, nesterov=True))
+
+
+def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
+    return datasets.of(data, batch_size)
+
+
+def on_cpu(count: int) -> dict[str, Any]:
+    """JAX's own numbered CPUs, which have to be asked for before it starts."""
+    if count == 1:
+        return {"devices": ["cpu"]}
+    if backend.virtual_count() < count:
+        backend.virtual_devices(count)
+    return {"devices": [f"virtual:{number}" for number in range(count)]}
+
+
+def seconds_per_epoch(name: str, batch_size: int, samples: int) -> float:
+    net = model(name, 0)
+    graph, weights, rest = nnx.split(net, nnx.Param, ...)
+    images, labels = jnp.zeros((batch_size, 28, 28, 1)), jnp.zeros(batch_size, jnp.int32)
+    gradient = jax.jit(jax.grad(lambda own: cross_entropy(nnx.merge(graph, own, rest)(images), labels).mean()))
+    seconds = []
+    for _ in range(4):  # the first compiles
+        start = time.perf_counter()
+        jax.block_until_ready(gradient(weights))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) * samples / batch_size
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    world.check()
+    made = json.dumps(make()).encode() if jax.process_index() == 0 else b""
+    return json.loads(world.from_first(made))
+
+
+def arrays(data: Any) -> Arrays:
+    found = source(data)
+    if not isinstance(found, Arrays):
+        raise BadSettings(f"give the data as (X, y) arrays, not a {type(data).__name__}")
+    return found
+
+
+def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, NDArray[Any]]:
+    part = replace(data.first(way.samples), batch_size=way.batch_size)
+    how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "loss": loss}
+    double = way.precision == "fp64"
+    with jax.enable_x64(True) if double else contextlib.nullcontext():
+        net = copy.deepcopy(model)
+        if double:
+            doubled(net)
+        # An optimizer with a memory, so that differences of early steps would show.
+        trainer = Trainer(way.epochs, optimizer=optax.sgd(0.02, momentum=0.9), quiet=True, **on_cpu(way.devices), **how)
+        trainer.fit(net, part)
+        return {name: np.array(one) for name, one in _tensors(net).items()}
+
+
+def load_model(run: str | Path) -> nnx.Module:
+    """The model that ``manyhands train`` has trained in a run, with the weights of its last checkpoint."""
+    name, weights = recipes.weights_of(run, "jax")
+    net = model(name, 0)
+    skeleton = Skeleton(net)
+    saved = blobs.fitting(weights, _tensors(net), "weights of another model")
+    numbers = {part: refilled(tree, saved) for part, tree in skeleton.numbers(net).items()}
+    skeleton.put_into(net, jax.tree.map(jnp.asarray, numbers))
+    return net
+
+
+def _tensors(net: nnx.Module) -> dict[str, Any]:
+    numbers = Skeleton(net).numbers(net)
+    return {**named(numbers["parameters"]), **named(numbers["rest"])}
