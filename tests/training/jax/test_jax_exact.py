@@ -1,0 +1,122 @@
+"""The update on several devices is that of one, in float64 to 1e-12, whatever the division."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax_cases import CLASSES, Net, difference, fit, rows, vectors
+
+from manyhands.training.jax.division import division
+from manyhands.training.recipes import one_cycle
+
+CLOSE = 1e-12
+
+
+def momentum(rate: float) -> Any:
+    return optax.chain(optax.add_decayed_weights(0.01), optax.sgd(rate, momentum=0.9, nesterov=True))
+
+
+def test_fifty_steps_with_all_that_is_hard_to_divide() -> None:
+    """Statistics over the batch, clipping, a schedule; 50 samples in batches of 16, the last of which has two."""
+    data = vectors(), vectors(41)
+    how = {"precision": "fp64", "optimizer": momentum, "schedule": one_cycle, "gradient_clip_val": 0.3}
+    alone, result = fit(Net(norm=True), data, 1, max_epochs=13, **how)
+    for count, options in ((2, {}), (3, {"shares": [3, 2, 1]}), (3, {"fast": False}), (2, {"shares": [5, 1]})):
+        several, other = fit(Net(norm=True), data, count, max_epochs=13, **how, **options)
+        assert difference(several, alone) <= 1e-10  # normalising two samples magnifies differences
+        for one, two in zip(rows(result), rows(other), strict=True):
+            assert one == pytest.approx(two, rel=1e-9)
+
+
+def test_the_batches_are_the_same_wherever_they_are_gathered() -> None:
+    here, _ = fit(Net(), vectors(), 2, shares=[5, 1], max_epochs=1)
+    there, _ = fit(Net(), vectors(), 2, shares=[5, 1], max_epochs=1, fast=False)
+    assert difference(there, here) == 0
+
+
+def test_dropout_draws_the_same_numbers_on_any_number_of_devices() -> None:
+    alone, _ = fit(Net(dropout=0.5), vectors(), 1, precision="fp64")
+    three, _ = fit(Net(dropout=0.5), vectors(), 3, precision="fp64")
+    assert difference(three, alone) <= CLOSE
+    assert alone["dropout.rngs.count"] == 8
+
+
+def loss_of_all(answer: Any, target: Any) -> Any:
+    """No mean over samples: every sample matters for every other."""
+    return optax.losses.softmax_cross_entropy_with_integer_labels(answer, target).max() + answer.std()
+
+
+def test_a_loss_may_be_any_function_of_the_batch() -> None:
+    alone, _ = fit(Net(), vectors(48), 1, precision="fp64", loss=loss_of_all)
+    three, _ = fit(Net(), vectors(48), 3, precision="fp64", loss=loss_of_all)
+    assert difference(three, alone) <= CLOSE
+
+
+def squares(answer: Any, target: Any) -> Any:
+    return (answer - jnp.eye(CLASSES)[target]) ** 2
+
+
+def test_losses_of_samples_one_by_one() -> None:
+    """With uneven shares a loss may give a mean, or one number (or several) per sample."""
+    how = {"precision": "fp64", "max_epochs": 1}
+    alone, _ = fit(Net(), vectors(48), 1, loss=lambda a, t: squares(a, t).sum(1).mean(), **how)
+    for loss in (squares, lambda a, t: squares(a, t).sum(1).mean()):
+        uneven, _ = fit(Net(), vectors(48), 2, loss=loss, shares=[5, 1], **how)
+        assert difference(uneven, alone) <= CLOSE
+
+
+class Chunks:
+    """Nothing but something to iterate over: batches."""
+
+    def __init__(self, count: int = 50) -> None:
+        self.X, self.y = vectors(count)
+
+    def __iter__(self) -> Any:
+        return iter([(self.X[i : i + 16], self.y[i : i + 16]) for i in range(0, len(self.y), 16)])
+
+
+def test_a_loader_with_an_order_of_its_own() -> None:
+    alone, first = fit(Net(norm=True), (Chunks(), Chunks()), 1, precision="fp64")
+    for shares in (None, [1, 2]):
+        two, second = fit(Net(norm=True), (Chunks(), Chunks()), 2, precision="fp64", shares=shares)
+        assert difference(two, alone) <= CLOSE
+        assert rows(second)[-1] == pytest.approx(rows(first)[-1], rel=1e-9)
+
+
+class SumsUp(nnx.Module):
+    """A model whose weights show which samples were trained on: the gradient of the loss is its input."""
+
+    def __init__(self, count: int) -> None:
+        self.seen = nnx.Param(jnp.zeros(count))
+
+    def __call__(self, X: Any) -> Any:
+        return -(X @ self.seen[...])
+
+
+@pytest.mark.parametrize("options", [{}, {"shares": [3, 1, 2]}, {"fast": False}])
+def test_every_sample_once(options: dict[str, Any]) -> None:
+    """With SGD of rate 1 each step adds the rows of its samples by their number: 16, 16 and 5 of 37."""
+    data = np.eye(37, dtype=np.float32), np.zeros(37, np.float32)
+    found, result = fit(SumsUp(37), data, 3, max_epochs=1, lr=1.0, loss=lambda answer, _: answer.mean(), **options)
+    assert np.allclose(np.sort(found["seen"]), [1 / 16] * 32 + [1 / 5] * 5, rtol=1e-6)
+    assert result.rows[0]["samples"] == 37
+    assert result.rows[0]["train_acc"] is None
+
+
+def test_how_samples_lie_on_the_devices() -> None:
+    even = division(10, 3, None)
+    assert (len(even.places), even.weights) == (12, None)
+    assert even.places[:10].tolist() == list(range(10))
+    uneven = division(10, 2, [7, 3])
+    assert uneven.weights is not None
+    assert uneven.places[uneven.weights].tolist() == list(range(10))
+    assert uneven.weights.reshape(2, 7).sum(1).tolist() == [7, 3]
+    assert division(8, 2, [1, 1]).weights is None
+    nobody = division(2, 3, [1, 0, 1])
+    assert nobody.weights is not None
+    assert nobody.weights.tolist() == [True, False, True]

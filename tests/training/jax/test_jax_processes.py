@@ -1,0 +1,100 @@
+"""Several processes, as a launcher starts them on one machine or on many: the answer is that of one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from jax_cases import Net, difference, fit, rows, vectors
+
+SCRIPT = f"""
+import json, sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from manyhands import jax as mh  # joins the other processes
+import jax
+import numpy as np
+from jax_cases import Net, fit, rows, vectors
+from manyhands.training.jax import recipes
+
+out = sys.argv[1]
+assert recipes.from_first(lambda: [jax.process_index(), "said"]) == [0, "said"]
+options = dict(precision="fp64", run=out + "/run", shares=json.loads(sys.argv[2]))
+fit(Net(norm=True), (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=1, **options)
+options = {{**options, "resume": "auto"}}
+found, result = fit(Net(norm=True), (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=3, **options)
+np.savez(f"{{out}}/{{jax.process_index()}}.npz", **found)
+print(json.dumps([rows(result), result.devices]))
+"""
+
+
+def free_port() -> int:
+    """A port with a free one behind it: the processes meet at MASTER_PORT + 1."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def started(
+    rank: int, size: int, port: int, *arguments: str, virtual: int, code: str = SCRIPT
+) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "MANYHANDS_VIRTUAL_DEVICES": str(virtual),
+    }
+    command = [sys.executable, "-c", code, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """Two processes with two devices each; the uneven shares are over all four. Stopped after an epoch, too."""
+    port = free_port()
+    both = [started(rank, 2, port, str(tmp_path), "[3, 1, 2, 2]", "2", virtual=2) for rank in range(2)]
+    try:
+        outputs = [process.communicate(timeout=240) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    for process, (_, errors) in zip(both, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    found = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
+    assert difference(found[0], found[1]) == 0
+    alone, result = fit(Net(norm=True), (vectors(), vectors(41)), 1, precision="fp64", max_epochs=3)
+    assert "process 1" in outputs[0][0]
+    assert outputs[0][0].strip().splitlines()[-1] == outputs[1][0].strip().splitlines()[-1]
+    assert len(rows(result)) == 3
+    assert difference(found[0], alone) <= 1e-12
+
+
+TOO_LATE = """
+import jax
+jax.numpy.ones(1).block_until_ready()
+from manyhands import jax as mh
+from manyhands.errors import BadSettings
+try:
+    mh.Trainer(1, quiet=True).fit(mh.lenet(), (jax.numpy.zeros((4, 28, 28, 1)), jax.numpy.zeros(4, int)))
+except BadSettings as error:
+    print(error)
+"""
+
+
+def test_jax_that_has_started_alone_is_said() -> None:
+    process = started(0, 2, free_port(), virtual=0, code=TOO_LATE)
+    output, errors = process.communicate(timeout=120)
+    assert "before the first array" in output, errors[-2000:]

@@ -1,0 +1,248 @@
+"""What is JAX's own in training: NNX modules, Optax, precision, random streams, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax_cases import CLASSES, Net, devices, difference, fit, numbers, same, vectors
+from test_jax_exact import Chunks, squares
+
+from manyhands import jax as mh
+from manyhands.errors import (
+    BadBatch,
+    BadLabels,
+    BadSettings,
+    DeviceMismatch,
+    LossIsNotANumber,
+    NotATensor,
+)
+from manyhands.training.figures import Figures
+from manyhands.training.jax import sums
+from manyhands.training.jax.world import World
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(step: int) -> Any:
+    left = iter(range(step))
+
+    def schedule(_: float) -> float:
+        if next(left, None) is None:
+            raise Stopped
+        return 1.0
+
+    return schedule
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """In the middle of an epoch, with dropout, statistics and an optimizer that counts; on two devices."""
+    how: dict[str, Any] = {"optimizer": optax.adamw(0.01), "max_epochs": 2}
+    whole, _ = fit(Net(norm=True, dropout=0.5), vectors(), 2, schedule=lambda _: 1.0, **how)
+    stopped = Net(norm=True, dropout=0.5)
+    with pytest.raises(Stopped):
+        fit(stopped, vectors(), 2, schedule=stop_at(6), checkpoint_every=1, run=tmp_path / "run", **how)
+    how |= {"resume": "auto", "run": tmp_path / "run", "schedule": lambda _: 1.0}
+    went_on, result = fit(Net(norm=True, dropout=0.5), vectors(), 2, **how)
+    assert same(went_on, whole)
+    assert [row["samples"] for row in result.rows] == [50, 50]
+    assert not same(numbers(stopped), numbers(Net(norm=True, dropout=0.5)))  # what it had learned came home
+
+
+# Models
+
+
+class Line(mh.Module):
+    def __init__(self, lr: float, rngs: nnx.Rngs) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["rngs"])
+        self.net = nnx.Linear(6, 1, rngs=rngs)
+
+    def loss(self, y_hat: Any, y: Any) -> Any:
+        return ((y_hat[:, 0] - y) ** 2).mean() / 2
+
+    def configure_optimizers(self) -> Any:
+        return optax.sgd(self.lr)
+
+
+class Points(mh.DataModule):
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        X = np.random.default_rng(0).normal(size=(80, 6)).astype(np.float32)
+        self.X, self.y = jnp.asarray(X), jnp.asarray(X @ np.arange(6, dtype=np.float32) + 1)
+
+    def get_dataloader(self, train: bool) -> Any:
+        return self.get_tensorloader((self.X, self.y), train, slice(0, 64) if train else slice(64, None))
+
+
+def test_the_books_module_and_data() -> None:
+    model = Line(0.1, nnx.Rngs(0))
+    assert model.hparams == model.hparams
+    assert model.hparams["lr"] == 0.1
+    hash(nnx.split(model)[0])
+    trainer = mh.Trainer(max_epochs=15, devices=devices(2), quiet=True)
+    result = trainer.fit(model, Points())
+    assert result.rows[-1]["test_loss"] < 0.05
+    assert np.allclose(model.net.kernel[...][:, 0], np.arange(6), atol=0.5)
+    X, y = trainer.prepare_batch(next(iter(Points().train_dataloader())))
+    assert X.devices() == {mh.gpu(0)}
+    assert trainer.prepare_model(model).trainer is trainer
+    assert float(model.training_step((X, y))) == pytest.approx(float(model.validation_step([X, y])))
+
+
+class OwnStep(Line):
+    def training_step(self, batch: Any) -> Any:
+        return ((self(batch[0])[:, 0] - batch[1]) ** 2).mean() / 2
+
+
+def test_a_step_of_ones_own() -> None:
+    theirs, own = Line(0.1, nnx.Rngs(0)), OwnStep(0.1, nnx.Rngs(0))
+    for model in (theirs, own):
+        mh.Trainer(1, devices=devices(2), quiet=True).fit(model, Points())
+    assert difference(numbers(own), numbers(theirs)) < 1e-6
+    with pytest.raises(BadSettings, match=r"training_step.*leave shares away"):
+        mh.Trainer(1, devices=devices(2), shares=[2, 1], quiet=True).fit(own, Points())
+
+
+def test_the_callers_model_keeps_its_place_its_kind_and_its_modes() -> None:
+    place = devices(3)[2]
+    net = mh.to(Net(norm=True, dropout=0.5), place)
+    net.eval()
+    net.first.bias = nnx.Param(net.first.bias[...].astype(jnp.bfloat16))
+    before = numbers(net)
+    result = mh.Trainer(1, devices=devices(2), quiet=True, lr=0.1).fit(net, vectors())
+    assert mh.device_of(net) == place
+    assert net.first.bias.dtype == jnp.bfloat16
+    assert (net.norm.use_running_average, net.dropout.deterministic) == (True, True)
+    after = numbers(net)
+    assert not np.array_equal(after["norm.mean"], before["norm.mean"])  # all of it was in evaluation: it was trained
+    assert any("over the whole batch" in note for note in result.notes)
+    net.train()
+    net.norm.use_running_average = True  # frozen by the caller
+    mh.Trainer(1, devices=devices(2), quiet=True, lr=0.1).fit(net, vectors())
+    assert np.array_equal(numbers(net)["norm.mean"], after["norm.mean"])
+
+
+def test_a_parameter_is_read_only_where_it_is() -> None:
+    first, second = devices(2)
+    net = mh.to(mh.lenet(), second)
+    X, y = jnp.zeros((4, 28, 28, 1)), jnp.zeros(4, int)
+    with pytest.raises(DeviceMismatch, match="move the net there first"):
+        mh.evaluate_accuracy_gpu(net, [(X, y)], first)
+    with pytest.raises(ValueError, match="incompatible devices"):
+        net(mh.copy(X, first))  # an array that was put somewhere stays there
+    parts = mh.evaluate_accuracy_gpu(net, [(X, y)]), mh.evaluate_accuracy_gpus(net, [(X, y), (X[:1], y[:1])])
+    assert parts[0] == parts[1]
+
+
+def test_accuracy_counts() -> None:
+    scores = jnp.array([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    assert mh.accuracy(scores, jnp.array([1, 1, 1])) == 2
+    with pytest.raises(BadBatch, match="do not belong together"):
+        mh.accuracy(scores, jnp.array([1, 1]))
+
+
+# Numbers
+
+
+def test_layers_compute_in_bfloat16_and_keep_their_parameters() -> None:
+    seen: list[Any] = []
+
+    class Watched(Net):
+        def __call__(self, X: Any) -> Any:
+            answer = super().__call__(X)
+            seen.append(answer.dtype)
+            return answer
+
+    plain, _ = fit(Net(norm=True), vectors(), 2, max_epochs=1)
+    found, result = fit(Watched(norm=True), (vectors(), vectors()), 2, max_epochs=1, precision="bf16")
+    assert set(seen[1:]) == {jnp.dtype(jnp.bfloat16)}  # the first is a look at the shape of the answer
+    assert {one.dtype for one in found.values()} == {np.dtype(np.float32)}
+    assert 1e-6 < difference(found, plain) < 0.05
+    assert any("bfloat16" in note for note in result.notes)
+
+
+def test_the_factor_multiplies_the_update_without_compiling_anew() -> None:
+    half, _ = fit(Net(), vectors(48), 1, lr=0.1, schedule=lambda done: 0.5)
+    as_asked, _ = fit(Net(), vectors(48), 1, lr=0.05)
+    assert difference(half, as_asked) < 1e-6
+
+
+def test_long_sums_do_not_lose_small_numbers() -> None:
+    total = jax.tree.map(jnp.asarray, sums.from_figures(Figures(loss_sum=2.0**24, right=1, count=2, counted=True)))
+    for _ in range(3):
+        total = sums.add(total, jnp.float32(0.25), jnp.int32(1), 1, 5)
+    assert sums.figures(total, counted=True) == Figures(2.0**24 + 0.75, 4, 5, None, True)
+    total = sums.add(sums.add(total, jnp.float32(jnp.nan), None, 1, 7), jnp.float32(jnp.inf), None, 1, 8)
+    assert sums.figures(total, counted=True).bad_step == 7
+
+
+def test_a_batch_that_is_no_number_can_be_left_out() -> None:
+    X, y = vectors(48)
+    X[17] = np.nan
+    with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
+        found, result = fit(Net(norm=True), (X, y), 2, on_nan="continue")
+    assert all(np.isfinite(one).all() for one in found.values())
+    assert result.rows[0]["train_loss"] is None
+    with pytest.raises(LossIsNotANumber, match=r"step \d is not a number .*\b17\b"):
+        fit(Net(), (X, y), 1, batch_size=8)
+
+
+def test_steps_in_flight_are_few_where_threads_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(devices(2))
+    for given, most in (("8", 2), ("2", 1)):
+        monkeypatch.setenv("NPROC", given)
+        assert world.in_flight == most
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shares": "measured"}, "in step"),
+        ({"accumulate": 2}, "whole batch"),
+        ({"ranks_per_device": 2}, "virtual_devices"),
+        ({"compile": False}, "always compiled"),
+        ({"optimizer": "adam"}, "optax.adam"),
+        ({"optimizer": lambda rate: rate}, "has to make one"),
+    ],
+)
+def test_options_that_mean_nothing_here(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadSettings, match=said):
+        fit(Net(), vectors(), 2, **options)
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(BadSettings, match="no parameters that could be trained"):
+        fit(nnx.Sequential(nnx.relu), vectors())
+    with pytest.raises(NotATensor, match=r"flax\.nnx\.Module"):
+        fit(lambda X: X, vectors())
+
+
+def test_labels_of_a_loader_are_looked_at() -> None:
+    chunks = Chunks()
+    chunks.y[40] = CLASSES
+    with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
+        fit(Net(), chunks)
+    with pytest.raises(BadBatch, match="nothing to train on"):
+        fit(Net(), Chunks(0))
+
+
+def test_uneven_shares_need_a_loss_by_samples() -> None:
+    with pytest.raises(BadSettings, match="leave shares away, then it may be anything"):
+        fit(Net(), vectors(), 2, shares=[2, 1], loss=lambda a, t: squares(a, t).sum())
+    tokens = nnx.Sequential(lambda X: X.reshape(-1, 3), nnx.BatchNorm(3, rngs=nnx.Rngs(0)), lambda X: X.reshape(-1, 6),
+                            nnx.Linear(6, CLASSES, rngs=nnx.Rngs(0)))  # fmt: skip
+    with pytest.raises(BadSettings, match="44 rows of 22"):
+        fit(tokens, vectors(), 2, shares=[2, 1])
