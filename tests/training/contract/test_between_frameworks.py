@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import reference
 from safetensors.numpy import load, save
 from training_bench import Bench
 
@@ -17,9 +17,6 @@ from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
 from manyhands.training import checkpoint, convert
 from manyhands.training.run_folder import RunFolder
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import reference
 
 
 def run_of_torch(folder: Path, model: str) -> Path:

@@ -18,6 +18,8 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
+from manyhands.training.architecture import RESNET18, SMALL_RESNET, residual_width
+
 _SEED = 0
 
 
@@ -36,17 +38,7 @@ class Residual(nnx.Module):  # type: ignore[misc]
         strides: int = 1,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        if isinstance(out_channels, bool):
-            raise TypeError(
-                f"Residual({in_channels}, {out_channels}): the second number is the channels that come out. "
-                f"Write Residual({in_channels}, use_1x1conv={out_channels})"
-            )
-        width = in_channels if out_channels is None else out_channels
-        if (strides != 1 or width != in_channels) and not use_1x1conv:
-            raise ValueError(
-                f"Residual({in_channels}, {out_channels}, strides={strides}) changes the shape, so its input cannot be "
-                "added to its output as it is: write use_1x1conv=True"
-            )
+        width = residual_width(in_channels, out_channels, use_1x1conv=use_1x1conv, strides=strides)
         rngs = nnx.Rngs(_SEED) if rngs is None else rngs
         self.conv1 = _convolution(in_channels, width, 3, rngs, strides=strides, padding=1)
         self.conv2 = _convolution(width, width, 3, rngs, padding=1)
@@ -89,12 +81,12 @@ class _ResNet(nnx.Module):  # type: ignore[misc]
 
 def resnet18(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
     """ResNet-18 for small images of any size: the first layer keeps their size, and nothing is pooled away."""
-    return _ResNet(num_classes, in_channels, rngs, widths=(64, 128, 256, 512), blocks=2)
+    return _ResNet(num_classes, in_channels, rngs, **RESNET18)
 
 
 def small_resnet(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
     """A ResNet with one block a stage, for images of any size: some minutes on two CPU cores."""
-    return _ResNet(num_classes, in_channels, rngs, widths=(16, 32, 64), blocks=1)
+    return _ResNet(num_classes, in_channels, rngs, **SMALL_RESNET)
 
 
 def lenet(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:

@@ -17,6 +17,7 @@ from mxnet import gluon
 from mxnet.gluon import nn
 from mxnet.gluon.nn.conv_layers import _Conv
 
+from manyhands.training.architecture import RESNET18, SMALL_RESNET, residual_width
 from manyhands.training.mxnet import replicas
 
 
@@ -38,18 +39,7 @@ class Residual(nn.HybridBlock):  # type: ignore[misc]
         **of_block: Any,
     ) -> None:
         super().__init__(**of_block)
-        if isinstance(out_channels, bool):
-            raise TypeError(
-                f"Residual({in_channels}, {out_channels}): the second number is the channels that come out. "
-                f"Write Residual({in_channels}, use_1x1conv={out_channels})"
-            )
-        changed = strides != 1 or out_channels not in (None, in_channels)
-        if changed and not use_1x1conv:
-            raise ValueError(
-                f"Residual({in_channels}, {out_channels}, strides={strides}) changes the shape, so its input cannot be "
-                "added to its output as it is: write use_1x1conv=True"
-            )
-        width = in_channels if out_channels is None else out_channels
+        width = residual_width(in_channels, out_channels, use_1x1conv=use_1x1conv, strides=strides)
         known = 0 if out_channels is None else in_channels
         self.conv1 = nn.Conv2D(width, 3, strides, padding=1, in_channels=known)
         self.conv2 = nn.Conv2D(width, 3, padding=1, in_channels=width)
@@ -67,12 +57,12 @@ class Residual(nn.HybridBlock):  # type: ignore[misc]
 
 def resnet18(num_classes: int = 10, in_channels: int = 1) -> nn.HybridSequential:
     """ResNet-18 for small images of any size: the first layer keeps their size, and nothing is pooled away."""
-    return _resnet(num_classes, in_channels, widths=(64, 128, 256, 512), blocks=2)
+    return _resnet(num_classes, in_channels, **RESNET18)
 
 
 def small_resnet(num_classes: int = 10, in_channels: int = 1) -> nn.HybridSequential:
     """A ResNet with one block a stage, for images of any size: one minute on two CPU cores."""
-    return _resnet(num_classes, in_channels, widths=(16, 32, 64), blocks=1)
+    return _resnet(num_classes, in_channels, **SMALL_RESNET)
 
 
 def _resnet(num_classes: int, in_channels: int, widths: Sequence[int], blocks: int) -> nn.HybridSequential:

@@ -15,6 +15,8 @@ import keras
 import numpy as np
 from keras import layers
 
+from manyhands.training.architecture import RESNET18, SMALL_RESNET, residual_width
+
 _LAST = "channels_last"  # said everywhere: a program may have another default
 
 
@@ -36,24 +38,13 @@ class Residual(keras.Layer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if isinstance(out_channels, bool):
-            raise TypeError(
-                f"Residual({in_channels}, {out_channels}): the second number is the channels that come out. "
-                f"Write Residual({in_channels}, use_1x1conv={out_channels})"
-            )
-        changed = strides != 1 or out_channels not in (None, in_channels)
-        if changed and not use_1x1conv:
-            raise ValueError(
-                f"Residual({in_channels}, {out_channels}, strides={strides}) changes the shape, so its input cannot be "
-                "added to its output as it is: write use_1x1conv=True"
-            )
+        width = residual_width(in_channels, out_channels, use_1x1conv=use_1x1conv, strides=strides)
         self.arguments = {
             "in_channels": in_channels,
             "out_channels": out_channels,
             "use_1x1conv": use_1x1conv,
             "strides": strides,
         }
-        width = in_channels if out_channels is None else out_channels
         # Padding "same" would put a stride of two on other pixels than PyTorch's, which pads both sides alike.
         self.pad = layers.ZeroPadding2D(1, data_format=_LAST, name="pad")
         self.conv1 = layers.Conv2D(width, 3, strides, data_format=_LAST, name="conv1")
@@ -89,12 +80,12 @@ def _batch_norm(name: str) -> keras.Layer:
 
 def resnet18(num_classes: int = 10, in_channels: int = 1) -> keras.Sequential:
     """ResNet-18 for small images of any size: the first layer keeps their size, and nothing is pooled away."""
-    return _resnet(num_classes, in_channels, widths=(64, 128, 256, 512), blocks=2)
+    return _resnet(num_classes, in_channels, **RESNET18)
 
 
 def small_resnet(num_classes: int = 10, in_channels: int = 1) -> keras.Sequential:
     """A ResNet with one block a stage, for images of any size: one minute on two CPU cores."""
-    return _resnet(num_classes, in_channels, widths=(16, 32, 64), blocks=1)
+    return _resnet(num_classes, in_channels, **SMALL_RESNET)
 
 
 def _resnet(num_classes: int, in_channels: int, widths: Sequence[int], blocks: int) -> keras.Sequential:

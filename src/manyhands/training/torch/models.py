@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
+from manyhands.training.architecture import RESNET18, SMALL_RESNET, residual_width
+
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
@@ -35,18 +37,7 @@ class Residual(nn.Module):
         strides: int = 1,
     ) -> None:
         super().__init__()
-        if isinstance(out_channels, bool):
-            raise TypeError(
-                f"Residual({in_channels}, {out_channels}): the second number is the channels that come out. "
-                f"Write Residual({in_channels}, use_1x1conv={out_channels})"
-            )
-        changed = strides != 1 or out_channels not in (None, in_channels)
-        if changed and not use_1x1conv:
-            raise ValueError(
-                f"Residual({in_channels}, {out_channels}, strides={strides}) changes the shape, so its input cannot be "
-                "added to its output as it is: write use_1x1conv=True"
-            )
-        width = in_channels if out_channels is None else out_channels
+        width = residual_width(in_channels, out_channels, use_1x1conv=use_1x1conv, strides=strides)
         known = None if out_channels is None else in_channels
         self.conv1 = _convolution(known, width, kernel_size=3, stride=strides, padding=1)
         self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1)
@@ -71,12 +62,12 @@ def _convolution(
 
 def resnet18(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
     """ResNet-18 for small images of any size: the first layer keeps their size, and nothing is pooled away."""
-    return _resnet(num_classes, in_channels, widths=(64, 128, 256, 512), blocks=2)
+    return _resnet(num_classes, in_channels, **RESNET18)
 
 
 def small_resnet(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
     """A ResNet with one block a stage, for images of any size: one minute on two CPU cores."""
-    return _resnet(num_classes, in_channels, widths=(16, 32, 64), blocks=1)
+    return _resnet(num_classes, in_channels, **SMALL_RESNET)
 
 
 def _resnet(num_classes: int, in_channels: int, widths: Sequence[int], blocks: int) -> nn.Sequential:

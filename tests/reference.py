@@ -1,8 +1,8 @@
 """Weights and logits that every framework has to agree on.
 
-``data/reference.json`` holds, for each built-in model, the names and shapes of its weights in the common form
+``reference.json`` holds, for each built-in model, the names and shapes of its weights in the common form
 (PyTorch's) and the logits that PyTorch gives for four images. The weights themselves are drawn here, from NumPy's
-Philox, whose stream is fixed by its specification. ``python tests/training/reference.py`` writes the file anew.
+Philox, whose stream is fixed by its specification. ``python tests/reference.py`` writes the file anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FILE = Path(__file__).parent / "data" / "reference.json"
+FILE = Path(__file__).with_suffix(".json")
 MODELS = ("lenet", "mlp", "small-resnet", "resnet18")
 
 
