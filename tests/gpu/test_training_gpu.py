@@ -150,6 +150,29 @@ def test_what_cannot_be_captured_falls_back_and_says_why() -> None:
     assert result.rows[-1]["samples"] == 330
 
 
+def test_random_numbers_are_drawn_after_a_fallback() -> None:
+    """Dropout in a model that reads a value: a capture that failed would have taken the GPU's random numbers along."""
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.dropout = net(), torch.nn.Dropout(0.2)
+
+        def forward(self, x: Any) -> Any:
+            answer = self.inner(self.dropout(x))
+            return answer * (1.0 if float(answer.detach().sum()) > 0 else 2.0)
+
+    before = torch.cuda.get_sync_debug_mode()
+    result = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True).fit(Reads(), (IMAGES, LABELS))
+    assert any("could not be made" in note for note in result.notes)
+    assert result.rows[-1]["samples"] == 330
+    assert torch.rand(3, device="cuda").shape == (3,)
+    assert torch.cuda.get_sync_debug_mode() == before
+    told = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True).fit(net(), (IMAGES, LABELS))
+    assert "one CUDA graph" in told.notes[0]
+    assert len(told.notes) == 1
+
+
 def test_the_model_comes_back_where_it_was() -> None:
     model = net()
     before = copy.deepcopy(model)

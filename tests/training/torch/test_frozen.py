@@ -93,6 +93,22 @@ class NoStream:
         pass
 
 
+class Generator:
+    """Of a GPU, whose state a capture that fails has left unusable."""
+
+    usable = False
+
+    def clone_state(self) -> str:
+        return "anew"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.usable = state == "anew"
+
+
+MODES: list[int | str] = [0]  # what a wait of the host is; the last one counts
+GENERATOR = Generator()
+
+
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
@@ -105,7 +121,11 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", refused)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: MODES[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", MODES.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", (GENERATOR,))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    MODES[:], GENERATOR.usable = [0], False
 
 
 class Failing:
@@ -173,3 +193,38 @@ def test_python_that_changes_ends_the_graphs() -> None:
 def test_a_capture_that_fails_ends_the_graphs() -> None:
     graph, _ = graph_step(mlp(), 5)
     assert "not while capturing" in str(graph.ended)
+    assert GENERATOR.usable
+
+
+class Reading:
+    """A loss that reads a value on the host."""
+
+    def __call__(self, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if MODES[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return nn.functional.cross_entropy(scores, y)
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_what_waits_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that fails leaves traces in PyTorch: it is not even begun."""
+    net, expected = mlp(norm=True), mlp(norm=True)
+    monkeypatch.setattr(GraphStep, "_captured", lambda *_: pytest.fail("there is a capture"))
+    graph, eager = graph_step(net, 5, Reading())
+    plain = eager_step(expected)
+    for step in range(5):
+        plain(Arrays(vectors(80)).take(torch.arange(step * 16, step * 16 + 16)), 16, step)
+    assert "synchronizing" in str(graph.ended)
+    assert MODES == [0, "error", 0]
+    assert difference(net.state_dict(), expected.state_dict()) < 1e-15
+    assert eager.metrics.read() == plain.metrics.read()
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_an_update_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the update nothing can be taken back: there a wait fails in the capture at the earliest."""
+    modes: list[int | str] = []
+    step = torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: [modes.append(MODES[-1]), step(self)])
+    graph_step(mlp(), 3)
+    assert modes == [0, 0, 0]

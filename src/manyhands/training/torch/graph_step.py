@@ -6,14 +6,17 @@ epoch's order of samples too, and the position in it is a number on the device t
 
 There is a graph for each size of batch: the usual one, and the short last one of an epoch. The first steps of a size
 run without a graph, on the stream that it is captured on (they warm up kernels, optimizer state and compiler); they are
-real steps of the training. They are watched for Python that a graph would freeze (:mod:`.frozen`). Where one of them
-fails before its update, or the capture does, nothing has happened yet, and the step is made in the plain way.
+real steps of the training. They are watched for Python that a graph would freeze (:mod:`.frozen`), and the last of them
+for waits of the host, which cannot be captured: a capture that fails on the way leaves traces in PyTorch (in 2.11
+memory that never comes back and random numbers that cannot be drawn any more), so it is better not begun. Where one
+of them fails before its update, or the capture does, nothing has happened yet, and the step is made in the plain way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +168,7 @@ class GraphStep:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._work(sized)
         except Exception as error:
+            _let_draw_again(self._eager.device)
             raise _NothingDone from error
         return graph
 
@@ -173,11 +177,13 @@ class GraphStep:
         if eager.spared is not None:
             eager.spared.keep()
         eager.optimizer.zero_grad(set_to_none=True)
-        loss, right = sized.forward(self._order, self._position + sized.window)
-        with self._lanes(len(sized.window)):
-            loss.backward()
-        if eager.clip:
-            torch.nn.utils.clip_grad_norm_(eager.parameters, eager.clip, foreach=True)
+        # Up to the update only: what fails behind it cannot be made in the plain way any more.
+        with _waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
+            loss, right = sized.forward(self._order, self._position + sized.window)
+            with self._lanes(len(sized.window)):
+                loss.backward()
+            if eager.clip:
+                torch.nn.utils.clip_grad_norm_(eager.parameters, eager.clip, foreach=True)
         eager.optimizer.step()
         if eager.spared is not None:
             eager.spared.put_back(torch.isfinite(loss.detach()))
@@ -190,6 +196,25 @@ class GraphStep:
         batch = eager.numbers.lay(self._data.take(order.index_select(0, places)))
         with eager.numbers.scope(eager.device):
             return eager.objective(eager.model, batch)
+
+
+@contextmanager
+def _waits_fail() -> Iterator[None]:
+    """Within it an operation that makes the host wait for the GPU is an error, as it would be in a capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch tells everybody who sets it that it does not see all of them
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _let_draw_again(device: torch.device) -> None:
+    """Give the GPU's random numbers a state of their own again: a capture that failed may still hold theirs."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _versions(eager: EagerStep) -> list[int]:

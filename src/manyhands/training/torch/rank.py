@@ -212,7 +212,7 @@ class Rank:
         if self.graph.ended is not None:
             self.notes.append(f"plain steps: {self.graph.ended}")
             self.graph = None
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.world.device)
             state.restore_ways(self.optimizer, self.ways, self.base_rates)
             self._set_rate(factor)
         return False
