@@ -146,10 +146,12 @@ def eager_step(net: nn.Module, loss: Any = nn.functional.cross_entropy) -> Eager
     return EagerStep(net, optimizer, Supervised(loss), Metrics(CPU), CPU, Numbers())
 
 
-def graph_step(net: nn.Module, steps: int, loss: Any = nn.functional.cross_entropy) -> tuple[GraphStep, EagerStep]:
+def graph_step(
+    net: nn.Module, steps: int, loss: Any = nn.functional.cross_entropy, *, compiled: bool = False
+) -> tuple[GraphStep, EagerStep]:
     """Makes steps as a rank does: from the graph where there is one, else plainly."""
     eager, data = eager_step(net, loss), Arrays(vectors(80))
-    graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False)
+    graph = GraphStep(eager, data, 16, compiled=compiled, changing_rate=False)
     graph.begin_epoch(torch.arange(80), 0, 0)
     for step in range(steps):
         if not graph(16):
@@ -228,3 +230,21 @@ def test_an_update_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self: [modes.append(MODES[-1]), step(self)])
     graph_step(mlp(), 3)
     assert modes == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_where_the_compiler_fails_the_graph_is_made_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> Any:
+        def call(*_: object) -> None:
+            raise RuntimeError("there is no C compiler")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    net, expected = mlp(norm=True), mlp(norm=True)
+    graph, _ = graph_step(net, 3, compiled=True)
+    graph_step(expected, 3)
+    assert "no C compiler" in str(graph.not_compiled)
+    assert graph.ended is None
+    assert "kernels as they are" in graph.explain()
+    assert difference(net.state_dict(), expected.state_dict()) < 1e-15

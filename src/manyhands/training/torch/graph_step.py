@@ -64,7 +64,9 @@ class GraphStep:
         self._step = torch.zeros((), dtype=torch.int64, device=eager.device)
         self._stream = torch.cuda.Stream(eager.device)
         self._beside = Beside.on_streams(eager.device, self._stream) if side_lanes else None
-        self.no_lanes: str | None = None  # why there are none although they were asked for
+        # Why there are none although they were asked for; and why kernels are not compiled after all.
+        self.no_lanes: str | None = None
+        self.not_compiled: str | None = None
         self._sized: dict[int, _Sized] = {}
         # Why there will be no more graphs, from this step on.
         self.ended: str | None = frozen.hooks(eager.model)
@@ -95,14 +97,23 @@ class GraphStep:
             except _NothingDone as nothing:
                 error = nothing.__cause__
                 why = f"{type(error).__name__}: {error}"
-                if self._beside is not None:  # it may be the lanes: the same once more, on one
-                    self._beside, self.no_lanes = None, f"no side lanes ({why})"[:300]
-                    self._sized.clear()
+                if self._made_simpler(size, why):
                     return self(size)
                 self.ended = f"the graph could not be made ({why})"[:300]
                 return False
         if sized.graph is not None:
             sized.graph.replay()
+        return True
+
+    def _made_simpler(self, size: int, why: str) -> bool:
+        """Leave something out that may be what fails: the lanes first, then the compiler; False where there is none."""
+        if self._beside is not None:
+            self._beside, self.no_lanes = None, f"no side lanes ({why})"[:300]
+        elif self._is_compiled(size):
+            self._compiled, self.not_compiled = False, f"kernels are not compiled ({why})"[:300]
+        else:
+            return False
+        self._sized.clear()
         return True
 
     def _new(self, size: int) -> _Sized:

@@ -139,8 +139,8 @@ class Rank:
 
     def close(self) -> None:
         """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
-        if self.graph is not None and self.graph.no_lanes is not None:
-            self.notes.append(self.graph.no_lanes)
+        if self.graph is not None:
+            self.notes += [one for one in (self.graph.no_lanes, self.graph.not_compiled) if one is not None]
         if self.graph is not None and self.job.run is not None:
             with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
                 RunFolder(self.job.run).write_step(self.graph.explain())
