@@ -150,6 +150,22 @@ def test_what_cannot_be_captured_falls_back_and_says_why() -> None:
     assert result.rows[-1]["samples"] == 330
 
 
+def test_a_model_that_cannot_do_with_bfloat16_is_given_float32() -> None:
+    class Laid(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Any) -> Any:
+            scores = torch.zeros(len(x), 5, device=x.device)
+            scores[torch.arange(len(x), device=x.device)] = self.inner(x)
+            return scores
+
+    result = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True).fit(Laid(), (IMAGES, LABELS))
+    assert "cannot compute in bf16" in result.notes[0]
+    assert "one CUDA graph" in result.notes[1]
+
+
 def test_random_numbers_are_drawn_after_a_fallback() -> None:
     """Dropout in a model that reads a value: a capture that failed would have taken the GPU's random numbers along."""
 

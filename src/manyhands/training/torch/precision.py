@@ -1,8 +1,12 @@
-"""Whether bfloat16 pays on a CPU: it is tried, on the model and samples of the job, before it is taken.
+"""Whether bfloat16 pays on a CPU, and whether a model bears it at all: it is tried before it is taken.
 
 A CPU with AMX multiplies bfloat16 fast, but a model of small layers may lose more by casting than it wins. So a copy of
 the model makes a few forward and backward passes in each precision, in turns; the shortest time of each counts. That
 takes about a second, once per job. A job that is resumed goes on in the precision that it had: bits depend on it.
+
+On a GPU it is taken where the user leaves it to us. But some operations refuse it: ``out[rows] = layer(x)`` with an out
+of float32, Fourier transforms, binary cross-entropy in a model's own step. What would do in float32 shall not fail by
+our choice, so a copy makes one pass with two samples first.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from manyhands.training.torch.step import Numbers
 from manyhands.training.torch.world import World
 
 _FEW = 32  # samples, where reading them costs something
+_TWO = 2
 _ROUNDS = 3
 _SECONDS = 1.0
 
@@ -77,6 +82,33 @@ def tried(job: Job, model: torch.nn.Module, objective: Objective, size: int) -> 
     return shortest[0], shortest[1]
 
 
+def refused(job: Job, model: torch.nn.Module, objective: Objective, world: World, numbers: Numbers) -> str | None:
+    """Why bfloat16, which nobody asked for, is not to be taken: a pass fails in it on some rank, and not in float32."""
+    own = _refusal(job, model, objective, world.device, numbers) or ""
+    told = [one.decode().strip() for one in world.gather_bytes(f"{own}\n".encode())]
+    return next((one for one in told if one), None)
+
+
+def _refusal(
+    job: Job, model: torch.nn.Module, objective: Objective, device: torch.device, numbers: Numbers
+) -> str | None:
+    if numbers.autocast is None or job.settings.precision != "auto" or not checks.can_be_read(job.train):
+        return None
+    with randomness.kept(device):
+        try:
+            batch = checks.few_samples(job.train, _TWO)
+            _Way(model, objective, batch, numbers).seconds()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        else:
+            return None
+        try:
+            _Way(model, objective, batch, Numbers(channels_last=numbers.channels_last)).seconds()
+        except Exception:  # not bfloat16 is to blame: the first step will say it, with all that belongs to it
+            return None
+    return f"fp32: the model cannot compute in bf16 ({why})"
+
+
 class _Way:
     """A copy of the model that computes in one precision."""
 
@@ -89,7 +121,7 @@ class _Way:
 
     def seconds(self) -> float:
         start = time.perf_counter()
-        with self.numbers.scope(torch.device("cpu")):
+        with self.numbers.scope(next(self.model.parameters()).device):
             loss, _ = self.objective(self.model, self.batch)
         loss.backward()
         return time.perf_counter() - start

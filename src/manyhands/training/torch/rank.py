@@ -108,8 +108,11 @@ class Rank:
 
     def _choose_precision(self) -> None:
         """Take bfloat16 on CPUs where it was faster when tried, on all of them alike; or what a resumed job had."""
+        refusal = precision.refused(self.job, self.model, self.objective, self.world, self.numbers)
+        if refusal is not None:
+            self.numbers.autocast = None
         half, note = precision.chosen(self.job, self.model, self.objective, self.world, self.half_before)
-        self.notes += [note] if note else []
+        self.notes += [one for one in (refusal, note) if one]
         if half:
             taken = precision.bf16_numbers(self.model)
             self.numbers.autocast, self.numbers.channels_last = taken.autocast, taken.channels_last
