@@ -246,3 +246,74 @@ def test_a_script_without_a_main_guard() -> None:
     (line,) = done.stdout.splitlines()
     assert float(line.split()[0]) <= 1e-14
     assert line.split()[1] == "2"
+
+
+def wrong_data() -> dict[str, tuple[Any, str]]:
+    X, y = vectors(40)
+    X = X.float()
+    loader = DataLoader(TensorDataset(X, y), batch_size=16)
+    return {
+        "batches": (list(loader), "list of 3 batches.*give the loader itself"),
+        "even batches": (list(loader)[:2] * 2, "list of 4 batches"),
+        "float64": ((X.numpy().astype("float64"), y), r"samples are float64, the model's weights float32.*X\.to"),
+        "int32": ((X, y.int()), r"labels are int32.*y\.long\(\)$"),
+        "both": ((X.double(), y.int()), r"samples are float64.*; the labels are int32"),
+        "a column": ((X, y[:, None]), r"y\.squeeze\(1\)"),
+    }
+
+
+@pytest.mark.parametrize("kind", wrong_data())
+def test_data_that_pytorch_refuses(kind: str) -> None:
+    data, said = wrong_data()[kind]
+    with pytest.raises(BadBatch, match=said) as raised:
+        Trainer(1, batch_size=8, quiet=True).fit(mlp().float(), data)
+    assert raised.value.__cause__ is not None
+
+
+def test_data_that_a_worker_refuses() -> None:
+    X, y = vectors(40)
+    with pytest.raises(BadBatch, match="samples are float64"):
+        Trainer(1, batch_size=8, quiet=True, devices=["cpu"], ranks_per_device=2).fit(mlp().float(), (X, y))
+
+
+def test_an_error_that_is_not_of_the_data_stays_as_it_is() -> None:
+    X, y = vectors(40)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        fit(mlp(), (X[:, :2], y))
+    X, y = X.float(), y[:, None].int()  # what is odd about these is what the model wants
+    own: Any = nn.Sequential(mlp().float())
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.calls = own, 0
+
+        def forward(self, X: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > 3:
+                raise ValueError("something else")
+            return self.net(X)
+
+    def loss(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(scores, y.squeeze(1).long())
+
+    with pytest.raises(ValueError, match="something else"):
+        Trainer(1, batch_size=8, quiet=True, loss=loss).fit(Late(), (X, y))
+
+
+@pytest.mark.parametrize("data", [{"X": vectors()[0]}, "text", (vectors()[0].tolist(), vectors()[1].tolist())])
+def test_what_is_no_data(data: Any) -> None:
+    with pytest.raises(NotATensor, match="no data to train on"):
+        Trainer(1, quiet=True).fit(mlp(), data)
+
+
+def test_batches_that_are_gone() -> None:
+    X, y = vectors(40)
+    with pytest.raises(BadBatch, match="no batch left for epoch 2: a generator can be gone through once"):
+        fit(mlp(), ((X[start : start + 8], y[start : start + 8]) for start in range(0, 40, 8)), max_epochs=2)
+
+
+@pytest.mark.parametrize("model", [nn.Linear, torch.relu])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(BadSettings, match=r"cannot be trained: give a torch\.nn\.Module"):
+        Trainer(1, quiet=True).fit(model, vectors())

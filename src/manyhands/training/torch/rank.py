@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands.errors import BadBatch
 from manyhands.training.figures import Figures, together
 from manyhands.training.learner import Saved, Say
 from manyhands.training.loop import Loop
@@ -195,7 +194,7 @@ class Rank:
                 cursor = cursor.after(one[0])
             self._measure()
         if not cursor.sample:
-            raise BadBatch("the loader gave no batch: there is nothing to train on")
+            raise stream.nothing_left(cursor.epoch)
 
     def _order(self, source: Source, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         assert source.count is not None

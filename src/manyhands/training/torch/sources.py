@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +164,15 @@ class Stream:
                 yield batch
             number += 1
 
+    def nothing_left(self, epoch: int) -> BadBatch:
+        """The error for an epoch without a batch."""
+        if not epoch or not isinstance(self.loader, Iterator):
+            return BadBatch("the loader gave no batch: there is nothing to train on")
+        return BadBatch(
+            f"there is no batch left for epoch {epoch + 1}: a {type(self.loader).__name__} can be gone through once. "
+            "Give max_epochs=1, a DataLoader, or an object whose __iter__ begins anew"
+        )
+
 
 Source = Arrays | Samples | Stream
 
@@ -182,6 +191,13 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
         return Arrays((torch.as_tensor(data),), shuffle=shuffle)
     if isinstance(data, (tuple, list)) and data and all(isinstance(x, torch.Tensor | np.ndarray) for x in data):
         return Arrays(tuple(torch.as_tensor(x) for x in data), shuffle=shuffle)
+    arrays_by_name = isinstance(data, Mapping) and 0 not in data
+    of_numbers = isinstance(data, (tuple, list)) and bool(data) and _is_list_of_numbers(data[0])
+    if arrays_by_name or of_numbers or isinstance(data, str):
+        raise NotATensor(
+            f"a {type(data).__name__}{' of numbers' if of_numbers else ''} is no data to train on: give (X, y) as "
+            "tensors or arrays, a Dataset, or a DataLoader"
+        )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Samples(data, shuffle=shuffle)
     if hasattr(data, "__iter__"):
@@ -189,6 +205,14 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     raise NotATensor(
         f"a {type(data).__name__} is no data to train on: give (X, y) tensors or arrays, a Dataset, or a DataLoader"
     )
+
+
+def _is_list_of_numbers(entry: object) -> bool:
+    """Whether it is a row of what should have been made an array."""
+    nested = isinstance(entry, list)
+    while isinstance(entry, list) and entry:
+        entry = entry[0]
+    return nested and isinstance(entry, (int, float))
 
 
 def _of_loader(loader: DataLoader[Any]) -> Source:

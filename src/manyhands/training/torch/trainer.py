@@ -18,13 +18,13 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.backends import torch as backend
-from manyhands.errors import BadSettings, WorkerFailed
+from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher
 from manyhands.training.base_trainer import BaseTrainer, two_parts
 from manyhands.training.display import Display
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.torch import checks, pool, randomness, state, world
+from manyhands.training.torch import checks, lessons, pool, randomness, state, world
 from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import objective_for
@@ -67,10 +67,19 @@ class Trainer(BaseTrainer):
             checks.check_labels(model, job)
             if not _mixes_samples(model):
                 checks.check_loss(model, job, launcher.size() or len(self.ranks))
+        try:
+            return self._fit(job, display)
+        except Exception as error:
+            lesson = lessons.of(job) if _may_be_the_data(error) else None
+            if lesson is None:
+                raise
+            raise BadBatch(lesson) from error
+
+    def _fit(self, job: Job, display: Display) -> Result:
         if launcher.is_there():
             return self._fit_as_rank(job, display)
         ranks = self.ranks
-        settings.check_devices(len(ranks))
+        job.settings.check_devices(len(ranks))
         if len(ranks) == 1:
             result = _fit_here(job, world.World(0, 1, ranks[0]), display)
         else:
@@ -223,6 +232,14 @@ def _mixes_samples(model: torch.nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules())
 
 
+def _may_be_the_data(error: Exception) -> bool:
+    """Whether PyTorch may have refused the samples, here or in a worker; our own errors have said it already."""
+    return isinstance(error, WorkerFailed) or not isinstance(error, (ManyhandsError, OSError))
+
+
 def _check_model(model: torch.nn.Module) -> None:
+    if not isinstance(model, torch.nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise BadSettings(f"{what} cannot be trained: give a torch.nn.Module, made already, as Net() and not Net")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
