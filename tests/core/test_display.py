@@ -46,6 +46,15 @@ def test_the_picture_is_the_books() -> None:
     assert left.get_title() == "a title"
 
 
+@pytest.mark.parametrize("epochs", [1, 2, 3, 4, 37])
+def test_epochs_are_counted_whole(epochs: int) -> None:
+    pytest.importorskip("matplotlib")
+    from manyhands.training.plot import _figure
+
+    figure = _figure([{"epoch": epoch + 1, "train_loss": 1.0, "test_acc": 0.5} for epoch in range(epochs)], "")
+    assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
+
+
 @pytest.mark.parametrize(
     "rows",
     [

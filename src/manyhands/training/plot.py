@@ -96,7 +96,7 @@ def _dress(left: Axes, right: Axes, losses: list[float]) -> None:
     left.set_xlabel("epoch")
     left.set_ylabel("loss", color=_LOSS)
     left.tick_params(axis="y", colors=_LOSS)
-    left.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
+    left.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
     left.margins(x=0.02)
     left.set_xlim(left=0.0)
     right.set_ylabel("accuracy")
