@@ -135,6 +135,16 @@ def test_a_loader_is_prefetched_without_waits() -> None:
     assert "loader" in rank.notes[0]
 
 
+def test_samples_that_are_on_the_gpu_already() -> None:
+    """They cannot be pinned, and need not be moved; and arrays on a GPU are trained on by a CPU, too."""
+    samples = [(image.cuda(), int(label)) for image, label in zip(IMAGES[:64], LABELS[:64], strict=True)]
+    result = mh.Trainer(1, devices=["gpu:0"], batch_size=32, quiet=True).fit(net(), samples)
+    assert result.rows[-1]["samples"] == 64
+    for device in ("gpu:0", "cpu"):
+        result = mh.Trainer(1, devices=[device], batch_size=32, quiet=True).fit(net(), (IMAGES.cuda(), LABELS))
+        assert result.rows[-1]["samples"] == 330
+
+
 def test_what_cannot_be_captured_falls_back_and_says_why() -> None:
     class Reads(torch.nn.Module):
         def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -13,14 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import convnet, images, mlp, vectors
 
 from manyhands.training import loop as loop_module
-from manyhands.training.order import Cursor
+from manyhands.training.order import Cursor, Window
 from manyhands.training.recipes import one_cycle
 from manyhands.training.settings import Settings
-from manyhands.training.torch import metrics
+from manyhands.training.torch import feed, metrics
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.rank import loop_of
-from manyhands.training.torch.sources import source
+from manyhands.training.torch.sources import Arrays, source
 from manyhands.training.torch.step import EagerStep
 from manyhands.training.torch.world import World
 
@@ -174,6 +175,36 @@ def test_steps_from_a_loader_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -
     for data in (DataLoader(dataset, batch_size=8, shuffle=True), DataLoader(dataset, batch_size=8, drop_last=True)):
         job = Job(model, objective_for(model, None), source(data), None, Settings(1, 8), momentum)
         assert waits(job, monkeypatch).found == []
+
+
+def test_what_is_read_ahead_for_a_gpu_is_pinned_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU here: pinned is what went through a stand-in. What a dataset keeps elsewhere is left alone."""
+    pinned: list[tuple[str, Any]] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append((threading.current_thread().name, tensor.clone()))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    homes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", homes.append)
+    X, elsewhere, gpu = torch.rand(3, 2), torch.empty(3, device="meta"), torch.device("cuda", 1)
+    windows = [(Window(0, 0, 3, 0), (X, elsewhere, ["a", "b", "c"])), (Window(0, 3, 3, 1), None)]
+    assert [window for window, _ in feed.ahead(iter(windows), gpu)] == [window for window, _ in windows]
+    assert [(name, torch.equal(tensor, X)) for name, tensor in pinned] == [("manyhands-feed", True)]
+    assert homes == [gpu]
+
+
+def test_arrays_that_lie_elsewhere_come_to_the_device() -> None:
+    other = torch.device("meta")
+    for place in (other, torch.device("cpu")):
+        mixed = Arrays((torch.rand(4, 2).to(place), torch.zeros(4, device="cpu")))
+        found = feed.resident(mixed, other)
+        assert isinstance(found, Arrays)
+        assert {tensor.device for tensor in found.tensors} == {other}
+    here = Arrays((torch.rand(4, 2),))
+    assert feed.resident(here, torch.device("cpu")) is here
 
 
 def test_a_look_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

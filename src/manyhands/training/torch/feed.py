@@ -24,13 +24,19 @@ from manyhands.training.torch.sources import Arrays, Batch, Samples, Source, Str
 from manyhands.training.torch.world import World
 
 _AHEAD = 2
+_HOST = torch.device("cpu")
 
 
 def resident(source: Source, device: torch.device) -> Source:
-    """The source, on the device if it is arrays that fit there well."""
-    if not isinstance(source, Arrays) or device.type != "cuda":
+    """The source, on the device if it is arrays that fit there well, or that lie on another one already."""
+    if not isinstance(source, Arrays):
         return source
-    return source.to(device) if source.nbytes < torch.cuda.mem_get_info(device)[0] // 2 else source
+    places = {tensor.device for tensor in source.tensors}
+    if places == {device}:
+        return source
+    if device.type == "cuda" and places == {torch.device("cpu")}:
+        return source.to(device) if source.nbytes < torch.cuda.mem_get_info(device)[0] // 2 else source
+    return source.to(device)
 
 
 def shards(
@@ -60,13 +66,15 @@ def shards(
         )
     elif isinstance(source, Samples):
         lists = [order[start:stop] for start, stop in parts]
-        picked = source.batches(lists, seed=seed, pin=world.device.type == "cuda", empty=empty)
+        # Worker processes send pageable memory: PyTorch pins what they sent in a thread of its own.
+        pin = world.device.type == "cuda" and source.workers > 0
+        picked = source.batches(lists, seed=seed, pin=pin, empty=empty)
         if world.device.type == "cpu" and not source.workers:
             # Read in this thread: a dataset that draws random numbers draws them in the same order each time.
             return picked
     else:
         raise TypeError("a stream has no order: see stream_shards")
-    return on_device(ahead(picked), world.device)
+    return on_device(ahead(picked, world.device), world.device)
 
 
 def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator[tuple[Window, Batch]]:
@@ -94,11 +102,14 @@ def stream_shards(
             yield window, cut(batch, begin - window.start, end - window.start) if end > begin or empty else None
 
     # On the CPU without a thread: while the loader draws random numbers of its own, the model must not.
-    return on_device(ahead(parts()), world.device) if world.device.type != "cpu" else parts()
+    return on_device(ahead(parts(), world.device), world.device) if world.device.type != "cpu" else parts()
 
 
-def ahead(values: Iterable[Any]) -> Iterator[Any]:
-    """The same values, taken a few ahead by a thread; its error surfaces where its value would."""
+def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
+    """The same values, taken a few ahead by a thread; its error surfaces where its value would.
+
+    On the way to a GPU they are laid into pinned memory by that thread, too.
+    """
     waiting: queue.Queue[tuple[bool, Any]] = queue.Queue(_AHEAD)
     stopped = threading.Event()
 
@@ -113,8 +124,12 @@ def ahead(values: Iterable[Any]) -> Iterator[Any]:
 
     def work() -> None:
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(
+                    device
+                )  # else a thread of a rank on another GPU would make itself at home on the first
             for value in values:
-                if not put((True, value)):
+                if not put((True, tree.map_leaves(_pinned, value) if device.type == "cuda" else value)):
                     return
             put((False, None))
         except BaseException as error:  # handed over, whatever it is
@@ -134,6 +149,18 @@ def ahead(values: Iterable[Any]) -> Iterator[Any]:
     finally:
         stopped.set()
         thread.join()
+
+
+def _pinned(leaf: Any) -> Any:
+    """A tensor in pinned memory; one that a dataset keeps on the GPU already, or in pieces, stays as it is."""
+    if (
+        not isinstance(leaf, torch.Tensor)
+        or leaf.device.type != "cpu"
+        or leaf.layout != torch.strided
+        or leaf.is_nested
+    ):
+        return leaf
+    return leaf if leaf.is_pinned() else leaf.pin_memory()
 
 
 def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
