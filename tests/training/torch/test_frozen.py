@@ -75,14 +75,40 @@ def test_hooks() -> None:
     net = mlp()
     nn.utils.spectral_norm(net[0])
     nn.utils.weight_norm(net[2])
-    assert frozen.hooks(net) is None
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert frozen.hooks(net, optimizer) is None
     watch = frozen.Watch([net])
     for _ in range(2):
         watch.before()
         net(vectors()[0]).sum().backward()
         assert watch.after() is None
-    net[2].register_forward_hook(lambda *_: None)
-    assert "the layer '2' has a hook" in str(frozen.hooks(net))
+    handles = [net[2].register_forward_hook(lambda *_: None)]
+    assert "the layer '2' has a hook" in str(frozen.hooks(net, optimizer))
+    handles.append(net[2].bias.register_hook(lambda gradient: gradient.clamp(-1, 1)))
+    handles.pop(0).remove()
+    assert "the parameter '2.bias' has a hook" in str(frozen.hooks(net, optimizer))
+    handles.append(net[2].bias.register_post_accumulate_grad_hook(lambda _: None))
+    handles.pop(0).remove()
+    assert "the parameter '2.bias' has a hook" in str(frozen.hooks(net, optimizer))
+    handles.append(optimizer.register_step_post_hook(lambda *_: None))
+    handles.pop(0).remove()
+    assert "the optimizer has a hook" in str(frozen.hooks(net, optimizer))
+
+
+def test_a_rate_that_is_changed_in_a_step_is_seen() -> None:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    watch = frozen.Watch([net], optimizer)
+    found = []
+    for _ in range(2):
+        watch.before()
+        optimizer.step()
+        schedule.step()
+        found.append(watch.after())
+    assert found[0] is None
+    assert "'lr' of the optimizer's group 0 changes from step to step" in str(found[1])
 
 
 class NoStream:

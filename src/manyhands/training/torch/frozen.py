@@ -6,7 +6,8 @@ steps before the capture, which run plainly, are watched: what changed from one 
 model would stand still in a graph. The first step apart: many models fill a cache in it.
 
 Looked at are the attributes of every module (numbers, texts, the lengths of collections, and tensors that are neither
-parameters nor buffers), Python's and NumPy's random numbers, and hooks. For example a model with
+parameters nor buffers), what the optimizer keeps per group of parameters (a rate that a model's own step changes, say),
+Python's and NumPy's random numbers, and hooks. For example a model with
 ``self.calls += 1`` in its forward pass, after each of three steps::
 
     {"Net.calls": 1}, {"Net.calls": 2}, {"Net.calls": 3}      -> "Net.calls changes from step to step"
@@ -26,13 +27,16 @@ import torch
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Watch:
-    """What Python held of some modules after each step so far."""
+    """What Python held of some modules, and of an optimizer, after each step so far."""
 
-    def __init__(self, roots: Sequence[object]) -> None:
+    def __init__(self, roots: Sequence[object], optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._optimizer = optimizer
         self._modules = [
             (f"{type(root).__name__}{'.' if name else ''}{name}", module)
             for root in roots
@@ -64,23 +68,35 @@ class Watch:
         )
 
     def _attributes(self) -> dict[str, Any]:
-        return {
+        found = {
             f"{path}.{name}": look
             for path, module in self._modules
             for name, value in vars(module).items()
             if name not in _OF_EVERY_MODULE and (look := _look(value)) is not None
         }
+        for number, group in enumerate(self._optimizer.param_groups if self._optimizer is not None else ()):
+            looks = {f"{name!r} of the optimizer's group {number}": _look(value) for name, value in group.items()}
+            found |= {name: look for name, look in looks.items() if look is not None}
+        return found
 
 
-def hooks(model: torch.nn.Module) -> str | None:
-    """The reason why a model's hooks forbid a graph: they would run once. PyTorch's own compute with tensors alone."""
+def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """The reason why hooks forbid a graph: they would run once. PyTorch's own compute with tensors alone."""
     for name, module in model.named_modules():
-        for kind in _HOOKS:
-            for hook in (getattr(module, kind, None) or {}).values():
-                whose = getattr(hook, "__module__", None) or type(hook).__module__
-                if not str(whose).startswith("torch."):
-                    return f"the layer {name or type(module).__name__!r} has a hook, which would not run in a graph"
+        if _has_hook(module, _HOOKS):
+            return f"the layer {name or type(module).__name__!r} has a hook, which would not run in a graph"
+    for name, parameter in model.named_parameters():
+        if _has_hook(parameter, _HOOKS_OF_PARAMETERS):
+            return f"the parameter {name!r} has a hook, which would not run in a graph"
+    if _has_hook(optimizer, _HOOKS_OF_OPTIMIZERS):
+        return "the optimizer has a hook, which would not run in a graph"
     return None
+
+
+def _has_hook(value: object, kinds: Sequence[str]) -> bool:
+    found = [hook for kind in kinds for hook in (getattr(value, kind, None) or {}).values()]
+    modules = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in found]
+    return not all(str(one).startswith("torch.") for one in modules)
 
 
 def _look(value: object) -> Any:

@@ -69,8 +69,8 @@ class GraphStep:
         self.not_compiled: str | None = None
         self._sized: dict[int, _Sized] = {}
         # Why there will be no more graphs, from this step on.
-        self.ended: str | None = frozen.hooks(eager.model)
-        self._watch = frozen.Watch([eager.model, getattr(eager.objective, "loss", None)])
+        self.ended: str | None = frozen.hooks(eager.model, eager.optimizer)
+        self._watch = frozen.Watch([eager.model, getattr(eager.objective, "loss", None)], eager.optimizer)
         _make_capturable(eager.optimizer, eager.device, changing_rate=changing_rate)
 
     def begin_epoch(self, order: torch.Tensor, sample: int, step: int) -> None:
