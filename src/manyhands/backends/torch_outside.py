@@ -6,47 +6,42 @@ address, the optimizer's ``lr`` is 0.1. Three uses: after tracing, a fact that n
 changes Python state, and it is put back; before every call, all facts together are the guard of the plan (one generated
 expression, tens of nanoseconds a fact); and what changes at every call is named to the user.
 
-Not seen: attributes of imported modules, settings of PyTorch's own layers other than those in ``_SETTINGS``, elements
-of lists longer than ``_LONG``, and what is reached only through C code.
+Not seen: attributes of installed modules, what PyTorch's own layers know besides plain values, elements of lists and
+arrays longer than ``_LONG``, and what is reached only through C code.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
-_SETTINGS = ("p", "momentum", "eps", "inplace", "track_running_stats")
+from manyhands.backends.torch_guard import PLAIN, Fact, compiled
+
+# What PyTorch's layers know about the shape of their parameters, which cannot change without them.
+_OF_SHAPE = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "transposed", "groups"}
+_OF_MODULES = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_KNOWN = (sys.stdlib_module_names | {"manyhands"}) - {"__main__"}
 _LONG = 1000
 _NOTHING = object()
-
-
-@dataclass(frozen=True)
-class _Fact:
-    """Where to look, what was there, and how to say it."""
-
-    name: str
-    kind: str  # item, cell, length, address, gradient
-    holder: Any
-    key: Any = None
-    value: Any = None
-    optimizer: bool = False
 
 
 class Outside:
     """The facts about what a function and its arguments reach."""
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
-        self._facts: list[_Fact] = []
+        self._facts: list[Fact] = []
         self._seen: dict[int, Any] = {}
         self._whole: list[tuple[Any, Any]] = []  # lists and dicts with a copy, to put them back
-        self._optimizer = False
+        self._optimizer = self._in_module = False
+        self._addresses: set[int] = set()
         self._visit(function, getattr(function, "__name__", "function"))
         for number, one in enumerate(arguments):
             self._visit(one, f"argument {number}")
@@ -57,18 +52,23 @@ class Outside:
     def holds(self) -> bool:
         """Whether everything is as it was."""
         if self._check is None:
-            self._check = _compiled(self._facts)
+            self._check = compiled(self._facts)
         return self._check()
 
-    def changed(self) -> _Fact | None:
+    def changed(self) -> Fact | None:
         """The first fact that no longer holds."""
-        return next((fact for fact in self._facts if not _compiled([fact])()), None)
+        return next((fact for fact in self._facts if not compiled([fact])()), None)
 
     def put_back(self) -> None:
         """Undo what was changed in Python; the numbers in tensors are not touched."""
         for holder, before in self._whole:
-            if isinstance(holder, list):
+            if isinstance(holder, (list, bytearray)):
                 holder[:] = before
+            elif isinstance(holder, (set, deque)):
+                holder.clear()
+                (holder.update if isinstance(holder, set) else holder.extend)(before)
+            elif not isinstance(holder, dict):  # an array of NumPy
+                holder[...] = before
             else:
                 for key in [key for key in holder if key not in before]:
                     del holder[key]
@@ -79,21 +79,31 @@ class Outside:
                     fact.holder[fact.key] = fact.value
             elif fact.kind == "cell":
                 fact.holder.cell_contents = fact.value
+            elif fact.kind == "attribute" and getattr(fact.holder, fact.key, _NOTHING) is not fact.value:
+                setattr(fact.holder, fact.key, fact.value)
 
     def add_address(self, tensor: torch.Tensor, name: str) -> None:
-        """Its memory must stay where it is."""
+        """Its memory must stay where it is, and whether gradients are wanted for it as it is.
+
+        A parameter or buffer keeps its number of elements, which is asked quickly; others keep their whole form.
+        """
         self._seen.setdefault(id(tensor), tensor)
+        if id(tensor) in self._addresses:
+            return
+        self._addresses.add(id(tensor))
         if tensor.layout == torch.strided and not _is_odd(tensor):
-            self._add(_Fact(name, "address", tensor, value=tensor.data_ptr()))
+            form = tensor.numel() if self._in_module else (tensor.shape, tensor.stride())
+            self._add(Fact(f"the form of {name}", "form", tensor, tensor.requires_grad, form))
+            self._add(Fact(name, "address", tensor, value=tensor.data_ptr()))
 
     def add_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, same: bool) -> None:
         """Its gradient must be None, or there, or the same tensor as it was."""
         kept = gradient if same or gradient is None else ...
-        self._add(_Fact("a gradient", "gradient", tensor, value=kept))
+        self._add(Fact("a gradient", "gradient", tensor, value=kept))
 
     # Walking
 
-    def _add(self, fact: _Fact) -> None:
+    def _add(self, fact: Fact) -> None:
         self._facts.append(fact)
         self._check = None
 
@@ -102,7 +112,7 @@ class Outside:
         self._visit(one, type(one).__name__)
 
     def _visit(self, value: Any, name: str) -> None:
-        if isinstance(value, (*_PLAIN, type, types.ModuleType)) or id(value) in self._seen:
+        if isinstance(value, (*PLAIN, type, types.ModuleType)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
@@ -111,8 +121,11 @@ class Outside:
             self._module(value, name)
         elif isinstance(value, torch.optim.Optimizer):
             self._of_optimizer(value, name)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             self._sequence(value, name)
+        elif (look := _content_of(value)) is not None:
+            self._add(Fact(f"the content of {name}", "content", value, look, look(value)))
+            self._whole.append((value, value.copy()))
         elif isinstance(value, dict):
             self._dict(value, name, whole=True)
         elif isinstance(value, types.FunctionType):
@@ -123,9 +136,27 @@ class Outside:
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._visit(part, name)
-        elif not _is_foreign(type(value)) and hasattr(value, "__dict__"):
-            self._dict(vars(value), name)
-            self._visit(vars(type(value)).get("__call__"), f"{name}.__call__")
+        elif not _is_foreign(type(value)):
+            self._object(value, name)
+
+    def _object(self, value: Any, name: str) -> None:
+        if hasattr(value, "__dict__"):
+            self._dict(vars(value), name, whole=True)
+        for one in type(value).__mro__:
+            slots = vars(one).get("__slots__", ())
+            for word in (slots,) if isinstance(slots, str) else slots:
+                if (content := getattr(value, word, _NOTHING)) is not _NOTHING and not word.startswith("__"):
+                    self._add(Fact(f"{name}.{word}", "attribute", value, word, content))
+                    self._visit(content, f"{name}.{word}")
+        self._class(type(value), name)
+        self._visit(vars(type(value)).get("__call__"), f"{name}.__call__")
+
+    def _class(self, one: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        """The numbers and words that a class of the user has for all its objects."""
+        for owner in one.__mro__:
+            for word, content in list(vars(owner).items()) if not _is_foreign(owner) else ():
+                if isinstance(content, PLAIN) and not word.startswith("__") and wanted(word):
+                    self._add(Fact(f"{name}.{word}", "attribute", owner, word, content))
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         if _is_foreign(function):
@@ -135,32 +166,52 @@ class Outside:
                 content = cell.cell_contents
             except ValueError:  # not bound yet
                 continue
-            self._add(_Fact(word, "cell", cell, value=content, optimizer=self._optimizer))
-            self._visit(content, word)
-        for word in _names(function.__code__):
+            self._add(Fact(word, "cell", cell, value=content, optimizer=self._optimizer))
+            self._named(content, word, _names(function.__code__))
+        names = _names(function.__code__)
+        for word in names:
             content = function.__globals__.get(word, _NOTHING)
-            if content is _NOTHING or isinstance(content, (types.ModuleType, type)):
-                continue
-            self._add(_Fact(word, "item", function.__globals__, word, content))
-            self._visit(content, word)
+            if content is not _NOTHING and not isinstance(content, (types.ModuleType, type)):
+                self._add(Fact(word, "item", function.__globals__, word, content))
+            self._named(content, word, names)
         self._visit(function.__defaults__, f"a default of {name}")
         self._visit(function.__kwdefaults__, f"a default of {name}")
 
+    def _named(self, content: Any, word: str, names: Sequence[str]) -> None:
+        """What a word of a function's code stands for; of classes and modules, what other words may take from it."""
+        if isinstance(content, type):
+            self._class(content, word, names.__contains__)
+        elif not isinstance(content, types.ModuleType):
+            self._visit(content, word)
+        elif not _is_installed(content):
+            for inner in vars(content).keys() & set(names):
+                value = vars(content)[inner]
+                if not isinstance(value, (types.ModuleType, type)):
+                    self._add(Fact(f"{word}.{inner}", "item", vars(content), inner, value))
+                self._visit(value, f"{word}.{inner}")
+
     def _module(self, module: nn.Module, name: str) -> None:
         own = vars(module)
-        self._add(_Fact(f"{name}.training", "item", own, "training", module.training))
-        for part in ("_parameters", "_buffers", "_modules"):
-            self._dict(own[part], name, whole=True)
-        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-            self._visit(own["_forward_hooks"], f"{name}'s hooks")
-            self._visit(own["_forward_pre_hooks"], f"{name}'s hooks")
         foreign = _is_foreign(type(module))
-        for word, value in own.items():
-            if word in _SETTINGS if foreign else word != "training" and not word.startswith("_"):
-                self._add(_Fact(f"{name}.{word}", "item", own, word, value))
-                self._visit(value, f"{name}.{word}")
+        self._add(Fact(f"{name}.training", "item", own, "training", module.training))
+        before, self._in_module = self._in_module, True
+        for part in ("_parameters", "_buffers"):
+            self._dict(own[part], name, whole=True)
+        self._in_module = before
+        self._dict(own["_modules"], name, whole=True)
+        hooks = [own[word] for word in _HOOKS]
+        self._add(Fact(f"the hooks of {name}", "hooks", hooks, value=sum(map(len, hooks))))
+        for one in filter(None, hooks):
+            self._visit(one, f"the hooks of {name}")
         if not foreign:
+            self._add(Fact(f"the number of {name}'s attributes", "length", own, value=len(own)))
+            self._class(type(module), name)
             self._visit(type(module).forward, f"{name}.forward")
+        for word, value in own.items():
+            if word in _OF_MODULES or (foreign and (word in _OF_SHAPE or not isinstance(value, PLAIN))):
+                continue
+            self._add(Fact(f"{name}.{word}", "item", own, word, value))
+            self._visit(value, f"{name}.{word}")
 
     def _of_optimizer(self, one: torch.optim.Optimizer, name: str) -> None:
         self._optimizer = True
@@ -169,65 +220,22 @@ class Outside:
         self._optimizer = False
 
     def _sequence(self, value: Any, name: str) -> None:
-        self._add(_Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
-        if isinstance(value, list) and len(value) <= _LONG:
+        self._add(Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
+        if not isinstance(value, tuple) and len(value) <= _LONG:
             self._whole.append((value, list(value)))
         for number, one in enumerate(value if len(value) <= _LONG else ()):
-            if isinstance(value, list):
-                self._add(_Fact(f"{name}[{number}]", "item", value, number, one, self._optimizer))
+            if not isinstance(value, tuple):
+                self._add(Fact(f"{name}[{number}]", "item", value, number, one, self._optimizer))
             self._visit(one, f"{name}[{number}]")
 
     def _dict(self, value: Any, name: str, *, whole: bool = False) -> None:
         if whole:
-            self._add(_Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
+            self._add(Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
             self._whole.append((value, dict(value)))
         for key, one in list(value.items())[:_LONG]:
             label = f"{name}.{key}" if isinstance(key, str) else name
-            self._add(_Fact(label, "item", value, key, one, self._optimizer))
+            self._add(Fact(label, "item", value, key, one, self._optimizer))
             self._visit(one, label)
-
-
-# Facts as code
-
-
-def _compiled(facts: Iterable[_Fact]) -> Callable[[], bool]:
-    names: dict[str, Any] = {}
-    given: dict[int, str] = {}
-
-    def name(value: Any) -> str:
-        if id(value) not in given:
-            given[id(value)] = f"k{len(names)}"
-            names[given[id(value)]] = value
-        return given[id(value)]
-
-    tests = [_test(fact, name) for fact in facts]
-    body = "\n".join(f"        if not ({test}): return False" for test in tests)
-    tail = "        return True\n    except (LookupError, ValueError, RuntimeError):\n        return False"
-    source = f"def holds():\n    try:\n{body}\n{tail}"
-    names["same"] = _same
-    exec(compile(source, "<manyhands guard>", "exec"), names)
-    return names["holds"]  # type: ignore[no-any-return]
-
-
-def _test(fact: _Fact, name: Callable[[Any], str]) -> str:
-    holder = name(fact.holder)
-    if fact.kind == "length":
-        return f"len({holder}) == {fact.value}"
-    if fact.kind == "address":
-        return f"{holder}.data_ptr() == {fact.value}"
-    if fact.kind == "gradient":
-        if fact.value is ...:
-            return f"{holder}.grad is not None"
-        return f"{holder}.grad is {name(fact.value)}"
-    now = f"{holder}.cell_contents" if fact.kind == "cell" else f"{holder}[{name(fact.key)}]"
-    if isinstance(fact.value, _PLAIN) and fact.value is not None and not isinstance(fact.value, bool):
-        known = name(fact.value)
-        return f"{now} is {known} or same({now}, {known})"
-    return f"{now} is {name(fact.value)}"
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one == other and str(one) == str(other))
 
 
 def _names(code: types.CodeType) -> list[str]:
@@ -237,6 +245,25 @@ def _names(code: types.CodeType) -> list[str]:
         if isinstance(constant, types.CodeType):
             found |= dict.fromkeys(_names(constant))
     return list(found)
+
+
+def _content_of(value: Any) -> Callable[[Any], Any] | None:
+    """How to write down, and compare, what is in a set or in an array of numbers; None for other things."""
+    if isinstance(value, set):
+        return frozenset
+    if isinstance(value, bytearray):
+        return bytes
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and type(value) is numpy.ndarray and value.size <= _LONG and not value.dtype.hasobject:
+        return numpy.ndarray.tobytes  # type: ignore[no-any-return]
+    return None
+
+
+def _is_installed(module: types.ModuleType) -> bool:
+    """Whether a module is Python's own or of a package, which nobody changes."""
+    file = str(getattr(module, "__file__", None) or "")
+    root = module.__name__.partition(".")[0]
+    return root in _KNOWN or "site-packages" in file or "dist-packages" in file
 
 
 def _is_foreign(value: Any) -> bool:

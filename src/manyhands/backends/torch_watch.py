@@ -112,6 +112,11 @@ class Watch:
         if isinstance(tensor, FakeTensor) or not tensor.requires_grad or id(tensor) in self._before:
             return
         if tensor.is_leaf:
+            if torch.is_grad_enabled() and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+                self._refused = CannotTrace(
+                    f"a tensor from outside has hooks, which a plan would not call: {_FOR_GOOD}"
+                )
+                raise self._refused
             self._before[id(tensor)] = (tensor, tensor.grad)
         elif torch.is_grad_enabled():
             raise CannotTrace(f"gradients would flow into a tensor that was computed outside: {_FOR_GOOD}")

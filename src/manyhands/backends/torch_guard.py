@@ -1,0 +1,88 @@
+"""Facts about what a function takes from outside, and the code that asks whether they still hold.
+
+The facts of a plan are one generated function, a line for each, that stops at the first "no": this closure's ``scale``
+is 2.0 and this weight is where it was reads
+
+    def holds():
+        try:
+            if not (k0.cell_contents is k1 or same(k0.cell_contents, k1)): return False
+            if not (k2.data_ptr() == 94031): return False
+            return True
+        except (LookupError, ...):
+            return False
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Where to look, what was there, and how to say it."""
+
+    name: str
+    kind: str  # item, attribute, cell, length, content, hooks, form, address, gradient
+    holder: Any
+    key: Any = None
+    value: Any = None
+    optimizer: bool = False
+
+
+def compiled(facts: Iterable[Fact]) -> Callable[[], bool]:
+    names: dict[str, Any] = {}
+    given: dict[int, str] = {}
+
+    def name(value: Any) -> str:
+        if id(value) not in given:
+            given[id(value)] = f"k{len(names)}"
+            names[given[id(value)]] = value
+        return given[id(value)]
+
+    tests = [_test(fact, name) for fact in facts]
+    body = "\n".join(f"        if not ({test}): return False" for test in tests)
+    tail = (
+        "        return True\n    except (LookupError, ValueError, RuntimeError, AttributeError):\n        return False"
+    )
+    source = f"def holds():\n    try:\n{body}\n{tail}"
+    names["same"] = _same
+    exec(compile(source, "<manyhands guard>", "exec"), names)
+    return names["holds"]  # type: ignore[no-any-return]
+
+
+def _test(fact: Fact, name: Callable[[Any], str]) -> str:
+    holder = name(fact.holder)
+    if fact.kind == "length":
+        return f"len({holder}) == {fact.value}"
+    if fact.kind == "hooks":
+        hooks = [name(one) for one in fact.holder]
+        counted = " + ".join(f"len({one})" for one in hooks)
+        return f"{counted} == {fact.value}" if fact.value else f"not ({' or '.join(hooks)})"
+    if fact.kind == "content":
+        return f"{name(fact.key)}({holder}) == {name(fact.value)}"
+    if fact.kind == "form":
+        form = f"{holder}.numel() == {fact.value}"
+        if not isinstance(fact.value, int):
+            form = f"{holder}.shape == {name(fact.value[0])} and {holder}.stride() == {name(fact.value[1])}"
+        return f"{holder}.requires_grad is {fact.key} and {form}"
+    if fact.kind == "address":
+        return f"{holder}.data_ptr() == {fact.value}"
+    if fact.kind == "gradient":
+        now = f"{holder}.grad is not None" if fact.value is ... else f"{holder}.grad is {name(fact.value)}"
+        return f"{now} and not {holder}._backward_hooks and not {holder}._post_accumulate_grad_hooks"
+    inner = {"cell": ".cell_contents", "attribute": f".{fact.key}"}
+    now = holder + (inner[fact.kind] if fact.kind in inner else f"[{name(fact.key)}]")
+    if isinstance(fact.value, PLAIN) and fact.value is not None and not isinstance(fact.value, bool):
+        known = name(fact.value)
+        return f"{now} is {known} or same({now}, {known})"
+    return f"{now} is {name(fact.value)}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and one == other and str(one) == str(other))

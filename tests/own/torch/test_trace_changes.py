@@ -1,0 +1,135 @@
+"""Whatever a function takes from outside its arguments may change between two calls: the next call goes by it."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from manyhands.backends import torch_parallel
+from manyhands.engine.parallel import Parallel
+
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Settings:
+    scale = 2.0
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Layer(nn.Module):
+    shift = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.bend = nn.LeakyReLU(0.1)
+        self._scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bend(self.inner(x)) * self._scale + self.shift  # type: ignore[no-any-return]
+
+
+settings = types.ModuleType("settings")
+settings.scale = 2.0  # type: ignore[attr-defined]
+
+
+def twice(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def cases() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
+    """For each a function and what changes between two of its calls."""
+    array, some, queue, slotted = numpy.array([2.0]), {1}, deque([2.0]), Slotted()
+    one, wide, layer = Settings(), torch.arange(8.0).view(2, 4), Layer().requires_grad_(False)
+    return {
+        "an array": (lambda x: x * float(array[0]), lambda: array.__setitem__(0, 3.0)),
+        "a set": (lambda x: x * len(some), lambda: some.add(2)),
+        "a queue": (lambda x: x * queue[0], lambda: queue.__setitem__(0, 3.0)),
+        "a slot": (lambda x: x * slotted.scale, lambda: setattr(slotted, "scale", 3.0)),
+        "a class": (lambda x: x * Settings.scale, lambda: setattr(Settings, "scale", Settings.scale + 1)),
+        "an object's class": (lambda x: x * one.scale, lambda: setattr(Settings, "scale", Settings.scale + 1)),
+        "an object instead of its class": (lambda x: x * one.scale, lambda: setattr(one, "scale", 5.0)),
+        "a module of the user": (lambda x: x * settings.scale, lambda: setattr(settings, "scale", 3.0)),
+        "the form of a tensor": (lambda x: x[:2] * wide.shape[0] + wide.view(-1)[:4], lambda: wide.t_()),
+        "a private attribute": (layer, lambda: setattr(layer, "_scale", 3.0)),
+        "a layer's class": (layer, lambda: setattr(Layer, "shift", Layer.shift + 1)),
+        "a setting of PyTorch's layer": (layer, lambda: setattr(layer.bend, "negative_slope", 0.5)),
+        "a hook": (layer, lambda: layer.inner.register_forward_hook(twice)),
+    }
+
+
+@pytest.mark.parametrize("name", cases())
+def test_what_has_changed_is_seen(name: str) -> None:
+    function, change = cases()[name]
+    fast = Parallel(function, torch_parallel, synchronous=True)
+    for _ in range(2):
+        assert torch.equal(fast(X), function(X))
+    assert "synchronous" in fast.explain()
+    change()
+    try:
+        expected = function(X)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            fast(X)
+    else:
+        assert torch.equal(fast(X), expected)
+
+
+def training() -> tuple[nn.Linear, Parallel]:
+    layer = nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        layer.zero_grad()
+        loss = layer(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return layer, Parallel(step, torch_parallel, synchronous=True)
+
+
+def test_a_frozen_parameter_gets_no_gradient() -> None:
+    layer, fast = training()
+    for _ in range(2):
+        fast(X)
+    layer.weight.requires_grad_(False)
+    fast(X)
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+    layer.weight.requires_grad_(True)
+    fast(X)
+    assert layer.weight.grad is not None
+
+
+def test_hooks_of_tensors_are_called_at_every_step() -> None:
+    layer, fast = training()
+    for _ in range(2):
+        fast(X)
+    plain = layer.weight.grad
+    called: list[int] = []
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        called.append(1)
+        return gradient * 2
+
+    handle = layer.weight.register_hook(hook)
+    for count in (1, 2):
+        fast(X)
+        assert torch.equal(layer.weight.grad, plain * 2)
+        assert len(called) == count
+    assert "hook" in fast.explain()
+    handle.remove()
+    fast(X)
+    assert torch.equal(layer.weight.grad, plain)
