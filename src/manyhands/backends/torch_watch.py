@@ -9,6 +9,7 @@ ever: that is refused.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -43,6 +44,7 @@ class Watch:
         """``refuse_gradients``: stand-ins of arguments have none, so if one has, none may be looked at."""
         self._outside = outside
         self.refuse_gradients = refuse_gradients
+        self.seeded = False  # it sets the state of random numbers, as checkpointing does around what it does again
         self._fact: Any = None
         self._refused: CannotTrace | None = None
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with their first gradient
@@ -53,6 +55,9 @@ class Watch:
         torch.clear_autocast_cache()  # of real weights, cast before; and below, of made-up ones
         self._hook = register_optimizer_step_pre_hook(lambda one, *_: self._outside.optimizer(one))
         self._stack.callback(self._hook.remove)
+        place: Any = torch.random
+        self._stack.callback(setattr, place, "default_generator", place.default_generator)
+        place.default_generator = _NoSeeds(self, place.default_generator)
         return self
 
     def watching(self) -> ExitStack:
@@ -126,12 +131,31 @@ class Watch:
             self._refused = CannotTrace(_READING)
             raise self._refused
 
+    def refuses_seeds(self) -> None:
+        self._refused = CannotTrace(f"it seeds the random numbers: {_FOR_GOOD}")
+        raise self._refused
+
     def keeps(self, tensor: torch.Tensor) -> None:
         """Tracing is about to write to a real tensor."""
         if id(tensor) in self._saved:
             return
         with _disable_current_modes(), torch.no_grad():
             self._saved[id(tensor)] = (tensor, tensor.detach().clone())
+
+
+class _NoSeeds:
+    """Stands before PyTorch's random numbers while a function is traced: a plan begins where they are, and goes on."""
+
+    def __init__(self, watch: Watch, own: torch.Generator) -> None:
+        self._watch, self._own, self._thread = watch, own, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("manual_seed", "seed", "set_state") or self._thread != threading.get_ident():
+            return getattr(self._own, name)
+        if name != "set_state":
+            self._watch.refuses_seeds()
+        self._watch.seeded = True
+        return lambda state: self._own
 
 
 class _Functions(TorchFunctionMode):

@@ -2,6 +2,9 @@
 
 While a call is watched, ``print``, ``open`` and ``input`` of Python are replaced by functions that take a note and do
 the same; the states of Python's and NumPy's random numbers are compared. Not seen: the clock, the network, logging.
+
+A call that is made only to see what it does (a trace) is to have no effects at all: ``Effects(refuse=True)`` raises
+:class:`CannotTrace` instead of printing, and puts the random numbers back.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from manyhands.errors import CannotTrace
+
+_OF_TRACING = ("torch", "sympy")  # they may open files of their own while they trace
 _WATCHED = {"print": "prints", "open": "opens a file", "input": "asks the user"}
 
 
@@ -23,8 +29,9 @@ class Effects:
     _watching: ClassVar[list[Effects]] = []
     _lock = threading.Lock()
 
-    def __init__(self) -> None:
+    def __init__(self, *, refuse: bool = False) -> None:
         self.found: str | None = None
+        self._refuse = refuse
 
     def __enter__(self) -> Effects:
         self._thread = threading.get_ident()
@@ -42,20 +49,26 @@ class Effects:
             if not self._watching:
                 for name in _WATCHED:
                     setattr(builtins, name, getattr(builtins, name).__wrapped__)
-        if self.found is None and _random_states() != self._random:
-            self.found = "draws random numbers of Python or NumPy"
+        if _random_states() != self._random:
+            self.found = self.found or "draws random numbers of Python or NumPy"
+            if self._refuse:
+                _set_random_states(*self._random)
 
     @classmethod
-    def note(cls, what: str) -> None:
+    def note(cls, what: str, caller: str) -> None:
         for one in cls._watching:
-            if one._thread == threading.get_ident():
-                one.found = what
+            if one._thread != threading.get_ident() or (one._refuse and caller in _OF_TRACING):
+                continue
+            one.found = what
+            if one._refuse:
+                raise CannotTrace(f"it {what}: it is run as it is")
 
 
 def _noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(*arguments: Any, **keywords: Any) -> Any:
-        Effects.note(f"{what} ({function.__name__})")
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        Effects.note(f"{what} ({function.__name__})", caller.partition(".")[0])
         return function(*arguments, **keywords)
 
     return noting
@@ -66,4 +79,10 @@ def _random_states() -> tuple[Any, ...]:
     if numpy is None:
         return (random.getstate(),)
     kind, key, *rest = numpy.random.get_state()
-    return random.getstate(), kind, key.tobytes(), *rest
+    return random.getstate(), kind, tuple(key.tolist()), *rest
+
+
+def _set_random_states(python: Any, *numpys: Any) -> None:
+    random.setstate(python)
+    if numpys:
+        sys.modules["numpy"].random.set_state(numpys)

@@ -34,7 +34,8 @@ import contextvars
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -221,9 +222,19 @@ def waitall() -> None:
 _here = threading.local()
 
 
+@contextmanager
+def at_once() -> Iterator[None]:
+    """In this thread tasks are plain calls: while a function is traced, other threads would not be seen."""
+    before, _here.at_once = getattr(_here, "at_once", False), True
+    try:
+        yield
+    finally:
+        _here.at_once = before
+
+
 def _scope() -> parallel | None:
     scope: parallel | None = getattr(_here, "scope", None)
-    if scope is None or scope._crew is None or scope._crew.process != os.getpid():
+    if scope is None or getattr(_here, "at_once", False) or scope._crew is None or scope._crew.process != os.getpid():
         return None
     return scope
 

@@ -8,13 +8,15 @@ the promising ones and compares results with plain execution. What is not faster
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.engine import draw, explain, fused, parallel_cpu, parallel_gpu
+from manyhands.engine import draw, explain, fused, futures, parallel_cpu, parallel_gpu
 from manyhands.engine.costs import costs
+from manyhands.engine.effects import Effects
 from manyhands.engine.forecast import Forecast, Machine, forecast
 from manyhands.engine.graph import graph
 from manyhands.engine.memory import Footprint
@@ -29,6 +31,8 @@ _VARIANTS = 4  # plans of one signature, for different states of what the functi
 _RECENT = 4  # plans that are asked whether they know a call before its signature is built
 _PLANNINGS = 8  # of one signature; then it is run as it is
 _MEMORY = 1.3  # of plain execution's memory a plan may take
+# Tracing replaces parts of Python and of the framework for a while: one thread at a time.
+_tracing = threading.RLock()
 
 
 class Parallel:
@@ -158,7 +162,10 @@ class Parallel:
 
     def _plan(self, call: Any) -> Planned:
         try:
-            found = self.backend.trace(self.function, call)
+            with _tracing, Effects(refuse=True) as effects, futures.at_once():
+                found = self.backend.trace(self.function, call)
+            if effects.found is not None:
+                raise CannotTrace(f"it {effects.found}: it is run as it is")
             device = self.backend.device_of(call, found)
         except CannotTrace as error:
             planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
