@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx import Node
+from torch.utils import _device
+from torch.utils._pytree import tree_leaves
 
 from manyhands import tree
 from manyhands.backends import torch_trace
 from manyhands.backends.torch_outside import Outside
 from manyhands.backends.torch_trace import Trace
-from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks
+from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks, only_hooks
 from manyhands.backends.torch_watch import Watch
 from manyhands.errors import CannotTrace
 
@@ -113,7 +116,10 @@ def _key(leaf: Any) -> Any:
 def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether two of them share memory."""
     inner = [inside(tensor) for tensor in tensors]
-    places = {tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor) for tensor in inner}
+    try:
+        places = {t.untyped_storage()._cdata if t.layout is torch.strided else -id(t) for t in inner}
+    except NotImplementedError:  # a tensor of torch.func has no memory
+        return False
     return len(places) < len(tensors)
 
 
@@ -131,7 +137,24 @@ def modes() -> tuple[Any, ...]:
         torch._C._get_fp32_precision_getter("cuda", "conv"),
         torch.get_num_threads(),
         torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        _device.CURRENT_DEVICE,
+        forward_ad._current_level,
+        torch._C._get_tracing_state() is None,
     )
+
+
+def _why_plain() -> str | None:
+    """Why a call must be seen by PyTorch as it is written, or None: somebody listens, or derives."""
+    if not only_hooks():
+        return "a dispatch mode is active: it is to see every operation"
+    if torch._C._len_torch_function_stack() > (_device.CURRENT_DEVICE is not None):
+        return "a function mode is active: it is to see every call"
+    if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+        return "it is called by a transformation (torch.func, forward-mode derivatives)"
+    if torch._C._get_tracing_state() is not None:
+        return "it is called while torch.jit traces"
+    return None
 
 
 # Tracing
@@ -141,6 +164,8 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
     """Trace the function for calls of this signature."""
     _must_be_plain(one)
     outside = Outside(function, one.others)
+    if (reason := _why_plain()) is not None:
+        raise CannotTrace(reason)
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in one.tensors)
     watch = Watch(outside, refuse_gradients=with_gradient)
     recorded = [tensor.requires_grad for tensor in one.tensors]
@@ -155,10 +180,14 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
     try:
         with watch, no_hooks():
             found = torch_trace.trace(flat, _stand_ins(one.tensors), watch)
-    except CannotTrace:
+    except Exception as error:
         watch.must_not_have_changed()  # the better reason
-        raise
+        if isinstance(error, CannotTrace):
+            raise
+        raise CannotTrace(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     watch.must_not_have_changed()
+    if watch.seeded and any(step.task.token is not None for step in found.steps):
+        raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
     _must_be_fresh(found)
     constants = {id(value): value for value in found.constant_values()}
     for tensor in constants.values():
@@ -197,7 +226,12 @@ def _must_be_plain(one: Call) -> None:
 
 
 def _must_be_done(result: Any) -> None:
-    for leaf in tree.flatten(result)[0]:
+    for leaf in tree_leaves(result):
+        if not isinstance(leaf, (torch.Tensor, *BY_VALUE)):
+            raise CannotTrace(
+                f"a result is a {type(leaf).__name__}, made by the function itself: give back tensors and numbers "
+                "in lists, tuples and dicts"
+            )
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
             raise CannotTrace(
                 "a result carries gradients that are to be computed later: compute them inside the function "

@@ -161,13 +161,6 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-def why_no_threads() -> str | None:
-    """Why lanes cannot be threads now, or None."""
-    if not torch_virtual.only_hooks():
-        return "CPU lanes are not used: a dispatch mode is active, and it holds for one thread only"
-    return None
-
-
 def thread_run(found: Trace, plan: Plan, count: int) -> ThreadRun | VirtualRun:
     """The lanes of a plan on threads of the CPU, ``count`` in all."""
     run = ThreadRun(found, plan, count)

@@ -131,6 +131,12 @@ def _must_be_static(module: GraphModule) -> None:
     for node in module.graph.nodes:
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(_tags(node)):
             raise CannotTrace(f"{_operation(node)} depends on values: what comes after it cannot be planned")
+        own = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        if any(isinstance(value, torch.Generator) for value in [own, *node.kwargs.values()]):
+            raise CannotTrace("it draws random numbers from a torch.Generator: trying plans would draw from it too")
+        for value in tree_flatten(own)[0]:
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                raise CannotTrace(f"{_operation(node)} gives a tensor of {value.layout}: its memory is not known")
 
 
 def _tags(node: Node) -> Sequence[Any]:

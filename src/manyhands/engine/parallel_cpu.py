@@ -38,11 +38,7 @@ def choose(
     tried = [("one lane", one_lane(measured), count)]
     if count > 1:
         tried.append(("one lane, one thread", one_lane(measured), 1))
-    if (reason := backend.why_no_threads()) is not None:
-        best.notes.append(reason)
-        tried = []
-    else:
-        tried += [(name, made, count) for name, made in candidates(measured, count, best)]
+    tried += [(name, made, count) for name, made in candidates(measured, count, best)]
     expected = backend.expected(found, call, plainly)
     best.schedule = one_lane(measured)
     ways: dict[str, tuple[Run, Schedule, int, str]] = {PLAIN: (plainly, best.schedule, count, "")}
