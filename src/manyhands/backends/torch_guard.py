@@ -70,12 +70,13 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
         form = f"{holder}.numel() == {fact.value}"
         if not isinstance(fact.value, int):
             form = f"{holder}.shape == {name(fact.value[0])} and {holder}.stride() == {name(fact.value[1])}"
-        return f"{holder}.requires_grad is {fact.key} and {form}"
+        return form if fact.key is None else f"{holder}.requires_grad is {fact.key} and {form}"
     if fact.kind == "address":
         return f"{holder}.data_ptr() == {fact.value}"
     if fact.kind == "gradient":
         now = f"{holder}.grad is not None" if fact.value is ... else f"{holder}.grad is {name(fact.value)}"
-        return f"{now} and not {holder}._backward_hooks and not {holder}._post_accumulate_grad_hooks"
+        hooks = f"{holder}._backward_hooks or {holder}._post_accumulate_grad_hooks"
+        return f"{now} and {holder}.requires_grad and not ({hooks})"
     inner = {"cell": ".cell_contents", "attribute": f".{fact.key}"}
     now = holder + (inner[fact.kind] if fact.kind in inner else f"[{name(fact.key)}]")
     if isinstance(fact.value, PLAIN) and fact.value is not None and not isinstance(fact.value, bool):

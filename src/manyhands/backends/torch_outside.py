@@ -24,8 +24,9 @@ from torch import nn
 
 from manyhands.backends.torch_guard import PLAIN, Fact, compiled
 
-# What PyTorch's layers know about the shape of their parameters, which cannot change without them.
-_OF_SHAPE = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "transposed", "groups"}
+# What PyTorch's layers are made with, and say afterwards: the shapes of their parameters, which are watched.
+_AS_MADE = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "transposed", "groups"}
+_AS_MADE |= {"affine", "padding_mode", "return_indices", "ceil_mode"}
 _OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _KNOWN = (sys.stdlib_module_names | {"manyhands"}) - {"__main__"}
@@ -41,6 +42,7 @@ class Outside:
         self._seen: dict[int, Any] = {}
         self._whole: list[tuple[Any, Any]] = []  # lists and dicts with a copy, to put them back
         self._optimizer = self._in_module = False
+        self._recorded = torch.is_grad_enabled()  # otherwise nobody asks for which tensors gradients are wanted
         self._addresses: set[int] = set()
         self._visit(function, getattr(function, "__name__", "function"))
         for number, one in enumerate(arguments):
@@ -93,7 +95,8 @@ class Outside:
         self._addresses.add(id(tensor))
         if tensor.layout == torch.strided and not _is_odd(tensor):
             form = tensor.numel() if self._in_module else (tensor.shape, tensor.stride())
-            self._add(Fact(f"the form of {name}", "form", tensor, tensor.requires_grad, form))
+            wanted = tensor.requires_grad if self._recorded else None
+            self._add(Fact(f"the form of {name}", "form", tensor, wanted, form))
             self._add(Fact(name, "address", tensor, value=tensor.data_ptr()))
 
     def add_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, same: bool) -> None:
@@ -208,7 +211,7 @@ class Outside:
             self._class(type(module), name)
             self._visit(type(module).forward, f"{name}.forward")
         for word, value in own.items():
-            if word in _OF_MODULES or (foreign and (word in _OF_SHAPE or not isinstance(value, PLAIN))):
+            if word in _OF_MODULES or (foreign and (word in _AS_MADE or not isinstance(value, PLAIN))):
                 continue
             self._add(Fact(f"{name}.{word}", "item", own, word, value))
             self._visit(value, f"{name}.{word}")
