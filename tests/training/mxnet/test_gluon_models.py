@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
 
 import mxnet as mx
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import reference
 from gluon_cases import CLASSES, contexts, mlp, same, vectors
 from support import run_python
