@@ -13,6 +13,7 @@ from manyhands.errors import BadDevice, BadShares, WorkerFailed, WrongCheckpoint
 
 if TYPE_CHECKING:
     from manyhands.training.recipes import Recipes
+    from manyhands.training.settings import Settings
 
 
 def add(commands: Any) -> None:
@@ -55,10 +56,13 @@ def run(options: argparse.Namespace) -> int:
             f"{options.resume or options.run} is a run of {begun_with}: make one for {framework} of it with "
             f"manyhands convert {options.resume or options.run} --to {framework}"
         )
-    _check(options)
+    asked = _checked(options)
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     where = trainer_devices(options.devices, recipes, mh)
+    devices = mh.Trainer(1, **where).device_names  # refuses those that are not there
+    if not launcher.is_there():
+        asked.check_devices(len(devices))
     data = fashion_mnist.load(options.data)
     samples = len(data.train.labels)
     say = print if launcher.is_first() else _say_nothing
@@ -100,8 +104,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Refuse what no job can have before there is a folder of its run."""
+def _checked(options: argparse.Namespace) -> Settings:
+    """What was asked for; what no job can have is refused before there is a folder of its run."""
     from manyhands.training.settings import Settings
 
     given = {
@@ -112,7 +116,7 @@ def _check(options: argparse.Namespace) -> None:
         "shares": parse_shares(options.shares),
         "checkpoint_every": options.checkpoint_every,
     }
-    Settings(**{name: value for name, value in given.items() if value is not None})
+    return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
 def _first_installed() -> str:

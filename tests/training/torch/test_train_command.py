@@ -14,7 +14,7 @@ import pytest
 from support import run_command
 
 import manyhands.training
-from manyhands.cli import train
+from manyhands.cli import main, train
 from manyhands.errors import BadDevice, BadShares
 from manyhands.training import checkpoint
 
@@ -58,6 +58,22 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     assert "is not a learning rate" in silly.stderr
     assert not new.exists()
     assert "Traceback" not in nowhere.stderr + empty.stderr + silly.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--devices", "tpu"], "not the name of a device"),
+        (["--devices", "cpu:3", "--shares", "1,2"], "2 shares for 3 devices"),
+        (["--devices", "cpu:2", "--batch-size", "1"], "smaller than the number of devices"),
+    ],
+)
+def test_devices_that_cannot_be_leave_no_folder(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--data", SMALL, "--run", str(tmp_path / "new"), *options]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
