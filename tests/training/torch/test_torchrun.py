@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 import manyhands.training
 from manyhands.training import checkpoint
+from manyhands.training.torch.trainer import Trainer
 
 SCRIPT = f"""
 import json, os, sys
@@ -138,6 +140,21 @@ def test_a_group_that_the_script_has_made(tmp_path: Path) -> None:
     """It is used and stays; all ranks end with the same numbers, running statistics too."""
     (tmp_path / "script.py").write_text(OWN_GROUP)
     finish(start(tmp_path / "script.py", tmp_path, "--standalone", "--nproc_per_node", "2"))
+
+
+def test_fewer_gpus_than_processes_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU here: one is made believe, and the first of two processes on its machine is enough."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**place, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    data = torch.rand(20, 4), torch.zeros(20, dtype=torch.int64)
+    with pytest.warns(UserWarning, match="2 processes on a machine with 1 GPU.*--nproc-per-node=1"):
+        result = Trainer(1, quiet=True).fit(torch.nn.Linear(4, 2), data)
+    assert result.devices == ["cpu of rank 0"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Trainer(1, devices=["cpu"], quiet=True).fit(torch.nn.Linear(4, 2), data)
 
 
 def test_the_command_makes_one_run_and_prints_once(tmp_path: Path) -> None:

@@ -120,7 +120,10 @@ class Trainer(BaseTrainer):
         """This process is one rank of several, as torchrun's environment says."""
         place = launcher.place()
         on_cpu = self._option("devices") is not None and not self.gpus
-        own_gpu = not on_cpu and torch.cuda.device_count() >= place.local_size
+        gpus = 0 if on_cpu else torch.cuda.device_count()
+        own_gpu = gpus >= place.local_size
+        if gpus and not own_gpu and place.rank == 0:
+            display.event({"kind": "warning", "text": _too_few(gpus, place.local_size)})
         device = torch.device("cuda", place.local_rank) if own_gpu else torch.device("cpu")
         job.settings.check_devices(place.size)
         name = "nccl" if own_gpu else "gloo"
@@ -139,6 +142,13 @@ class Trainer(BaseTrainer):
             ) from error
         finally:
             world.leave(here)
+
+
+def _too_few(gpus: int, processes: int) -> str:
+    return (
+        f"{processes} processes on a machine with {gpus} GPU{'s' if gpus > 1 else ''}: each would need its own, so all "
+        f"compute on the CPU. Start {gpus} per machine (torchrun --nproc-per-node={gpus}), or say devices=['cpu']"
+    )
 
 
 def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
