@@ -15,12 +15,17 @@ import torch
 from torch import nn
 from training_cases import CLASSES, difference, mlp, vectors
 
+from manyhands.training.order import Window
+from manyhands.training.settings import Settings
 from manyhands.training.torch import frozen
 from manyhands.training.torch.graph_step import GraphStep
+from manyhands.training.torch.job import Job
 from manyhands.training.torch.metrics import Metrics
 from manyhands.training.torch.objective import Supervised
+from manyhands.training.torch.rank import Rank
 from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep, Numbers
+from manyhands.training.torch.world import World
 
 CPU = torch.device("cpu")
 
@@ -274,3 +279,37 @@ def test_where_the_compiler_fails_the_graph_is_made_without(monkeypatch: pytest.
     assert graph.ended is None
     assert "kernels as they are" in graph.explain()
     assert difference(net.state_dict(), expected.state_dict()) < 1e-15
+
+
+class Ended(GraphStep):
+    """A graph that has come to its end."""
+
+    def __init__(self) -> None:
+        self.ended = "for a test"
+
+
+@pytest.mark.parametrize(("on_nan", "on_device"), [("continue", True), ("stop", False)])
+def test_a_graph_that_ends_leaves_the_optimizer_as_plain_steps_want_it(
+    on_nan: Any, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that may be taken back are counted on the GPU, without a graph, too; others as the user has them."""
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    net = mlp()
+    job = Job(
+        net,
+        Supervised(nn.functional.cross_entropy),
+        Arrays(vectors()),
+        None,
+        Settings(max_epochs=1, on_nan=on_nan),
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+    )
+    rank = Rank(job, World(0, 1, CPU))
+    gpu = torch.device("cuda", 1)
+    rank.world = World(0, 1, gpu)
+    rank.graph = Ended()
+    assert not rank._graph_step(Window(0, 0, 8, 0), None)
+    assert rank.graph is None
+    assert rank.notes == ["plain steps: for a test"]
+    assert waited == [gpu]
+    assert rank.optimizer.param_groups[0]["capturable"] is on_device

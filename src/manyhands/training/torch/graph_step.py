@@ -28,7 +28,6 @@ from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep
 
 _WARM_UP = 3
-_MOST_SIZES = 4
 
 
 @dataclass
@@ -80,15 +79,13 @@ class GraphStep:
         self._step.fill_(step)
 
     def __call__(self, size: int) -> bool:
-        """Make the step of the epoch's next batch; False where it has to be made in the plain way.
+        """Make the step of the epoch's next batch; False where this one and all others are to be made in the plain way.
 
-        That is so for good when ``ended`` says why, and for sizes that are too many to have graphs of their own.
+        ``ended`` then says why.
         """
         if self.ended is not None:
             return False
         if size not in self._sized:
-            if len(self._sized) == _MOST_SIZES:
-                return False
             self._sized[size] = self._new(size)
         sized = self._sized[size]
         if sized.graph is None:

@@ -71,8 +71,6 @@ class Rank:
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
 
-    # Setting up
-
     def _first_shares(self) -> list[float] | None:
         if self.settings.shares is None or self.settings.shares == "measured":
             return [1 / self.world.size] * self.world.size if self.settings.shares else None
@@ -159,8 +157,7 @@ class Rank:
             self._begun = True
             self._choose_precision()
             self.graph = self._make_graph()
-            if self.plain_step.spared is not None and self.world.device.type == "cuda":
-                graph_step.count_on_device(self.optimizer)  # there a step that was none is not counted
+            self._count_good_steps()
         if isinstance(self.data, Stream):
             yield from self._stream_shards(self.data, cursor)
             return
@@ -169,7 +166,7 @@ class Rank:
         left = list(windows(cursor, count, self.settings.batch_size))
         if self.graph is not None:
             self.graph.begin_epoch(torch.from_numpy(order), cursor.sample, cursor.step)
-            for window in left:  # the graph takes its samples itself; one of another size is fetched when needed
+            for window in left:  # the graph takes its samples itself; where it ends they are fetched
                 yield window, lambda window=window: next(feed.shards(self.data, order, [window], self.world))
             return
         chunk = _MEASURE_EVERY if self.settings.shares == "measured" else len(left)
@@ -207,17 +204,22 @@ class Rank:
             self.plain_step(batch() if callable(batch) else batch, window.size, window.step)
 
     def _graph_step(self, window: Window, factor: float | None) -> bool:
-        """Make the step in the graph; False where it has to be made in the plain way."""
+        """Make the step in the graph; False where it has to be made in the plain way, as all that come after it."""
         assert self.graph is not None
         if self.graph(window.size):
             return True
-        if self.graph.ended is not None:
-            self.notes.append(f"plain steps: {self.graph.ended}")
-            self.graph = None
-            torch.cuda.synchronize(self.world.device)
-            state.restore_ways(self.optimizer, self.ways, self.base_rates)
-            self._set_rate(factor)
+        self.notes.append(f"plain steps: {self.graph.ended}")
+        self.graph = None
+        torch.cuda.synchronize(self.world.device)
+        state.restore_ways(self.optimizer, self.ways, self.base_rates)
+        self._count_good_steps()
+        self._set_rate(factor)
         return False
+
+    def _count_good_steps(self) -> None:
+        """Where bad batches are left out on a GPU, steps are counted there: one that was none is not counted."""
+        if self.plain_step.spared is not None and self.world.device.type == "cuda":
+            graph_step.count_on_device(self.optimizer)
 
     def _set_rate(self, factor: float | None) -> None:
         if factor is None:
