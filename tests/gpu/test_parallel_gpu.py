@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -268,3 +269,36 @@ def test_planning_changes_nothing_and_memory_is_told(capsys: pytest.CaptureFixtu
     with capsys.disabled():
         print(f"\npeak memory: plain {eager / 1e6:.1f} MB, planned {torch.cuda.max_memory_allocated() / 1e6:.1f} MB")
         print(fast.explain())
+
+
+def test_calls_on_two_streams_and_from_two_threads_do_not_mix() -> None:
+    def function(x: Any) -> Any:
+        for _ in range(30):
+            x = (x @ x) / x.norm()
+        return x
+
+    fast = Parallel(function, torch_parallel)
+    xs = [torch.randn(1500, 1500, device=GPU) for _ in range(4)]
+    expected = [function(x) for x in xs]
+    fast(xs[0])
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    for number, x in enumerate(xs):
+        with torch.cuda.stream(streams[number % 2]):
+            found.append(fast(x))
+    torch.cuda.synchronize()
+    assert_same(found, expected)
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            if not torch.equal(fast(xs[number]), expected[number]):
+                wrong.append(number)
+
+    wrong: list[int] = []
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -243,7 +243,8 @@ def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
         a, b = (one.masked_fill(one.isnan(), 0) for one in (a, b))
         if not torch.equal(a, b):
             same = False
-            wide_a, wide_b = a.double(), b.double()
+            wide = torch.complex128 if b.is_complex() else torch.float64
+            wide_a, wide_b = a.to(wide), b.to(wide)
             difference = float((wide_a - wide_b).norm() / wide_b.norm().clamp(min=1e-3))
             worst = max(worst, difference if math.isfinite(difference) else float("inf"))
     return same, worst

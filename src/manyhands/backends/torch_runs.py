@@ -33,6 +33,8 @@ def why_no_graph(trace: Trace) -> str | None:
             return f"no CUDA graph: {step.task.name} takes a number from the host, which would stay as it was captured"
         if step.task.kind == "copy in" and any(one.op != "placeholder" for one in step.node.all_input_nodes):
             return f"no CUDA graph: {step.task.name} copies a tensor from outside, or computed, from the host"
+        if step.task.kind == "copy out" and step.node.target is torch.ops.aten.copy_.default:
+            return "no CUDA graph: copy_ writes to memory of the host, which may be elsewhere at the next call"
         if step.task.kind == "copy out":
             value = step.node.meta["val"]
             to_host += value.numel() * value.element_size()
@@ -141,7 +143,10 @@ def _gpu(name: str, devices: Gpus) -> torch.device:
 
 
 class GraphRun:
-    """A run captured in one CUDA graph. Parameters are read in place, other arguments are copied in."""
+    """A run captured in one CUDA graph. Parameters are read in place, other arguments are copied in.
+
+    There is one memory for all replays: who calls it from several threads sees to it that one comes after the other.
+    """
 
     fresh = False
 
@@ -161,14 +166,20 @@ class GraphRun:
         current.wait_stream(first)
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
-        with _as_traced(devices, first), torch.cuda.graph(self.graph, stream=first):
+        # Other threads may go on allocating and copying meanwhile, as those that load data do.
+        with _as_traced(devices, first), torch.cuda.graph(self.graph, stream=first, capture_error_mode="thread_local"):
             self.outputs: list[Any] = run(self._static)
         self._from_host = any(step.task.kind == "copy in" for step in trace.steps)
         self._to_host = any(step.task.kind == "copy out" for step in trace.steps)
         self._over = torch.cuda.Event()
+        self._stream = current  # of the last replay
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Run; what comes back is overwritten by the next replay."""
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._stream:  # there the replay before may still run, or its results be copied
+            stream.wait_stream(self._stream)
+            self._stream = stream
         into, source = [], []
         for own, given in zip(self._static, inputs, strict=True):
             if own.data_ptr() != given.data_ptr():
@@ -185,9 +196,9 @@ class GraphRun:
             if inputs[number].data_ptr() != self._static[number].data_ptr():
                 inputs[number].detach().copy_(self._static[number])
         if self._from_host:
-            self._over.record(torch.cuda.current_stream(self._device))
+            self._over.record(stream)
         if self._to_host:
-            torch.cuda.current_stream(self._device).synchronize()
+            stream.synchronize()
         return self.outputs
 
 

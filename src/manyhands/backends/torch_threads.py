@@ -269,7 +269,10 @@ class ThreadRun:
         return results
 
     def _together(self, inputs: Sequence[Any], box: list[Any], own: Pool) -> None:
-        gates = self._spare.pop() if self._spare else [closed_lock() for _ in range(self._code.gates)]
+        try:
+            gates = self._spare.pop()
+        except IndexError:  # not asked before: another caller may take the last ones in between
+            gates = [closed_lock() for _ in range(self._code.gates)]
         stop: list[BaseException] = []
 
         def done_by(lane: _Lane) -> None:

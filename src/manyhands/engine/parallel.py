@@ -11,6 +11,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -210,12 +211,15 @@ class Parallel:
         backend = self.backend
         as_they_are = self.reuse_outputs or run.fresh
         random = backend.random_devices(found)
+        # What is not the caller's already is in one memory for all calls: until it is copied, nobody else may run.
+        alone = nullcontext() if run.fresh else threading.Lock()
 
         def replay(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             before = backend.random_state(random) if random else None
             try:
-                results = run.replay(tensors)
-                return backend.together(results if as_they_are else backend.copied(results), found)
+                with alone:
+                    results = run.replay(tensors)
+                    return backend.together(results if as_they_are else backend.copied(results), found)
             except Exception as error:
                 if not backend.is_out_of_memory(error):
                     raise

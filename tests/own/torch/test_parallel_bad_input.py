@@ -18,6 +18,7 @@ from torch import nn
 from manyhands import torch as mh
 from manyhands.backends import torch_parallel, torch_threads
 from manyhands.engine.parallel import Parallel
+from manyhands.engine.planned import Planned
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
@@ -280,3 +281,39 @@ def test_a_fork_after_planning_computes_on_its_own() -> None:
         "print('both')"
     )
     assert result.stdout.strip() == "both", result.stderr
+
+
+def test_an_imaginary_part_is_a_difference() -> None:
+    same, difference = torch_parallel.equal([torch.tensor([1 + 1j])], [torch.tensor([1 + 2j])])
+    assert not same
+    assert difference > 0.1
+
+
+def test_memory_that_all_calls_share_is_used_by_one_thread_at_a_time() -> None:
+    """As a CUDA graph's: what a replay leaves is copied before the next one begins."""
+
+    class Shared:
+        fresh = False
+        kept = torch.zeros(())
+
+        def replay(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            self.kept.copy_(inputs[0])
+            time.sleep(0.002)
+            return [self.kept]
+
+    one = Parallel(lambda x: x + 0, torch_parallel, synchronous=True)
+    call = torch_parallel.call((torch.ones(()),), {})
+    replay = one._replaying(Planned(one._plainly), torch_parallel.trace(one.function, call), Shared())
+    wrong = []
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            if float(replay([torch.tensor(float(number))], (), {})) != number:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
