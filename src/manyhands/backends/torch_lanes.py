@@ -111,10 +111,13 @@ def call_text(node: Node, code: Code) -> str:
     if node.target.__name__ == "getitem":  # type: ignore[union-attr]
         return f"{argument_text(node.args[0], code)}[{node.args[1]}]"
     given = [argument_text(value, code) for value in node.args]
-    if code.streams and _is_to_host(node):
+    if code.streams and _copies(node, "cuda", "cpu"):
         return f"{code.name(_to_host(node, static=code.static))}({given[0]})"
     named = dict(node.kwargs)
-    if code.streams and _is_to_device(node):
+    if code.streams and node.target is _aten.copy_.default and node.meta["val"].device.type == "cpu":
+        # The issuing thread does it, on whichever stream is current: its source may be let go as soon as it is done.
+        given, named = given[:2], {}
+    if code.streams and _copies(node, "cpu", "cuda"):
         named["non_blocking"] = True
     given += [f"{name}={argument_text(value, code)}" for name, value in named.items()]
     return f"{code.name(native(node))}({', '.join(given)})"
@@ -132,18 +135,10 @@ def argument_text(value: Any, code: Code) -> str:
     return code.name(value)
 
 
-def _is_to_host(node: Node) -> bool:
-    return node.target is _aten._to_copy.default and _types(node) == ("cuda", "cpu")
-
-
-def _is_to_device(node: Node) -> bool:
-    return node.target is _aten._to_copy.default and _types(node) == ("cpu", "cuda")
-
-
-def _types(node: Node) -> tuple[str, str]:
-    """From where to where a copy goes."""
-    source: Any = node.args[0]
-    return source.meta["val"].device.type, node.meta["val"].device.type
+def _copies(node: Node, source: str, target: str) -> bool:
+    """Whether it is a copy from one type of device to another."""
+    given: Any = node.args[0] if node.target is _aten._to_copy.default else None
+    return given is not None and (given.meta["val"].device.type, node.meta["val"].device.type) == (source, target)
 
 
 def _to_host(node: Node, *, static: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -187,7 +182,7 @@ class _Marks:
         self._set = code.name(torch.cuda.set_stream)
         self._events: dict[int, str] = {}
         self._first = self._current = self._used[0] if self._used else 0
-        self._from_host: str | None = None
+        self._from_host: dict[int, str] = {}  # for each lane its last copy that the host waits for
         self._beside: dict[tuple[int, torch.device], str] = {}  # streams for copies from one GPU to another
 
     def begin(self) -> None:
@@ -246,8 +241,8 @@ class _Marks:
         if task in self._waited or (blocking and not self._code.static):
             self._events[task] = self._code.name(torch.cuda.Event())
             self._code.lines.append(f"{self._events[task]}.record({self._names[self._plan.lane_of[task]]})")
-        if blocking:
-            self._from_host = self._events.get(task)
+        if blocking and task in self._events:
+            self._from_host[self._plan.lane_of[task]] = self._events[task]
 
     def end(self) -> None:
         """The first lane waits for all others: what comes after the run comes after all of it."""
@@ -257,8 +252,8 @@ class _Marks:
             self._code.lines.append(f"{self._names[self._first]}.wait_event({done})")
         if self._current != self._first:
             self._code.lines.append(f"{self._set}({self._names[self._first]})")
-        if self._from_host is not None and not self._code.static:
-            self._code.lines.append(f"{self._from_host}.synchronize()")
+        for event in self._from_host.values() if not self._code.static else ():
+            self._code.lines.append(f"{event}.synchronize()")
 
 
 def gpu_lanes(trace: Trace, plan: Plan) -> list[int]:

@@ -42,6 +42,9 @@ class Event:
     def record(self, stream: Stream) -> None:
         self.after = stream.name
 
+    def synchronize(self) -> None:
+        LOG.append(f"host waits for {self.after}")
+
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -113,3 +116,31 @@ def test_the_code_waits_across_gpus_and_copies_on_a_stream_of_the_source() -> No
     assert {line for line in LOG if line.startswith(f"{first} waits for")} >= {
         f"{first} waits for {name}" for name in named.values() if name != first
     }
+
+
+def test_the_host_waits_for_the_copies_to_every_gpu() -> None:
+    def function(x: Any) -> Any:
+        return x.to("cuda:0").sin(), x.to("cuda:1").sin()
+
+    inputs = [torch.ones(4)]
+    found = torch_trace.trace(function, inputs)
+    made = schedule(graph(found.tasks), lanes_for(graph(found.tasks), 1))
+    plan = torch_parallel.plan_of(made)
+    streams = torch_runs._streams(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
+    torch_lanes.generate(found, plan, streams).build()(inputs)
+    copying = {stream.name for lane, stream in zip(made.lanes, streams, strict=True) if lane.kind == "copy in"}
+    assert len(copying) == 2
+    assert {line.removeprefix("host waits for ") for line in LOG if line.startswith("host")} == copying
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_writing_to_memory_of_the_host_is_not_captured_and_is_waited_for(shape: tuple[int, ...]) -> None:
+    def function(x: Any, host: Any) -> Any:
+        host.copy_(x.sum() if not shape else x, non_blocking=True)
+        return x + 1
+
+    found = torch_trace.trace(function, [torch.ones(4, device="cuda:0"), torch.ones(shape)])
+    assert torch_runs.why_no_graph(found) is not None
+    (step,) = [step for step in found.steps if step.task.name == "copy_"]
+    assert "True" not in torch_lanes.call_text(step.node, torch_lanes.Code(streams=True))
+    assert "non_blocking" not in torch_lanes.call_text(step.node, torch_lanes.Code(streams=True))
