@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import getpass
 import random
 import threading
 
 import pytest
 
 from manyhands.engine.effects import Effects
+from manyhands.errors import CannotTrace
 
 
 def test_what_is_printed_opened_and_drawn_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,3 +60,17 @@ def test_an_error_inside_puts_everything_back() -> None:
     with pytest.raises(KeyError), Effects():
         raise KeyError("on purpose")
     assert builtins.open is before
+
+
+def test_a_trace_has_no_effects_but_packages_may_do_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CannotTrace, match="prints"), Effects(refuse=True):
+        print("not seen")
+    before = random.getstate()
+    with Effects(refuse=True) as drawing:
+        random.random()
+    assert "random" in str(drawing.found)
+    assert random.getstate() == before
+    with Effects(refuse=True) as quiet:
+        exec("print('seen')", vars(getpass))  # as code of an installed module would
+    assert quiet.found is None
+    assert capsys.readouterr().out == "seen\n"

@@ -4,7 +4,8 @@ While a call is watched, ``print``, ``open`` and ``input`` of Python are replace
 the same; the states of Python's and NumPy's random numbers are compared. Not seen: the clock, the network, logging.
 
 A call that is made only to see what it does (a trace) is to have no effects at all: ``Effects(refuse=True)`` raises
-:class:`CannotTrace` instead of printing, and puts the random numbers back.
+:class:`CannotTrace` instead of printing, and puts the random numbers back. What installed packages do by the way, as
+when a framework imports a part of itself, is not refused.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from manyhands.engine.outside import is_foreign
 from manyhands.errors import CannotTrace
 
-_OF_TRACING = ("torch", "sympy")  # they may open files of their own while they trace
 _WATCHED = {"print": "prints", "open": "opens a file", "input": "asks the user"}
 
 
@@ -49,15 +50,15 @@ class Effects:
             if not self._watching:
                 for name in _WATCHED:
                     setattr(builtins, name, getattr(builtins, name).__wrapped__)
-        if _random_states() != self._random:
+        if _random_states()[: len(self._random)] != self._random:  # NumPy may have been imported meanwhile
             self.found = self.found or "draws random numbers of Python or NumPy"
             if self._refuse:
                 _set_random_states(*self._random)
 
     @classmethod
-    def note(cls, what: str, caller: str) -> None:
+    def note(cls, what: str, caller: Any) -> None:
         for one in cls._watching:
-            if one._thread != threading.get_ident() or (one._refuse and caller in _OF_TRACING):
+            if one._thread != threading.get_ident() or (one._refuse and caller is not None and is_foreign(caller)):
                 continue
             one.found = what
             if one._refuse:
@@ -67,8 +68,8 @@ class Effects:
 def _noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(*arguments: Any, **keywords: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        Effects.note(f"{what} ({function.__name__})", caller.partition(".")[0])
+        caller = sys.modules.get(str(sys._getframe(1).f_globals.get("__name__")))
+        Effects.note(f"{what} ({function.__name__})", caller)
         return function(*arguments, **keywords)
 
     return noting
