@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
 from manyhands.cli import script
 from manyhands.device import FRAMEWORKS
+from manyhands.errors import BadSettings
 
 
 def add(commands: Any) -> None:
@@ -32,6 +34,10 @@ def run(options: argparse.Namespace) -> int:
     mh: Any = importlib.import_module(f"manyhands.{options.framework}")
     module, function = script.load(options.function)
     given = module.inputs() if hasattr(module, "inputs") else ()
+    if not hasattr(module, "inputs") and _needs_arguments(function):
+        raise BadSettings(
+            f"{options.function} takes arguments: write a function inputs() in the script that gives them, as a tuple"
+        )
     fast = mh.parallel(function)
     fast(*(given if isinstance(given, (tuple, list)) else (given,)))
     print(fast.explain())
@@ -41,3 +47,13 @@ def run(options: argparse.Namespace) -> int:
         if path is not None:
             print(f"written: {make(path)}")
     return 0
+
+
+def _needs_arguments(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # it does not say what it takes
+        pass
+    return False

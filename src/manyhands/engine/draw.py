@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 
 from manyhands.engine.schedule import Schedule
+from manyhands.errors import EngineError
 
 _COLOURS = (
     "#4e79a7",
@@ -23,6 +24,8 @@ _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 110, 24, 14, 26
 
 
 def save(schedule: Schedule, path: Path) -> Path:
+    if path.suffix.lower() != ".svg":
+        raise EngineError(f"draw({str(path)!r}): a graph is written as SVG, write {path.with_suffix('.svg').name!r}")
     path.write_text(svg(schedule))
     return path
 
