@@ -132,3 +132,37 @@ def test_queues_sets_and_bytes_are_watched_and_iterators_refused() -> None:
 def test_too_much_is_said() -> None:
     many = [[[number] for number in range(900)] for _ in range(30)]
     assert outside(lambda: many).too_large()
+
+
+class Settings:
+    scale = 2.0
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+def test_classes_and_slots_are_watched() -> None:
+    class Inner:
+        shift = 1.0
+
+    one, slotted = Settings(), Slotted()
+
+    def function(x: float) -> float:
+        return x * Settings.scale + Inner.shift + one.scale + slotted.scale
+
+    watched = outside(function)
+    changes: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
+        ("one.scale", lambda: setattr(Settings, "scale", 3.0), lambda: setattr(Settings, "scale", 2.0)),
+        ("Inner.shift", lambda: setattr(Inner, "shift", 2.0), lambda: setattr(Inner, "shift", 1.0)),
+        ("slotted.scale", lambda: setattr(slotted, "scale", 3.0), lambda: setattr(slotted, "scale", 2.0)),
+        ("attributes", lambda: setattr(one, "scale", 3.0), lambda: delattr(one, "scale")),
+    ]
+    for name, change, back in changes:
+        change()
+        assert name in str(watched.changed())
+        back()
+        assert watched.holds(), name

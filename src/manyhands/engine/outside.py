@@ -129,7 +129,19 @@ class Outside:
         if isinstance(own := getattr(value, "__dict__", None), dict):
             self._items(own, name, lambda word: not (hidden and word.startswith("_")))
         if not hidden:
+            if own is not None:
+                self._fact(f"the number of {name}'s attributes", functools.partial(len, own))
+            self._class(type(value), name)
+            for word in _slots(type(value)):
+                self._fact(f"{name}.{word}", functools.partial(getattr, value, word, _NOTHING))
             self._visit(vars(type(value)).get("__call__"), f"{name}.__call__")
+
+    def _class(self, one: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        """The numbers and words that a class of the user has for all its objects."""
+        for owner in one.__mro__:
+            for word, content in list(vars(owner).items()) if not is_foreign(owner) else ():
+                if isinstance(content, BY_VALUE) and not word.startswith("__") and wanted(word):
+                    self._fact(f"{name}.{word}", functools.partial(getattr, owner, word, _NOTHING))
 
     def _sequence(self, value: Any, name: str) -> None:
         if isinstance(value, tuple):
@@ -150,14 +162,20 @@ class Outside:
     def _function(self, function: types.FunctionType, name: str) -> None:
         if is_foreign(function):
             return
+        names = _names(function.__code__)
         for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._fact(word, functools.partial(_content, cell))
-        for word in _names(function.__code__):
+            look = functools.partial(_content, cell)
+            self._fact(word, look)
+            if isinstance(content := _looked(look), type):
+                self._class(content, word, names.__contains__)
+        for word in names:
             content = function.__globals__.get(word, _NOTHING)
-            if isinstance(content, types.ModuleType) and not is_foreign(content):
-                used = vars(content).keys() & set(_names(function.__code__))
+            if isinstance(content, type):
+                self._class(content, word, names.__contains__)
+            elif isinstance(content, types.ModuleType) and not is_foreign(content):
+                used = vars(content).keys() & set(names)
                 self._items(vars(content), word, used.__contains__)
-            elif content is not _NOTHING and not isinstance(content, (types.ModuleType, type)):
+            elif content is not _NOTHING and not isinstance(content, types.ModuleType):
                 self._fact(word, functools.partial(function.__globals__.get, word, _NOTHING))
         self._visit(function.__defaults__, f"a default of {name}")
         self._visit(function.__kwdefaults__, f"a default of {name}")
@@ -179,6 +197,13 @@ def _looked(look: Callable[[], Any]) -> Any:
         return look()
     except (LookupError, ValueError):
         return _NOTHING
+
+
+def _slots(one: type) -> list[str]:
+    """The names of a class's slots."""
+    found = [vars(owner).get("__slots__", ()) for owner in one.__mro__]
+    words = [word for slots in found for word in ((slots,) if isinstance(slots, str) else slots)]
+    return [word for word in words if not word.startswith("__")]
 
 
 def _content(cell: Any) -> Any:
