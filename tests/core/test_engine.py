@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -182,16 +181,14 @@ def test_many_devices_in_simulation(devices: int) -> None:
     assert devices * 0.8 < speed_up <= devices
 
 
-def test_planning_is_quick_enough_to_be_done_at_once() -> None:
-    """Not a timed assertion of the target: only that it is not a different order of magnitude."""
-    start = time.perf_counter()
-    check(schedule(chains(8, 125, 0.1), [Lane("gpu:0", "compute", n) for n in range(8)]))
-    assert time.perf_counter() - start < 10
-
-
 def test_pictures_and_traces(tmp_path: Path) -> None:
     line = simulate(schedule(chains(3, 4, 0.1), [Lane("gpu:0", "compute", n) for n in range(3)]))
     assert line.save(tmp_path / "t.png").stat().st_size > 1000
     events = line.trace_events()["traceEvents"]
     assert len([event for event in events if event["ph"] == "X"]) == 12
     assert line.save(tmp_path / "t.json").read_text().startswith('{"traceEvents"')
+
+
+def test_lanes_stand_in_the_order_of_their_numbers() -> None:
+    line = simulate(schedule(chains(12, 1, 0.1), [Lane("gpu:0", "compute", n) for n in range(12)]))
+    assert line.lanes() == [f"gpu:0 compute {n}" for n in range(12)]

@@ -302,3 +302,20 @@ def test_calls_on_two_streams_and_from_two_threads_do_not_mix() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_inside_a_graph_of_the_callers_own_it_is_run_as_it_is_written() -> None:
+    def function(x: Any) -> Any:
+        return (x @ x) + (x * 2) @ x
+
+    fast = Parallel(function, torch_parallel)
+    x = torch.randn(64, 64, device=GPU)
+    expected = fast(x)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        found = fast(x)
+    captured.replay()
+    torch.cuda.synchronize()
+    assert_same([found], [expected])
+    assert "captured" in fast.explain()

@@ -141,7 +141,13 @@ def modes() -> tuple[Any, ...]:
         _device.CURRENT_DEVICE,
         forward_ad._current_level,
         torch._C._get_tracing_state() is None,
+        _capturing(),
     )
+
+
+def _capturing() -> bool:
+    """Whether the caller captures a CUDA graph of its own at this moment."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _why_plain() -> str | None:
@@ -154,6 +160,8 @@ def _why_plain() -> str | None:
         return "it is called by a transformation (torch.func, forward-mode derivatives)"
     if torch._C._get_tracing_state() is not None:
         return "it is called while torch.jit traces"
+    if _capturing():
+        return "it is called while a CUDA graph is captured, which has no room for another one"
     return None
 
 

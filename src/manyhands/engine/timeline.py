@@ -29,7 +29,7 @@ class Timeline:
         return max((span.stop for span in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
     def lanes(self) -> list[str]:
-        return sorted({span.lane for span in self.spans})
+        return _in_order(self.spans)
 
     def busy(self, lane: str) -> float:
         return sum(span.stop - span.start for span in self.spans if span.lane == lane)
@@ -63,13 +63,18 @@ class Timeline:
         return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
 
 
+def _in_order(spans: Sequence[Span]) -> list[str]:
+    """The lanes by name, their numbers by value: lane 10 comes after lane 2."""
+    return sorted({span.lane for span in spans}, key=lambda lane: [(len(part), part) for part in lane.split()])
+
+
 def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
     """A Gantt picture: a row per lane, a bar per span, coloured by what it is."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    lanes = sorted({span.lane for span in spans})
+    lanes = _in_order(spans)
     work: dict[str, float] = {}
     for span in spans:
         work[span.name] = work.get(span.name, 0.0) + span.stop - span.start
