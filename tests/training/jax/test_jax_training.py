@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,8 +24,9 @@ from manyhands.errors import (
     LossIsNotANumber,
     NotATensor,
 )
+from manyhands.training import fashion_mnist
 from manyhands.training.figures import Figures
-from manyhands.training.jax import sums
+from manyhands.training.jax import datasets, sums, trainer
 from manyhands.training.jax.world import World
 
 
@@ -89,13 +91,13 @@ def test_the_books_module_and_data() -> None:
     assert model.hparams == model.hparams
     assert model.hparams["lr"] == 0.1
     hash(nnx.split(model)[0])
-    trainer = mh.Trainer(max_epochs=15, devices=devices(2), quiet=True)
-    result = trainer.fit(model, Points())
+    trains = mh.Trainer(max_epochs=15, devices=devices(2), quiet=True)
+    result = trains.fit(model, Points())
     assert result.rows[-1]["test_loss"] < 0.05
     assert np.allclose(model.net.kernel[...][:, 0], np.arange(6), atol=0.5)
-    X, y = trainer.prepare_batch(next(iter(Points().train_dataloader())))
+    X, y = trains.prepare_batch(next(iter(Points().train_dataloader())))
     assert X.devices() == {mh.gpu(0)}
-    assert trainer.prepare_model(model).trainer is trainer
+    assert trains.prepare_model(model).trainer is trains
     assert float(model.training_step((X, y))) == pytest.approx(float(model.validation_step([X, y])))
 
 
@@ -198,13 +200,26 @@ def test_a_batch_that_is_no_number_can_be_left_out() -> None:
 
 
 def test_steps_in_flight_are_few_where_threads_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(devices(2))
     for given, most in (("8", 2), ("2", 1)):
         monkeypatch.setenv("NPROC", given)
-        assert world.in_flight == most
+        assert World(devices(2)).in_flight == most
+
+
+def test_the_books_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY)
+    small = tuple(part.first(64) for part in datasets.of(whole, 32))
+    monkeypatch.setattr(trainer, "load_data_fashion_mnist", lambda batch_size: small)
+    result = mh.train(mh.lenet(), num_gpus=len(devices(2)), batch_size=32, lr=0.1, num_epochs=1)
+    assert capsys.readouterr().out == f"{result}\n"
+    assert str(result).endswith("sec/epoch on [virtual:0, virtual:1]")
 
 
 # What is refused
+
+
+def test_devices_of_several_kinds() -> None:
+    with pytest.raises(BadSettings, match=r"several kinds \(cpu, gpu\)"):
+        World([SimpleNamespace(platform="gpu"), SimpleNamespace(platform="cpu")])
 
 
 @pytest.mark.parametrize(

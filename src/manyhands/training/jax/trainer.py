@@ -22,6 +22,7 @@ from manyhands.errors import BadSettings
 from manyhands.training.base_trainer import BaseTrainer, two_parts
 from manyhands.training.display import Display
 from manyhands.training.jax import checks, world
+from manyhands.training.jax.datasets import load_data_fashion_mnist
 from manyhands.training.jax.learner import JaxLearner, Job
 from manyhands.training.jax.objective import check_shares, objective_for
 from manyhands.training.jax.skeleton import Skeleton, evaluating
@@ -111,8 +112,6 @@ class Trainer(BaseTrainer):
 
 def train(net: nnx.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
     """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    from manyhands.training.jax.datasets import load_data_fashion_mnist
-
     data = load_data_fashion_mnist(batch_size)
     result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
     print(result)

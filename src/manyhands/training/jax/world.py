@@ -8,6 +8,7 @@ door joins them when it is imported.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -62,6 +63,12 @@ class World:
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         """``devices`` are this process's; the other processes use those of the same numbers."""
+        kinds = sorted({device.platform for device in devices})
+        if len(kinds) > 1:
+            raise BadSettings(
+                f"devices of several kinds ({', '.join(kinds)}): all devices of a job run one program here, so they "
+                "must be of one kind"
+            )
         self.rank, self.size = jax.process_index(), jax.process_count()
         self.devices = list(devices) if self.size == 1 else _of_all_processes(devices)
         self.platform = devices[0].platform
@@ -70,7 +77,7 @@ class World:
         self.in_parts = NamedSharding(mesh, PartitionSpec(_AXIS))
         self._own = [device for device in self.devices if device.process_index == self.rank]
 
-    @property
+    @functools.cached_property
     def in_flight(self) -> int:
         """How many steps may be under way.
 
