@@ -23,7 +23,9 @@ from manyhands.training.jax import recipes
 out = sys.argv[1]
 assert recipes.from_first(lambda: [jax.process_index(), "said"]) == [0, "said"]
 options = dict(precision="fp64", run=out + "/run", shares=json.loads(sys.argv[2]))
-fit(Net(norm=True), (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=1, **options)
+net = Net(norm=True)
+net.first.kernel[...] += jax.process_index()  # the first process's weights count
+fit(net, (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=1, **options)
 options = {{**options, "resume": "auto"}}
 found, result = fit(Net(norm=True), (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=3, **options)
 np.savez(f"{{out}}/{{jax.process_index()}}.npz", **found)

@@ -205,6 +205,14 @@ def test_steps_in_flight_are_few_where_threads_are(monkeypatch: pytest.MonkeyPat
         assert World(devices(2)).in_flight == most
 
 
+def test_nothing_is_sent_without_being_said() -> None:
+    """What goes to the devices in a step is sent on purpose: JAX's guard against hidden copies has nothing to say."""
+    for options in ({}, {"fast": False}, {"shares": [2, 1]}):
+        net = Net(norm=True)
+        with jax.transfer_guard_host_to_device("disallow"):
+            fit(net, (vectors(), vectors(41)), 2, schedule=lambda done: 1 - done, **options)
+
+
 def test_the_books_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     whole = fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY)
     small = tuple(part.first(64) for part in datasets.of(whole, 32))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
@@ -70,7 +69,7 @@ def labels_of(
 def few_samples(source: Source, count: int) -> tuple[Any, ...] | None:
     """The first samples, ready for the model; None where looking would take them away."""
     if isinstance(source, Arrays):
-        return source.prepare(tuple(map(jnp.asarray, source.rows(slice(count)))))
+        return source.prepare(jax.device_put(source.rows(slice(count))))
     if isinstance(source.loader, Iterator):
         return None
-    return tuple(jnp.asarray(np.asarray(part)[:count]) for part in next(iter(source.loader)))
+    return tuple(jax.device_put(np.asarray(part)[:count]) for part in next(iter(source.loader)))

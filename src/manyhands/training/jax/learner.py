@@ -77,17 +77,29 @@ class JaxLearner:
         self.arrays = feed.resident(job.train, world) if job.settings.fast else None
         self.test_arrays = feed.resident(job.test, world) if job.settings.fast else None
         self._order: jax.Array | None = None
+        self._rate: tuple[float, jax.Array] | None = None
         self._divisions: dict[int, Division] = {}
         self._say_how()
 
     def _first_state(self, optimizer: Any) -> State:
         numbers: State = dict(self.job.skeleton.numbers(self.job.model))
+        if self.size > 1:
+            numbers = self._of_the_first(numbers)
         if self.settings.precision == "fp64":
             numbers = jax.tree.map(_doubled, numbers)
         state = {part: self.world.put_anew(numbers[part]) for part in PARTS}
         state["optimizer"] = self.world.put_anew(jax.jit(optimizer.init)(state["parameters"]))
         state["at"] = self.world.put_anew(np.zeros(2, np.int32))
         return state
+
+    def _of_the_first(self, numbers: State) -> State:
+        """What the first process has: others may have drawn other weights."""
+        found = {}
+        for part, tree in numbers.items():
+            own = named(tree)
+            first = blobs.fitting(self.from_first(blobs.pack(own)), own, "numbers of another model")
+            found[part] = refilled(tree, first)
+        return found
 
     def _say_how(self) -> None:
         where = "gathered on the devices" if self.arrays is not None else "gathered on the host and sent"
@@ -124,13 +136,19 @@ class JaxLearner:
 
     def step(self, window: Window, batch: Any, factor: float | None) -> None:
         self._wait_for_an_old_one()
-        rate = 1.0 if factor is None else factor
+        rate = self._factor(1.0 if factor is None else factor)
         how = self._divided(window.size), self._prepare(self.job.train)
         if batch is None:
             self.state, self.sums = self.steps.train(self.state, self.sums, rate, (self.arrays, self._order), *how)
         else:
             self.state, self.sums = self.steps.train_on(self.state, self.sums, rate, batch, *how)
         self._under_way.append(self.sums)
+
+    def _factor(self, factor: float) -> jax.Array:
+        """The factor on the devices; sent only when it is another one."""
+        if self._rate is None or self._rate[0] != factor:
+            self._rate = factor, self.world.number(factor)
+        return self._rate[1]
 
     def _wait_for_an_old_one(self) -> None:
         """Not for the last step, but for one before it: else steps would be queued without end."""
@@ -246,7 +264,7 @@ def _home(array: jax.Array, like: Any) -> Any:
     if not isinstance(like, jax.Array):
         return host
     host = host.astype(like.dtype)
-    return jax.device_put(host, like.sharding) if like.committed else jnp.asarray(host)
+    return jax.device_put(host, like.sharding) if like.committed else jax.device_put(host)
 
 
 def _as_it_is(batch: Any) -> Any:

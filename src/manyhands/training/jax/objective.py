@@ -82,22 +82,28 @@ def has_default_loss(model: nnx.Module) -> bool:
     return not isinstance(model, Module) or type(model).loss is Module.loss
 
 
-def check_shares(objective: Objective, model: nnx.Module, few: Batch | None) -> None:
-    """Refuse a loss that is no mean over samples where rows have weights: it would train another model."""
+def check_shares(objective: Objective, make: Callable[[], nnx.Module], few: Callable[[], Batch | None]) -> None:
+    """Refuse a loss that is no mean over samples where rows have weights: it would train another model.
+
+    ``make`` makes the model, in evaluation mode; ``few`` gives some samples.
+    """
     if not isinstance(objective, Supervised):
         raise BadSettings(
             "uneven shares divide the loss by samples, and this model's training_step(batch) gives only that of a "
             "whole batch: leave shares away, or give the trainer a loss(answer, target)"
         )
-    loss = objective.loss_of(model)
-    if loss is cross_entropy or few is None:
+    if objective.loss_of(make()) is cross_entropy or (batch := few()) is None:
         return
-    answer, target = _widened(model(*few[:-1])), few[-1]
-    whole = float(_mean(loss(answer, target)))
-    parts = float(one_by_one(loss, answer, target).mean())
+
+    def both(batch: Batch) -> tuple[jax.Array, jax.Array]:
+        model = make()
+        answer, target, loss = _widened(model(*batch[:-1])), batch[-1], objective.loss_of(model)
+        return _mean(loss(answer, target)), one_by_one(loss, answer, target).mean()
+
+    whole, parts = map(float, jax.jit(both)(batch))
     if not np.isclose(whole, parts, rtol=_CLOSE, atol=_CLOSE * _CLOSE) and np.isfinite(whole):
         raise BadSettings(
-            f"the loss of {len(target)} samples is {whole:.6g}, but {parts:.6g} on average if each is taken alone: "
+            f"the loss of {len(batch[-1])} samples is {whole:.6g}, but {parts:.6g} on average if each is taken alone: "
             "with uneven shares this loss would train another model than one device does. It must be the mean over "
             "the samples of the batch; or leave shares away, then it may be anything"
         )

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from manyhands.training.jax import skeleton as models
@@ -52,12 +53,12 @@ class Steps:
 
     # What the learner calls
 
-    def train(self, state: State, so_far: Sums, factor: float, data: Any, division: Division, prepare: Any) -> Any:
+    def train(self, state: State, so_far: Sums, factor: Any, data: Any, division: Division, prepare: Any) -> Any:
         """The next batch of data that live on the devices: ``data`` are the arrays, and the epoch's order."""
         program = self._program("train", division, prepare, donated=True)
         return program(state, so_far, factor, data)
 
-    def train_on(self, state: State, so_far: Sums, factor: float, rows: Batch, division: Division, prepare: Any) -> Any:
+    def train_on(self, state: State, so_far: Sums, factor: Any, rows: Batch, division: Division, prepare: Any) -> Any:
         """A batch whose rows were sent to the devices."""
         program = self._program("train_on", division, prepare, donated=True)
         return program(state, so_far, factor, rows)
@@ -65,11 +66,12 @@ class Steps:
     def test(self, state: State, so_far: Sums, data: Any, start: int, division: Division, prepare: Any) -> Sums:
         """The sums with the figures of some samples of a test set that lives on the devices."""
         numbers = {part: state[part] for part in models.PARTS}
-        return self._program("test", division, prepare)(numbers, so_far, start, data)  # type: ignore[no-any-return]
+        place = self.world.number(start, np.int32)
+        return self._program("test", division, prepare)(numbers, so_far, place, data)  # type: ignore[no-any-return]
 
     def test_on(self, state: State, so_far: Sums, rows: Batch, division: Division, prepare: Any) -> Sums:
         numbers = {part: state[part] for part in models.PARTS}
-        return self._program("test_on", division, prepare)(numbers, so_far, 0, rows)  # type: ignore[no-any-return]
+        return self._program("test_on", division, prepare)(numbers, so_far, rows)  # type: ignore[no-any-return]
 
     def _program(self, name: str, division: Division, prepare: Any, *, donated: bool = False) -> Callable[..., Any]:
         key = (name, division.size, len(division.places), prepare)
@@ -99,7 +101,7 @@ class Steps:
         rows = tuple(jax.lax.dynamic_slice_in_dim(array, start, division.size) for array in data)
         return self._tested(numbers, so_far, prepare(self.world.divided(rows)), division)
 
-    def _test_on(self, numbers: Any, so_far: Sums, start: Any, rows: Any, *, division: Division, prepare: Any) -> Sums:
+    def _test_on(self, numbers: Any, so_far: Sums, rows: Any, *, division: Division, prepare: Any) -> Sums:
         return self._tested(numbers, so_far, prepare(self._real(rows, division)), division)
 
     def _real(self, rows: Batch, division: Division) -> Batch:

@@ -93,8 +93,11 @@ class Trainer(BaseTrainer):
         objective = objective_for(model, self._option("loss"))
         labels = checks.labels_of(model, skeleton, objective, self.train_source, self.test_source)
         if settings.shares is not None and len(here.devices) > 1:
-            still = evaluating(skeleton.model(skeleton.numbers(model)))
-            check_shares(objective, still, checks.few_samples(self.train_source, _FEW))
+            check_shares(
+                objective,
+                lambda: evaluating(skeleton.model(skeleton.numbers(model))),
+                lambda: checks.few_samples(self.train_source, _FEW),
+            )
         optimizer, name = _optimizer(model, self._option("optimizer"), settings.lr)
         return Job(
             model=model,
@@ -129,7 +132,7 @@ def _optimizer(model: Any, given: Any, rate: float) -> tuple[optax.GradientTrans
             "Optax's optimizers, as lambda rate: optax.adam(rate)"
         )
     parts: list[str] = []
-    _state_names(jax.eval_shape(made.init, {"one": jnp.zeros(1)}), parts)
+    _state_names(jax.eval_shape(made.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)}), parts)
     return made, "+".join(parts) or "sgd"
 
 

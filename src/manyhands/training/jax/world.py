@@ -92,10 +92,14 @@ class World:
 
     def put(self, array: Any, *, in_parts: bool = False) -> jax.Array:
         """An array that every process has, on every device: the whole of it, or one part each."""
-        host = np.asarray(array)
-        return jax.make_array_from_callback(
-            host.shape, self.in_parts if in_parts else self.everywhere, lambda index: host[index]
-        )
+        host, how = np.asarray(array), self.in_parts if in_parts else self.everywhere
+        if self.size == 1:
+            return jax.device_put(host, how)
+        return jax.make_array_from_callback(host.shape, how, lambda index: host[index])
+
+    def number(self, value: float, dtype: Any = None) -> jax.Array:
+        """A number on every device; sent, but not waited for."""
+        return self.put((dtype or (np.float64 if jax.config.jax_enable_x64 else np.float32))(value))
 
     def put_anew(self, tree: Any) -> Any:
         """A tree of arrays on every device, each in memory of its own: it may be given away (donated) to a step."""
