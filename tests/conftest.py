@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from types import ModuleType
@@ -19,7 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """JAX compiles every program once in a test run: the tests train the same small models again and again."""
+    """Ctrl-C is an exception here and in every child; and JAX compiles each program once in a test run."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background is started deaf to it
     folder = tempfile.TemporaryDirectory(prefix="manyhands-tests-jax-")
     config.add_cleanup(folder.cleanup)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder.name)

@@ -14,8 +14,7 @@ from manyhands.backends import torch_call, torch_fuse  # noqa: E402
 from manyhands.backends import torch_parallel as backend  # noqa: E402
 from manyhands.engine.costs import costs  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
-from manyhands.engine.parallel_gpu import lanes  # noqa: E402
-from manyhands.engine.schedule import schedule  # noqa: E402
+from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
 from manyhands.training.torch import models  # noqa: E402
 
 nn = torch.nn
@@ -48,7 +47,7 @@ def test_each_gradient_of_a_fused_step(name: str, cast: bool) -> None:
     fused = torch_fuse.fuse(found)
     device = backend.device_of(call, fused)
     measured = graph(costs(backend, fused, device).tasks)
-    made = schedule(measured, lanes(measured, 4), switch_seconds=1e-6)
+    made = schedule(measured, lanes_for(measured, 4), switch_seconds=1e-6)
     run = backend.graph_run(fused, backend.plan_of(made), call.tensors, device)
     wanted = step(x, y)
     for _ in range(3):
