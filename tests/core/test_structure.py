@@ -93,6 +93,13 @@ def test_the_doors_have_equal_names() -> None:
     assert {"cpu", "gpu", "to", "copy", "split", "gather"} <= set(doors[0])
 
 
+def test_the_doors_offer_the_same() -> None:
+    """Training and parallel too; what only PyTorch has is named here."""
+    offered = [set(ast.literal_eval(_public_names(door)["__all__"])) for door in FRAMEWORKS]
+    assert offered[0] - offered[1] == {"compile_backend"}
+    assert offered[1] == offered[2] == offered[3] <= offered[0]
+
+
 def test_doors_offer_every_verb() -> None:
     from manyhands.api import Verbs
 

@@ -20,6 +20,15 @@ Batch = tuple[Any, ...]
 Array = NDArray[Any]
 
 
+def check_lengths(arrays: Sequence[Any]) -> None:
+    """The arrays of a data set have the same number of samples, and at least one."""
+    lengths = [len(array) for array in arrays]
+    if not lengths or len(set(lengths)) != 1:
+        raise BadBatch(f"the arrays of a data set must have the same number of samples, these have {lengths}")
+    if not lengths[0]:
+        raise BadBatch("the data set is empty: there is nothing to train on")
+
+
 def _as_it_is(batch: Batch) -> Batch:
     return batch
 
@@ -40,11 +49,7 @@ class Arrays:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        lengths = [len(array) for array in self.arrays]
-        if not lengths or len(set(lengths)) != 1:
-            raise BadBatch(f"the arrays of a data set must have the same number of samples, these have {lengths}")
-        if not lengths[0]:
-            raise BadBatch("the data set is empty: there is nothing to train on")
+        check_lengths(self.arrays)
 
     @property
     def count(self) -> int:

@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from manyhands import tree
 from manyhands.errors import BadBatch, NotATensor
+from manyhands.training.sources import check_lengths
 from manyhands.training.torch import randomness
 
 Batch = Any  # what the user's loader gives: as a rule a tuple of tensors, but a dict or a dataclass is as good
@@ -45,11 +46,7 @@ class Arrays:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        lengths = [len(tensor) for tensor in self.tensors]
-        if not lengths or len(set(lengths)) != 1:
-            raise BadBatch(f"the arrays of a data set must have the same number of samples, these have {lengths}")
-        if not lengths[0]:
-            raise BadBatch("the data set is empty: there is nothing to train on")
+        check_lengths(self.tensors)
 
     @property
     def count(self) -> int:
