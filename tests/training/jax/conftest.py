@@ -9,4 +9,4 @@ collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("jax") is None:
     collect_ignore_glob.append("*")
 else:
-    os.environ.setdefault("MANYHANDS_VIRTUAL_DEVICES", "3")
+    os.environ["MANYHANDS_VIRTUAL_DEVICES"] = os.environ.get("MANYHANDS_VIRTUAL_DEVICES") or "3"  # empty is none
