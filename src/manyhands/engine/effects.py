@@ -5,7 +5,8 @@ the same; the states of Python's and NumPy's random numbers are compared. Not se
 
 A call that is made only to see what it does (a trace) is to have no effects at all: ``Effects(refuse=True)`` raises
 :class:`CannotTrace` instead of printing, and puts the random numbers back. What installed packages do by the way, as
-when a framework imports a part of itself, is not refused.
+when a framework imports a part of itself, is not refused. What a framework does for itself (JAX keeps compiled programs
+in files, if asked to) is no effect of the call in either case.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, ClassVar
 
+from manyhands.device import FRAMEWORKS
 from manyhands.engine.outside import is_foreign
 from manyhands.errors import CannotTrace
 
@@ -68,11 +71,25 @@ class Effects:
 def _noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(*arguments: Any, **keywords: Any) -> Any:
-        caller = sys.modules.get(str(sys._getframe(1).f_globals.get("__name__")))
-        Effects.note(f"{what} ({function.__name__})", caller)
+        frame = sys._getframe(1)
+        if not _by_a_framework(frame):
+            Effects.note(f"{what} ({function.__name__})", _module(frame))
         return function(*arguments, **keywords)
 
     return noting
+
+
+def _module(frame: FrameType) -> Any:
+    return sys.modules.get(str(frame.f_globals.get("__name__")))
+
+
+def _by_a_framework(frame: FrameType | None) -> bool:
+    """Whether a framework is between this call and the innermost code of the user."""
+    while frame is not None and (module := _module(frame)) is not None and is_foreign(module):
+        if module.__name__.partition(".")[0] in FRAMEWORKS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _random_states() -> tuple[Any, ...]:
