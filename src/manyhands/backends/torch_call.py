@@ -25,7 +25,7 @@ from manyhands import tree
 from manyhands.backends import torch_trace
 from manyhands.backends.torch_outside import Outside
 from manyhands.backends.torch_trace import Trace
-from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks, only_hooks
+from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks, only_hooks, only_known_functions
 from manyhands.backends.torch_watch import Watch
 from manyhands.errors import CannotTrace
 
@@ -154,7 +154,7 @@ def _why_plain() -> str | None:
     """Why a call must be seen by PyTorch as it is written, or None: somebody listens, or derives."""
     if not only_hooks():
         return "a dispatch mode is active: it is to see every operation"
-    if torch._C._len_torch_function_stack() > (_device.CURRENT_DEVICE is not None):
+    if not only_known_functions():
         return "a function mode is active: it is to see every call"
     if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
         return "it is called by a transformation (torch.func, forward-mode derivatives)"

@@ -25,7 +25,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -80,6 +81,11 @@ def no_hooks() -> Iterator[None]:
 def only_hooks() -> bool:
     """Whether no dispatch mode but ours is active in this thread."""
     return all(isinstance(mode, _Births) for mode in _get_current_dispatch_mode_stack())
+
+
+def only_known_functions() -> bool:
+    """Whether no function mode is active in this thread but ours and PyTorch's own for the default device."""
+    return all(isinstance(mode, (_FromData, DeviceContext)) for mode in _get_current_function_mode_stack())
 
 
 def is_virtual(device: torch.device) -> bool:
