@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.backends import torch as backend
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
@@ -65,8 +64,7 @@ class Trainer(BaseTrainer):
             checks.materialise(model, self.train_source)
             job = self._job(model, settings, run, resume)
             checks.check_labels(model, job)
-            if not _mixes_samples(model):
-                checks.check_loss(model, job, launcher.size() or len(self.ranks))
+            checks.check_loss(model, job, launcher.size() or len(self.ranks))
         try:
             return self._fit(job, display)
         except Exception as error:
@@ -235,11 +233,6 @@ def _on_host(job: Job) -> Job:
     sent.model, sent.optimizer = copy.deepcopy((job.model, job.optimizer))
     sent.model.to("cpu")
     return sent
-
-
-def _mixes_samples(model: torch.nn.Module) -> bool:
-    """Whether a layer takes statistics of the batch in evaluation too: a loss is then no mean over samples."""
-    return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules())
 
 
 def _may_be_the_data(error: Exception) -> bool:
