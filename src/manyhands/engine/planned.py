@@ -52,8 +52,12 @@ class Limit:
     times: float
     anyway: int  # bytes more that do not matter: a hundredth of the device's memory
 
+    def most(self, plain: int) -> int:
+        """Bytes that a plan may take at its peak."""
+        return max(int(self.times * plain), plain + self.anyway)
+
     def allows(self, planned: int, plain: int) -> bool:
-        return planned <= self.times * plain or planned - plain <= self.anyway
+        return planned <= self.most(plain)
 
 
 def why_too_large(name: str, peak: int, plain: int, limit: Limit) -> str | None:
