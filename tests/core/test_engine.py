@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from manyhands.engine.check import check
 from manyhands.engine.graph import Graph, graph
-from manyhands.engine.schedule import Lane, Schedule, schedule, schedule_chains
+from manyhands.engine.schedule import Lane, Schedule, schedule, schedule_beside, schedule_chains
 from manyhands.engine.simulate import bounds, simulate
 from manyhands.errors import UnsafeSchedule
 from manyhands.task import Task
@@ -78,7 +78,7 @@ def test_every_conflicting_pair_is_ordered(program: list[Task], count: int) -> N
             assert (first, second) in ordered
 
 
-@given(PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_chains]))
+@given(PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_beside, schedule_chains]))
 @settings(max_examples=300)
 def test_no_wait_can_be_taken_away(program: list[Task], count: int, data: st.DataObject, way: Any) -> None:
     """The checker objects to the loss of any wait: none is superfluous, and none is missed."""
@@ -158,6 +158,22 @@ def test_long_chains_are_done_one_after_the_other() -> None:
     assert made.wait_count() == 0
     assert [len({task % 8 for task in lane}) for lane in made.per_lane()] == [4, 4]
     assert simulate(made).seconds == pytest.approx(200e-5)
+
+
+def test_the_longest_chain_waits_for_nobody() -> None:
+    """A backward pass: from each layer to the one before it, and beside that the gradient of its weights."""
+    program = []
+    for layer in range(6):
+        program.append(Task("input", frozenset({layer}), frozenset({layer + 1}), "gpu:0", seconds=2e-3))
+        long = 5e-3 if layer < 3 else 1e-3
+        program.append(Task("weight", frozenset({layer}), frozenset({100 + layer}), "gpu:0", seconds=long))
+        program.append(Task("cast", frozenset({100 + layer}), frozenset({200 + layer}), "gpu:0", seconds=1e-4))
+    made = schedule_beside(graph(program), lanes(3))
+    check(made)
+    assert {made.lane_of[task] for task in range(0, 18, 3)} == {0}
+    assert {made.lane_of[task] for task in range(18) if task % 3} == {1, 2}
+    assert all(made.lane_of[task + 1] == made.lane_of[task] for task in range(1, 18, 3)), "a cast follows its gradient"
+    assert not any(made.waits.get(task) for task in range(0, 18, 3))
 
 
 def test_independent_chains_get_a_lane_each() -> None:

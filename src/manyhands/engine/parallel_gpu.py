@@ -13,10 +13,13 @@ from manyhands.engine.check import check
 from manyhands.engine.graph import Graph
 from manyhands.engine.memory import Footprint, Peaks, one_after_the_other, peak
 from manyhands.engine.planned import PLAIN, Limit, Planned, Run, why_too_large
-from manyhands.engine.schedule import Schedule, lanes_for, one_lane, schedule
+from manyhands.engine.schedule import Schedule, lanes_for, one_lane, schedule, schedule_beside
 from manyhands.engine.simulate import simulate
+from manyhands.engine.thrift import thrifty
 
 _LANES = (2, 3, 4, 8)
+_BESIDE = (1, 2, 3)
+_LONG = 0.4  # of the work: a chain that is worth a lane that waits for nobody
 _WAIT = 1e-6  # seconds that a wait between two lanes costs
 _Way = tuple[str, Schedule, Callable[..., Any]]
 
@@ -38,12 +41,15 @@ def choose(
     best.seconds[PLAIN] = least = backend.seconds(lambda: plainly(*call.given), device)
     expected = backend.expected(found, call, plainly)
     for name, made, make in ways(backend, found, measured, best):
-        check(made)
-        best.predicted[name] = simulate(made, wait_seconds=_WAIT).seconds
-        plan = backend.plan_of(made)
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = backend.copied_bytes(call.tensors) + footprint.result_bytes() if make is backend.graph_run else 0
-        peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
+        peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, backend.plan_of(made))), plain)
+        if not limit.allows(peaks.planned, plain):
+            made = thrifty(made, footprint, limit.most(plain) - beside)
+            peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, backend.plan_of(made))), plain)
+        check(made)
+        plan = backend.plan_of(made)
+        best.predicted[name] = simulate(made, wait_seconds=_WAIT).seconds
         if (reason := why_too_large(name, peaks.planned, plain, limit)) is not None:
             best.notes.append(reason)
             continue
@@ -93,4 +99,10 @@ def candidates(measured: Graph) -> list[tuple[str, Schedule]]:
     made = [
         (f"{count} lanes", schedule(measured, lanes_for(measured, count), switch_seconds=_WAIT)) for count in _LANES
     ]
+    if measured.critical_path() > _LONG * measured.work():
+        made += [(f"{count} beside the longest chain", _beside(measured, count)) for count in _BESIDE]
     return sorted(made, key=lambda pair: simulate(pair[1], wait_seconds=_WAIT).seconds)
+
+
+def _beside(measured: Graph, count: int) -> Schedule:
+    return schedule_beside(measured, lanes_for(measured, count + 1))

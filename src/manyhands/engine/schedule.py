@@ -129,6 +129,44 @@ def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: floa
     return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
 
 
+def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
+    """All that the end of the longest chain needs on one lane, which waits for nobody; the rest beside it.
+
+    As in a backward pass: what leads from the loss to the first layer stays together, and gradients of weights, for
+    which nobody waits, go to the other lanes. Everything is issued in the program's order.
+    """
+    choices = _choices(graph, lanes)
+    main = _needed_by_the_longest(graph)
+    free = [0.0] * len(lanes)
+    end = [0.0] * len(graph)
+    lane_of: list[int] = []
+    for index, task in enumerate(graph.tasks):
+        first, *others = choices[task.device, task.kind]
+        ready = max((end[need] for need in graph.needs[index]), default=0.0)
+        at_home = {lane_of[need] for need in graph.needs[index]}
+        candidates = [first] if index in main or not others else others
+        lane = min(candidates, key=lambda one: (max(free[one], ready), one not in at_home, one))
+        lane_of.append(lane)
+        end[index] = free[lane] = max(free[lane], ready) + task.seconds
+    order = tuple(range(len(graph)))
+    return Schedule(graph, tuple(lanes), tuple(lane_of), order, needed_waits(graph, lane_of, order))
+
+
+def _needed_by_the_longest(graph: Graph) -> set[int]:
+    """The last task of the longest chain, and all tasks that it needs, directly or not."""
+    over = [0.0] * len(graph)
+    for index, task in enumerate(graph.tasks):
+        over[index] = task.seconds + max((over[need] for need in graph.needs[index]), default=0.0)
+    found: set[int] = set()
+    left = [max(range(len(graph)), key=over.__getitem__)] if len(graph) else []
+    while left:
+        one = left.pop()
+        if one not in found:
+            found.add(one)
+            left += graph.needs[one]
+    return found
+
+
 def _chains(graph: Graph) -> list[list[int]]:
     """Tasks that only follow one other, and alone, together with it; in an order in which needs come first."""
     chains: list[list[int]] = []
