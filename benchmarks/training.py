@@ -64,10 +64,10 @@ def manyhands(problem: Problem, **options: Any) -> Outcome:
 ROWS: dict[str, Callable[[Problem], Outcome]] = {
     **peers.PEERS,
     "manyhands-plain": lambda problem: manyhands(problem, fast=False),
+    "manyhands-one-lane": lambda problem: manyhands(problem, compile=False, side_lanes=False),
     "manyhands": lambda problem: manyhands(problem, compile=False),
-    "manyhands-lanes": lambda problem: manyhands(problem, compile=False, side_lanes=True),
+    "manyhands-compiled-one-lane": lambda problem: manyhands(problem, compile=True, side_lanes=False),
     "manyhands-compiled": lambda problem: manyhands(problem, compile=True),
-    "manyhands-compiled-lanes": lambda problem: manyhands(problem, compile=True, side_lanes=True),
 }
 
 
@@ -78,6 +78,9 @@ def measure(row: str, problem: Problem) -> dict[str, Any]:
     """One row, from the net's first weights to its test accuracy."""
     torch.manual_seed(problem.seed)
     peers.synchronize(problem.device)
+    on_gpu = problem.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(problem.device)
     start = time.perf_counter()
     outcome = ROWS[row](problem)
     peers.synchronize(problem.device)
@@ -92,6 +95,7 @@ def measure(row: str, problem: Problem) -> dict[str, Any]:
         "images_per_second": len(problem.images) / median,
         "first_epoch_extra": first - median,
         "total": total,
+        "peak": torch.cuda.max_memory_allocated(problem.device) if on_gpu else 0,
         "train_loss": outcome.losses[-1],
         "test_acc": peers.test_accuracy(outcome.net, problem),
         "epochs": outcome.seconds,
@@ -129,16 +133,30 @@ def add_ratios(measured: list[dict[str, Any]]) -> None:
 
 
 def print_table(measured: list[dict[str, Any]]) -> None:
-    titles = ("s/epoch", "min", "max", "images/s", "x peer", "x eager", "loss", "test acc", "1st +s", "total s")
-    print(f"{'row':25}" + "".join(f"{title:>9}" for title in titles))
+    titles = (
+        "s/epoch",
+        "min",
+        "max",
+        "images/s",
+        "x peer",
+        "x eager",
+        "loss",
+        "test acc",
+        "1st +s",
+        "total s",
+        "peak MB",
+    )
+    print(f"{'row':28}" + "".join(f"{title:>9}" for title in titles))
     for one in measured:
         ratios = [f"{one[key]:.2f}" if one[key] else "-" for key in ("times_best_peer", "times_eager")]
         cells = [f"{one[key]:.3f}" for key in ("seconds", "fastest", "slowest")]
         cells += [f"{one['images_per_second']:.0f}", *ratios, f"{one['train_loss']:.4f}", f"{one['test_acc']:.4f}"]
         cells += [f"{one['first_epoch_extra']:.1f}", f"{one['total']:.1f}"]
-        print(f"{one['row']:25}" + "".join(f"{cell:>9}" for cell in cells))
+        cells += [f"{one['peak'] / 1e6:.0f}" if one["peak"] else "-"]
+        print(f"{one['row']:28}" + "".join(f"{cell:>9}" for cell in cells))
     print("x peer: speed against the best of book, Lightning and Accelerate; x eager: against the loop tuned by hand.")
     print("1st +s: the first epoch over the median (warm-up; compiling, where it is done); total s: the whole call.")
+    print("peak MB: the GPU's memory, data on it included.")
 
 
 # --- the other modes

@@ -53,7 +53,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         seed: int = 0,
         fast: bool = True,
         compile: bool | None = None,
-        side_lanes: bool = False,
+        side_lanes: bool = True,
         on_nan: Literal["stop", "continue"] = "stop",
         run: str | Path | None = None,
         resume: str | Path | Literal["auto"] | None = None,

@@ -40,7 +40,7 @@ class Settings:
     # None: where compiling pays for the number of steps that are planned.
     compile: bool | None = None
     # Whether weight gradients are computed beside the backward pass, on streams of their own (the fast step alone).
-    side_lanes: bool = False
+    side_lanes: bool = True
     # A loss that is no number: "stop" ends the job and names step and samples, "continue" leaves that batch out.
     on_nan: Literal["stop", "continue"] = "stop"
     # Steps between checkpoints; None: at the end of every epoch. Only where there is a run folder.

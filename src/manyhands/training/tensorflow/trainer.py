@@ -33,6 +33,7 @@ class Trainer(BaseTrainer):
     refused: ClassVar[dict[str, str]] = {
         "ranks_per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
+        "side_lanes": "TensorFlow's executor orders a step's work itself",
     }
 
     def _check_options(self) -> None:
