@@ -2,12 +2,18 @@
 
 In float64 after 50 steps the two agree to about 1e-15; in float32 only the first steps can be compared, because small
 differences of rounding grow without bound. A short last batch and uneven shards are always among the steps.
+
+Where a net has kinks, float32 may not even keep the first steps: one value in a million is so near to zero that the
+last bit decides on which side of a ReLU it is, and then its whole gradient is there or is not. N devices add in another
+order, so their last bits differ. Whether that explains a difference is measured, not assumed: both are held against the
+same steps in float64. One device is trained again, up to sixteen times, from weights that differ in their last bit
+alone (:func:`nudged`), to see how far float32 takes it. N devices may be that far from float64, and not much further.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,10 +29,15 @@ class Comparison:
     shares: Sequence[float] | None
     difference: float
     limit: float
+    # Measured where the difference is beyond the limit: how far N devices are from the same steps in float64, and how
+    # far one device is, at most.
+    error: float = float("inf")
+    error_alone: float = 0.0
 
     @property
     def equal(self) -> bool:
-        return self.difference <= self.limit
+        """Within the limit; or not further from float64 than one device is."""
+        return self.difference <= self.limit or self.error <= _LIKE_ONE * self.error_alone
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,12 @@ class Way:
     samples: int
     batch_size: int
     epochs: int
+    # A seed for :func:`nudged`: the first weights differ in their last bit.
+    nudge: int | None = None
 
 
+_NUDGES = 16  # at most; enough when they explain a difference
+_LIKE_ONE = 3.0  # the largest of a few errors is not the largest there is
 TRIALS = (Trial("fp64", 50, 1e-12), Trial("fp32", 5, 1e-5))
 
 
@@ -69,12 +84,48 @@ def compare(
     for trial in trials:
         count, epochs = _extent(samples, batch_size, trial.steps)
         steps = epochs * -(-count // batch_size)
-        alone = train(Way(1, None, trial.precision, count, batch_size, epochs))
+        plain = Way(1, None, trial.precision, count, batch_size, epochs)
+        alone = train(plain)
+        yardstick = _Yardstick(train, plain, alone)
         for shares in (None, uneven):
-            several = train(Way(devices, shares, trial.precision, count, batch_size, epochs))
+            several = train(replace(plain, devices=devices, shares=shares))
             difference = largest_difference(several, alone)
-            found.append(Comparison(trial.precision, steps, devices, shares, difference, trial.limit))
+            one = Comparison(trial.precision, steps, devices, shares, difference, trial.limit)
+            found.append(yardstick.held_against(one, several) if trial.precision == "fp32" else one)
     return found
+
+
+class _Yardstick:
+    """How far one device is from float64; made when it is asked for."""
+
+    def __init__(self, train: Callable[[Way], Mapping[str, Any]], plain: Way, alone: Mapping[str, Any]) -> None:
+        self._train, self._plain, self._alone = train, plain, alone
+        self._exact: Mapping[str, Any] | None = None
+        self._error, self._nudges = 0.0, 0
+
+    def held_against(self, one: Comparison, several: Mapping[str, Any]) -> Comparison:
+        if one.equal:
+            return one
+        if self._exact is None:
+            self._exact = self._train(replace(self._plain, precision="fp64"))
+            self._error = largest_difference(self._alone, self._exact)
+        one = replace(one, error=largest_difference(several, self._exact), error_alone=self._error)
+        while not one.equal and self._nudges < _NUDGES:
+            again = self._train(replace(self._plain, nudge=self._nudges))
+            self._nudges += 1
+            self._error = max(self._error, largest_difference(again, self._exact))
+            one = replace(one, error_alone=self._error)
+        return one
+
+
+def nudged(values: Any, seed: int | None) -> Any:
+    """Every number moved to one of its two neighbours, by chance; as they are without a seed, or if no floats."""
+    given = np.asarray(values)
+    if seed is None or not np.issubdtype(given.dtype, np.floating):
+        return given
+    up = np.random.default_rng([seed, given.size]).integers(0, 2, given.shape).astype(bool)
+    towards = np.where(up, np.inf, -np.inf).astype(given.dtype)
+    return np.asarray(np.nextafter(given, towards), given.dtype)
 
 
 def _extent(count: int, batch_size: int, steps: int) -> tuple[int, int]:

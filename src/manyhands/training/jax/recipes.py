@@ -27,7 +27,7 @@ from manyhands.training.jax.book import cross_entropy
 from manyhands.training.jax.models import MODELS
 from manyhands.training.jax.skeleton import Skeleton, doubled, named, refilled
 from manyhands.training.jax.trainer import Trainer
-from manyhands.training.parity import Way
+from manyhands.training.parity import Way, nudged
 from manyhands.training.sources import Arrays, source
 
 
@@ -86,6 +86,8 @@ def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict
         net = copy.deepcopy(model)
         if double:
             doubled(net)
+        skeleton = Skeleton(net)
+        skeleton.put_into(net, jax.tree.map(lambda one: jnp.asarray(nudged(one, way.nudge)), skeleton.numbers(net)))
         # An optimizer with a memory, so that differences of early steps would show.
         trainer = Trainer(way.epochs, optimizer=optax.sgd(0.02, momentum=0.9), quiet=True, **on_cpu(way.devices), **how)
         trainer.fit(net, part)

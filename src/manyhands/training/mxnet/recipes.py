@@ -17,7 +17,7 @@ from manyhands.training.fashion_mnist import FashionMnist
 from manyhands.training.mxnet import checks, datasets, modes, replicas, state
 from manyhands.training.mxnet.models import MODELS, initialise
 from manyhands.training.mxnet.trainer import Trainer
-from manyhands.training.parity import Way
+from manyhands.training.parity import Way, nudged
 from manyhands.training.sources import Arrays
 
 _DTYPES = {"fp64": "float64", "fp32": "float32"}
@@ -82,7 +82,9 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, n
     momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
     with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):
         before = blobs.pack(state.model_tensors(model))
+        first = {name: nudged(one, way.nudge) for name, one in state.model_tensors(model).items()}
         try:
+            state.restore_model(model, blobs.pack(first))
             Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **how).fit(model, part)
             return state.model_tensors(model)
         finally:

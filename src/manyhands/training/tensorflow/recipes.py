@@ -14,7 +14,7 @@ from manyhands.backends import tensorflow as backend
 from manyhands.errors import BadSettings
 from manyhands.training import blobs, recipes
 from manyhands.training.fashion_mnist import FashionMnist
-from manyhands.training.parity import Way
+from manyhands.training.parity import Way, nudged
 from manyhands.training.sources import Array, Arrays, source
 from manyhands.training.tensorflow import checks, datasets, naming, precision, world
 from manyhands.training.tensorflow.models import MODELS, initialise
@@ -81,6 +81,7 @@ def arrays(data: Any) -> Arrays:
 def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, Array]:
     part = data.first(way.samples)
     net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
+    net.set_weights([nudged(one, way.nudge) for one in net.get_weights()])
     how: dict[str, Any] = {"shares": way.shares, "batch_stats": "global", "loss": loss, "batch_size": way.batch_size}
     Trainer(way.epochs, devices=_devices(way.devices), optimizer=_momentum, quiet=True, **how).fit(net, part)
     return dict(zip(naming.names(net), net.get_weights(), strict=True))

@@ -14,7 +14,7 @@ import torch
 from manyhands.errors import BadSettings
 from manyhands.training import recipes
 from manyhands.training.fashion_mnist import FashionMnist
-from manyhands.training.parity import Way
+from manyhands.training.parity import Way, nudged
 from manyhands.training.torch import datasets, state, world
 from manyhands.training.torch.models import MODELS, initialise
 from manyhands.training.torch.sources import Arrays, source
@@ -73,6 +73,9 @@ def arrays(data: Any) -> Arrays:
 
 def trained(model: torch.nn.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, np.ndarray[Any, Any]]:
     net = copy.deepcopy(model).to(_DTYPES[way.precision])
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.from_numpy(nudged(parameter.numpy(force=True), way.nudge)))
     part = Arrays(tuple(t[: way.samples] for t in data.tensors), data.prepare, way.batch_size)
     how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
     trainer = Trainer(way.epochs, optimizer=_Momentum(), quiet=True, **on_cpu(way.devices), **how)
