@@ -10,6 +10,9 @@ real steps of the training. They are watched for Python that a graph would freez
 for waits of the host, which cannot be captured: a capture that fails on the way leaves traces in PyTorch (in 2.11
 memory that never comes back and random numbers that cannot be drawn any more), so it is better not begun. Where one
 of them fails before its update, or the capture does, nothing has happened yet, and the step is made in the plain way.
+
+Where the model may have biases that change nothing (:mod:`.idle_biases`), two steps more come before: both as they are
+written, neither compiled nor on lanes, and the second is searched for such biases. They are left out from then on.
 """
 
 from __future__ import annotations
@@ -24,19 +27,22 @@ import torch
 
 from manyhands.training.torch import frozen, state
 from manyhands.training.torch.beside import Beside
+from manyhands.training.torch.idle_biases import IdleBiases, Search, may_be_idle
 from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep
 
 _WARM_UP = 3
+_AS_WRITTEN = 2  # steps before those, where idle biases are searched for: in the last of them
 
 
 @dataclass
 class _Sized:
-    """The step for one size of batch: how often it ran plainly, and its graph."""
+    """The step for one size of batch: how often it ran plainly (less than zero: as written), and its graph."""
 
     window: torch.Tensor
     forward: Callable[..., Any]
     warm: int = 0
+    idle: IdleBiases | None = None
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -66,6 +72,7 @@ class GraphStep:
         # Why there are none although they were asked for; and why kernels are not compiled after all.
         self.no_lanes: str | None = None
         self.not_compiled: str | None = None
+        self._searching = may_be_idle(eager.model, eager.optimizer)
         self._sized: dict[int, _Sized] = {}
         # Why there will be no more graphs, from this step on.
         self.ended: str | None = frozen.hooks(eager.model, eager.optimizer)
@@ -91,10 +98,11 @@ class GraphStep:
         if sized.graph is None:
             try:
                 self._without_graph(sized)
+                why = None
             except _NothingDone as nothing:
-                error = nothing.__cause__
-                why = f"{type(error).__name__}: {error}"
-                if self._made_simpler(size, why):
+                why = f"{type(nothing.__cause__).__name__}: {nothing.__cause__}"
+            if why is not None:  # out here, where the error does not hold the memory of its step any more
+                if self._made_simpler(sized, why):
                     return self(size)
                 self.ended = f"the graph could not be made ({why})"[:300]
                 return False
@@ -102,8 +110,16 @@ class GraphStep:
             sized.graph.replay()
         return True
 
-    def _made_simpler(self, size: int, why: str) -> bool:
-        """Leave something out that may be what fails: the lanes first, then the compiler; False where there is none."""
+    def _made_simpler(self, sized: _Sized, why: str) -> bool:
+        """Leave something out that may be what fails; False where there is nothing.
+
+        In a step as written that is the search for idle biases; later the lanes first, then the compiler.
+        """
+        size = len(sized.window)
+        if sized.warm < 0:
+            self._searching = False
+            del self._sized[size]  # this one alone: others may have their graphs
+            return True
         if self._beside is not None:
             self._beside, self.no_lanes = None, f"no side lanes ({why})"[:300]
         elif self._is_compiled(size):
@@ -118,7 +134,8 @@ class GraphStep:
         if self._is_compiled(size):
             options = self._beside.compile_options() if self._beside is not None else None
             forward = torch.compile(self._forward, dynamic=False, options=options)
-        return _Sized(torch.arange(size, device=self._eager.device), forward)
+        warm = -_AS_WRITTEN if self._searching else 0
+        return _Sized(torch.arange(size, device=self._eager.device), forward, warm)
 
     def _is_compiled(self, size: int) -> bool:
         """Only the usual size is worth the half minute that compiling takes."""
@@ -137,6 +154,7 @@ class GraphStep:
             how = "in one CUDA graph" if sized.graph is not None else "not captured yet"
             kernels = "compiled" if self._is_compiled(size) else "as they are"
             lines.append(f"a batch of {size}: {how}, kernels {kernels}")
+            lines += [f"  {sized.idle.explain()}"] if sized.idle is not None else []
             lines += [f"  {self.no_lanes or 'all on one lane'}"] if self._beside is None else self._beside.explain(size)
         return "\n".join(lines)
 
@@ -187,9 +205,7 @@ class GraphStep:
         eager.optimizer.zero_grad(set_to_none=True)
         # Up to the update only: what fails behind it cannot be made in the plain way any more.
         with _waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
-            loss, right = sized.forward(self._order, self._position + sized.window)
-            with self._lanes(len(sized.window)):
-                loss.backward()
+            loss, right = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
             if eager.clip:
                 torch.nn.utils.clip_grad_norm_(eager.parameters, eager.clip, foreach=True)
         eager.optimizer.step()
@@ -198,6 +214,27 @@ class GraphStep:
         eager.metrics.add(loss, right, len(sized.window), self._step)
         self._position += len(sized.window)
         self._step += 1
+
+    def _passes(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Forward and backward."""
+        with sized.idle.left_out() if sized.idle is not None else nullcontext():
+            loss, right = sized.forward(self._order, self._position + sized.window)
+            with self._lanes(len(sized.window)):
+                loss.backward()
+        if sized.idle is not None:
+            sized.idle.settle()
+        return loss, right
+
+    def _as_written(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Forward and backward as anybody would make them; the last time with a search for idle biases."""
+        search = Search(self._eager.model) if sized.warm == -1 else None
+        with search if search is not None else nullcontext():
+            loss, right = self._forward(self._order, self._position + sized.window)
+            if search is not None:
+                search.trace(loss)
+            loss.backward()
+        sized.idle = search.found() if search is not None else None
+        return loss, right
 
     def _forward(self, order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         eager = self._eager

@@ -79,10 +79,22 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _is_straight(node: Any, number: int) -> bool:
     """Whether a result of the node goes to a parameter on which there are no hooks, past casts at most."""
-    following = node.next_functions[number][0]
-    while following is not None and following.name() in _PASSED:
-        following = following.next_functions[0][0]
-    if following is None or following.name() != _LEAF:
+    way = _way(node.next_functions[number][0])
+    if way is None:
         return False
-    leaf = following.variable
+    leaf = way[-1].variable
     return not leaf._backward_hooks and not getattr(leaf, "_post_accumulate_grad_hooks", None)
+
+
+def leads_to(node: Any, parameter: torch.Tensor) -> list[Any] | None:
+    """The nodes from this one to a parameter, which are casts and transpositions; None where it leads elsewhere."""
+    way = _way(node)
+    return way if way is not None and way[-1].variable is parameter else None
+
+
+def _way(node: Any) -> list[Any] | None:
+    """The nodes from this one to a leaf, itself and the leaf included; None where it does not go straight to one."""
+    way = [node]
+    while way[-1] is not None and way[-1].name() in _PASSED:
+        way.append(way[-1].next_functions[0][0])
+    return way if way[-1] is not None and way[-1].name() == _LEAF else None

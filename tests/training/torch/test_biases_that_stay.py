@@ -1,0 +1,184 @@
+"""Biases whose layer's output, or which themselves, are used by more than a BatchNorm stay where they are."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from idle_biases_cases import X, found, searched
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+class Tapped(nn.Module):
+    """A convolution before a BatchNorm, and something else that is done with its output, its bias or its statistics."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.conv, self.norm, self.kind = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), kind
+        self.other, self.kept = nn.Conv2d(2, 3, 3), None
+        self.register_buffer("mean", torch.zeros(()))
+        self.double()
+        if kind == "shared bias":
+            self.other.bias = self.conv.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "checkpointed":
+            return checkpoint(lambda x: self.norm(self.conv(x)), x, use_reentrant=False).square().mean()
+        if self.kind == "another function":
+            return self.norm(functional.conv2d(x, self.conv.weight, self.conv.bias)).square().mean()
+        if self.kind == "another weight":
+            y = torch.func.functional_call(self.conv, {"weight": self.conv.weight * 2}, (x,))
+        else:
+            y = self.conv(x)
+        if self.kind == "custom function in place":
+            _OwnInPlace.apply(y)  # type: ignore[no-untyped-call]
+        loss = self._with(x, self.norm(y), y)
+        if self.kind == "penalty on the bias":
+            loss = loss + self.conv.bias.square().sum()  # type: ignore[union-attr]
+        elif self.kind == "custom function of the bias":
+            loss = loss + _Own.apply(self.conv.bias).sum()  # type: ignore[no-untyped-call]
+        elif self.kind == "penalty on all":
+            loss = loss + torch.stack([one.norm() for one in self.parameters()]).sum()
+        elif self.kind == "running mean":
+            loss = loss + self.norm.running_mean.sum() * self.conv.weight.sum()
+        elif self.kind == "own backward":
+            self.conv.bias.square().sum().backward()  # type: ignore[union-attr]
+        return loss
+
+    def _with(self, x: torch.Tensor, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        uses: dict[str, Callable[[], torch.Tensor]] = {
+            "residual": lambda: z + y,
+            "penalty": lambda: z + y.square().mean(),
+            "custom function": lambda: z + _Own.apply(y),  # type: ignore[no-untyped-call]
+            "view": lambda: z + y[0, 0, 0, 0],
+            "shared convolution": lambda: z + self.conv(x).mean(),
+            "norm used twice": lambda: z + self.norm(y),
+            "norm of two": lambda: z + self.norm(self.other(x)),
+            "shared bias": lambda: z + self.other(x),
+        }
+        if self.kind == "statistics":
+            self.mean = y.detach().mean()
+        elif self.kind == "without a gradient":
+            with torch.no_grad():
+                self.mean = y.mean()
+        elif self.kind == "called again":
+            with torch.no_grad():
+                self.mean = self.conv(x).mean()
+        elif self.kind == "kept":
+            self.kept = y
+        elif self.kind == "read in backward":
+            z.register_hook(lambda gradient: gradient * y.abs().max())
+        return uses.get(self.kind, lambda: z)().square().sum()
+
+
+class _Own(torch.autograd.Function):
+    """Reads its input where no dispatch mode sees it, as a kernel of somebody's own would."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> Any:
+        return torch.full(y.shape, ctypes.c_double.from_address(y.data_ptr()).value, dtype=y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+class _OwnInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> Any:
+        ctx.mark_dirty(y)
+        ctypes.c_double.from_address(y.data_ptr()).value *= 2
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+def test_what_is_tapped_is_found_where_nothing_is() -> None:
+    assert found(Tapped("nothing")) == ["conv"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "residual", "penalty", "custom function", "view", "shared convolution", "norm used twice", "norm of two",
+        "shared bias", "statistics", "without a gradient", "kept", "read in backward", "penalty on the bias",
+        "penalty on all", "running mean", "own backward", "checkpointed", "another function",
+        "custom function of the bias", "called again", "another weight", "custom function in place",
+    ],
+)  # fmt: skip
+def test_what_is_used_elsewhere_stays(kind: str) -> None:
+    assert searched(Tapped(kind)) is None
+
+
+def _in_evaluation(net: nn.Sequential) -> None:
+    net[1].eval()
+
+
+def _activated(net: nn.Sequential) -> None:
+    net.insert(1, nn.ReLU(inplace=True))
+
+
+class _Louder(nn.Conv2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+class _Own2d(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input.mean()
+
+
+def _subclass(net: nn.Sequential) -> None:
+    net[0] = _Louder(2, 3, 3).double()
+
+
+def _norm_subclass(net: nn.Sequential) -> None:
+    net[1] = _Own2d(3).double()
+
+
+def _cumulative(net: nn.Sequential) -> None:
+    net[1].momentum = None
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "evaluation": _in_evaluation,
+    "activation in place between": _activated,
+    "subclass": _subclass,
+    "subclass of the norm": _norm_subclass,
+    "cumulative average": _cumulative,
+    "forward hook": lambda net: net[0].register_forward_hook(lambda *_: None),
+    "forward pre-hook": lambda net: net[0].register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda net: net[0].register_full_backward_hook(lambda *_: None),
+    "hook of the norm": lambda net: net[1].register_forward_pre_hook(lambda *_: None),
+    "hook of the bias": lambda net: net[0].bias.register_hook(lambda gradient: gradient + 1),
+    "parametrization": lambda net: nn.utils.parametrizations.weight_norm(net[0]),
+    "parametrized bias": lambda net: nn.utils.parametrize.register_parametrization(net[0], "bias", nn.Tanh()),
+    "frozen weight": lambda net: net[0].weight.requires_grad_(False),
+    "other forward": lambda net: setattr(net[0], "forward", lambda x: functional.conv2d(x, net[0].weight)),
+    "instance norm": lambda net: net.__setitem__(1, nn.InstanceNorm2d(3).double()),
+    "no bias": lambda net: net.__setitem__(0, nn.Conv2d(2, 3, 3, bias=False).double()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("kind", CHANGES)
+def test_layers_that_are_not_as_they_come_stay(kind: str) -> None:
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 3)).double()
+    assert found(net) == ["0"]
+    CHANGES[kind](net)
+    assert searched(net) is None
+
+
+def test_channels_that_are_not_the_norm_s() -> None:
+    """A linear layer on three dimensions, a convolution of a single sample: BatchNorm1d takes another axis."""
+    line = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(2)).double()
+    assert searched(line, lambda net: net(X[:, :, 0]).square().sum()) is None
+    single = nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(6)).double()
+    assert searched(single, lambda net: net(X[0, :, 0]).square().sum()) is None
