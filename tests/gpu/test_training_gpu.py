@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from manyhands import torch as mh  # noqa: E402
 from manyhands.training.loop import Loop  # noqa: E402
 from manyhands.training.settings import Settings  # noqa: E402
-from manyhands.training.torch import world  # noqa: E402
+from manyhands.training.torch import models, world  # noqa: E402
 from manyhands.training.torch.job import Job  # noqa: E402
 from manyhands.training.torch.objective import Supervised  # noqa: E402
 from manyhands.training.torch.rank import Rank, loop_of  # noqa: E402
@@ -71,6 +71,38 @@ def test_the_graph_computes_what_plain_steps_compute(extra: dict[str, Any], limi
         assert one["samples"] == 330
 
 
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"side_lanes": True}, {"gradient_clip_val": 0.1}], ids=str)
+def test_biases_before_a_batch_norm_are_left_out(options: dict[str, Any], tmp_path: Path) -> None:
+    """Those of seven convolutions of a small ResNet; those around its blocks and the last layer keep theirs."""
+    found = []
+    for extra in ({"fast": False}, {"run": tmp_path / "run", **options}):
+        model = models.initialise(models.small_resnet(), seed=0).double()
+        settings: Any = {"devices": ["gpu:0"], "batch_size": 32, "lr": 0.01, "precision": "fp64", "quiet": True}
+        result = mh.Trainer(2, **settings, **extra).fit(model, (IMAGES[:320], LABELS[:320]))
+        found.append(model.state_dict())
+    assert "one CUDA graph" in result.notes[0], result.notes
+    assert len(result.notes) == 1, result.notes
+    told = (tmp_path / "run" / "step.txt").read_text()
+    assert "biases left out, as a BatchNorm takes them away again: 7" in told
+    assert found[0].keys() == found[1].keys()
+    assert difference(found[1], found[0]) < 1e-9
+
+
+def test_biases_are_left_out_in_bfloat16_too(tmp_path: Path) -> None:
+    model = models.initialise(models.small_resnet(), seed=0)
+    before = copy.deepcopy(model.state_dict())
+    trainer = mh.Trainer(
+        2, devices=["gpu:0"], batch_size=32, lr=0.01, precision="bf16", quiet=True, run=tmp_path / "run"
+    )
+    trainer.fit(model, (IMAGES[:320], LABELS[:320]))
+    assert "biases left out" in (tmp_path / "run" / "step.txt").read_text()
+    after = model.state_dict()
+    assert all(bool(torch.isfinite(value).all()) for value in after.values())
+    # Two steps are made as written, and their gradients are noise; after them such a bias stands still.
+    assert difference({"bias": after["0.bias"]}, {"bias": before["0.bias"]}) < 1e-2
+    assert not torch.equal(after["0.weight"], before["0.weight"])
+
+
 def test_one_gpu_is_the_cpu() -> None:
     assert difference(trained()[0], trained(devices=["cpu"])[0]) < 1e-10
 
@@ -108,8 +140,8 @@ def _loop(**settings: Any) -> tuple[Loop, Rank]:
 @pytest.mark.parametrize("fast", [True, False])
 def test_no_step_makes_the_host_wait(fast: bool) -> None:
     """The strictest check that torch has: an error for every synchronising operation it knows."""
-    loop, rank = _loop(fast=fast, max_epochs=4, gradient_clip_val=1.0)
-    for _ in range(3):  # warm up: kernels, graphs of both sizes
+    loop, rank = _loop(fast=fast, max_epochs=6, gradient_clip_val=1.0)
+    for _ in range(5):  # warm up: kernels, idle biases, graphs of both sizes
         loop._train_epoch()
         loop.cursor = loop.cursor.next_epoch()
         rank.metrics.peek()
@@ -120,7 +152,7 @@ def test_no_step_makes_the_host_wait(fast: bool) -> None:
         loop._train_epoch()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert rank.metrics.read().count == 4 * 330
+    assert rank.metrics.read().count == 6 * 330
 
 
 def test_a_loader_is_prefetched_without_waits() -> None:
