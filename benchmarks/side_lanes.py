@@ -3,11 +3,16 @@
     python benchmarks/side_lanes.py                      batch 256, bf16, channels last, on the first GPU
     python benchmarks/side_lanes.py --batch-size 64      another size
     python benchmarks/side_lanes.py --rows graph,lanes   some of the rows
+    python benchmarks/side_lanes.py --biases keep        with biases that a BatchNorm takes away again
 
-Every row is one CUDA graph. Its gradients are compared with those of a plain eager step on the same batch before its
-time is printed: equal to the bit, or the largest relative difference of norms. Biases right before a BatchNorm have
-gradients that are zero but for noise; so a bias's difference is taken against its weight's gradient where that is the
-larger. A row whose gradients are off has no time. Times are medians over rounds of replays, by the GPU's own clock.
+Every row is one CUDA graph. Its gradients are compared with those of an eager step on the same batch before its time is
+printed: equal to the bit, or the largest relative difference of norms. A row whose gradients are off has no time. Times
+are medians over rounds of replays, by the GPU's own clock.
+
+As in the trainer, biases that change nothing are left out, in all rows and in the eager step that they are compared
+with; how far that step is from one with all biases is printed first (bfloat16 rounds at other places without them). The
+gradients of these biases are zeros, those of the step with all biases are noise; so a bias's difference is taken
+against its weight's gradient where that is the larger.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +32,7 @@ import torch
 from manyhands import machine
 from manyhands.training.torch import models
 from manyhands.training.torch.beside import Beside
+from manyhands.training.torch.idle_biases import IdleBiases, Search
 
 ROWS = {
     "graph": (False, False),  # compiled, side lanes
@@ -58,11 +64,31 @@ class Problem:
         self.images = torch.rand(batch, 1, 28, 28, generator=generator).to(device)
         self.labels = torch.randint(10, (batch,), generator=generator).to(device)
         self.state = {key: value.clone() for key, value in self.net.state_dict().items()}
+        self.idle: IdleBiases | None = None
 
     def loss(self) -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             answer = self.net(self.images)
         return torch.nn.functional.cross_entropy(answer.float(), self.labels)
+
+    def passes(self, forward: Callable[[], torch.Tensor], around: AbstractContextManager[Any] | None = None) -> None:
+        """Forward and backward, without idle biases where there are any."""
+        with self.idle.left_out() if self.idle is not None else nullcontext():
+            loss = forward()
+            with around if around is not None else nullcontext():
+                loss.backward()
+        if self.idle is not None:
+            self.idle.settle()
+
+    def leave_out(self) -> str:
+        """Leave idle biases out from now on."""
+        self.reset()
+        with Search(self.net) as search:
+            loss = self.loss()
+            search.trace(loss)
+            loss.backward()
+        self.idle = search.found()
+        return self.idle.explain() if self.idle is not None else "no idle biases"
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: one.grad.clone() for name, one in self.net.named_parameters() if one.grad is not None}
@@ -74,7 +100,7 @@ class Problem:
 
 def eager(problem: Problem) -> dict[str, torch.Tensor]:
     problem.reset()
-    problem.loss().backward()
+    problem.passes(problem.loss)
     return problem.gradients()
 
 
@@ -89,9 +115,7 @@ def captured(problem: Problem, *, compiled: bool, lanes: bool) -> Step:
 
     def step() -> None:
         problem.net.zero_grad(set_to_none=True)
-        loss = forward()
-        with beside.around(problem.batch, compiled=compiled) if beside is not None else nullcontext():
-            loss.backward()
+        problem.passes(forward, beside.around(problem.batch, compiled=compiled) if beside is not None else None)
 
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -138,8 +162,13 @@ def milliseconds(graph: torch.cuda.CUDAGraph, device: torch.device) -> list[floa
     return times
 
 
-def run(rows: list[str], problem: Problem, *, explain: bool) -> int:
+def run(rows: list[str], problem: Problem, *, keep: bool, explain: bool) -> int:
     wanted = eager(problem)
+    if not keep:
+        with_all, told = wanted, problem.leave_out()
+        wanted = eager(problem)
+        _, worst, name = compare(wanted, with_all)
+        print(f"{told}; eager without them against eager with all: largest difference {worst:.1e} ({name})")
     failed = 0
     first: float | None = None
     print(f"{'row':16}{'ms':>9}{'min':>9}{'max':>9}{'x graph':>9}  gradients against eager")
@@ -174,6 +203,9 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(ROWS), help="which rows, with commas between: %(default)s")
     parser.add_argument("--model", default="resnet18", choices=sorted(models.MODELS))
     parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument(
+        "--biases", default="leave-out", choices=["leave-out", "keep"], help="those that change nothing"
+    )
     parser.add_argument("--explain", action="store_true", help="lanes and waits of every row that has them")
     given: Any = parser.parse_args()
     rows = [row.strip() for row in given.rows.split(",")]
@@ -189,7 +221,8 @@ def main() -> int:
         f"Python {platform.python_version()}, torch {torch.__version__}; {datetime.date.today()}; {given.model}, "
         f"forward and backward, bf16, channels last, batch {given.batch_size}; n = {ROUNDS} times {REPLAYS} replays"
     )
-    return 1 if run(rows, Problem(given.model, given.batch_size, device), explain=given.explain) else 0
+    problem = Problem(given.model, given.batch_size, device)
+    return 1 if run(rows, problem, keep=given.biases == "keep", explain=given.explain) else 0
 
 
 if __name__ == "__main__":
