@@ -37,6 +37,7 @@
      |   +- CannotTrace          a function whose operations depend on values      (RuntimeError)
      |   |   +- NotYet           one that can perhaps be traced at its next call
      |   +- CannotFuse           operations that cannot be compiled together       (RuntimeError)
+     |   +- CannotBeExact        a function that cannot be computed more exactly   (RuntimeError)
      |   +- UnsafeSchedule       a schedule that could compute something else      (RuntimeError)
      |   +- TaskCancelled        a task that was not run                           (RuntimeError)
      +- FrameworkMissing         the framework of this door is not installed       (ImportError)
@@ -187,6 +188,10 @@ class NotYet(CannotTrace):
 
 class CannotFuse(EngineError, RuntimeError):
     """A function none of whose operations can be compiled together here."""
+
+
+class CannotBeExact(EngineError, RuntimeError):
+    """A function that cannot be run with wider numbers, to see how exact its results are; or it says nothing."""
 
 
 class UnsafeSchedule(EngineError, RuntimeError):

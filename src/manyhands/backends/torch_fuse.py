@@ -56,8 +56,8 @@ _OTHERS = {
     "where", "scalar_tensor", "arange", "constant_pad_nd", "threshold_backward", "gelu_backward", "sigmoid_backward",
     "tanh_backward", "hardtanh_backward", "silu_backward", "elu_backward", "leaky_relu_backward",
 }  # fmt: skip
-# How far results may be from plain execution's. Compiled code adds in another order and rounds at other places: what is
-# zero but for noise (the gradient of a bias before a BatchNorm) differs by as much. What is wrong differs by about one.
+# How far results may be from plain execution's where there are no exact ones to compare both with (torch_exact): then
+# what is zero but for noise (the gradient of a bias before a BatchNorm) counts too. What is wrong differs by about one.
 _CLOSE, _CLOSE_IN_LOW_PRECISION = 5e-3, 5e-2
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -98,14 +98,14 @@ def fuse(found: Trace, compiler: Compiler | None = None) -> Trace:
     """
     if torch._C._len_torch_dispatch_stack():
         raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing beside one")
-    found = make_pure(found)
+    as_written, found = found, make_pure(found)
     wanted = needs(found.tasks)
     units = _units(found, wanted)
     if not any(unit.compiled for unit in units):
         raise CannotFuse("no two small operations follow each other")
     graph = _Writer(found, compiler or inductor).write(_ordered(units, wanted))
     fused = torch_trace.described(GraphModule(found.module, graph), found.structure)
-    fused.gradients, fused.holds = found.gradients, found.holds
+    fused.gradients, fused.holds, fused.as_written = found.gradients, found.holds, as_written
     low = any(value.dtype in _LOW for node in found.storages for value in _tensors(node))
     fused.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
     return fused

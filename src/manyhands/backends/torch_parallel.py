@@ -13,7 +13,8 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
-from manyhands.backends import torch_costs, torch_threads, torch_trace, torch_virtual
+from manyhands.backends import torch_costs, torch_exact, torch_threads, torch_trace, torch_virtual
+from manyhands.backends.exactness import Distance
 from manyhands.backends.torch_call import Call, call, trace
 from manyhands.backends.torch_costs import cost_keys, estimated, hardware, measured, rates, tasks
 from manyhands.backends.torch_facts import batch_hint, copied_bytes, device_memory, footprint
@@ -93,6 +94,17 @@ def observed(found: Trace, one: Call, run: Any) -> list[Any]:
     """The same of a run."""
     with untouched(found, one.tensors):
         return _compared([*run.replay(one.tensors), *_written(found, one.tensors)])
+
+
+def exact(found: Trace, one: Call) -> list[Any]:
+    """The same in float64, of a trace with compiled regions; :class:`CannotBeExact` where that cannot be."""
+    assert found.as_written is not None
+    return torch_exact.exact(found.as_written, one.tensors, _written(found, one.tensors))
+
+
+def distances(found: Trace, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> list[Distance]:
+    """How far a run and plain execution are from exact results, each as ``observed`` and ``expected`` give them."""
+    return torch_exact.distances(ours, plain, exactly, torch_exact.coarsest(found))
 
 
 def _compared(values: Sequence[Any]) -> list[Any]:

@@ -66,6 +66,8 @@ class Trace:
     holds: Callable[[], bool] = field(repr=False, default=lambda: True)
     # How far results may be from plain execution's: another kernel may add in another order.
     close: float = 1e-5
+    # The trace that this one is of, where parts of it are compiled: it can be run in float64.
+    as_written: Trace | None = field(repr=False, default=None)
 
     def constant_values(self) -> list[torch.Tensor]:
         values = [getattr(self.module, str(node.target)) for node in self.constants]

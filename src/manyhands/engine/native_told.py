@@ -15,6 +15,7 @@ from typing import Any
 
 from manyhands.backends.native import Call, Traced
 from manyhands.engine.check import check
+from manyhands.engine.equal import way
 from manyhands.engine.graph import Graph, graph
 from manyhands.engine.planned import PLAIN
 from manyhands.engine.schedule import Lane, Schedule, schedule
@@ -42,7 +43,7 @@ class Planned:
     @property
     def name(self) -> str:
         """The way that was chosen, as it stands among those that were measured."""
-        return self.how.split(", equal")[0]
+        return way(self.how)
 
     def scheduled(self) -> Schedule:
         if self.schedule is None:

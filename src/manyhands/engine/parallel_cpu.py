@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from manyhands.engine.check import check
+from manyhands.engine.equal import Judge
 from manyhands.engine.graph import Graph
 from manyhands.engine.memory import Footprint, Peaks, one_after_the_other, peak
 from manyhands.engine.planned import PLAIN, Limit, Planned, Run, why_too_large
@@ -39,16 +40,16 @@ def choose(
     if count > 1:
         tried.append(("one lane, one thread", one_lane(measured), 1))
     tried += [(name, made, count) for name, made in candidates(measured, count, best)]
-    expected = backend.expected(found, call, plainly)
+    judge = Judge(backend, found, call, backend.expected(found, call, plainly), best.notes)
     best.schedule = one_lane(measured)
     ways: dict[str, tuple[Run, Schedule, int, str]] = {PLAIN: (plainly, best.schedule, count, "")}
 
     def add(name: str, way: Run, made: Schedule, threads: int, results: Any) -> None:
-        same, difference = backend.equal(results, expected)
-        if not same and difference > found.close:
-            best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
+        refused, equality = judge.refused(results)
+        if refused is not None:
+            best.notes.append(f"{name} is not used: {refused}")
         else:
-            ways[name] = (way, made, threads, ", equal to the bit" if same else f", equal to {difference:.0e}")
+            ways[name] = (way, made, threads, equality)
 
     if count > 1:  # small operations lose by being divided
         alone = backend.with_threads(plainly, 1)
@@ -59,7 +60,15 @@ def choose(
             best.notes.append(reason)
             continue
         run = backend.thread_run(found, backend.plan_of(made), threads)
-        add(name, replaying(run), made, threads, backend.observed(found, call, run))
+        try:
+            results = backend.observed(found, call, run)
+        except Exception as error:
+            if found.as_written is None:
+                raise
+            # A compiler's results may be of types that the next operation does not take.
+            best.notes.append(f"{name} is not used: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            continue
+        add(name, replaying(run), made, threads, results)
     with backend.untouched(found, call.tensors):
         times = race([lambda way=way: way[0](*call.given) for way in ways.values()])  # type: ignore[misc]
     best.seconds.update(zip(ways, map(statistics.median, times), strict=True))

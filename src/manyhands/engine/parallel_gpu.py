@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands.engine.check import check
+from manyhands.engine.equal import Judge
 from manyhands.engine.graph import Graph
 from manyhands.engine.memory import Footprint, Peaks, one_after_the_other, peak
 from manyhands.engine.planned import PLAIN, Limit, Planned, Run, why_too_large
@@ -39,7 +40,7 @@ def choose(
     best.peaks = Peaks(plain, plain)
     best.schedule = one_lane(measured) if alone else schedule(measured, lanes_for(measured, 1))
     best.seconds[PLAIN] = least = backend.seconds(lambda: plainly(*call.given), device)
-    expected = backend.expected(found, call, plainly)
+    judge = Judge(backend, found, call, backend.expected(found, call, plainly), best.notes)
     for name, made, make in ways(backend, found, measured, best):
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = backend.copied_bytes(call.tensors) + footprint.result_bytes() if make is backend.graph_run else 0
@@ -56,9 +57,9 @@ def choose(
         try:
             with backend.untouched(found, call.tensors):
                 run = make(found, plan, call.tensors, device)
-            same, difference = backend.equal(backend.observed(found, call, run), expected)
-            if not same and difference > found.close:
-                best.notes.append(f"{name} is not used: its results differ by {difference:.1e}")
+            refused, equality = judge.refused(backend.observed(found, call, run))
+            if refused is not None:
+                best.notes.append(f"{name} is not used: {refused}")
                 continue
             again: Run = replaying(run)
             with backend.untouched(found, call.tensors):
@@ -69,7 +70,7 @@ def choose(
         best.seconds[name] = spent
         if spent < least:
             least = spent
-            best.how = name + (", equal to the bit" if same else f", equal to {difference:.0e}")
+            best.how = name + equality
             best.run, best.schedule, best.peaks = again, made, peaks
 
 

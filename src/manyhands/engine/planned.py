@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.engine.costs import Costed
+from manyhands.engine.equal import way
 from manyhands.engine.memory import Footprint, Peaks
 from manyhands.engine.schedule import Schedule
 
@@ -42,7 +43,7 @@ class Planned:
     @property
     def name(self) -> str:
         """The way that was chosen, as it stands among those that were measured."""
-        return self.how.split(", equal")[0]
+        return way(self.how)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,68 @@
+"""Whether a way gives the right results: to the bit, as close as another kernel may be, or as exact as plain execution.
+
+A plan of the operations as they are has to give plain execution's bits, but for kernels that add in another order. A
+plan with compiled regions rounds at other places: it has to be no further from exact results than plain execution is.
+Those are computed once for all plans of a trace, when the first of them is not equal to the bit, and go with the judge.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from manyhands.backends.exactness import judge
+from manyhands.errors import CannotBeExact
+
+_EQUALITY = re.compile(", (equal to|as exact as) .*")
+
+
+def way(how: str) -> str:
+    """The name of a way without the words on its equality.
+
+    >>> way("3 lanes, one graph, as exact as plain execution (0.98 of its error)")
+    '3 lanes, one graph'
+    """
+    return _EQUALITY.sub("", how)
+
+
+class Judge:
+    """Compares the results of ways to run a trace with those of plain execution, which are ``expected``."""
+
+    def __init__(self, backend: Any, found: Any, call: Any, expected: Sequence[Any], notes: list[str]) -> None:
+        """What is in the way of a better comparison is told in ``notes``."""
+        self._backend, self._found, self._call = backend, found, call
+        self._expected, self._notes = expected, notes
+
+    def refused(self, results: Sequence[Any]) -> tuple[str | None, str]:
+        """Why results are not right, or None; and what to say of them after the name of their way."""
+        same, difference = self._backend.equal(results, self._expected)
+        if same:
+            return None, ", equal to the bit"
+        if self._exact is not None:
+            try:
+                verdict = judge(self._backend.distances(self._found, results, self._expected, self._exact))
+            except CannotBeExact as error:
+                self._tell(error)
+            else:
+                return None if verdict.accepted else f"it is {verdict.words}", f", {verdict.words}"
+        refused = difference > self._found.close
+        return f"its results differ by {difference:.1e}" if refused else None, f", equal to {difference:.0e}"
+
+    @functools.cached_property
+    def _exact(self) -> list[Any] | None:
+        """Exact results; None for operations as they are, and where there are none."""
+        if self._found.as_written is None:
+            return None
+        try:
+            found: list[Any] = self._backend.exact(self._found, self._call)
+        except CannotBeExact as error:
+            self._tell(error)
+            return None
+        return found
+
+    def _tell(self, error: CannotBeExact) -> None:
+        note = f"compiled regions are compared with plain execution, not with exact results: {error}"
+        if note not in self._notes:
+            self._notes.append(note)
