@@ -51,7 +51,7 @@ class Verdict:
         """In words, after the name of a way."""
         if self.accepted:
             return f"as exact as plain execution ({self.error:.2f} of its error)"
-        return f"{self.worst:.1f} times as far from exact results as plain execution"
+        return f"{self.worst:.3g} times as far from exact results as plain execution"
 
 
 def judge(results: Sequence[Distance]) -> Verdict:
@@ -59,24 +59,23 @@ def judge(results: Sequence[Distance]) -> Verdict:
 
     >>> loss, weights = Distance(0.006, 0.004, 2.3, 0.03), Distance(0.45, 0.46, 1.0, 1e-5)
     >>> bias = Distance(9e-6, 2e-6, 1e-14, 1e-5)
-    >>> judge([loss, weights, bias])
-    Verdict(accepted=True, error=0.9783..., worst=0.9783...)
+    >>> judge([loss, weights, bias]).words
+    'as exact as plain execution (0.98 of its error)'
     >>> judge([loss, Distance(1.0, 0.46, 1.0, 1e-5)]).words  # all zeros
-    '2.2 times as far from exact results as plain execution'
+    '2.17 times as far from exact results as plain execution'
     """
     largest = max((one.size for one in results), default=0.0)
-    noise = [one.plain > one.size / 2 and one.plain <= _SMALL * largest for one in results]
+    noise = [one.plain >= one.size / 2 and one.plain <= _SMALL * largest for one in results]
     level = max((one.plain for one, is_noise in zip(results, noise, strict=True) if is_noise), default=0.0)
     accepted, worst, ours, plain = True, 0.0, 0.0, 0.0
     for one, is_noise in zip(results, noise, strict=True):
         if is_noise:
             usual, limit = level + one.floor * largest, _TWICE * level + one.floor * largest
-        elif one.plain < one.size or one.plain == 0:
+        elif one.plain < one.size:
             usual = one.plain + one.floor * one.size
             limit = min(_TWICE * one.plain, (one.plain + one.size) / 2) + one.floor * one.size
-            if one.size:
-                ours += (one.ours / one.size) ** 2 + one.floor**2
-                plain += (one.plain / one.size) ** 2 + one.floor**2
+            ours += (one.ours / one.size) ** 2 + one.floor**2
+            plain += (one.plain / one.size) ** 2 + one.floor**2
         else:
             raise CannotBeExact("plain execution itself has nothing in common with exact results")
         accepted &= one.ours <= limit

@@ -78,10 +78,11 @@ class Backend:
 
 def test_the_faster_against_plain_execution_in_its_own_race_is_taken() -> None:
     lanes = _planned("2 lanes, equal to the bit", {PLAIN: 1.0, "2 lanes": 0.8})
-    compiled = _planned("one lane, equal to 1e-07", {PLAIN: 2.0, "one lane": 1.2})  # in another race: 0.6
+    words = ", as exact as plain execution (0.98 of its error)"
+    compiled = _planned(f"one lane{words}", {PLAIN: 2.0, "one lane": 1.2})  # in another race: 0.6
     found = fused.better(lanes, Backend(), Found("sin", "cos"), lambda _: compiled)
     assert found is compiled
-    assert found.how == "fused, one lane, equal to 1e-07"
+    assert found.how == f"fused, one lane{words}"
     assert found.seconds == {PLAIN: 2.0, "2 lanes": 0.8, "fused, one lane": 1.2}
     assert found.seconds[found.name] == 1.2
     assert found.notes == ["1 compiled regions: 1 tasks instead of 2"]
@@ -121,7 +122,7 @@ def test_a_compiler_that_computes_something_else_is_not_used(monkeypatch: pytest
     fast = mh.parallel(function, compile=True)
     for _ in range(2):
         assert torch.equal(fast(x), function(x)) or torch.allclose(fast(x), function(x), rtol=1e-5)
-    assert "differ by 1.0e+00" in fast.explain()
+    assert "times as far from exact results as plain execution" in fast.explain()
 
 
 # torch.compile(model, backend="manyhands")
