@@ -1,8 +1,13 @@
-"""Compiled regions on lanes of a real GPU: every result and gradient is what plain execution gives."""
+"""Compiled regions on lanes of a real GPU: every result and gradient is as exact as plain execution's.
+
+Not close to plain execution's: in bfloat16 those of ResNet-18's first layers are off by nearly half themselves. What
+is exact is told by the same net in float64. TF32 is off: it alone would make a tenth of what float32 gives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.backends import torch_call, torch_fuse  # noqa: E402
+from manyhands.backends import torch_call, torch_exact, torch_fuse  # noqa: E402
 from manyhands.backends import torch_parallel as backend  # noqa: E402
 from manyhands.engine.costs import costs  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
@@ -21,27 +26,42 @@ nn = torch.nn
 DEVICE = "cuda:0"
 
 
+@pytest.fixture(autouse=True)
+def _whole_float32() -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
 def step_of(net: Any, cast: bool) -> Callable[..., Any]:
     def step(x: Any, y: Any) -> Any:
         with torch.autocast("cuda", torch.bfloat16, enabled=cast):
             answer = net(x)
-        loss = nn.functional.cross_entropy(answer.float(), y)
+        loss = nn.functional.cross_entropy(answer.float() if cast else answer, y)
         return loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))
 
     return step
 
 
-def problem(name: str, cast: bool) -> tuple[Callable[..., Any], Any, Any]:
+def problem(name: str, cast: bool) -> tuple[Callable[..., Any], Any, Any, Any]:
+    """A step, its arguments, and its results in float64."""
     torch.manual_seed(0)
     net = models.MODELS[name]().to(DEVICE)
-    return step_of(net, cast), torch.rand(16, 1, 28, 28, device=DEVICE), torch.arange(16, device=DEVICE) % 10
+    x, y = torch.rand(16, 1, 28, 28, device=DEVICE), torch.arange(16, device=DEVICE) % 10
+    return step_of(net, cast), x, y, step_of(copy.deepcopy(net).double(), False)(x.double(), y)
+
+
+def must_be_as_exact(ours: Any, plain: Any, exactly: Any, cast: bool) -> None:
+    verdict = torch_exact.verdict(ours, plain, exactly, torch.bfloat16 if cast else torch.float32)
+    assert verdict.accepted, verdict.words
 
 
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("name", ["lenet", "small-resnet", "resnet18"])
 def test_each_gradient_of_a_fused_step(name: str, cast: bool) -> None:
     """On four lanes, in one CUDA graph, replayed: not one gradient may be off, also not to zero."""
-    step, x, y = problem(name, cast)
+    step, x, y, exactly = problem(name, cast)
     call = torch_call.call((x, y), {})
     found = torch_call.trace(step, call)
     fused = torch_fuse.fuse(found)
@@ -52,22 +72,32 @@ def test_each_gradient_of_a_fused_step(name: str, cast: bool) -> None:
     wanted = step(x, y)
     for _ in range(3):
         results = [one.clone() for one in run.replay(call.tensors)]
-        limit = 0.1 if cast else 1e-3
-        largest = max(float(one.norm()) for one in wanted)
-        for one, other in zip(results, wanted, strict=True):
-            # Biases before a BatchNorm are zero but for noise: that is measured against the largest gradient.
-            assert float((one - other).norm()) <= limit * max(float(other.norm()), 1e-3 * largest)
+        must_be_as_exact(results, wanted, exactly, cast)
 
 
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("name", ["lenet", "small-resnet", "resnet18"])
+def test_a_trace_in_float64_is_the_net_in_float64(name: str, cast: bool) -> None:
+    """What plans are judged by: cuDNN's operations and autocast's types are in the trace, not in the exact results."""
+    step, x, y, exactly = problem(name, cast)
+    call = torch_call.call((x, y), {})
+    found = torch_exact.exact(torch_call.trace(step, call), call.tensors, [])
+    largest = max(float(one.norm()) for one in exactly)
+    for one, other in zip(found, exactly, strict=True):
+        assert one.dtype is torch.float64
+        assert float((one - other).norm()) <= 1e-9 * max(float(other.norm()), 1e-3 * largest)
+
+
+@pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("name", ["lenet", "small-resnet"])
-def test_parallel_compiles_and_tells(name: str) -> None:
-    step, x, y = problem(name, False)
+def test_parallel_compiles_and_tells(name: str, cast: bool) -> None:
+    step, x, y, exactly = problem(name, cast)
     fast = mh.parallel(step, compile=True)
     for _ in range(2):
-        for one, other in zip(fast(x, y), step(x, y), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+        must_be_as_exact(fast(x, y), step(x, y), exactly, cast)
     assert "compiled regions" in fast.explain()
-    assert "fused, one lane, one graph" in fast.explain()
+    assert "fused, one lane, one graph" in fast._must_have_run().seconds, fast.explain()
+    assert "not with exact results" not in fast.explain()
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -75,13 +105,11 @@ def test_as_a_backend_of_dynamo(fuse: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = models.small_resnet().to(DEVICE)
-    plain = models.small_resnet().to(DEVICE)
-    plain.load_state_dict(net.state_dict())
+    plain, wide = copy.deepcopy(net), copy.deepcopy(net).double()
     fast = torch.compile(net, backend=mh.compile_backend, options={"fuse": fuse})
     x, y = torch.rand(16, 1, 28, 28, device=DEVICE), torch.arange(16, device=DEVICE) % 10
     for _ in range(3):
-        for model, call in ((net, fast), (plain, plain)):
+        for model, call, images in ((net, fast, x), (plain, plain, x), (wide, wide, x.double())):
             model.zero_grad()
-            nn.functional.cross_entropy(call(x), y).backward()
-        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-2, atol=1e-4)
+            nn.functional.cross_entropy(call(images), y).backward()
+        must_be_as_exact(*([one.grad for one in model.parameters()] for model in (net, plain, wide)), False)

@@ -291,7 +291,8 @@ def test_a_lane_that_runs_ahead_of_copies_is_held_back() -> None:
 def test_calls_on_two_streams_and_from_two_threads_do_not_mix() -> None:
     def function(x: Any) -> Any:
         for _ in range(30):
-            x = (x @ x) / x.norm()
+            y = x @ x
+            x = y / y.norm()
         return x
 
     fast = Parallel(function, torch_parallel)

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,8 +42,8 @@ def tasks(found: Trace, device: Gpus | None) -> list[Task]:
 
 def hardware(device: Gpus | None) -> str:
     """What costs depend on beside the operation itself."""
-    precision = torch._C._get_fp32_precision_getter("cuda", "matmul")
-    parts = [f"torch {torch.__version__}", machine.host_name(), f"{torch.get_num_threads()} threads", str(precision)]
+    precisions = "/".join(torch._C._get_fp32_precision_getter("cuda", of) for of in ("matmul", "conv"))
+    parts = [f"torch {torch.__version__}", machine.host_name(), f"{torch.get_num_threads()} threads", precisions]
     if device is not None:
         names = ", ".join(torch.cuda.get_device_name(one) for one in device)
         parts.append(f"{names}, CUDA {torch.version.cuda}")
@@ -127,8 +128,10 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
     work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = work()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # an operation that launches nothing costs nothing
+        with torch.cuda.graph(graph):
+            kept = work()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
     begin.record()

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from manyhands.backends.exactness import Distance
+from manyhands.backends.exactness import Distance, Verdict, judge
 from manyhands.backends.torch_trace import Trace
 from manyhands.errors import CannotBeExact
 
@@ -200,6 +200,11 @@ def coarsest(found: Trace) -> float:
 def may_use_tf32() -> bool:
     """Whether float32 products and convolutions on GPUs may be done with ten bits."""
     return any(torch._C._get_fp32_precision_getter("cuda", of) == "tf32" for of in ("matmul", "conv"))
+
+
+def verdict(ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any], coarse: torch.dtype) -> Verdict:
+    """Whether results are as exact as those of plain execution; both computed with numbers as coarse as these."""
+    return judge(distances(ours, plain, exactly, torch.finfo(coarse).eps))
 
 
 def distances(ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any], coarse: float) -> list[Distance]:
