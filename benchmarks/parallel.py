@@ -5,10 +5,11 @@
     python benchmarks/parallel.py --json found.json          all figures
     python benchmarks/parallel.py --tiny                     small sizes: a try on a CPU, no figures to quote
 
-Every way is first checked against eager; only then it is timed: a warm-up apart, then the median of several trials,
-each of many calls between two CUDA events (on a CPU: the clock). "manyhands" gives results that are the caller's
-to keep; "manyhands, reuse" those of `reuse_outputs=True`, overwritten by the next call as a CUDA graph's are;
-"manyhands, compile" is that with compiled regions among the candidates.
+Every way is first checked against eager: equal to the bit, or close, or (where compilers and low precision round at
+other places) no further from the same function in float64 than eager is. Only then it is timed: a warm-up apart, then
+the median of several trials, each of many calls between two CUDA events (on a CPU: the clock). "manyhands" gives
+results that are the caller's to keep; "manyhands, reuse" those of `reuse_outputs=True`, overwritten by the next call as
+a CUDA graph's are; "manyhands, compile" is that with compiled regions among the candidates.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from typing import Any
 import parallel_cases
 import parallel_planning
 import torch
-from parallel_cases import Case, synchronize
-from torch.utils._pytree import tree_leaves
+from parallel_case import Case, synchronize
+from parallel_results import Wanted, kept
 
 from manyhands import machine
 from manyhands.backends import torch_parallel
@@ -145,39 +146,26 @@ def ways(case: Case, device: torch.device) -> dict[str, Callable[[], Callable[[]
     return found
 
 
-# --- the same results
-
-
-def kept(results: Any) -> list[torch.Tensor]:
-    return [one.detach().clone() for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
-
-
-def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """0 where all is equal to the bit, else the norm of the difference over that of what was expected, all together."""
-    if len(found) != len(expected) or any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
-        return float("inf")
-    if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
-        return 0.0
-    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
-    whole = sum(float(b.double().square().sum()) for b in expected)
-    return (apart / max(whole, 1e-300)) ** 0.5
-
-
 # --- rows
 
 
 def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
     """All ways of one case; what differs from eager or breaks is told and not timed."""
-    expected = kept(case.function(*case.arguments))
-    row: dict[str, Any] = {"name": case.name, "seconds": {}, "spread": {}, "difference": {}, "left_out": {}}
+    with case.around():
+        return _measure(case, device, quick)
+
+
+def _measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
+    wanted = Wanted(case)
+    row: dict[str, Any] = {"name": case.name, "seconds": {}, "spread": {}, "difference": {}, "told": {}, "left_out": {}}
     row["naive"] = case.naive
 
     def add(name: str, make: Callable[[], Callable[[], Any]]) -> None:
         try:
             work = make()
-            apart = difference(kept(work()), expected)
-            if not apart <= case.close:
-                row["left_out"][name] = f"NOT EQUAL to eager: {apart:.1e}"
+            right, words, apart = wanted.told(kept(work()))
+            if not right:
+                row["left_out"][name] = words
                 return
             median, least, most = median_seconds(work, device, quick)
         except Skipped as error:
@@ -187,8 +175,9 @@ def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
             traceback.print_exc()
             row["left_out"][name] = f"failed: {type(error).__name__}: {error}".splitlines()[0][:160]
             return
-        row["seconds"][name], row["spread"][name], row["difference"][name] = median, (least, most), apart
-        print(f"  {name:<30}{median * 1e3:10.3f} ms  {_told(apart)}", flush=True)
+        row["seconds"][name], row["spread"][name] = median, (least, most)
+        row["difference"][name], row["told"][name] = apart, words
+        print(f"  {name:<30}{median * 1e3:10.3f} ms  {words}", flush=True)
 
     print(case.name, flush=True)
     add("eager", lambda: lambda: case.function(*case.arguments))
@@ -214,10 +203,6 @@ def tidy(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def _told(apart: float) -> str:
-    return "equal to the bit" if apart == 0 else f"equal to {apart:.0e}"
 
 
 def overhead(device: torch.device, quick: bool) -> dict[str, Any]:
@@ -251,11 +236,13 @@ def overhead(device: torch.device, quick: bool) -> dict[str, Any]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print(f"\n{'row':<42}{'ours ms':>10}{'eager':>8}{'graph':>8}{'compile':>9}{'by hand':>9}{'batched':>9}{'bound':>8}")
+    columns = f"{'eager':>8}{'graph':>8}{'compile':>9}{'by hand':>9}{'batched':>9}{'bound':>8}"
+    print(f"\n{'row':<42}{'ours ms':>10}{'compiled':>10}{columns}")
     for row in rows:
         seconds = row["seconds"]
-        best = min((seconds[name] for name in OURS if name in seconds), default=None)
-        if "eager" not in seconds or best is None:
+        unfused, fused_one = _least(seconds, OURS), seconds.get("manyhands, compile")
+        best = _least(seconds, (*OURS, "manyhands, compile"))
+        if "eager" not in seconds or unfused is None or best is None:
             continue
         by_hand = _least(seconds, ("streams in a graph", "copy stream by hand", "streams by hand"))
         batched = _least(seconds, ("bmm in a graph", "vmap in a graph", "bmm"))
@@ -271,11 +258,15 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         bound = max(row["bounds"].values(), default=None)
         widths = (8, 8, 9, 9, 9)
         print(
-            f"{row['name']:<42}{best * 1e3:>10.3f}"
+            f"{row['name']:<42}{unfused * 1e3:>10.3f}"
+            + (f"{fused_one * 1e3:>10.3f}" if fused_one else f"{'-':>10}")
             + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
             + (f"{best / bound:>8.2f}" if bound else f"{'-':>8}")
         )
-    print("times as fast as each other way (below 1: the other way wins); bound: our time over the slowest stage alone")
+    print(
+        "ours, and ours with compiled regions, in ms; then how many times as fast as each other way the better of the"
+    )
+    print("two is (below 1: the other way wins); bound: our time over the slowest stage alone")
 
 
 def _least(seconds: dict[str, float], names: tuple[str, ...]) -> float | None:

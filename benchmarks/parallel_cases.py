@@ -1,77 +1,41 @@
-"""What `benchmarks/parallel.py` runs: plain functions, and what people write by hand instead of them.
-
-A case has a plain function and its arguments, and as far as they make sense: the same with hand-written streams, as
-one batched operation, compiled. All give the same tensors.
-"""
+"""Rows of `benchmarks/parallel.py`: plain functions, and what people write by hand instead of them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from parallel_case import Case, Work, spread, streams_on
+from parallel_host import logged_norms, pipeline, products_to_host
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 from manyhands.training.torch import models
 
-Work = Callable[..., Any]
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@dataclass
-class Case:
-    """One row: the plain function, and the other ways to the same results."""
-
-    name: str
-    function: Work
-    arguments: tuple[Any, ...]
-    # Ways that are run as they are, and ways that are captured in a CUDA graph first.
-    others: dict[str, Work] = field(default_factory=dict)
-    captured: dict[str, Work] = field(default_factory=dict)
-    compiled: Callable[[], Work] | None = None
-    # What bounds the row from below: timed in the same run, not compared.
-    bounds: dict[str, Work] = field(default_factory=dict)
-    close: float = 1e-4
-    graph: bool = True  # whether the plain function can be captured as it is
-    naive: str = "eager"  # what people write first; the table's column "eager" is of it
-
-
-def _streams(count: int, device: torch.device) -> list[Any]:
-    return [torch.cuda.Stream(device) for _ in range(count)] if device.type == "cuda" else []
-
-
-def spread(works: Sequence[Callable[[], Any]], streams: Sequence[Any]) -> list[Any]:
-    """By hand: each piece of work on the next stream, all behind and before the current one."""
-    if not streams:
-        return [work() for work in works]
-    current = torch.cuda.current_stream()
-    results = []
-    for stream in streams:
-        stream.wait_stream(current)
-    for number, work in enumerate(works):
-        with torch.cuda.stream(streams[number % len(streams)]):
-            results.append(work())
-    for stream in streams:
-        current.wait_stream(stream)
-    return results
-
-
 # --- inference
 
 
-def chains(size: int, device: torch.device, *, count: int = 8, length: int = 50) -> Case:
-    """Independent chains of products: nothing to wait for between them."""
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Products of float32 with ten bits, as much faster."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def chains(size: int, device: torch.device, numbers: str = "", *, count: int = 8, length: int = 50) -> Case:
+    """Independent chains of products: nothing to wait for between them. ``numbers`` are float32, "tf32" or "bf16"."""
     torch.manual_seed(0)
-    starts = [torch.randn(size, size, device=device) for _ in range(count)]
-    factors = [torch.randn(size, size, device=device) / size**0.5 for _ in range(count)]
-    streams = _streams(count, device)
+    dtype = torch.bfloat16 if numbers == "bf16" else torch.float32
+    starts = [torch.randn(size, size, device=device).to(dtype) for _ in range(count)]
+    factors = [(torch.randn(size, size, device=device) / size**0.5).to(dtype) for _ in range(count)]
+    streams = streams_on(count, device)
 
     def one(x: Tensor, w: Tensor) -> Tensor:
         for _ in range(length):
@@ -87,8 +51,15 @@ def chains(size: int, device: torch.device, *, count: int = 8, length: int = 50)
     def batched(xs: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
         return list(one(torch.stack(xs), torch.stack(ws)))
 
-    captured = {"streams in a graph": by_hand, "bmm in a graph": batched}
-    return Case(f"chains {size}", plain, (starts, factors), captured=captured)
+    def exact(xs: list[Tensor], ws: list[Tensor]) -> list[Tensor]:
+        return plain([x.double() for x in xs], [w.double() for w in ws])
+
+    case = Case(f"chains {size} {numbers}".strip(), plain, (starts, factors))
+    case.captured = {"streams in a graph": by_hand, "bmm in a graph": batched}
+    if numbers:  # one batched product may add in another order than eight
+        case.exact, case.coarse = exact, torch.bfloat16 if numbers == "bf16" else torch.float16
+        case.around = tf32 if numbers == "tf32" else nullcontext
+    return case
 
 
 class Branchy(nn.Module):
@@ -125,13 +96,21 @@ def branchy(batch: int, device: torch.device, *, channels: int = 64, side: int =
     net = net.to(memory_format=torch.channels_last)
     image = torch.randn(batch, channels, side, side, device=device, dtype=dtype)
     image = image.to(memory_format=torch.channels_last)
-    streams = _streams(6, device)
+    streams = streams_on(6, device)
 
     def plain(x: Tensor) -> Tensor:
         return net(x)
 
-    captured = {"streams in a graph": lambda x: net(x, streams)}
-    return Case(f"branchy CNN batch {batch}", plain, (image,), captured=captured, close=2e-2)
+    wide = copy.deepcopy(net).double()
+    return Case(
+        f"branchy CNN batch {batch}",
+        plain,
+        (image,),
+        captured={"streams in a graph": lambda x: net(x, streams)},
+        close=2e-2,
+        exact=lambda x: wide(x.double()),
+        coarse=dtype,
+    )
 
 
 # --- training steps
@@ -166,14 +145,19 @@ def ensemble(device: torch.device, *, members: int = 8, width: int = 256, batch:
     nets = [net.to(device) for net in nets]
     parameters = [parameter for net in nets for parameter in net.parameters()]
     x, y = torch.randn(batch, width, device=device), torch.randint(10, (batch,), device=device)
-    streams = _streams(members, device)
+    streams = streams_on(members, device)
 
     def forward(x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([cross_entropy(net(x), y) for net in nets]).sum()
 
+    def one_step(net: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+        # Leaves made here: a gradient is gathered on the stream that its leaf was first used on, outside of a capture.
+        own = {name: parameter.detach().requires_grad_() for name, parameter in net.named_parameters()}
+        loss = cross_entropy(torch.func.functional_call(net, own, (x,)), y)
+        return [loss.detach(), *torch.autograd.grad(loss, list(own.values()))]
+
     def by_hand(x: Tensor, y: Tensor) -> list[Tensor]:
-        steps = [_step_of(lambda x, y, net=net: cross_entropy(net(x), y), list(net.parameters())) for net in nets]
-        parts = spread([lambda step=step: step(x, y) for step in steps], streams)
+        parts = spread([lambda net=net: one_step(net, x, y) for net in nets], streams)
         return [torch.stack([part[0] for part in parts]).sum(), *(one for part in parts for one in part[1:])]
 
     stacked, buffers = torch.func.stack_module_state(nets)  # type: ignore[arg-type]
@@ -209,6 +193,8 @@ def resnet(batch: int, device: torch.device, *, small: bool = False) -> Case:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return cross_entropy(net(x), y)
 
+    wide = copy.deepcopy(net).double()
+    exact = _step_of(lambda x, y: cross_entropy(wide(x.double()), y), list(wide.parameters()))
     in_graph = _compiled_step(forward, parameters, None)
     captured = {"compile in a graph": in_graph} if device.type == "cuda" else {}
     return Case(
@@ -218,110 +204,9 @@ def resnet(batch: int, device: torch.device, *, small: bool = False) -> Case:
         captured=captured,
         compiled=lambda: _compiled_step(forward, parameters, "reduce-overhead"),
         close=5e-2,
+        exact=exact,
+        coarse=torch.bfloat16 if device.type == "cuda" else torch.float32,
     )
-
-
-# --- copies to and from the host
-
-
-def products_to_host(device: torch.device, *, size: int = 4000, count: int = 50) -> Case:
-    """The book's: products on the GPU, every result to the host."""
-    torch.manual_seed(0)
-    x = torch.randn(size, size, device=device)
-    copying = _streams(1, device)
-
-    def plain(x: Tensor) -> list[Tensor]:
-        return [(x @ x).to("cpu") for _ in range(count)]
-
-    def non_blocking(x: Tensor) -> list[Tensor]:
-        results = [(x @ x).to("cpu", non_blocking=True) for _ in range(count)]
-        synchronize(device)
-        return results
-
-    def by_hand(x: Tensor) -> list[Tensor]:
-        current = torch.cuda.current_stream()
-        results, kept = [], []
-        for _ in range(count):
-            y = x @ x
-            kept.append(y)
-            copying[0].wait_stream(current)
-            with torch.cuda.stream(copying[0]):
-                results.append(torch.empty(y.shape, pin_memory=True).copy_(y, non_blocking=True))
-        copying[0].synchronize()
-        return results
-
-    others = {"non_blocking, as in the book": non_blocking}
-    bounds: dict[str, Work] = {"compute alone": lambda x: [x @ x for _ in range(count)][-1]}
-    if device.type == "cuda":
-        others["copy stream by hand"] = by_hand
-        pinned = torch.empty(size, size, pin_memory=True)
-        bounds["copies alone"] = lambda x: [pinned.copy_(x, non_blocking=True) for _ in range(count)][-1]
-    name = f"{count} products {size}x{size} to the host"
-    return Case(name, plain, (x,), others=others, bounds=bounds, graph=False)
-
-
-def logged_norms(device: torch.device, *, size: int = 100, count: int = 1000) -> Case:
-    """Small products, the norm of each wanted on the host."""
-    torch.manual_seed(0)
-    left, right = torch.randn(count, size, size, device=device), torch.randn(count, size, size, device=device)
-
-    def plain(a: Tensor, b: Tensor) -> Tensor:
-        return torch.stack([(a[i] @ b[i]).norm() for i in range(count)]).to("cpu")
-
-    def item_each(a: Tensor, b: Tensor) -> Tensor:
-        return torch.tensor([(a[i] @ b[i]).norm().item() for i in range(count)])
-
-    def batched(a: Tensor, b: Tensor) -> Tensor:
-        return torch.bmm(a, b).flatten(1).norm(dim=1).to("cpu")
-
-    others = {".item() each": item_each, "bmm": batched}
-    name = f"{count} products {size}x{size}, norms"
-    return Case(name, plain, (left, right), others=others, graph=False, naive=".item() each")
-
-
-def pipeline(device: torch.device, *, size: int = 2048, count: int = 16, depth: int = 6) -> Case:
-    """Batches from the host, work on each, results to the host: three stages that can overlap."""
-    torch.manual_seed(0)
-    pin = device.type == "cuda"
-    batches = [torch.randn(size, size, pin_memory=pin) for _ in range(count)]
-    weight = torch.randn(size, size, device=device) / size**0.5
-    lanes = _streams(3, device)
-
-    def work(x: Tensor) -> Tensor:
-        for _ in range(depth):
-            x = x @ weight
-        return x
-
-    def plain(batches: list[Tensor]) -> list[Tensor]:
-        return [work(batch.to(device)).to("cpu") for batch in batches]
-
-    def by_hand(batches: list[Tensor]) -> list[Tensor]:
-        incoming, computing, outgoing = lanes
-        results, kept = [], []
-        for batch in batches:
-            with torch.cuda.stream(incoming):
-                x = batch.to(device, non_blocking=True)
-            computing.wait_stream(incoming)
-            with torch.cuda.stream(computing):
-                y = work(x)
-            outgoing.wait_stream(computing)
-            with torch.cuda.stream(outgoing):
-                results.append(torch.empty(y.shape, pin_memory=True).copy_(y, non_blocking=True))
-            kept += [x, y]
-        outgoing.synchronize()
-        return results
-
-    case = Case(f"pipeline of {count} batches {size}x{size}", plain, (batches,), graph=False)
-    if device.type == "cuda":
-        there = [batch.to(device) for batch in batches]
-        pinned = torch.empty(size, size, pin_memory=True)
-        case.others["streams by hand"] = by_hand
-        case.bounds = {
-            "to the device alone": lambda batches: [there[0].copy_(b, non_blocking=True) for b in batches][-1],
-            "compute alone": lambda batches: [work(x) for x in there[1:]] + [work(there[1])],
-            "to the host alone": lambda batches: [pinned.copy_(there[1], non_blocking=True) for _ in batches][-1],
-        }
-    return case
 
 
 # --- all of them
@@ -331,6 +216,8 @@ def cases(device: torch.device, *, tiny: bool) -> Iterator[tuple[str, Callable[[
     """Names for ``--rows``, and what makes each case (a case is made when its turn comes, and thrown away after)."""
     if tiny:
         yield "chains-16", lambda: chains(16, device, count=3, length=4)
+        yield "chains-16-tf32", lambda: chains(16, device, "tf32", count=3, length=4)
+        yield "chains-16-bf16", lambda: chains(16, device, "bf16", count=3, length=4)
         yield "branchy-1", lambda: branchy(1, device, channels=8, side=6, blocks=2)
         yield "ensemble", lambda: ensemble(device, members=3, width=16, batch=8)
         yield "resnet-4", lambda: resnet(4, device, small=True)
@@ -340,6 +227,8 @@ def cases(device: torch.device, *, tiny: bool) -> Iterator[tuple[str, Callable[[
         return
     for size in (256, 512, 1024):
         yield f"chains-{size}", lambda size=size: chains(size, device)  # type: ignore[misc]
+    for numbers in ("tf32", "bf16"):
+        yield f"chains-256-{numbers}", lambda numbers=numbers: chains(256, device, numbers)  # type: ignore[misc]
     for batch in (1, 8, 64):
         yield f"branchy-{batch}", lambda batch=batch: branchy(batch, device)  # type: ignore[misc]
     yield "ensemble", lambda: ensemble(device)

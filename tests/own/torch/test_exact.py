@@ -283,6 +283,30 @@ def test_exact_results_are_computed_once_and_only_if_they_are_needed(monkeypatch
         assert len(asked) == count, fast.explain()
 
 
+def test_torch_compile_asks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward graph of ``torch.compile(backend="manyhands")``, each compared with its own exact results."""
+    verdicts: list[Any] = []
+    whole = Judge.refused
+
+    def watched(self: Judge, results: Any) -> Any:
+        verdicts.append(whole(self, results))
+        return verdicts[-1]
+
+    monkeypatch.setattr(Judge, "refused", watched)
+    monkeypatch.setattr(torch_fuse, "inductor", compiler(None))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+    fast = torch.compile(model, backend=mh.compile_backend)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            answer = fast(torch.rand(6, 8))
+        answer.float().square().sum().backward()
+    torch._dynamo.reset()
+    words = [words for refused, words in verdicts if refused is None]
+    assert sum(one.startswith(", as exact as") for one in words) >= 2, verdicts
+
+
 # The rule itself
 
 

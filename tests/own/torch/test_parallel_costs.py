@@ -42,3 +42,14 @@ def test_an_estimate_knows_computing_from_moving() -> None:
     real = torch_parallel.measured(found, 0, None)
     assert real is not None
     assert real[0] / 10 < product < real[0] * 10
+
+
+@pytest.mark.parametrize("what", [torch.backends.cuda.matmul, torch.backends.cudnn])
+def test_tf32_is_another_cost_and_another_plan(what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes which kernels run, and a captured graph keeps those that it was captured with."""
+    seen = []
+    for allowed in (True, False):
+        monkeypatch.setattr(what, "allow_tf32", allowed)
+        seen.append((torch_parallel.hardware(None), torch_parallel.call((torch.rand(2),), {}).signature))
+    assert seen[0][0] != seen[1][0]
+    assert seen[0][1] != seen[1][1]

@@ -1,0 +1,57 @@
+"""Whether the ways of a row of `benchmarks/parallel.py` give the same results: to the bit, or as exact as eager's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from parallel_case import Case
+from torch.utils._pytree import tree_leaves
+
+from manyhands.backends import torch_exact
+from manyhands.errors import CannotBeExact
+
+
+def kept(results: Any) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in tree_leaves(results) if isinstance(one, torch.Tensor)]
+
+
+def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """0 where all is equal to the bit, else the norm of the difference over that of what was expected, all together."""
+    if len(found) != len(expected) or any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
+        return float("inf")
+    if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+        return 0.0
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected, strict=True))
+    whole = sum(float(b.double().square().sum()) for b in expected)
+    return (apart / max(whole, 1e-300)) ** 0.5
+
+
+class Wanted:
+    """What eager gives, and how other results stand to it."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._expected = kept(case.function(*case.arguments))
+
+    @functools.cached_property
+    def _exactly(self) -> list[torch.Tensor]:
+        assert self._case.exact is not None
+        return kept(self._case.exact(*self._case.arguments))
+
+    def told(self, found: list[torch.Tensor]) -> tuple[bool, str, float]:
+        """Whether results are right, in words, and their difference from eager's."""
+        apart = difference(found, self._expected)
+        if apart == 0:
+            return True, "equal to the bit", apart
+        if self._case.exact is not None and apart < float("inf"):
+            with contextlib.suppress(CannotBeExact):
+                verdict = torch_exact.verdict(found, self._expected, self._exactly, self._case.coarse)
+                if verdict.accepted:
+                    return True, f"as exact as eager ({verdict.error:.2f} of its error)", apart
+                return False, f"NOT EQUAL to eager, and {verdict.words}", apart
+        if apart <= self._case.close:
+            return True, f"equal to {apart:.0e}", apart
+        return False, f"NOT EQUAL to eager: {apart:.1e}", apart
