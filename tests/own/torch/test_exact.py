@@ -284,7 +284,7 @@ def test_exact_results_are_computed_once_and_only_if_they_are_needed(monkeypatch
 
 
 def test_torch_compile_asks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward graph of ``torch.compile(backend="manyhands")``, each compared with its own exact results."""
+    """Forward and backward graph of ``torch.compile(backend="manyhands")``: each with exact results of its own."""
     verdicts: list[Any] = []
     whole = Judge.refused
 
