@@ -35,7 +35,10 @@ _WIDE = {True: torch.complex128, False: torch.float64}  # whether it is complex
 _FEW = 16  # numbers of a result, below which it may be right by luck
 _TF32 = 2.0**-10
 # What reads or makes other types than those that it is given, behind its schema's back.
-_BY_BITS = ("view.dtype", "_fused_", "_amp_", "_scaled_mm", "quantize", "fake_quant", "frexp", "nextafter")
+_BY_BITS = (
+    "view.dtype", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_", "_scaled_mm", "quantize", "fake_quant",
+    "frexp", "nextafter",
+)  # fmt: skip
 _SOFTMAX = (_aten._softmax.default, _aten._log_softmax.default)
 
 
@@ -104,15 +107,17 @@ class _Wide(Interpreter):
                 kwargs = {"dtype": _WIDE[node.meta["val"].is_complex()], **kwargs}
         if target in _SOFTMAX:
             args = (*args[:2], False)  # it was to give float32 for half numbers
+        metas: Any = node.meta.get("val")
         if target is _aten.cudnn_batch_norm.default:
-            return (*_aten.native_batch_norm.default(*args[:8]), None)  # without cuDNN's note for its backward pass
-        if target is _aten.cudnn_batch_norm_backward.default:
+            # PyTorch's own instead, without cuDNN's note for its backward pass.
+            result, metas = (*_aten.native_batch_norm.default(*args[:8]), None), (*metas[:3], None)
+        elif target is _aten.cudnn_batch_norm_backward.default:
             x, gradient, *others = args[:7]
-            return _aten.native_batch_norm_backward.default(gradient, x, *others, True, args[7], [True] * 3)
-        result = target(*args, **kwargs)
+            result = _aten.native_batch_norm_backward.default(gradient, x, *others, True, args[7], [True] * 3)
+        else:
+            result = target(*args, **kwargs)
         if any(one.alias_info is not None for one in schema.returns):
             return result
-        metas: Any = node.meta.get("val")
         if isinstance(result, (list, tuple)):
             parts = [_in_form(one, meta) for one, meta in zip(result, metas, strict=True)]
             return parts if isinstance(result, list) else tuple(parts)

@@ -261,6 +261,20 @@ def test_without_exact_results_the_difference_to_plain_execution_decides(monkeyp
     assert "fused, one lane " in fast.explain()
 
 
+def test_compiled_code_that_breaks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaking(module: Any, metas: Any) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            raise RuntimeError("a type that nobody takes")
+
+        return run
+
+    monkeypatch.setattr(torch_fuse, "inductor", breaking)
+    x = torch.rand(8, 8)
+    fast = mh.parallel(lambda x: (x @ x).sin().cos(), compile=True)
+    assert torch.equal(fast(x), (x @ x).sin().cos())
+    assert "one lane is not used: RuntimeError: a type that nobody takes" in fast.explain()
+
+
 def test_exact_results_are_computed_once_and_only_if_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     whole = backend.exact
