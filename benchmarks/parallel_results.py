@@ -48,7 +48,8 @@ class Wanted:
             return True, "equal to the bit", apart
         if self._case.exact is not None and apart < float("inf"):
             with contextlib.suppress(CannotBeExact):
-                verdict = torch_exact.verdict(found, self._expected, self._exactly, self._case.coarse)
+                coarse = torch.finfo(self._case.coarse).eps
+                verdict = torch_exact.verdict(found, self._expected, self._exactly, coarse)
                 if verdict.accepted:
                     return True, f"as exact as eager ({verdict.error:.2f} of its error)", apart
                 return False, f"NOT EQUAL to eager, and {verdict.words}", apart

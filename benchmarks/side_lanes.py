@@ -152,7 +152,8 @@ def compare(found: Gradients, wanted: Gradients, exact: Gradients | None) -> tup
     if all(torch.equal(found[key], right) for key, right in wanted.items()):
         return True, "equal to the bit"
     if exact is not None:
-        verdict = torch_exact.verdict(*([one[key] for key in wanted] for one in (found, wanted, exact)), torch.bfloat16)
+        three = ([one[key] for key in wanted] for one in (found, wanted, exact))
+        verdict = torch_exact.verdict(*three, torch.finfo(torch.bfloat16).eps)
         return verdict.accepted, verdict.words
     largest = max(float(right.norm()) for right in wanted.values())
     off = {key: float((found[key] - right).norm()) / largest for key, right in wanted.items()}

@@ -53,7 +53,7 @@ def problem(name: str, cast: bool) -> tuple[Callable[..., Any], Any, Any, Any]:
 
 
 def must_be_as_exact(ours: Any, plain: Any, exactly: Any, cast: bool) -> None:
-    verdict = torch_exact.verdict(ours, plain, exactly, torch.bfloat16 if cast else torch.float32)
+    verdict = torch_exact.verdict(ours, plain, exactly, torch.finfo(torch.bfloat16 if cast else torch.float32).eps)
     assert verdict.accepted, verdict.words
 
 

@@ -96,7 +96,7 @@ def test_gradients_of_a_compiled_step_are_as_exact(name: str) -> None:
                 found = forward()
                 with beside.around(64, compiled=True) if lanes else nullcontext():
                     found.backward()
-        verdict = torch_exact.verdict(gradients(net), plain, exactly, torch.bfloat16)
+        verdict = torch_exact.verdict(gradients(net), plain, exactly, torch.finfo(torch.bfloat16).eps)
         assert verdict.accepted, f"lanes: {lanes}; {verdict.words}"
 
 

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
 from manyhands.backends import torch_costs, torch_exact, torch_threads, torch_trace, torch_virtual
-from manyhands.backends.exactness import Distance
+from manyhands.backends.exactness import Verdict
 from manyhands.backends.torch_call import Call, call, trace
 from manyhands.backends.torch_costs import cost_keys, estimated, hardware, measured, rates, tasks
 from manyhands.backends.torch_facts import batch_hint, copied_bytes, device_memory, footprint
@@ -102,9 +102,11 @@ def exact(found: Trace, one: Call) -> list[Any]:
     return torch_exact.exact(found.as_written, one.tensors, _written(found, one.tensors))
 
 
-def distances(found: Trace, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> list[Distance]:
+def verdict(found: Trace, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> Verdict:
     """How far a run and plain execution are from exact results, each as ``observed`` and ``expected`` give them."""
-    return torch_exact.distances(ours, plain, exactly, torch_exact.coarsest(found))
+    assert found.as_written is not None
+    coarse, leaping = torch_exact.coarsest(found), torch_exact.leaps(found.as_written)
+    return torch_exact.verdict(ours, plain, exactly, coarse, leaping=leaping)
 
 
 def _compared(values: Sequence[Any]) -> list[Any]:

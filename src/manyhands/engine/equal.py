@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from manyhands.backends.exactness import judge
 from manyhands.errors import CannotBeExact
 
 _EQUALITY = re.compile(", (equal to|as exact as) .*")
@@ -42,7 +41,7 @@ class Judge:
             return None, ", equal to the bit"
         if self._exact is not None:
             try:
-                verdict = judge(self._backend.distances(self._found, results, self._expected, self._exact))
+                verdict = self._backend.verdict(self._found, results, self._expected, self._exact)
             except CannotBeExact as error:
                 self._tell(error)
             else:

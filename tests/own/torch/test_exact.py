@@ -327,13 +327,46 @@ def test_torch_compile_asks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_noise_is_measured_against_noise() -> None:
     weights = Distance(0.1, 0.1, 1.0, 1e-5)
     noise = [Distance(0.0, 1e-6, 1e-15, 1e-5), Distance(3e-6, 2e-6, 1e-15, 1e-5), Distance(2e-6, 0.0, 0.0, 1e-5)]
-    assert judge([weights, *noise]).accepted
-    assert not judge([weights, *noise, Distance(1e-3, 1e-6, 1e-15, 1e-5)]).accepted
+    assert judge([weights, *noise], 0.005).accepted
+    assert not judge([weights, *noise, Distance(1e-3, 1e-6, 1e-15, 1e-5)], 0.005).accepted
+
+
+def test_luck_is_no_more_than_plain_executions_least_exact_result_has_and_has_a_limit() -> None:
+    first, lucky = Distance(0.003, 0.003, 1.0, 1e-5), Distance(0.002, 1e-7, 1.0, 1e-5)
+    assert judge([first, lucky], 0.005).accepted
+    assert not judge([lucky], 0.005).accepted
+    assert judge([lucky], 0.005, leap=0.0025).accepted
+    assert not judge([first, Distance(0.01, 1e-7, 1.0, 1e-5)], 0.005).accepted
+    assert not judge([Distance(0.4, 0.4, 1.0, 1e-5), Distance(0.01, 1e-7, 1.0, 1e-5)], 0.005).accepted
+
+
+def test_leaps_are_looked_for() -> None:
+    x = torch.rand(4, 4, requires_grad=True)
+
+    def relu(x: Any) -> Any:
+        return torch.autograd.grad((x @ x).relu().sum(), x)
+
+    def gelu(x: Any) -> Any:
+        return torch.autograd.grad(nn.functional.gelu(x @ x).sum(), x)
+
+    assert torch_exact.leaps(traced(relu, x)[0])
+    assert not torch_exact.leaps(traced(gelu, x)[0])
+
+
+def test_whole_numbers_that_plain_execution_has_right_have_to_be_right() -> None:
+    count, other = torch.tensor([1000000]), torch.tensor([1000001])
+    assert torch_exact.verdict([count], [count], [count], 1e-7).accepted
+    assert not torch_exact.verdict([other], [count], [count], 1e-7).accepted
+
+
+def test_nothing_is_never_as_exact() -> None:
+    for plain in (0.0, 0.3, 0.5, 0.9, 0.99):
+        assert not judge([Distance(1.0, plain, 1.0, 1e-2)], 0.05).accepted
 
 
 def test_a_function_that_is_chaos_has_no_measure() -> None:
     with pytest.raises(CannotBeExact, match="nothing in common"):
-        judge([Distance(1.0, 1.5, 1.0, 1e-5)])
+        judge([Distance(1.0, 1.5, 1.0, 1e-5)], 0.05)
 
 
 def test_infinities_have_to_be_in_the_same_places() -> None:
@@ -342,5 +375,4 @@ def test_infinities_have_to_be_in_the_same_places() -> None:
     (same,) = torch_exact.distances([plain.clone()], [plain], [exact], 0.0)
     assert (same.ours, same.plain) == (0.0, 0.0)
     for other in ([1.0, -inf, nan], [1.0, inf, 2.0], [1.0, nan, inf], [nan, inf, nan]):
-        (found,) = torch_exact.distances([torch.tensor(other)], [plain], [exact], 0.0)
-        assert not judge([found]).accepted
+        assert not torch_exact.verdict([torch.tensor(other)], [plain], [exact], 0.0).accepted
