@@ -14,7 +14,6 @@ from torch.fx import Graph, GraphModule
 from manyhands import torch as mh
 from manyhands.backends import torch_call, torch_exact, torch_fuse
 from manyhands.backends import torch_parallel as backend
-from manyhands.backends.exactness import Distance, judge
 from manyhands.engine.equal import Judge, way
 from manyhands.errors import CannotBeExact
 
@@ -321,23 +320,7 @@ def test_torch_compile_asks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(one.startswith(", as exact as") for one in words) >= 2, verdicts
 
 
-# The rule itself
-
-
-def test_noise_is_measured_against_noise() -> None:
-    weights = Distance(0.1, 0.1, 1.0, 1e-5)
-    noise = [Distance(0.0, 1e-6, 1e-15, 1e-5), Distance(3e-6, 2e-6, 1e-15, 1e-5), Distance(2e-6, 0.0, 0.0, 1e-5)]
-    assert judge([weights, *noise], 0.005).accepted
-    assert not judge([weights, *noise, Distance(1e-3, 1e-6, 1e-15, 1e-5)], 0.005).accepted
-
-
-def test_luck_is_no_more_than_plain_executions_least_exact_result_has_and_has_a_limit() -> None:
-    first, lucky = Distance(0.003, 0.003, 1.0, 1e-5), Distance(0.002, 1e-7, 1.0, 1e-5)
-    assert judge([first, lucky], 0.005).accepted
-    assert not judge([lucky], 0.005).accepted
-    assert judge([lucky], 0.005, leap=0.0025).accepted
-    assert not judge([first, Distance(0.01, 1e-7, 1.0, 1e-5)], 0.005).accepted
-    assert not judge([Distance(0.4, 0.4, 1.0, 1e-5), Distance(0.01, 1e-7, 1.0, 1e-5)], 0.005).accepted
+# How results are compared
 
 
 def test_leaps_are_looked_for() -> None:
@@ -357,16 +340,6 @@ def test_whole_numbers_that_plain_execution_has_right_have_to_be_right() -> None
     count, other = torch.tensor([1000000]), torch.tensor([1000001])
     assert torch_exact.verdict([count], [count], [count], 1e-7).accepted
     assert not torch_exact.verdict([other], [count], [count], 1e-7).accepted
-
-
-def test_nothing_is_never_as_exact() -> None:
-    for plain in (0.0, 0.3, 0.5, 0.9, 0.99):
-        assert not judge([Distance(1.0, plain, 1.0, 1e-2)], 0.05).accepted
-
-
-def test_a_function_that_is_chaos_has_no_measure() -> None:
-    with pytest.raises(CannotBeExact, match="nothing in common"):
-        judge([Distance(1.0, 1.5, 1.0, 1e-5)], 0.05)
 
 
 def test_infinities_have_to_be_in_the_same_places() -> None:
