@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 from manyhands import torch as mh
 from manyhands.backends import torch_call, torch_exact, torch_fuse
 from manyhands.backends import torch_parallel as backend
+from manyhands.backends.torch_lanes import Plan
 from manyhands.engine.equal import Judge, way
 from manyhands.errors import CannotBeExact
 
@@ -206,8 +207,6 @@ def compiler(change: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[
 
 
 def verdict(change: Callable[[torch.Tensor], torch.Tensor] | None, cast: bool) -> tuple[str | None, str]:
-    from manyhands.backends.torch_lanes import Plan
-
     step = step_of(net(), cast)
     found, call = traced(step, *BATCH)
     fused = torch_fuse.fuse(found, compiler(change))
