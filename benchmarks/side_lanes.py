@@ -6,7 +6,7 @@
     python benchmarks/side_lanes.py --biases keep        with biases that a BatchNorm takes away again
 
 Every row is one CUDA graph. Before its time is printed its gradients are compared with those of an eager step on the
-same batch: equal to the bit. A compiled row rounds at other places, and in bf16 eager's own gradients are far from exact
+same batch: equal to the bit. A compiled row rounds at other places, and in bf16 even eager is far from exact
 ones: it is compared with the same step in float64, from which it may be no further than eager is, and the ratio of the
 two errors is printed. A row whose gradients are off has no time. Times are medians over rounds of replays, by the GPU's
 own clock.
