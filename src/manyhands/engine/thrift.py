@@ -35,7 +35,9 @@ class _Walk:
 
     def __init__(self, made: Schedule, footprint: Footprint) -> None:
         self.made, self.footprint = made, footprint
-        self.held = footprint.given_bytes()
+        # Results count from the beginning: when they are there, it is too late to hold anybody back.
+        self.held = footprint.given_bytes() + footprint.result_bytes()
+        self.stays = footprint.given | footprint.results
         self.place: dict[int, int] = {}
         self.clocks: list[dict[int, int]] = [{} for _ in made.lanes]
         self.after: dict[int, dict[int, int]] = {}  # for each task what its lane knew at its end
@@ -65,7 +67,7 @@ class _Walk:
 
     def _new(self, task: int) -> Iterator[int]:
         for memory in self.made.graph.tasks[task].writes:
-            if memory in self.footprint.sizes and memory not in self.footprint.given and memory not in self.memories:
+            if memory in self.footprint.sizes and memory not in self.stays and memory not in self.memories:
                 yield memory
 
     def learn(self, lane: int, other: int) -> None:
@@ -84,8 +86,7 @@ class _Walk:
         for memory in list(self._new(task)):
             self.memories[memory] = held = _Held(self.footprint.sizes[memory], self._users[memory], {})
             self.held += held.size
-            if memory not in self.footprint.results:
-                self.of_lane[lane][memory] = held
+            self.of_lane[lane][memory] = held
         one = self.made.graph.tasks[task]
         for memory in one.reads | one.writes:
             if memory in self.memories:
@@ -105,7 +106,9 @@ def thrifty(made: Schedule, footprint: Footprint, most: int) -> Schedule:
     """
     walk, waits = _Walk(made, footprint), dict(made.waits)
     # A wait lets memory go behind its task, not before it: so one task's results may come on top.
-    most -= max((sum(footprint.sizes.get(m, 0) for m in task.writes) for task in made.graph.tasks), default=0)
+    most -= max(
+        (sum(footprint.sizes.get(m, 0) for m in task.writes - walk.stays) for task in made.graph.tasks), default=0
+    )
     begins = [begin for begin, _ in moments(made)]
     queues = [list(reversed(lane)) for lane in made.per_lane()]
     order: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from manyhands.backends import torch_lanes, torch_parallel, torch_runs, torch_tr
 from manyhands.engine import parallel_gpu  # noqa: E402
 from manyhands.engine.check import check  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
+from manyhands.engine.memory import Footprint, one_after_the_other, peak  # noqa: E402
 from manyhands.engine.planned import Planned  # noqa: E402
 from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
+from manyhands.engine.thrift import thrifty  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch._C._len_torch_dispatch_stack() > 0, reason="fake GPUs, not virtual devices")
 LOG: list[str] = []
@@ -144,3 +147,24 @@ def test_writing_to_memory_of_the_host_is_not_captured_and_is_waited_for(shape: 
     (step,) = [step for step in found.steps if step.task.name == "copy_"]
     assert "True" not in torch_lanes.call_text(step.node, torch_lanes.Code(streams=True))
     assert "non_blocking" not in torch_lanes.call_text(step.node, torch_lanes.Code(streams=True))
+
+
+def test_a_lane_that_runs_ahead_of_copies_to_the_host_is_held_back() -> None:
+    """The engine adds the waits, and the code lets memory go by them: both count the same bytes."""
+
+    def function(x: Any) -> Any:
+        return [(x * number).to("cpu") for number in range(60)]
+
+    found = torch_trace.trace(function, [torch.ones(1000, 1000, device="cuda:0")])
+    measured = graph([replace(task, seconds=1e-4 if task.kind == "compute" else 1e-3) for task in found.tasks])
+    footprint = Footprint(*torch_parallel.footprint(found))
+
+    def peak_of(made: Any) -> int:
+        let_go = torch_lanes.let_go_at(found, torch_lanes.plan_of(made))
+        return peak(measured.tasks, footprint, one_after_the_other(made.order), let_go)
+
+    made = schedule(measured, lanes_for(measured, 1))
+    assert peak_of(made) == (1 + 60 + 60) * 4_000_000
+    held_back = thrifty(made, footprint, (1 + 60 + 10) * 4_000_000)
+    check(held_back)
+    assert peak_of(held_back) <= (1 + 60 + 10) * 4_000_000
