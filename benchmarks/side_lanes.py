@@ -4,12 +4,14 @@
     python benchmarks/side_lanes.py --batch-size 64      another size
     python benchmarks/side_lanes.py --rows graph,lanes   some of the rows
     python benchmarks/side_lanes.py --biases keep        with biases that a BatchNorm takes away again
+    python benchmarks/side_lanes.py --most-held 1000     megabytes that lanes may hold; as a default one more copy of
+                                                         the gradients, as in the trainer
 
 Every row is one CUDA graph. Before its time is printed its gradients are compared with those of an eager step on the
 same batch: equal to the bit. A compiled row rounds at other places, and in bf16 even eager is far from exact
 ones: it is compared with the same step in float64, from which it may be no further than eager is, and the ratio of the
 two errors is printed. A row whose gradients are off has no time. Times are medians over rounds of replays, by the GPU's
-own clock.
+own clock. "peak MB" is what the captured step takes at its peak, beyond the net, the batch and what came before.
 
 As in the trainer, biases that change nothing are left out, in all rows and in the eager step that they are compared
 with; how that step stands to one with all biases is printed first (bf16 rounds at other places without them).
@@ -53,6 +55,7 @@ class Step:
     graph: torch.cuda.CUDAGraph
     gradients: dict[str, torch.Tensor]
     told: list[str]
+    peak: int  # bytes of the GPU while it was captured
 
 
 class Problem:
@@ -114,10 +117,10 @@ def exactly(problem: Problem) -> dict[str, torch.Tensor]:
     return {name: one.grad for name, one in wide.named_parameters() if one.grad is not None}
 
 
-def captured(problem: Problem, *, compiled: bool, lanes: bool) -> Step:
+def captured(problem: Problem, *, compiled: bool, lanes: bool, most_held: int) -> Step:
     torch._dynamo.reset()
     stream = torch.cuda.Stream(problem.device)
-    beside = Beside.on_streams(problem.device, stream) if lanes else None
+    beside = Beside.on_streams(problem.device, stream, most_held=most_held) if lanes else None
     forward: Callable[[], torch.Tensor] = problem.loss
     if compiled:
         options = beside.compile_options() if beside is not None else None
@@ -133,13 +136,16 @@ def captured(problem: Problem, *, compiled: bool, lanes: bool) -> Step:
         for _ in range(WARM_UP):
             step()
         torch.cuda.synchronize()
+        problem.net.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
+        peak = torch.cuda.max_memory_allocated()
         left = {name: one.grad for name, one in problem.net.named_parameters() if one.grad is not None}
         problem.net.load_state_dict(problem.state)
         graph.replay()
     torch.cuda.synchronize()
-    return Step(graph, left, beside.explain(problem.batch) if beside is not None else [])
+    return Step(graph, left, beside.explain(problem.batch) if beside is not None else [], peak)
 
 
 Gradients = dict[str, torch.Tensor]
@@ -175,7 +181,9 @@ def milliseconds(graph: torch.cuda.CUDAGraph, device: torch.device) -> list[floa
     return times
 
 
-def run(rows: list[str], problem: Problem, *, keep: bool, explain: bool) -> int:
+def run(rows: list[str], problem: Problem, *, keep: bool, most_held: float | None, explain: bool) -> int:
+    gradients = sum(one.numel() * one.element_size() for one in problem.net.parameters())
+    held = gradients if most_held is None else int(most_held * 1e6)
     wanted = eager(problem)
     exact = exactly(problem)
     if not keep:
@@ -185,12 +193,14 @@ def run(rows: list[str], problem: Problem, *, keep: bool, explain: bool) -> int:
         print(f"{told}; eager without them against eager with all: {words if right else f'WRONG, {words}'}")
     failed = 0
     first: float | None = None
-    print(f"{'row':16}{'ms':>9}{'min':>9}{'max':>9}{'x graph':>9}  gradients against eager")
+    print(f"{'row':16}{'ms':>9}{'min':>9}{'max':>9}{'x graph':>9}{'peak MB':>9}  gradients against eager")
     for row in rows:
         compiled, lanes = ROWS[row]
         try:
             problem.reset()
-            step = captured(problem, compiled=compiled, lanes=lanes)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            step = captured(problem, compiled=compiled, lanes=lanes, most_held=held)
             right, words = compare(step.gradients, wanted, exact if compiled else None)
         except Exception as error:
             print(f"{row:16}  FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
@@ -204,7 +214,8 @@ def run(rows: list[str], problem: Problem, *, keep: bool, explain: bool) -> int:
         median = statistics.median(times)
         first = median if row == "graph" else first
         ratio = f"{first / median:.2f}" if first is not None else "-"
-        print(f"{row:16}{median:9.3f}{min(times):9.3f}{max(times):9.3f}{ratio:>9}  {words}")
+        times_told = f"{median:9.3f}{min(times):9.3f}{max(times):9.3f}{ratio:>9}"
+        print(f"{row:16}{times_told}{(step.peak - before) / 1e6:9.0f}  {words}")
         if explain:
             print("\n".join(step.told))
         del step
@@ -219,6 +230,7 @@ def main() -> int:
     parser.add_argument(
         "--biases", default="leave-out", choices=["leave-out", "keep"], help="those that change nothing"
     )
+    parser.add_argument("--most-held", type=float, help="megabytes")
     parser.add_argument("--explain", action="store_true", help="lanes and waits of every row that has them")
     given: Any = parser.parse_args()
     rows = [row.strip() for row in given.rows.split(",")]
@@ -235,7 +247,8 @@ def main() -> int:
         f"forward and backward, bf16, channels last, batch {given.batch_size}; n = {ROUNDS} times {REPLAYS} replays"
     )
     problem = Problem(given.model, given.batch_size, device)
-    return 1 if run(rows, problem, keep=given.biases == "keep", explain=given.explain) else 0
+    keep = given.biases == "keep"
+    return 1 if run(rows, problem, keep=keep, most_held=given.most_held, explain=given.explain) else 0
 
 
 if __name__ == "__main__":

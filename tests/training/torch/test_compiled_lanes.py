@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,8 @@ from manyhands.engine.check import check
 from manyhands.errors import UnsafeSchedule
 from manyhands.training.torch import models
 from manyhands.training.torch.beside import Beside
-from manyhands.training.torch.compiled_lanes import CompiledLanes, TakeAside
+from manyhands.training.torch.compiled_lanes import CompiledLanes
+from manyhands.training.torch.take_aside import TakeAside
 
 # What hooks do is the caller's, not in the compiled graph.
 NAMES = [
@@ -45,16 +47,18 @@ def with_pass(change: Callable[[GraphModule], None]) -> Any:
     return aot_autograd(fw_compiler=lambda module, _: make_boxed_func(module.forward), bw_compiler=backward)
 
 
-def taken_aside(module: GraphModule) -> None:
-    TakeAside()(module.graph)
+def taken_aside(module: GraphModule, most_held: int | None = None) -> None:
+    TakeAside(most_held)(module.graph)
 
 
+@pytest.mark.parametrize("most_held", [None, 0, 1 << 20])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_equal_to_the_bit(name: str) -> None:
+def test_gradients_are_equal_to_the_bit(name: str, most_held: int | None) -> None:
     plain, other = pair(MODELS[name])
     torch.compile(loss_of, backend=with_pass(lambda module: None), dynamic=False)(plain).backward()
     torch._dynamo.reset()
-    loss = torch.compile(loss_of, backend=with_pass(taken_aside), dynamic=False)(other)
+    change = functools.partial(taken_aside, most_held=most_held)
+    loss = torch.compile(loss_of, backend=with_pass(change), dynamic=False)(other)
     lanes = NoLanes()
     with CompiledLanes(lanes, 2) as side:
         loss.backward()
@@ -70,12 +74,16 @@ def test_outside_of_lanes_it_is_computed_where_it_stands() -> None:
     assert_equal(gradients(plain), gradients(other))
 
 
-def test_no_wait_is_missing() -> None:
-    loss = torch.compile(loss_of, backend=with_pass(taken_aside), dynamic=False)(models.small_resnet())
+@pytest.mark.parametrize(("most_held", "joins"), [(None, 1), (0, 10)])
+def test_no_wait_is_missing(most_held: int | None, joins: int) -> None:
+    change = functools.partial(taken_aside, most_held=most_held)
+    loss = torch.compile(loss_of, backend=with_pass(change), dynamic=False)(models.small_resnet())
     with CompiledLanes(NoLanes(), 2) as side:
         loss.backward()
     made = side.schedule
     assert made is not None
+    # One more at the end, for what nobody joined: that is nothing.
+    assert [task.name for task in made.graph.tasks].count("join") == joins + 1
     assert len(side.aside) == 10  # nine convolutions, one product
     for task, others in made.waits.items():
         for other in others:

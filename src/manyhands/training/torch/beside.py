@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from manyhands.training.torch.compiled_lanes import CompiledLanes
 
 COUNT = 2  # side lanes
-_MOST_HELD = 0.1  # of the device's memory
 
 
 class Beside:
@@ -31,17 +30,18 @@ class Beside:
         self._of: dict[int, SideLanes | CompiledLanes] = {}
 
     @classmethod
-    def on_streams(cls, device: torch.device, main: torch.cuda.Stream) -> Beside:
-        """Lanes that are streams beside the one that steps are captured on."""
-        whole = torch.cuda.get_device_properties(device).total_memory
-        name = f"gpu:{device.index or 0}"
-        return cls(StreamLanes(device, COUNT, main), name, most_held=int(_MOST_HELD * whole))
+    def on_streams(cls, device: torch.device, main: torch.cuda.Stream, *, most_held: int | None = None) -> Beside:
+        """Lanes that are streams beside the one that steps are captured on.
+
+        ``most_held``: about how many bytes may be held for them that one lane would have let go.
+        """
+        return cls(StreamLanes(device, COUNT, main), f"gpu:{device.index or 0}", most_held=most_held)
 
     def compile_options(self) -> dict[str, Any]:
         """For ``torch.compile``: what puts lanes into the graphs that it compiles."""
-        from manyhands.training.torch.compiled_lanes import TakeAside
+        from manyhands.training.torch.take_aside import TakeAside
 
-        return {"post_grad_custom_post_pass": TakeAside()}
+        return {"post_grad_custom_post_pass": TakeAside(self._most_held)}
 
     def around(self, size: int, *, compiled: bool) -> AbstractContextManager[Any]:
         """``with beside.around(256, compiled=False): loss.backward()``."""
