@@ -68,9 +68,9 @@ class GraphStep:
         self._position = torch.zeros((), dtype=torch.int64, device=eager.device)
         self._step = torch.zeros((), dtype=torch.int64, device=eager.device)
         self._stream = torch.cuda.Stream(eager.device)
-        # As much memory as one more copy of the gradients, beyond what one lane takes.
-        gradients = sum(one.numel() * one.element_size() for one in eager.parameters if one.requires_grad)
-        self._beside = Beside.on_streams(eager.device, self._stream, most_held=gradients) if side_lanes else None
+        # Two copies of the gradients beyond what one lane takes: DistributedDataParallel has one in its buckets.
+        held = 2 * sum(one.numel() * one.element_size() for one in eager.parameters if one.requires_grad)
+        self._beside = Beside.on_streams(eager.device, self._stream, most_held=held) if side_lanes else None
         # Why there are none although they were asked for; and why kernels are not compiled after all.
         self.no_lanes: str | None = None
         self.not_compiled: str | None = None

@@ -61,9 +61,9 @@ def _take_aside(graph: Graph, most_held: int | None) -> None:
     groups: list[_Group] = [_Group()]
     for node in list(graph.nodes):
         if node.target is _aten.convolution_backward.default and node.args[-1][1]:
-            made = _convolution(graph, node, len(results) + 1)
+            made, last = _convolution(graph, node, len(results) + 1)
         elif node.target is _aten.mm.default:
-            made = _product_of(graph, node, len(results) + 1)
+            made, last = _product_of(graph, node, len(results) + 1)
         else:
             continue
         results += made
@@ -71,7 +71,7 @@ def _take_aside(graph: Graph, most_held: int | None) -> None:
         if most_held is not None and groups[-1].bytes > most_held / 2:
             # The group before this one is joined only now: its lanes had all of this one's time to get through with it.
             if len(groups) > 1:
-                groups[-2].join(graph, groups[-1].results[-1].next)
+                groups[-2].join(graph, last.next)
             groups.append(_Group())
     if not results:
         return
@@ -106,34 +106,41 @@ class _Group:
                 graph.call_function(_ops.join_lanes.default, (self.results, list(self._kept)))
 
 
-def _convolution(graph: Graph, node: Node, lane: int) -> list[Node]:
-    """The gradients of weight and bias on a lane, the input's in its place; nothing where somebody waits for them."""
+def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
+    """The gradients of weight and bias on a lane, the input's in its place; nothing where somebody waits for them.
+
+    Gives them, and the last of the operations that stand there now. The lane forks off before the gradient of the
+    input: it need not wait for that.
+    """
     arguments: Any = node.args
     *given, (for_input, _, for_bias) = arguments
     parts: dict[Any, Node] = {user.args[1]: user for user in node.users}
     wanted = [parts[number] for number in (1, 2) if number in parts]
     if 1 not in parts or not all(one.target in _LIGHT for one in _after(wanted)):
-        return []
+        return [], node
     dtype = _one_cast(wanted)
     with graph.inserting_before(node):
+        last = aside = graph.call_function(
+            _ops.convolution_aside.default, (lane, dtype, *given, for_bias and 2 in parts)
+        )
         if for_input and 0 in parts:
-            first = graph.call_function(_aten.convolution_backward.default, (*given, [True, False, False]))
-            first.meta["val"] = (node.meta["val"][0], None, None)
-            parts[0].replace_input_with(node, first)
-        aside = graph.call_function(_ops.convolution_aside.default, (lane, dtype, *given, for_bias and 2 in parts))
+            last = graph.call_function(_aten.convolution_backward.default, (*given, [True, False, False]))
+            last.meta["val"] = (node.meta["val"][0], None, None)
+            parts[0].replace_input_with(node, last)
     made = _put_in(graph, wanted, aside, dtype)
     graph.erase_node(node)
-    return made
+    return made, made[-1] if last is aside else last
 
 
-def _product_of(graph: Graph, node: Node, lane: int) -> list[Node]:
+def _product_of(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
     """A product on a lane, where nobody waits for it."""
     if not all(one.target in _LIGHT for one in _after([node])):
-        return []
+        return [], node
     dtype = _one_cast([node])
     with graph.inserting_before(node):
         aside = graph.call_function(_ops.product_aside.default, (lane, dtype, *node.args))
-    return _put_in(graph, [node], aside, dtype)
+    made = _put_in(graph, [node], aside, dtype)
+    return made, made[-1]
 
 
 def _put_in(graph: Graph, wanted: list[Node], aside: Node, dtype: torch.dtype | None) -> list[Node]:
