@@ -160,6 +160,18 @@ def test_long_chains_are_done_one_after_the_other() -> None:
     assert simulate(made).seconds == pytest.approx(200e-5)
 
 
+def test_copies_go_in_the_order_in_which_their_sources_are_made() -> None:
+    """The longest product comes first; its copy must not wait for that of the first one in the program."""
+    program = []
+    for number in range(10):
+        product = 1e-3 * (1 + number / 10)
+        program.append(Task("mm", writes=frozenset({number}), device="gpu:0", seconds=product))
+        program.append(Task("out", frozenset({number}), device="gpu:0", kind="copy out", seconds=1e-3))
+    made = schedule(graph(program), [Lane("gpu:0"), Lane("gpu:0", "copy out")])
+    assert [task + 1 for task in made.per_lane()[0]] == made.per_lane()[1]
+    assert simulate(made).seconds == pytest.approx(sum(task.seconds for task in program[::2]) + 1e-3)
+
+
 def test_the_longest_chain_waits_for_nobody() -> None:
     """A backward pass: from each layer to the one before it, and beside that the gradient of its weights."""
     program = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -17,9 +19,13 @@ from manyhands.task import Task
 
 
 def to_the_host(count: int, product: float, copy: float) -> tuple[Schedule, Footprint]:
-    """Products of a size of 10, each copied out; the copies, of the same size, are results and stay."""
-    program = []
+    """Products of a size of 10, each copied out; the copies, of the same size, are results and stay.
+
+    No two products take the same time, so that the schedule does not keep the program's order.
+    """
+    program, chance = [], random.Random(0)
     for number in range(count):
+        product *= chance.uniform(0.98, 1.02)
         program.append(Task("mm", frozenset({0}), frozenset({1 + number}), "gpu:0", seconds=product))
         out = Task("out", frozenset({1 + number}), frozenset({100 + number}), "gpu:0", "copy out", seconds=copy)
         program.append(out)
@@ -59,16 +65,18 @@ def test_products_wait_for_copies_only_when_too_many_are_held() -> None:
     held_back = thrifty(made, footprint, 260)
     check(held_back)
     assert peak_of(held_back, footprint) <= 260
-    assert held_back.per_lane() == made.per_lane()
-    assert simulate(held_back).seconds == pytest.approx(simulate(made).seconds)  # the copies were over long before
-    assert thrifty(made, footprint, 1000).waits == made.waits
+    assert held_back.lane_of == made.lane_of
+    assert simulate(held_back).seconds == pytest.approx(
+        simulate(made).seconds, rel=1e-2
+    )  # the copies were over long before
+    assert thrifty(made, footprint, 1000).wait_count() == made.wait_count()
 
 
 def test_copies_that_are_slower_hold_the_products_back() -> None:
     made, footprint = to_the_host(20, product=1e-3, copy=3e-3)
     held_back = thrifty(made, footprint, 260)
     assert peak_of(held_back, footprint) <= 260
-    assert simulate(held_back).seconds == pytest.approx(simulate(made).seconds)  # the copies bound it anyway
+    assert simulate(held_back).seconds == pytest.approx(simulate(made).seconds, rel=1e-2)  # the copies bound it anyway
 
 
 @given(PROGRAMS, st.integers(1, 3), st.integers(0, 60))
@@ -78,5 +86,4 @@ def test_a_schedule_that_is_held_back_is_still_right(program: list[Task], count:
     footprint = Footprint(dict.fromkeys(range(6), 10), frozenset({0}), frozenset({1}))
     held_back = thrifty(made, footprint, most)
     check(held_back)
-    assert held_back.per_lane() == made.per_lane()
-    assert all(set(made.waits[task]) <= set(held_back.waits[task]) for task in made.waits)
+    assert held_back.lane_of == made.lane_of

@@ -77,10 +77,11 @@ def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0
     lane_of = [-1] * len(graph)
     order: list[int] = []
     missing = [len(needs) for needs in graph.needs]
-    ready = [(-rank[i], i) for i in range(len(graph)) if not missing[i]]
+    # Of equal rank the one comes first that can start first: copies go in the order in which their sources are made.
+    ready = [(-rank[i], 0.0, i) for i in range(len(graph)) if not missing[i]]
     heapq.heapify(ready)
     while ready:
-        _, index = heapq.heappop(ready)
+        _, _, index = heapq.heappop(ready)
         task = graph.tasks[index]
         needs = graph.needs[index]
         latest = max(needs, key=end.__getitem__, default=None)
@@ -102,7 +103,8 @@ def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0
         for follower in graph.followers[index]:
             missing[follower] -= 1
             if not missing[follower]:
-                heapq.heappush(ready, (-rank[follower], follower))
+                can_start = max(end[need] for need in graph.needs[follower])
+                heapq.heappush(ready, (-rank[follower], can_start, follower))
     return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
 
 

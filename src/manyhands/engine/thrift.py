@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from manyhands.engine.memory import Footprint
-from manyhands.engine.schedule import Schedule
+from manyhands.engine.schedule import Schedule, needed_waits
 from manyhands.engine.simulate import moments
 
 
@@ -100,10 +100,13 @@ class _Walk:
 def thrifty(made: Schedule, footprint: Footprint, most: int) -> Schedule:
     """The schedule with the waits that bring it down to ``most`` bytes, or as near as waits can.
 
-    Lanes stay, and the order on each. Tasks are issued in the order in which they would begin; one that makes something
-    new while too much is held waits for the users of what its lane has held longest. Where these have not been issued
-    yet, they come first.
+    Every task stays on its lane. Each lane does its tasks in the program's order, as plain execution does, which holds
+    least: what is made first is also used up first. They are issued in the order in which they would begin; one that
+    makes something new while too much is held waits for the users of what its lane has held longest. Where these have
+    not been issued yet, they come first.
     """
+    program = tuple(range(len(made.graph)))
+    made = replace(made, order=program, waits=needed_waits(made.graph, made.lane_of, program))
     walk, waits = _Walk(made, footprint), dict(made.waits)
     # A wait lets memory go behind its task, not before it: so one task's results may come on top.
     most -= max(
