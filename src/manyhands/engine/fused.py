@@ -1,8 +1,8 @@
 """Compiled regions beside operations as they are: both are planned, and the faster of the two is kept.
 
 A backend's ``fuse`` compiles runs of small operations, so that each is one task. That helps where operations are small,
-and loses where a library's kernel is better than a compiler's, so it is measured like everything else: each of the two
-is compared with plain execution in its own race, and what is further ahead of it is taken.
+and loses where a library's kernel is better than a compiler's, so it is measured like everything else: the best of
+each kind, as its own race against plain execution found it, run in turns, so that a busy moment meets both.
 """
 
 from __future__ import annotations
@@ -16,15 +16,23 @@ from manyhands.errors import CannotFuse
 _FUSED = "fused, "
 
 
-def better(planned: Planned, backend: Any, found: Any, choose: Callable[[Any], Planned]) -> Planned:
-    """The better of what was planned and of a plan of the same with compiled regions; it tells of both."""
+_TURNS = 3
+
+
+def better(
+    planned: Planned, backend: Any, found: Any, choose: Callable[[Any], Planned], seconds_of: Callable[[Planned], float]
+) -> Planned:
+    """The better of what was planned and of a plan of the same with compiled regions; it tells of both.
+
+    ``choose`` plans a trace, ``seconds_of`` gives the seconds of a call of what is planned.
+    """
     try:
         fused = backend.fuse(found)
     except CannotFuse as error:
         planned.notes.append(f"nothing is compiled: {error}")
         return planned
     other = choose(fused)
-    taken = ahead(other) < ahead(planned)
+    taken = other.name != PLAIN and _is_ahead(other, planned, seconds_of)
     names = {name: name if name.startswith(PLAIN) else _FUSED + name for name in other.seconds | other.predicted}
     if taken:
         other.how = names[other.name] + other.how.removeprefix(other.name)
@@ -40,11 +48,11 @@ def better(planned: Planned, backend: Any, found: Any, choose: Callable[[Any], P
     return better
 
 
-def ahead(planned: Planned) -> float:
-    """The time of what was chosen, as a part of plain execution's in the same race."""
-    if planned.name not in planned.seconds or PLAIN not in planned.seconds:
-        return 1.0
-    return planned.seconds[planned.name] / planned.seconds[PLAIN]
+def _is_ahead(one: Planned, other: Planned, seconds_of: Callable[[Planned], float]) -> bool:
+    """Whether one takes less time than the other; what was found is what is told of them."""
+    turns = [(seconds_of(one), seconds_of(other)) for _ in range(_TURNS)]
+    one.seconds[one.name], other.seconds[other.name] = (min(times) for times in zip(*turns, strict=True))
+    return one.seconds[one.name] < other.seconds[other.name]
 
 
 def _is_region(name: str) -> bool:

@@ -176,7 +176,13 @@ class Parallel:
             with self.backend.untouched(found, call.tensors):
                 planned = self._choose(call, found, device)
                 if self.compile and not self.synchronous:
-                    planned = fused.better(planned, self.backend, found, lambda one: self._choose(call, one, device))
+                    planned = fused.better(
+                        planned,
+                        self.backend,
+                        found,
+                        lambda one: self._choose(call, one, device),
+                        lambda one: self.backend.seconds(lambda: one.run(*call.given), device),
+                    )
         except Exception as error:
             if not self.backend.is_out_of_memory(error):
                 raise
