@@ -37,7 +37,12 @@ from manyhands.backends import torch_parallel
 from manyhands.engine.parallel import Parallel
 
 TRIALS = 11
-OURS = ("manyhands", "manyhands, reuse")
+COMPILED = "manyhands, compile"
+OURS: dict[str, dict[str, bool]] = {
+    "manyhands": {},
+    "manyhands, reuse": {"reuse_outputs": True},
+    COMPILED: {"reuse_outputs": True, "compile": True},
+}
 
 
 # --- time
@@ -110,14 +115,6 @@ def compiled(case: Case, device: torch.device) -> Callable[[], Any]:
     return lambda: made(*case.arguments)
 
 
-def fused(case: Case, device: torch.device) -> Callable[[], Any]:
-    """Compiled regions on lanes."""
-    if device.type != "cuda":
-        raise Skipped("compiled on a GPU only")
-    fast = Parallel(case.function, torch_parallel, reuse_outputs=True, compile=True)
-    return lambda: fast(*case.arguments)
-
-
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
@@ -126,8 +123,8 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def ours(case: Case, reuse: bool) -> tuple[Callable[[], Any], Parallel]:
-    fast = Parallel(case.function, torch_parallel, reuse_outputs=reuse)
+def ours(case: Case, name: str) -> tuple[Callable[[], Any], Parallel]:
+    fast = Parallel(case.function, torch_parallel, **OURS[name])
     return lambda: fast(*case.arguments), fast
 
 
@@ -140,7 +137,6 @@ def ways(case: Case, device: torch.device) -> dict[str, Callable[[], Callable[[]
     if case.graph:
         found["one-stream graph"] = lambda: captured(case.function, arguments, device)
         found["compile, reduce-overhead"] = lambda: compiled(case, device)
-        found["manyhands, compile"] = lambda: fused(case, device)
     for name, other in case.captured.items():
         found[name] = lambda other=other: captured(other, arguments, device)  # type: ignore[misc]
     return found
@@ -185,11 +181,13 @@ def _measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
         add(name, make)
         tidy(device)
     for name in OURS:
+        if name == COMPILED and (device.type != "cuda" or not case.graph):
+            continue
         start = time.perf_counter()
-        work, fast = ours(case, name != "manyhands")
+        work, fast = ours(case, name)
         add(name, lambda work=work: work)  # type: ignore[misc]
         row.setdefault("planning", time.perf_counter() - start)
-        row["explained"] = fast.explain() if fast._last else ""
+        row.setdefault("explained", {})[name] = fast.explain() if fast._last else ""
         tidy(device)
     row["bounds"] = {
         name: median_seconds(lambda one=one: one(*case.arguments), device, quick)[0]  # type: ignore[misc]
@@ -213,7 +211,7 @@ def overhead(device: torch.device, quick: bool) -> dict[str, Any]:
     case = parallel_cases.chains(64, device, count=4, length=4)
     row: dict[str, Any] = {"name": "replay overhead per call", "seconds": {}, "left_out": {}, "bounds": {}}
     works = {"one-stream graph": captured(case.function, case.arguments, device)}
-    works |= {name: ours(case, name != "manyhands")[0] for name in OURS}
+    works |= {name: ours(case, name)[0] for name in OURS if name != COMPILED}
     for work in works.values():
         for _ in range(20):
             work()
@@ -240,8 +238,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     print(f"\n{'row':<42}{'ours ms':>10}{'compiled':>10}{columns}")
     for row in rows:
         seconds = row["seconds"]
-        unfused, fused_one = _least(seconds, OURS), seconds.get("manyhands, compile")
-        best = _least(seconds, (*OURS, "manyhands, compile"))
+        unfused, fused_one = _least(seconds, tuple(OURS)[:2]), seconds.get(COMPILED)
+        best = _least(seconds, tuple(OURS))
         if "eager" not in seconds or unfused is None or best is None:
             continue
         by_hand = _least(seconds, ("streams in a graph", "copy stream by hand", "streams by hand"))
@@ -314,8 +312,8 @@ def main() -> int:
         tidy(device)
         for what, why in rows[-1]["left_out"].items():
             print(f"  {what}: {why}")
-        if given.explain and rows[-1].get("explained"):
-            print(rows[-1]["explained"])
+        for name, words in rows[-1].get("explained", {}).items() if given.explain else ():
+            print(f"{name}: {words}")
         if given.json:
             with open(given.json, "w") as file:
                 json.dump({"header": header(device), "rows": rows}, file, indent=1)
