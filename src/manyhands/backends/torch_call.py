@@ -8,6 +8,7 @@ modes are the same. What a function takes from outside its arguments is watched 
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -123,21 +124,34 @@ def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
     return len(places) < len(tensors)
 
 
+_ASKED: tuple[Callable[[], Any], ...] = (
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+    torch.get_default_dtype,
+    torch.get_num_threads,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul"),
+    functools.partial(torch._C._get_fp32_precision_getter, "cuda", "conv"),
+    # What users set to choose among kernels: a graph keeps those that it was captured with.
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
+
+
 def modes() -> tuple[Any, ...]:
-    """PyTorch's settings that change what an operation does, or how it is best run."""
+    """PyTorch's settings that change what an operation does, or how it is best run; asked before every call."""
     cast = torch._C._is_any_autocast_enabled()
-    cuda, cpu = cast and torch.is_autocast_enabled("cuda"), cast and torch.is_autocast_enabled("cpu")
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype("cuda") if cuda else None,
-        torch.get_autocast_dtype("cpu") if cpu else None,
-        torch.get_default_dtype(),
-        torch._C._get_fp32_precision_getter("cuda", "matmul"),
-        torch._C._get_fp32_precision_getter("cuda", "conv"),
-        torch.get_num_threads(),
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._len_torch_function_stack(),
+        *[question() for question in _ASKED],
+        torch.get_autocast_dtype("cuda") if cast and torch.is_autocast_enabled("cuda") else None,
+        torch.get_autocast_dtype("cpu") if cast and torch.is_autocast_enabled("cpu") else None,
         _device.CURRENT_DEVICE,
         forward_ad._current_level,
         torch._C._get_tracing_state() is None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -295,6 +296,26 @@ def test_synchronous_runs_the_schedules_order_in_the_callers_thread() -> None:
     assert set(where) == {threading.get_ident()}
     assert "synchronous" in slow.explain()
     assert slow._must_have_run().schedule is not None
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda: torch.backends.cudnn.flags(enabled=False),
+        lambda: torch.backends.cudnn.flags(deterministic=True),
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ],
+)
+def test_a_choice_of_kernels_is_another_plan(chosen: Callable[[], Any]) -> None:
+    """On a GPU the first one's graph would keep its own kernels."""
+    fast, x = Parallel(lambda x: x @ x + x, torch_parallel), torch.rand(8, 8)
+    plans = []
+    for around in (contextlib.nullcontext, chosen, contextlib.nullcontext):
+        with around():
+            fast(x)
+        plans.append(fast._last)
+    assert plans[1] is not plans[0]
+    assert plans[2] is plans[0]
 
 
 def test_autocast_is_not_applied_twice() -> None:
