@@ -240,6 +240,23 @@ def test_results_stay_unless_they_are_reused() -> None:
     assert "equal to the bit" in keeping.explain()
 
 
+def test_results_that_share_memory_share_it_again() -> None:
+    def function(x: Any) -> Any:
+        y = x @ x
+        return y, y[1:3], y.t(), x @ y
+
+    fast = Parallel(function, torch_parallel)
+    x = torch.randn(64, 64, device=GPU)
+    for _ in range(2):
+        whole, rows, turned, other = fast(x)
+        assert_same([whole, rows, turned, other], list(function(x)))
+        whole.zero_()
+        assert not rows.any()
+        assert not turned.any()
+        assert other.any()
+    assert "one graph" in fast.explain()
+
+
 def test_parameters_of_another_net_are_another_plan() -> None:
     nets = [nn.Linear(64, 64, device=GPU) for _ in range(2)]
     before = [p.detach().clone() for net in nets for p in net.parameters()]

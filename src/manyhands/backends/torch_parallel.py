@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -219,12 +219,29 @@ def synchronous_run(found: Trace, plan: Plan) -> ThreadRun | VirtualRun:
     return thread_run(found, torch_threads.in_order(plan), torch.get_num_threads())
 
 
-def copied(values: Sequence[Any]) -> list[Any]:
-    """The same values in memory of their own; what was one tensor stays one."""
+def results_share(found: Trace) -> bool:
+    """Whether results share memory with each other; known without looking at them."""
+    memories = [memory for node in {*found.outputs} if isinstance(node, Node) for memory in found.storages[node]]
+    return len(set(memories)) < len(memories)
+
+
+def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
+    """The same values in memory of their own; what was one tensor stays one, what shared memory shares it again.
+
+    ``sharing``: whether there may be any of these.
+    """
     tensors = {id(value): value.detach() for value in values if isinstance(value, torch.Tensor)}
     made: dict[int, torch.Tensor] = {}
     alike: dict[Any, list[int]] = {}
+    for keys in _sharing(tensors) if sharing else ():
+        storage = tensors[keys[0]].untyped_storage().clone()
+        for key in keys:
+            one = tensors[key]
+            empty = torch.empty(0, dtype=one.dtype, device=one.device)
+            made[key] = empty.set_(storage, one.storage_offset(), one.shape, one.stride())
     for key, value in tensors.items():
+        if key in made:
+            continue
         if value.device.type == "cuda":
             alike.setdefault((value.device, value.dtype), []).append(key)
         else:
@@ -234,6 +251,16 @@ def copied(values: Sequence[Any]) -> list[Any]:
         torch._foreach_copy_(fresh, [tensors[key] for key in keys])  # one kernel for all
         made.update(zip(keys, fresh, strict=True))
     return [made[id(value)] if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """Those that share memory with others, together; what has more to it than a place in memory is left out."""
+    groups: dict[int, list[int]] = {}
+    for key, tensor in tensors.items():
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append(key)
+    shared = [keys for keys in groups.values() if len(keys) > 1]
+    return [keys for keys in shared if not any(tensors[key].is_conj() or tensors[key].is_neg() for key in keys)]
 
 
 def together(values: Sequence[Any], found: Trace) -> Any:

@@ -216,6 +216,7 @@ class Parallel:
         """Replay a run; results are copied unless they are the caller's already, or may be overwritten."""
         backend = self.backend
         as_they_are = self.reuse_outputs or run.fresh
+        sharing = backend.results_share(found)
         random = backend.random_devices(found)
         # What is not the caller's already is in one memory for all calls: until it is copied, nobody else may run.
         alone = nullcontext() if run.fresh else threading.Lock()
@@ -225,7 +226,7 @@ class Parallel:
             try:
                 with alone:
                     results = run.replay(tensors)
-                    return backend.together(results if as_they_are else backend.copied(results), found)
+                    return backend.together(results if as_they_are else backend.copied(results, sharing=sharing), found)
             except Exception as error:
                 if not backend.is_out_of_memory(error):
                     raise
