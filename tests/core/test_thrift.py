@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import hypothesis.strategies as st
 import pytest
@@ -17,6 +18,8 @@ from manyhands.engine.simulate import simulate
 from manyhands.engine.thrift import thrifty
 from manyhands.task import Task
 
+FIRST = 10_000  # the number of the first result
+
 
 def to_the_host(count: int, product: float, copy: float) -> tuple[Schedule, Footprint]:
     """Products of a size of 10, each copied out; the copies, of the same size, are results and stay.
@@ -27,10 +30,10 @@ def to_the_host(count: int, product: float, copy: float) -> tuple[Schedule, Foot
     for number in range(count):
         product *= chance.uniform(0.98, 1.02)
         program.append(Task("mm", frozenset({0}), frozenset({1 + number}), "gpu:0", seconds=product))
-        out = Task("out", frozenset({1 + number}), frozenset({100 + number}), "gpu:0", "copy out", seconds=copy)
+        out = Task("out", frozenset({1 + number}), frozenset({FIRST + number}), "gpu:0", "copy out", seconds=copy)
         program.append(out)
-    sizes = dict.fromkeys(range(1 + count), 10) | {100 + number: 10 for number in range(count)}
-    results = frozenset(range(100, 100 + count))
+    sizes = dict.fromkeys(range(1 + count), 10) | {FIRST + number: 10 for number in range(count)}
+    results = frozenset(range(FIRST, FIRST + count))
     made = schedule(graph(program), [Lane("gpu:0"), Lane("gpu:0", "copy out")])
     return made, Footprint(sizes, frozenset({0}), results)
 
@@ -87,3 +90,24 @@ def test_a_schedule_that_is_held_back_is_still_right(program: list[Task], count:
     held_back = thrifty(made, footprint, most)
     check(held_back)
     assert held_back.lane_of == made.lane_of
+
+
+def test_twice_the_tasks_take_about_twice_the_work() -> None:
+    """Counted in calls of functions, which no busy machine changes; a quarter of all products may be held."""
+
+    def calls(count: int) -> int:
+        made, footprint = to_the_host(count, product=2e-3, copy=1e-3)
+        seen = 0
+
+        def note(*_: object) -> None:
+            nonlocal seen
+            seen += 1
+
+        sys.setprofile(note)
+        try:
+            thrifty(made, footprint, 10 * count + 10 * count // 4)
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    assert calls(1000) < 2.5 * calls(500)
