@@ -7,8 +7,8 @@ model would stand still in a graph. The first step apart: many models fill a cac
 
 Looked at are the attributes of every module (numbers, texts, the lengths of collections, and tensors that are neither
 parameters nor buffers), what the optimizer keeps per group of parameters (a rate that a model's own step changes, say),
-Python's and NumPy's random numbers, and hooks. For example a model with
-``self.calls += 1`` in its forward pass, after each of three steps::
+random numbers of Python, of NumPy and of PyTorch's CPU (those of the GPU go on in a graph), and hooks. For example a
+model with ``self.calls += 1`` in its forward pass, after each of three steps::
 
     {"Net.calls": 1}, {"Net.calls": 2}, {"Net.calls": 3}      -> "Net.calls changes from step to step"
 
@@ -45,6 +45,7 @@ class Watch:
         ]
         self._seen: dict[str, Any] | None = None
         self._drawn = _random_numbers()
+        self._tossed = 0  # steps in a row that have drawn numbers of PyTorch's on the CPU
 
     def before(self) -> None:
         """A step begins: only what it draws itself counts."""
@@ -52,10 +53,14 @@ class Watch:
 
     def after(self) -> str | None:
         """A step is over: the reason why a graph would compute something else, if there is one."""
-        for name, before, now in zip(("random", "numpy.random"), self._drawn, _random_numbers(), strict=True):
-            if before != now:
+        drawn = [before != now for before, now in zip(self._drawn, _random_numbers(), strict=True)]
+        self._tossed = self._tossed + 1 if drawn[2] else 0
+        # Of PyTorch's twice: a compiler that draws does it in one step.
+        for name, seen in (("Python's random", drawn[0]), ("numpy.random", drawn[1]), ("the CPU's", self._tossed > 1)):
+            if seen:
                 return (
-                    f"the model draws from Python's {name}, a graph would repeat one draw: use torch's random numbers"
+                    f"the model draws random numbers from {name}, a graph would repeat one draw: let torch draw them "
+                    "on the model's device"
                 )
         seen = self._attributes()
         changed = [name for name in seen if self._seen is not None and seen[name] != self._seen.get(name)]
@@ -109,8 +114,8 @@ def _look(value: object) -> Any:
     return ("length", len(value)) if isinstance(value, (list, tuple, dict, set, deque)) else None
 
 
-def _random_numbers() -> tuple[Any, Any]:
+def _random_numbers() -> tuple[Any, Any, Any]:
     array: Any = np.random.get_state()
     # The words, and the place among them, of the usual generator; a caller may have put in another one.
     numpy = (array[1].tobytes(), *array[2:]) if isinstance(array, tuple) else repr(array)
-    return random.getstate(), numpy
+    return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
