@@ -45,6 +45,18 @@ def test_what_rounding_does_not_do_to_one_device_is_not_equal() -> None:
         assert one.error_alone < 1e-6
 
 
+@pytest.mark.parametrize("lost", [np.nan, np.inf, 9.0], ids=str)
+def test_one_device_that_has_lost_its_way_excuses_nothing(lost: float) -> None:
+    """In float32 one device ends in no numbers, or far off; the others in zeros."""
+
+    def train(way: Way) -> Weights:
+        if way.precision == "fp64":
+            return {"w": np.full(4, 3.0)}
+        return {"w": np.full(4, lost if way.devices == 1 else 0.0, np.float32)}
+
+    assert [one.equal for one in parity.compare(train, 1000, 2, trials=FP32)] == [False, False]
+
+
 def test_float64_has_no_excuse() -> None:
     def train(way: Way) -> Weights:
         return {"w": np.full(4, 3.0 if way.devices == 1 else 3.0 + 1e-9)}
