@@ -32,3 +32,9 @@ def test_nothing_is_never_as_exact() -> None:
 def test_a_function_that_is_chaos_has_no_measure() -> None:
     with pytest.raises(CannotBeExact, match="nothing in common"):
         judge([Distance(1.0, 1.5, 1.0, 1e-5)], 0.05)
+
+
+def test_of_a_change_the_rounding_of_what_is_changed_excuses_nobody_else() -> None:
+    change = Distance(0.004, 0.004, 1.0, 0.01, whole=1000.0)
+    assert judge([change, Distance(1e-4, 1e-6, 1.0, 1e-5)], 0.005).accepted is False
+    assert judge([Distance(0.004, 0.004, 1.0, 0.0), Distance(1e-4, 1e-6, 1.0, 1e-5)], 0.005).accepted

@@ -20,6 +20,9 @@ out. So each result may be off by as much more as plain execution's least exact 
 bfloat16); and by what one leap makes, where a function has leaps at all. And a few numbers may be right by chance: they
 are given some roundings on top.
 
+What is written to counts by its change: one step of a training changes a thousandth of a weight, and beside all of the
+weight an update that was never made would pass for luck.
+
 Noise is what plain execution gets no half of, if it is small beside the largest result, as the gradient of a bias that
 a BatchNorm takes away again: it is measured against all such noise together. What plain execution gets no half of and
 is *not* small says that the exact results are no measure (a function that is chaos, or an exact run that went astray).
@@ -45,6 +48,7 @@ class Distance:
     plain: float
     size: float
     floor: float  # what rounding alone may do, as a part of the size
+    whole: float = 0.0  # where the size is that of a change: the size of what is changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +79,13 @@ def judge(results: Sequence[Distance], most_luck: float, leap: float = 0.0) -> V
     >>> judge([loss, Distance(1.0, 0.46, 1.0, 1e-5)], most_luck=0.05).words  # all zeros
     '1.96 times as far from exact results as plain execution'
     """
-    largest = max((one.size for one in results), default=0.0)
+    largest = max((max(one.size, one.whole) for one in results), default=0.0)
     noise = [one for one in results if _is_noise(one, largest)]
     others = [one for one in results if not _is_noise(one, largest)]
     if any(one.plain >= one.size for one in others):
         raise CannotBeExact("plain execution itself has nothing in common with exact results")
     level = max((one.plain for one in noise), default=0.0)
-    luck = min(most_luck, max((one.plain / one.size for one in others), default=leap))
+    luck = min(most_luck, max(map(_luck, others), default=leap))
     luck = max(luck, leap)
     accepted, worst = True, 0.0
     for one in noise:
@@ -100,6 +104,11 @@ def judge(results: Sequence[Distance], most_luck: float, leap: float = 0.0) -> V
 
 def _is_noise(one: Distance, largest: float) -> bool:
     return one.plain >= one.size / 2 and one.plain <= _SMALL * largest
+
+
+def _luck(one: Distance) -> float:
+    """How inexact plain execution is; of a change without the rounding of what is changed, which says nothing."""
+    return (one.plain - (one.floor * one.size if one.whole else 0.0)) / one.size
 
 
 def _relative(one: Distance) -> tuple[float, float]:

@@ -102,11 +102,15 @@ def exact(found: Trace, one: Call) -> list[Any]:
     return torch_exact.exact(found.as_written, one.tensors, _written(found, one.tensors))
 
 
-def verdict(found: Trace, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> Verdict:
-    """How far a run and plain execution are from exact results, each as ``observed`` and ``expected`` give them."""
+def verdict(found: Trace, one: Call, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> Verdict:
+    """How far a run and plain execution are from exact results, each as ``observed`` and ``expected`` give them.
+
+    To be asked while the tensors of the call are as they were before it.
+    """
     assert found.as_written is not None
     coarse, leaping = torch_exact.coarsest(found), torch_exact.leaps(found.as_written)
-    return torch_exact.verdict(ours, plain, exactly, coarse, leaping=leaping)
+    before = [torch_virtual.inside(tensor) for tensor in _written(found, one.tensors)]
+    return torch_exact.verdict(ours, plain, exactly, coarse, leaping=leaping, before=before)
 
 
 def _compared(values: Sequence[Any]) -> list[Any]:

@@ -41,7 +41,7 @@ class Judge:
             return None, ", equal to the bit"
         if self._exact is not None:
             try:
-                verdict = self._backend.verdict(self._found, results, self._expected, self._exact)
+                verdict = self._backend.verdict(self._found, self._call, results, self._expected, self._exact)
             except CannotBeExact as error:
                 self._tell(error)
             else:
