@@ -192,6 +192,14 @@ def test_an_error_puts_everything_back() -> None:
     assert {name: dict(vars(module)) for name, module in net.named_modules()} == before
 
 
+def test_a_search_that_cannot_begin_puts_everything_back() -> None:
+    net = Net()
+    net.norm2.running_mean = net.norm2.running_mean.to_sparse()  # type: ignore[union-attr]
+    with pytest.raises(NotImplementedError, match="storage"):
+        searched(net)
+    assert not [name for name, module in net.named_modules() if "forward" in vars(module)]
+
+
 def test_zeros_stay_zeros() -> None:
     """Clipping by a norm that is no number writes into gradients; the next step begins with zeros again."""
     net = Net()

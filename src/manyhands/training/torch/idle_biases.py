@@ -150,17 +150,26 @@ class Search(TorchDispatchMode):
         self._traced = False
 
     def __enter__(self) -> Search:
-        for layer in self._calls:
-            self._watch(layer, layer.bias)
-            layer.forward = functools.partial(self._in_layer, layer)
-        for norm in self._norms:
-            self._watch(norm, norm.running_mean)
-            norm.forward = functools.partial(self._in_norm, norm)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            for layer in self._calls:
+                self._watch(layer, layer.bias)
+                layer.forward = functools.partial(self._in_layer, layer)
+            for norm in self._norms:
+                self._watch(norm, norm.running_mean)
+                norm.forward = functools.partial(self._in_norm, norm)
+            super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:  # Ctrl-C, too: nobody leaves what was not entered
+            self._put_back()
+            raise
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        try:
+            super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        finally:
+            self._put_back()
+
+    def _put_back(self) -> None:
         for module in (*self._calls, *self._norms):
             vars(module).pop("forward", None)
 
