@@ -105,7 +105,7 @@ class Accumulator:
         """Add one value to each sum."""
         if len(values) != len(self.data):
             raise ValueError(f"{len(values)} values for an Accumulator of {len(self.data)} sums: give one for each")
-        self.data = [total + float(value) for total, value in zip(self.data, values, strict=True)]
+        self.data = [total + _number(value) for total, value in zip(self.data, values, strict=True)]
 
     def reset(self) -> None:
         """All sums are zero again."""
@@ -234,8 +234,8 @@ class Animator:
             self.Y.append([])
         for i, (a, b) in enumerate(zip(xs, ys, strict=True)):
             if a is not None and b is not None:
-                self.X[i].append(float(a))
-                self.Y[i].append(float(b))
+                self.X[i].append(_number(a))
+                self.Y[i].append(_number(b))
         if (display := _notebook()) is not None:
             self._show(display)
 
@@ -275,6 +275,11 @@ class Animator:
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=dpi)
         return file.getvalue()
+
+
+def _number(value: Any) -> float:
+    """A number, or a tensor of one element; MXNet's older arrays have a word of their own for it."""
+    return float(value.asnumpy().item() if hasattr(value, "asnumpy") else value)
 
 
 def _several(value: Any) -> list[Any]:

@@ -121,6 +121,11 @@ def test_accuracy(numpy_like: bool) -> None:
             assert mh.accuracy(modes.native(np.array([1, 1, 1], kind)), labels) == 1
         with pytest.raises(BadBatch, match="do not belong together"):
             mh.accuracy(scores, modes.native(np.array([1, 0])))
+        sums, curves = mh.Accumulator(2), mh.Animator()
+        sums.add(1, scores.sum())
+        curves.add(1, (scores[0, 1:2], 0.5))
+        assert list(sums) == pytest.approx([1, 3.0])
+        assert curves.Y[0] == pytest.approx([0.9])
 
 
 def batches(size: int) -> list[tuple[Any, Any]]:
