@@ -45,7 +45,7 @@ class Step:
         # Statistics over the whole batch need every replica in every layer, also one without samples.
         self.all_take_part = settings.batch_stats == "global" and self.replicas > 1
         self.counts_right = False
-        self.share_kept = tf.function(self._share_kept, autograph=False)
+        self.share_kept = _compiled(self._share_kept)
 
     def _own(self, value: Array) -> Any:
         """A variable of which every replica has one, read and written without the others."""
@@ -69,7 +69,7 @@ class Step:
         def work(*given: Any) -> None:
             self.strategy.run(replica, args=given)
 
-        return tf.function(work, autograph=False, reduce_retracing=True)
+        return _compiled(work)
 
     def tester(self, prepare: Prepare, *, on_host: bool) -> Any:
         """Adds a batch to the sums of a test: ``(data, order, bounds)``."""
@@ -79,7 +79,7 @@ class Step:
         def work(*given: Any) -> None:
             self.strategy.run(replica, args=given)
 
-        return tf.function(work, autograph=False, reduce_retracing=True)
+        return _compiled(work)
 
     # What one replica does
 
@@ -177,6 +177,15 @@ class Step:
 
         if self.kept and self.replicas > 1:
             self.strategy.run(share, args=(source,))
+
+
+def _compiled(work: Callable[..., Any]) -> Any:
+    """A graph of TensorFlow's for one job.
+
+    TensorFlow warns of functions that are traced again and again, and tells them apart by their code: it would warn of
+    several short jobs in one program. An object that has no code of its own is told apart as itself.
+    """
+    return tf.function(functools.partial(work), autograph=False, reduce_retracing=True)
 
 
 def _gathered(data: Batch, numbers: Any, on_host: bool) -> Batch:
