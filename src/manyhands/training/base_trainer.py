@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -71,6 +72,8 @@ class BaseTrainer(HyperParameters, abc.ABC):
             if given is not None and not callable(given):
                 raise BadSettings(f"{name}={given!r} is a {type(given).__name__}: give a function")
         self._check_options()
+        if isinstance(num_gpus, bool) or not isinstance(num_gpus, Integral) or num_gpus < 0:
+            raise BadSettings(f"num_gpus={num_gpus!r}: give a whole number, 0 for the CPU")
         if devices is None:
             self.gpus = [self.backend.gpu(i) for i in range(min(num_gpus, self.backend.num_gpus()))]
         else:

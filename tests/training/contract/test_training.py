@@ -156,6 +156,12 @@ def test_a_batch_smaller_than_the_devices(bench: Bench) -> None:
         bench.fit(3, epochs=1, data=bench.data(batch_size=2))
 
 
+@pytest.mark.parametrize("count", [-1, 1.5, True, "2"])
+def test_a_number_of_gpus_that_is_none(bench: Bench, count: Any) -> None:
+    with pytest.raises(BadSettings, match=r"num_gpus=.*0 for the CPU"):
+        bench.mh.Trainer(1, num_gpus=count)
+
+
 def test_shares_that_do_not_fit(bench: Bench) -> None:
     with pytest.raises(BadShares):
         bench.fit(2, epochs=1, shares=[0.5, 0.3, 0.2])
