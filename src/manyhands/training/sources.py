@@ -18,6 +18,7 @@ from manyhands.training.randomness import with_own_numbers
 
 Batch = tuple[Any, ...]
 Array = NDArray[Any]
+_NO_NUMBERS = "USOMm"  # kinds of NumPy's: text, bytes, objects, dates and spans of time
 
 
 def check_lengths(arrays: Sequence[Any]) -> None:
@@ -27,6 +28,17 @@ def check_lengths(arrays: Sequence[Any]) -> None:
         raise BadBatch(f"the arrays of a data set must have the same number of samples, these have {lengths}")
     if not lengths[0]:
         raise BadBatch("the data set is empty: there is nothing to train on")
+
+
+def _check_numbers(parts: Sequence[Array]) -> None:
+    """Text, dates and lists of unequal lengths are arrays of NumPy's, too, but no framework computes with them."""
+    for part in parts:
+        if part.dtype.kind in _NO_NUMBERS:
+            kind = "text" if part.dtype.kind in "US" else part.dtype.name
+            raise BadBatch(
+                f"the data hold {kind} where numbers are needed: of classes that have names, "
+                "names, y = np.unique(y, return_inverse=True) makes numbers"
+            )
 
 
 def _as_it_is(batch: Batch) -> Batch:
@@ -50,6 +62,7 @@ class Arrays:
 
     def __post_init__(self) -> None:
         check_lengths(self.arrays)
+        _check_numbers(self.arrays)
 
     @property
     def count(self) -> int:
@@ -134,6 +147,12 @@ def _parts(batch: Any) -> tuple[Array, ...]:
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise BadBatch(f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both")
     parts = tuple(map(as_numpy, batch))
+    _check_numbers(parts)
+    if any(not part.ndim for part in parts):
+        raise BadBatch(
+            "the loader gave single numbers where a batch has one row per sample: a loader of samples has to put them "
+            "together (of a tf.data.Dataset: .batch(64)); of lists make arrays, (np.array(X), np.array(y))"
+        )
     if len({len(part) for part in parts}) != 1:
         raise BadBatch(
             f"the parts of a batch have {', '.join(str(len(part)) for part in parts)} rows: every part needs one row "

@@ -260,6 +260,11 @@ def test_labels_of_a_loader_are_looked_at() -> None:
         fit(Net(), chunks)
     with pytest.raises(BadBatch, match="nothing to train on"):
         fit(Net(), Chunks(0))
+    X, y = vectors()
+    with pytest.raises(BadLabels, match="float32, and class numbers are whole"):
+        fit(Net(), (X, y.astype(np.float32)))
+    with pytest.raises(BadLabels, match=r"give y\.reshape\(-1\)"):
+        fit(Net(), [(X, y[:, None])])
 
 
 def test_uneven_shares_need_a_loss_by_samples() -> None:

@@ -193,6 +193,21 @@ def test_empty_data() -> None:
         fit(mlp(), (X, y[:5]))
     with pytest.raises(BadSettings, match="DataLoader"):
         fit(mlp(), gluon.data.SimpleDataset([1, 2]))
+    with pytest.raises(BadSettings, match=r"NDArrayIter .*DataLoader"):
+        fit(mlp(), mx.io.NDArrayIter(X, y, BATCH))
+    with pytest.raises(BadBatch, match="only one part"):
+        fit(mlp(), X)
+    with pytest.raises(BadBatch, match="gave no batch"):
+        fit(nn.Dense(CLASSES), [])  # its parameters wait for a first batch, too
+
+
+def test_samples_of_whole_numbers() -> None:
+    X, y = vectors()
+    for net in (nn.Dense(CLASSES), nn.Dense(CLASSES, in_units=X.shape[1])):
+        with pytest.raises(BadBatch, match=r"samples are uint8, the model's weights float.*X\.astype\('float"):
+            fit(net, (np.zeros(X.shape, np.uint8), y))
+    words = sequential(nn.Embedding(5, 4), nn.Dense(CLASSES, in_units=4 * X.shape[1]))
+    fit(words, (np.zeros(X.shape, np.int32), y))
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

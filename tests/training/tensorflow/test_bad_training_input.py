@@ -12,6 +12,7 @@ from keras import layers
 from keras_cases import fit, mlp, vectors
 
 from manyhands.errors import BadBatch, BadLabels, BadSettings, BadShares, NoSuchDevice, NotATensor
+from manyhands.training.tensorflow.book import Module
 from manyhands.training.tensorflow.trainer import Trainer
 
 
@@ -50,6 +51,40 @@ def test_labels_that_the_model_has_no_output_for() -> None:
         fit(mlp(), (X, np.where(y == 2, 3, y)))
     with pytest.raises(BadLabels, match="from -1"):
         fit(mlp(), [(X[:8], y[:8]), (X[8:], y[8:] - 1)])
+    with pytest.raises(BadLabels, match="float32, and class numbers are whole"):
+        fit(mlp(), (X, y.astype(np.float32)))
+    with pytest.raises(BadLabels, match="from 0 to 7"):
+        fit(Own(), (X, np.where(y == 2, 7, y)))
+
+
+class Own(Module):
+    """Its loss is the default one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+
+def test_labels_of_any_width_and_of_keras_own_losses() -> None:
+    X, y = vectors()
+    plain = fit(mlp(), (X, y)).rows
+    keras_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for kind in ("uint8", "int16", "int32"):
+        assert fit(mlp(), (X, y.astype(kind))).rows[-1]["train_loss"] == plain[-1]["train_loss"]
+    column = fit(mlp(), (X, y[:, None].astype(np.float32)), loss=keras_loss).rows
+    assert column[-1]["train_loss"] == pytest.approx(plain[-1]["train_loss"], rel=1e-5)
+
+
+def test_several_short_jobs_in_one_program_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    X, y = vectors()
+    log = tf.get_logger()
+    log.addHandler(caplog.handler)  # TensorFlow's does not hand its messages on
+    try:
+        for _ in range(6):
+            fit(Own(), ((X, y), (X, y)), batch_size=len(X), epochs=1)
+    finally:
+        log.removeHandler(caplog.handler)
+    assert "retracing" not in caplog.text
 
 
 def test_models_that_are_none() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from manyhands.errors import BadLabels
 from manyhands.training.jax.book import cross_entropy
 from manyhands.training.jax.objective import Objective, Supervised
 from manyhands.training.jax.skeleton import Skeleton, evaluating
+from manyhands.training.labels import ClassLabels
 from manyhands.training.sources import Arrays, Source
 
 _FEW = 2
@@ -29,16 +29,12 @@ class Labels:
 
     def check(self, rows: tuple[NDArray[Any], ...]) -> None:
         """Look at the labels of those samples (inputs, labels)."""
-        if len(rows) < 2 or rows[-1].ndim != 1 or rows[-1].dtype.kind not in "iu" or not len(rows[-1]):
+        if len(rows) < 2 or not len(rows[-1]):
             return
         if not self._asked:
             self._asked, self._classes = True, self._outputs(tuple(part[:_FEW] for part in rows))
-        low, high = int(rows[-1].min()), int(rows[-1].max())
-        if self._classes is not None and (low < 0 or high >= self._classes):
-            raise BadLabels(
-                f"labels go from {low} to {high}, but the model has {self._classes} outputs: they must be 0 to "
-                f"{self._classes - 1}"
-            )
+        if self._classes is not None:
+            ClassLabels(self._classes)(rows)
 
     def _outputs(self, few: tuple[NDArray[Any], ...]) -> int | None:
         """How many classes the model tells apart, by the shape of its answer; None if it answers something else."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from mxnet import autograd, gluon
-from numpy.typing import NDArray
 
 from manyhands.backends import mxnet as backend
-from manyhands.errors import BadLabels, BadSettings
+from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import launcher
+from manyhands.training.labels import ClassLabels
 from manyhands.training.mxnet import batch_norm, modes, replicas
 from manyhands.training.mxnet.feed import Look
 from manyhands.training.mxnet.models import initialise
@@ -46,33 +46,23 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
         batch_norm.check(model)
 
 
+def check_parts(objective: Objective, data: Source) -> None:
+    if objective.loss is not None and isinstance(data, Arrays) and len(data.arrays) < 2:
+        raise BadBatch(
+            "a batch (inputs, target) is needed, and there is only one part: give both, or a model with a "
+            "training_step(batch) of its own"
+        )
+
+
 def make_parameters(model: Any, data: Source, seed: int) -> None:
     """Draw parameters that nobody initialised, by the seed, and give those a shape that wait for a first batch."""
     missing = [one for one in replicas.distinct(model) if one._data is None and not one._deferred_init]
     for parameter in missing:
         parameter.initialize()
     if any(one._deferred_init for one in replicas.distinct(model)) and can_be_read(data):
-        answer(model, few_samples(data, _FEW))
+        first_answer(model, few_samples(data, _FEW))
     if missing:
         initialise(model, seed, only=missing)
-
-
-class LabelRange:
-    """Refuses labels that the model has no output for: MXNet would take the nearest, without a word."""
-
-    def __init__(self, classes: int) -> None:
-        self.classes = classes
-
-    def __call__(self, batch: Sequence[NDArray[Any]]) -> None:
-        labels = batch[-1]
-        if labels.ndim != 1 or not len(labels) or not np.all(np.isfinite(labels)):
-            return
-        low, high = labels.min(), labels.max()
-        if low < 0 or high >= self.classes:
-            raise BadLabels(
-                f"labels go from {low} to {high}, but the model has {self.classes} outputs: they must be 0 to "
-                f"{self.classes - 1}"
-            )
 
 
 def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> Look | None:
@@ -80,12 +70,14 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
     if not objective.of_classes or not can_be_read(train):
         return None
     try:
-        scores = answer(model, few_samples(train, _FEW))
+        scores = first_answer(model, few_samples(train, _FEW))
+    except BadBatch:
+        raise
     except Exception:  # the first step will say it, with all that belongs to it
         return None
     if not backend.is_tensor(scores) or len(scores.shape) != 2:
         return None
-    look = LabelRange(scores.shape[1])
+    look = ClassLabels(scores.shape[1], floats=True, columns=True)
     for data in (train, test):
         if isinstance(data, Arrays) and len(data.arrays) > 1:
             look(data.arrays)
@@ -128,7 +120,33 @@ def few_samples(data: Source, count: int) -> Batch:
     """The first samples, or for a stream its first batch, as the model will get them."""
     if isinstance(data, Arrays):
         return data.prepare(tuple(map(modes.native, data.rows(slice(count)))))
-    return tuple(modes.native(part) for part in next(data.batches(0, seed=0)))
+    first = next(data.batches(0, seed=0), None)
+    if first is None:
+        raise BadBatch("the loader gave no batch: there is nothing to train on")
+    return tuple(map(modes.native, first))
+
+
+def first_answer(model: Any, batch: Batch) -> Any:
+    """What the model answers; samples of whole numbers that its layers do not take are said to be so."""
+    try:
+        return answer(model, batch)
+    except Exception:
+        kind = np.dtype(replicas.distinct(model)[0].dtype).name
+        others = {np.dtype(part.dtype).name for part in batch[:-1] if "float" not in np.dtype(part.dtype).name}
+        if not others or not _answers(model, (*(part.astype(kind) for part in batch[:-1]), batch[-1])):
+            raise
+        raise BadBatch(
+            f"the samples are {', '.join(sorted(others))}, the model's weights {kind}, and MXNet does not compute with "
+            f"both: give X.astype('{kind}')"
+        ) from None
+
+
+def _answers(model: Any, batch: Batch) -> bool:
+    try:
+        answer(model, batch)
+    except Exception:
+        return False
+    return True
 
 
 def answer(model: Any, batch: Batch) -> Any:

@@ -79,6 +79,7 @@ class Trainer(BaseTrainer):
         checks.check_model(model, settings, len(devices))
         train, test = self.train_source, self.test_source
         objective = objective_for(model, self._option("loss"))
+        checks.check_parts(objective, train)
         with modes.numpy_like(modes.of_model(model)):
             checks.make_parameters(model, train, settings.seed)
             look = checks.check_labels(model, objective, train, test)
@@ -110,6 +111,11 @@ def _source(data: Any, *, shuffle: bool) -> Source:
         raise BadSettings(
             f"a {type(data).__name__} gives samples one by one: give gluon.data.DataLoader(dataset, batch_size), or "
             "(X, y) arrays"
+        )
+    if isinstance(data, mx.io.DataIter):
+        raise BadSettings(
+            f"a {type(data).__name__} gives batches of MXNet's older kind, once, until it is reset: give "
+            "gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), batch_size), or (X, y) arrays"
         )
     if isinstance(data, gluon.data.DataLoader):
         return sources.Stream(data, getattr(data._batch_sampler, "_batch_size", None))

@@ -22,7 +22,7 @@ class Module(keras.Model, HyperParameters):  # type: ignore[misc]
 
     def loss(self, y_hat: Any, y: Any) -> Any:
         """The mean loss over the samples; cross-entropy of class scores where a subclass says nothing else."""
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, y_hat))
+        return tf.reduce_mean(cross_entropy(y_hat, y))
 
     def forward(self, *inputs: Any) -> Any:
         net = getattr(self, "net", None)
@@ -47,3 +47,10 @@ class Module(keras.Model, HyperParameters):  # type: ignore[misc]
 class DataModule(data_module.DataModule):
     __doc__ = data_module.DataModule.__doc__
     native = staticmethod(tf.convert_to_tensor)
+
+
+def cross_entropy(y_hat: Any, y: Any) -> Any:
+    """The cross-entropy of class scores (before softmax), one number per sample."""
+    # TensorFlow takes two kinds alone, and labels are often bytes (Keras's own data sets have such).
+    known = y if not tf.is_tensor(y) or not y.dtype.is_integer else tf.cast(y, tf.int64)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(known, y_hat)

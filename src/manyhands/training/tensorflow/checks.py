@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from manyhands.errors import BadLabels, BadSettings, NotATensor
-from manyhands.training.sources import Array, Arrays, Batch, Source, Stream
-from manyhands.training.tensorflow.objective import Objective, Supervised, answer_of, cross_entropy
+from manyhands.errors import BadSettings, NotATensor
+from manyhands.training.labels import ClassLabels
+from manyhands.training.sources import Arrays, Batch, Source, Stream
+from manyhands.training.tensorflow.book import Module, cross_entropy
+from manyhands.training.tensorflow.objective import Objective, Supervised, answer_of
 
 _FEW = 2
 _HALVES = 4  # samples that a loss is tried on, as a whole and in halves
@@ -44,34 +44,13 @@ def materialise(model: Any, data: Source) -> None:
 # Labels
 
 
-@dataclass(frozen=True)
-class LabelRange:
-    """Refuses a batch with labels that the model has no output for. On the host: there it costs next to nothing."""
-
-    classes: int
-    ignored: int | None = None
-
-    def __call__(self, arrays: Sequence[Array]) -> None:
-        labels = arrays[-1]
-        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-            return
-        labels = labels[labels != self.ignored] if self.ignored is not None else labels
-        if not len(labels):
-            return
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= self.classes:
-            raise BadLabels(
-                f"labels go from {low} to {high}, but the model has {self.classes} outputs: they must be 0 to "
-                f"{self.classes - 1}"
-            )
-
-
-def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> LabelRange | None:
+def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> ClassLabels | None:
     """Labels that the model has no output for: on a GPU their loss would be no number, long after.
 
     Those of arrays are looked at now; for those of a loader a check is given back.
     """
-    if not (isinstance(objective, Supervised) and _of_classes(objective.loss)):
+    loss = objective.loss if isinstance(objective, Supervised) else _default_loss(model)
+    if not _of_classes(loss):
         return None
     try:
         few = few_samples(train, _FEW)
@@ -80,11 +59,18 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
         return None
     if not tf.is_tensor(scores) or len(scores.shape) != 2:
         return None
-    look = LabelRange(scores.shape[1], getattr(objective.loss, "ignore_class", None))
+    of_keras = loss is not cross_entropy  # its own losses take more kinds of labels
+    look = ClassLabels(scores.shape[1], getattr(loss, "ignore_class", None), floats=of_keras, columns=of_keras)
     for source in (train, test):
         if isinstance(source, Arrays) and len(source.arrays) > 1:
             look(source.arrays)
     return look
+
+
+def _default_loss(model: Any) -> Any:
+    """Cross-entropy, where a subclass of the book's Module says nothing else."""
+    says_nothing = type(model).loss is Module.loss and type(model).training_step is Module.training_step
+    return cross_entropy if says_nothing else None
 
 
 def _of_classes(loss: Any) -> bool:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.training.labels import ClassLabels
 from manyhands.training.learner import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.sources import Source
-from manyhands.training.tensorflow.checks import LabelRange
 from manyhands.training.tensorflow.objective import Objective
 
 
@@ -22,7 +22,7 @@ class Job:
     train: Source
     test: Source | None
     settings: Settings
-    labels: LabelRange | None = None
+    labels: ClassLabels | None = None
     schedule: Schedule | None = None
     run: Path | None = None
     resume: Path | None = None

@@ -12,7 +12,7 @@ from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch
 from manyhands.training.sources import Batch
-from manyhands.training.tensorflow.book import Module
+from manyhands.training.tensorflow.book import Module, cross_entropy
 
 Loss = Callable[[Any, Any], Any]
 
@@ -20,11 +20,6 @@ Loss = Callable[[Any, Any], Any]
 class Objective(Protocol):
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> tuple[Any, Any]:
         """The loss as a mean over the samples of the batch, and how many were answered rightly (or None)."""
-
-
-def cross_entropy(y_hat: Any, y: Any) -> Any:
-    """The cross-entropy of class scores (before softmax), one number per sample."""
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(y, y_hat)
 
 
 @dataclass

@@ -17,8 +17,8 @@ from manyhands.training.fashion_mnist import FashionMnist
 from manyhands.training.parity import Way, nudged
 from manyhands.training.sources import Array, Arrays, source
 from manyhands.training.tensorflow import checks, datasets, naming, precision, world
+from manyhands.training.tensorflow.book import cross_entropy
 from manyhands.training.tensorflow.models import MODELS, initialise
-from manyhands.training.tensorflow.objective import cross_entropy
 from manyhands.training.tensorflow.optimizers import Nesterov
 from manyhands.training.tensorflow.trainer import Trainer
 
