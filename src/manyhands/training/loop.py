@@ -56,6 +56,8 @@ class Loop:
     def fit(self) -> Result:
         try:
             self.say_alive()
+            if self.cursor.epoch >= self.settings.max_epochs:
+                self.learner.notes.append("this run was at its end already: nothing was trained, its figures are shown")
             while self.cursor.epoch < self.settings.max_epochs:
                 whole = self.cursor.sample == 0
                 start = time.perf_counter()

@@ -120,6 +120,15 @@ def test_a_stopped_run_goes_on_where_it_was(bench: Bench, then: int) -> None:
         assert row["train_loss"] == pytest.approx(straight["train_loss"], rel=1e-4)
 
 
+def test_a_run_that_is_at_its_end_says_so(bench: Bench) -> None:
+    run = bench.new_run()
+    once = bench.fit(epochs=1, run=run)
+    again = bench.fit(2, epochs=1, run=run, resume="auto")
+    assert again.rows == once.rows
+    assert any("nothing was trained" in note for note in again.notes)
+    assert not any("nothing was trained" in note for note in once.notes)
+
+
 def test_another_job_is_not_gone_on_with(bench: Bench) -> None:
     run = bench.new_run()
     bench.fit(epochs=1, run=run)
