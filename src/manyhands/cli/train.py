@@ -33,8 +33,8 @@ def add(commands: Any) -> None:
     option("--epochs", type=int)
     option("--shares", help="how a batch is divided: 0.7,0.3 or measured; default: evenly")
     option("--seed", type=int, help="of the weights and the order of samples; default 0")
-    option("--precision", choices=["auto", "fp32", "bf16", "fp64"], default="auto")
-    option("--batch-stats", choices=["per_device", "global"], default="per_device")
+    option("--precision", choices=["auto", "fp32", "bf16", "fp64"], help="default: auto")
+    option("--batch-stats", choices=["per_device", "global"], help="default: per_device")
     option("--plain", action="store_true", help="plain steps only: no CUDA graph, no compiling")
     option("--compile", action=argparse.BooleanOptionalAction, help="compile kernels; default: where it pays")
     option("--data", type=Path, help="a folder with the four IDX files")
@@ -78,13 +78,13 @@ def run(options: argparse.Namespace) -> int:
         schedule=_recipes.one_cycle,
         shares=parse_shares(options.shares),
         seed=chosen["seed"],
-        precision=options.precision,
-        batch_stats=options.batch_stats,
+        precision=chosen["precision"],
+        batch_stats=chosen["batch_stats"],
         fast=not options.plain,
         compile=options.compile,
         run=folder,
         resume="auto",
-        checkpoint_every=options.checkpoint_every,
+        checkpoint_every=chosen["checkpoint_every"],
         quiet=options.quiet,
     )
     try:
@@ -160,6 +160,7 @@ def _choose(
     before = run.config if run.config_path.exists() else {}
     begun = before.get("train", {})
     chosen: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1, "seed": 0}
+    chosen |= {"precision": "auto", "batch_stats": "per_device", "checkpoint_every": None}
     if not on_gpu:
         chosen |= {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
     asked = {name: value for name in chosen if (value := getattr(options, name)) is not None}

@@ -15,7 +15,7 @@ SMALL = str(SUBSET_DIRECTORY)
 def test_train_and_go_on(framework: str, tmp_path: Path) -> None:
     run = tmp_path / "mine"
     how = ("--framework", framework, "--model", "mlp", "--devices", "cpu:2", "--data", SMALL, "--run", str(run))
-    first = run_command("train", *how, "--epochs", "1")
+    first = run_command("train", *how, "--epochs", "1", "--precision", "fp64", "--checkpoint-every", "20")
     assert first.returncode == 0, first.stderr
     last = first.stdout.splitlines()[-1]
     assert last.startswith("test acc 0.")
@@ -29,6 +29,8 @@ def test_train_and_go_on(framework: str, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["samples"] == 4000
+    settings = json.loads((run / "config.json").read_text())["settings"]
+    assert (settings["precision"], settings["checkpoint_every"]) == ("fp64", 20), "as the run was begun"
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
 
     other = "jax" if framework == "torch" else "torch"
