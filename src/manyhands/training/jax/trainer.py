@@ -160,4 +160,10 @@ def _dtype(settings: Settings, device: jax.Device) -> Any:
 
 
 def _names(here: world.World) -> list[str]:
-    return [f"{device.platform} {device.id} of process {device.process_index}" for device in here.devices]
+    """JAX numbers all devices of a job through, with gaps; here each process counts its own."""
+    own: dict[int, int] = {}
+    found = []
+    for device in here.devices:
+        number = own[device.process_index] = own.get(device.process_index, -1) + 1
+        found.append(f"{device.platform}:{number} of process {device.process_index}")
+    return found
