@@ -4,11 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from manyhands import shares, tree
-from manyhands.errors import BadBatch
+from manyhands.device import Device
+from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
 from manyhands.placement import Placement
+
+D = TypeVar("D")
+
+
+def check_model(is_one: bool, net: object, kind: str) -> None:
+    """Only a model, of the framework's ``kind``, can have copies on several devices."""
+    if not is_one:
+        raise NotATensor(
+            f"a {type(net).__name__} cannot be copied to several devices, a {kind} can: "
+            "evaluate_accuracy_gpu takes any function"
+        )
+
+
+def all_gpus(place: Placement[Any, D]) -> list[D]:
+    """All GPUs (or what stands in for them), or the CPU where there is none."""
+    return [place.backend.gpu(i) for i in range(place.backend.num_gpus())] or [place.backend.cpu()]
+
+
+def destination(place: Placement[Any, D], on: Sequence[D], device: D | Device | str) -> D:
+    """Where samples go that are to go to a device: the net, which is ``on`` these, has to be there."""
+    native = place.existing(device)
+    homes = [place.backend.neutral(one) for one in on]
+    if homes and place.backend.neutral(native) not in homes:
+        raise DeviceMismatch(
+            f"the net is on {homes[0]} and its samples were to go to {place.backend.neutral(native)}: "
+            "move the net there first (mh.to(net, device)), or name no device"
+        )
+    return native
 
 
 def split(place: Placement[Any, Any], X: Any, y: Any, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -17,7 +17,7 @@ from flax import nnx
 from manyhands import tree
 from manyhands.backends import jax as _backend
 from manyhands.device import Device
-from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
+from manyhands.errors import BadBatch
 from manyhands.placement import Placement
 from manyhands.training import counting
 from manyhands.training.jax.skeleton import evaluating
@@ -73,13 +73,9 @@ def evaluate_accuracy_gpus(
     Each batch is split over the devices; ``split_f(X, y, devices)`` gives the shards of ``X`` and those of ``y``
     where it is to be done in another way. The net stays where it is: the devices work on copies.
     """
-    if not isinstance(net, nnx.Module):
-        raise NotATensor(
-            f"a {type(net).__name__} cannot be copied to several devices, a flax.nnx.Module can: "
-            "evaluate_accuracy_gpu takes any function"
-        )
+    counting.check_model(isinstance(net, nnx.Module), net, "flax.nnx.Module")
     split = split_f or functools.partial(counting.split, _place)
-    devices = [_backend.gpu(i) for i in range(_backend.num_gpus())] or [_backend.cpu()]
+    devices = counting.all_gpus(_place)
     answers = [_answering(net, device) for device in devices]
     counted = 0
     sums: list[Any] = [0] * len(devices)  # then one array on each device
@@ -110,13 +106,7 @@ def _device_for(net: object, device: jax.Device | Device | str | None) -> jax.De
     on = list(dict.fromkeys(one for tensor in tensors for one in tensor.devices()))
     if device is None:
         return on[0] if len(on) == 1 else None
-    native = _place.existing(device)
-    if on and native not in on:
-        raise DeviceMismatch(
-            f"the net is on {_backend.neutral(on[0])} and its samples were to go to {_backend.neutral(native)}: "
-            "move the net there first (mh.to(net, device)), or name no device"
-        )
-    return native
+    return counting.destination(_place, on, device)
 
 
 def _as_arrays(values: Any) -> Any:

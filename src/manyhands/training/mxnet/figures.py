@@ -17,7 +17,7 @@ from mxnet import autograd
 from manyhands import tree
 from manyhands.backends import mxnet as _backend
 from manyhands.device import Device
-from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
+from manyhands.errors import BadBatch
 from manyhands.placement import Placement
 from manyhands.training import counting
 from manyhands.training.mxnet import modes, replicas
@@ -84,13 +84,9 @@ def evaluate_accuracy_gpus(net: Any, data_iter: Iterable[tuple[Any, Any]], split
     Each batch is split over the devices; ``split_f(X, y, devices)`` gives the shards of ``X`` and those of ``y``
     where it is to be done in another way. Meanwhile the net has a replica on each device.
     """
-    if not _backend.is_model(net):
-        raise NotATensor(
-            f"a {type(net).__name__} cannot be copied to several devices, a gluon.Block can: "
-            "evaluate_accuracy_gpu takes any function"
-        )
+    counting.check_model(_backend.is_model(net), net, "gluon.Block")
     split = split_f or functools.partial(counting.split, _place)
-    devices = [_backend.gpu(i) for i in range(_backend.num_gpus())] or [_backend.cpu()]
+    devices = counting.all_gpus(_place)
     counted = 0
     sums: list[Any] = [None] * len(devices)  # then one number on each device
     with replicas.on(net, devices):
@@ -111,13 +107,7 @@ def _device_for(net: object, device: mx.Context | Device | str | None) -> mx.Con
     on = list(dict.fromkeys(tensor.ctx for tensor in tensors))
     if device is None:
         return on[0] if on else None
-    native = _place.existing(device)
-    if on and native not in on:
-        raise DeviceMismatch(
-            f"the net is on {_backend.neutral(on[0])} and its samples were to go to {_backend.neutral(native)}: "
-            "move the net there first (mh.to(net, device)), or name no device"
-        )
-    return native
+    return counting.destination(_place, on, device)
 
 
 def _to(values: Any, device: mx.Context) -> Any:

@@ -18,7 +18,7 @@ from manyhands import tree
 from manyhands.backends import tensorflow as _backend
 from manyhands.backends.tensorflow import TensorFlowDevice
 from manyhands.device import Device
-from manyhands.errors import BadBatch, NotATensor
+from manyhands.errors import BadBatch
 from manyhands.placement import Placement
 from manyhands.training import counting
 
@@ -71,13 +71,9 @@ def evaluate_accuracy_gpus(net: Any, data_iter: Iterable[tuple[Any, Any]], split
     Each batch is split over the devices; ``split_f(X, y, devices)`` gives the shards of ``X`` and those of ``y``
     where it is to be done in another way. The net stays where it is: the devices work on copies of its weights.
     """
-    if not isinstance(net, keras.Layer):
-        raise NotATensor(
-            f"a {type(net).__name__} cannot be copied to several devices, a Keras model can: "
-            "evaluate_accuracy_gpu takes any function"
-        )
+    counting.check_model(isinstance(net, keras.Layer), net, "Keras model")
     split = split_f or functools.partial(counting.split, _place)
-    devices = [_backend.gpu(i) for i in range(_backend.num_gpus())] or [_backend.cpu()]
+    devices = counting.all_gpus(_place)
     answers: list[Any] = []
     counted = 0
     sums: list[Any] = [0] * len(devices)  # then one tensor on each device

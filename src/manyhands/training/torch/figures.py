@@ -18,7 +18,7 @@ from torch import nn
 from manyhands import tree
 from manyhands.backends import torch as _backend
 from manyhands.device import Device
-from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
+from manyhands.errors import BadBatch
 from manyhands.placement import Placement
 from manyhands.training import counting
 
@@ -75,13 +75,9 @@ def evaluate_accuracy_gpus(
     Each batch is split over the devices; ``split_f(X, y, devices)`` gives the shards of ``X`` and those of ``y``
     where it is to be done in another way. The net stays where it is: the devices work on copies.
     """
-    if not isinstance(net, nn.Module):
-        raise NotATensor(
-            f"a {type(net).__name__} cannot be copied to several devices, a torch.nn.Module can: "
-            "evaluate_accuracy_gpu takes any function"
-        )
+    counting.check_model(isinstance(net, nn.Module), net, "torch.nn.Module")
     split = split_f or functools.partial(counting.split, _place)
-    devices = [_backend.gpu(i) for i in range(_backend.num_gpus())] or [_backend.cpu()]
+    devices = counting.all_gpus(_place)
     counted = 0
     sums: list[Any] = [0] * len(devices)  # then one tensor on each device
     with _evaluating(net):
@@ -101,13 +97,7 @@ def _device_for(net: object, device: torch.device | Device | str | None) -> torc
     on = list(dict.fromkeys(p.device for p in net.parameters())) if isinstance(net, nn.Module) else []
     if device is None:
         return on[0] if on else None
-    native = _place.existing(device)
-    if on and not any(_backend.neutral(one) == _backend.neutral(native) for one in on):
-        raise DeviceMismatch(
-            f"the net is on {_backend.neutral(on[0])} and its samples were to go to {_backend.neutral(native)}: "
-            "move the net there first (mh.to(net, device)), or name no device"
-        )
-    return native
+    return counting.destination(_place, on, device)
 
 
 def _to(values: Any, device: torch.device) -> Any:
