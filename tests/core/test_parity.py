@@ -57,6 +57,13 @@ def test_one_device_that_has_lost_its_way_excuses_nothing(lost: float) -> None:
     assert [one.equal for one in parity.compare(train, 1000, 2, trials=FP32)] == [False, False]
 
 
+def test_what_is_beyond_the_limit_is_not_called_equal() -> None:
+    kink, wrong = (parity.compare(train, 1000, 2, trials=FP32)[0] for train in (trained(0.04), trained(0.0, 1.01)))
+    assert kink.words == "beyond the limit, as near to float64 as one device (4.0e-02, one device up to 4.0e-02)"
+    assert wrong.words.startswith("NOT EQUAL (1.0e-02, one device up to ")
+    assert parity.compare(trained(0.0), 1000, 2, trials=FP32)[0].words == "equal"
+
+
 def test_float64_has_no_excuse() -> None:
     def train(way: Way) -> Weights:
         return {"w": np.full(4, 3.0 if way.devices == 1 else 3.0 + 1e-9)}

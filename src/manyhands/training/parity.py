@@ -40,6 +40,15 @@ class Comparison:
         """Within the limit; or not further from float64 than one device is."""
         return self.difference <= self.limit or self.error <= min(_LIKE_ONE * self.error_alone, _NEVER)
 
+    @property
+    def words(self) -> str:
+        """The verdict: what is beyond the limit is never called equal."""
+        if self.difference <= self.limit:
+            return "equal"
+        verdict = "beyond the limit, as near to float64 as one device" if self.equal else "NOT EQUAL"
+        far = f" ({self.error:.1e}, one device up to {self.error_alone:.1e})" if self.error_alone else ""
+        return verdict + far
+
 
 @dataclass(frozen=True)
 class Trial:
