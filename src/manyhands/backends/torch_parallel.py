@@ -225,7 +225,8 @@ def synchronous_run(found: Trace, plan: Plan) -> ThreadRun | VirtualRun:
 
 def results_share(found: Trace) -> bool:
     """Whether results share memory with each other; known without looking at them."""
-    memories = [memory for node in {*found.outputs} if isinstance(node, Node) for memory in found.storages[node]]
+    nodes = {value for value in found.outputs if isinstance(value, Node)}
+    memories = [memory for node in nodes for memory in found.storages[node]]
     return len(set(memories)) < len(memories)
 
 

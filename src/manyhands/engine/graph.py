@@ -31,12 +31,16 @@ class Graph:
         """Seconds of all tasks one after the other."""
         return sum(task.seconds for task in self.tasks)
 
+    def chains(self) -> list[float]:
+        """For each task the seconds of the longest chain that ends with it, its own included."""
+        found: list[float] = []
+        for task, earlier in zip(self.tasks, self.needs, strict=True):
+            found.append(task.seconds + max((found[need] for need in earlier), default=0.0))
+        return found
+
     def critical_path(self) -> float:
         """Seconds of the longest chain: no number of lanes is faster."""
-        ready = [0.0] * len(self)
-        for index, task in enumerate(self.tasks):
-            ready[index] = task.seconds + max((ready[need] for need in self.needs[index]), default=0.0)
-        return max(ready, default=0.0)
+        return max(self.chains(), default=0.0)
 
 
 def graph(tasks: Iterable[Task]) -> Graph:

@@ -44,12 +44,13 @@ def choose(
     for name, made, make in ways(backend, found, measured, best):
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = backend.copied_bytes(call.tensors) + footprint.result_bytes() if make is backend.graph_run else 0
-        peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, backend.plan_of(made))), plain)
+        plan = backend.plan_of(made)
+        peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
         if not limit.allows(peaks.planned, plain):
             made = thrifty(made, footprint, limit.most(plain) - beside)
-            peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, backend.plan_of(made))), plain)
+            plan = backend.plan_of(made)
+            peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
         check(made)
-        plan = backend.plan_of(made)
         best.predicted[name] = simulate(made, wait_seconds=_WAIT).seconds
         if (reason := why_too_large(name, peaks.planned, plain, limit)) is not None:
             best.notes.append(reason)

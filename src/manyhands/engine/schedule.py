@@ -156,11 +156,9 @@ def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
 
 def _needed_by_the_longest(graph: Graph) -> set[int]:
     """The last task of the longest chain, and all tasks that it needs, directly or not."""
-    over = [0.0] * len(graph)
-    for index, task in enumerate(graph.tasks):
-        over[index] = task.seconds + max((over[need] for need in graph.needs[index]), default=0.0)
+    chains = graph.chains()
     found: set[int] = set()
-    left = [max(range(len(graph)), key=over.__getitem__)] if len(graph) else []
+    left = [max(range(len(graph)), key=chains.__getitem__)] if len(graph) else []
     while left:
         one = left.pop()
         if one not in found:

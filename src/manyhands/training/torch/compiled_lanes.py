@@ -5,8 +5,8 @@ put into the graph that is compiled, by a pass over it:
 
     main chain                                      after the pass
 
-    dx, dw = convolution_backward(g, x, w)          dx = convolution_backward(g, x, w)       (its input alone)
-    ... uses of dx ...                              dw = convolution_aside(lane 1, g, x, w)
+    dx, dw = convolution_backward(g, x, w)          dw = convolution_aside(lane 1, g, x, w)
+    ... uses of dx ...                              dx = convolution_backward(g, x, w)       (its input alone)
     return dw.to(float32), ...                      ... uses of dx ...
                                                     join_lanes([dw, ...], [g, x, w, ...])
                                                     return dw, ...
@@ -36,7 +36,6 @@ from manyhands.task import Task
 from manyhands.training.torch.side_lanes import Lanes
 
 _aten = torch.ops.aten
-_prims = torch.ops.prims
 _Memories = dict[int, torch.UntypedStorage]
 _UNREAD = "results of side lanes are not joined: they might be read too early"
 
