@@ -35,6 +35,7 @@ from parallel_results import Wanted, kept
 from manyhands import machine
 from manyhands.backends import torch_parallel
 from manyhands.engine.parallel import Parallel
+from manyhands.training.torch.graph_step import let_draw_again
 
 TRIALS = 11
 COMPILED = "manyhands, compile"
@@ -97,8 +98,12 @@ def captured(function: Callable[..., Any], arguments: tuple[Any, ...], device: t
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)
     taken = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(taken, stream=side):
-        results = function(*arguments)
+    try:
+        with torch.cuda.graph(taken, stream=side):
+            results = function(*arguments)
+    except Exception:
+        let_draw_again(device)  # or all rows after this one would fail, too
+        raise
 
     def replay() -> Any:
         taken.replay()

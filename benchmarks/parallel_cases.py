@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -184,19 +185,28 @@ def resnet(batch: int, device: torch.device, *, small: bool = False) -> Case:
     """Forward and backward pass of ResNet-18 on Fashion-MNIST's images."""
     torch.manual_seed(0)
     net = (models.small_resnet() if small else models.resnet18()).to(device, memory_format=torch.channels_last).train()
-    parameters = list(net.parameters())
     side = 12 if small else 28
     x = torch.randn(batch, 1, side, side, device=device).to(memory_format=torch.channels_last)
     y = torch.randint(10, (batch,), device=device)
 
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return cross_entropy(net(x), y)
+    def forward_of(net: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        def forward(x: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                return cross_entropy(net(x), y)
 
+        return forward
+
+    @cache
+    def in_graph() -> Work:
+        # A net of its own, first used on the stream that is captured: the gradient of a parameter is gathered on the
+        # stream of its first use, and the other ways use theirs on the default stream, which a capture cannot join.
+        own = copy.deepcopy(net)
+        return _compiled_step(forward_of(own), list(own.parameters()), None)
+
+    forward, parameters = forward_of(net), list(net.parameters())
     wide = copy.deepcopy(net).double()
     exact = _step_of(lambda x, y: cross_entropy(wide(x.double()), y), list(wide.parameters()))
-    in_graph = _compiled_step(forward, parameters, None)
-    captured = {"compile in a graph": in_graph} if device.type == "cuda" else {}
+    captured = {"compile in a graph": lambda x, y: in_graph()(x, y)} if device.type == "cuda" else {}
     return Case(
         f"{'small ' if small else ''}ResNet-18 training step, batch {batch}",
         _step_of(forward, parameters),

@@ -196,7 +196,7 @@ class GraphStep:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._work(sized)
         except Exception as error:
-            _let_draw_again(self._eager.device)
+            let_draw_again(self._eager.device)
             raise _NothingDone from error
         return graph
 
@@ -258,7 +258,7 @@ def _waits_fail() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _let_draw_again(device: torch.device) -> None:
+def let_draw_again(device: torch.device) -> None:
     """Give the GPU's random numbers a state of their own again: a capture that failed may still hold theirs."""
     generator = torch.cuda.default_generators[device.index or 0]
     generator.graphsafe_set_state(generator.clone_state())
