@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -229,12 +230,25 @@ def accelerate(problem: Problem, precision: str) -> Outcome:
 # --- by hand
 
 
-def eager(problem: Problem, *, bf16: bool, channels_last: bool, fused: bool, benchmark: bool = False) -> Outcome:
+def as_it_is(net: nn.Module) -> nn.Module:
+    return net
+
+
+def eager(
+    problem: Problem,
+    *,
+    bf16: bool,
+    channels_last: bool,
+    fused: bool,
+    benchmark: bool = False,
+    wrap: Callable[[nn.Module], nn.Module] = as_it_is,
+) -> Outcome:
     """A loop by hand: the bytes live on the device, the loss is summed there, the host waits once an epoch."""
     device = problem.device
     layout = torch.channels_last if channels_last else torch.contiguous_format
     net = problem.net().to(device).to(memory_format=layout)  # type: ignore[call-overload]
-    optimizer = torch.optim.SGD(net.parameters(), lr=problem.lr, fused=fused)
+    wrapped = wrap(net)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=problem.lr, fused=fused)
     images, labels = problem.images.to(device), problem.labels.long().to(device)
     watch, losses = Stopwatch(device), []
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, benchmark
@@ -245,7 +259,7 @@ def eager(problem: Problem, *, bf16: bool, channels_last: bool, fused: bool, ben
             X, y = as_images(images[part]).contiguous(memory_format=layout), labels[part]
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                loss = cross_entropy(net(X), y)
+                loss = cross_entropy(wrapped(X), y)
             loss.backward()
             optimizer.step()
             total += loss.detach() * len(part)
@@ -255,10 +269,28 @@ def eager(problem: Problem, *, bf16: bool, channels_last: bool, fused: bool, ben
     return Outcome(net, watch.seconds, losses)
 
 
-def tuned(problem: Problem) -> Outcome:
+def tuned(problem: Problem, wrap: Callable[[nn.Module], nn.Module] = as_it_is) -> Outcome:
     """Everything a careful person switches on, short of a CUDA graph."""
     quick = problem.bf16_is_quick  # without units for bf16, channels_last is no gain on a CPU either
-    return eager(problem, bf16=quick, channels_last=quick or problem.device.type == "cuda", fused=True, benchmark=True)
+    laid = quick or problem.device.type == "cuda"
+    return eager(problem, bf16=quick, channels_last=laid, fused=True, benchmark=True, wrap=wrap)
+
+
+def ddp(problem: Problem) -> Outcome:
+    """The same loop in ``DistributedDataParallel``, a world of one: what memory its buckets of gradients take."""
+    on_gpu = problem.device.type == "cuda"
+
+    def wrap(net: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(net, device_ids=[problem.device] if on_gpu else None)
+
+    with tempfile.TemporaryDirectory() as directory:
+        distributed.init_process_group(
+            "nccl" if on_gpu else "gloo", init_method=f"file://{directory}/store", rank=0, world_size=1
+        )
+        try:
+            return tuned(problem, wrap)
+        finally:
+            distributed.destroy_process_group()
 
 
 # --- what all rows share
@@ -282,6 +314,7 @@ PEERS: dict[str, Callable[[Problem], Outcome]] = {
     "accelerate": lambda problem: accelerate(problem, "no"),
     "accelerate-bf16": lambda problem: accelerate(problem, "bf16"),
     "eager": tuned,
+    "ddp": ddp,
 }
 
 

@@ -156,7 +156,7 @@ def print_table(measured: list[dict[str, Any]]) -> None:
         print(f"{one['row']:28}" + "".join(f"{cell:>9}" for cell in cells))
     print("x peer: speed against the best of book, Lightning and Accelerate; x eager: against the loop tuned by hand.")
     print("1st +s: the first epoch over the median (warm-up; compiling, where it is done); total s: the whole call.")
-    print("peak MB: the GPU's memory, data on it included.")
+    print("peak MB: the GPU's memory, data on it included; ddp: the loop by hand with its buckets of gradients.")
 
 
 # --- the other modes
