@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-from manyhands.backends import torch_trace
 from manyhands.backends.torch_trace import Trace
 from manyhands.errors import CannotFuse
 
@@ -25,17 +24,14 @@ def make_pure(found: Trace) -> Trace:
     """The same trace with pure batch normalisations; the very same where there are none."""
     if not any(node.target in _FORWARD for node in found.module.graph.nodes):
         return found
-    graph = Graph()
-    graph.output(graph.graph_copy(found.module.graph, {}))
+    graph = found.copied_graph()
     old = [node for node in graph.nodes if node.target in _FORWARD]
     for node in list(graph.nodes):
         if node.target is _aten.cudnn_batch_norm_backward.default:
             _make_backward_plain(graph, node)
     for node in old:
         _make_forward_pure(graph, node)
-    pure = torch_trace.described(GraphModule(found.module, graph), found.structure)
-    pure.gradients, pure.holds = found.gradients, found.holds
-    return pure
+    return found.rewritten(graph)
 
 
 def _make_forward_pure(graph: Graph, node: Node) -> None:

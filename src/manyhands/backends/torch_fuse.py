@@ -22,40 +22,21 @@ import hashlib
 import heapq
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
-from manyhands.backends import torch_trace
 from manyhands.backends.torch_batch_norm import make_pure
+from manyhands.backends.torch_small import is_small, is_view, tensors, written_in_place
 from manyhands.backends.torch_trace import Step, Trace
 from manyhands.errors import CannotFuse
 from manyhands.task import needs
 
-_aten = torch.ops.aten
 _LEAST = 2  # operations in a region that compute something
-_VIEWS = {
-    "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "squeeze", "t",
-    "transpose", "unbind", "unsqueeze", "view", "_unsafe_view", "reshape",
-}  # fmt: skip
-_REDUCTIONS = {
-    "amax", "amin", "mean", "sum", "var", "var_mean", "std", "prod", "any", "all", "argmax", "argmin", "max", "min",
-    "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "logsumexp",
-    "linalg_vector_norm", "native_layer_norm", "native_layer_norm_backward", "native_group_norm",
-    "native_group_norm_backward",
-    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
-    "native_batch_norm_backward", "nll_loss_forward", "nll_loss_backward", "mse_loss_backward",
-}  # fmt: skip
-_OTHERS = {
-    "_to_copy", "clone", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_zeros", "new_full",
-    "where", "scalar_tensor", "arange", "constant_pad_nd", "threshold_backward", "gelu_backward", "sigmoid_backward",
-    "tanh_backward", "hardtanh_backward", "silu_backward", "elu_backward", "leaky_relu_backward",
-}  # fmt: skip
 # How far results may be from plain execution's where there are no exact ones to compare both with (torch_exact): then
 # what is zero but for noise (the gradient of a bias before a BatchNorm) counts too. What is wrong differs by about one.
 _CLOSE, _CLOSE_IN_LOW_PRECISION = 5e-3, 5e-2
@@ -104,9 +85,9 @@ def fuse(found: Trace, compiler: Compiler | None = None) -> Trace:
     if not any(unit.compiled for unit in units):
         raise CannotFuse("no two small operations follow each other")
     graph = _Writer(found, compiler or inductor).write(_ordered(units, wanted))
-    fused = torch_trace.described(GraphModule(found.module, graph), found.structure)
-    fused.gradients, fused.holds, fused.as_written = found.gradients, found.holds, as_written
-    low = any(value.dtype in _LOW for node in found.storages for value in _tensors(node))
+    fused = found.rewritten(graph)
+    fused.as_written = as_written
+    low = any(value.dtype in _LOW for node in found.storages for value in tensors(node))
     fused.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
     return fused
 
@@ -116,8 +97,8 @@ def fuse(found: Trace, compiler: Compiler | None = None) -> Trace:
 
 def _units(found: Trace, wanted: Sequence[set[int]]) -> list[_Unit]:
     steps = found.steps
-    written = _written_in_place(found)
-    small = [_is_small(step, written) for step in steps]
+    written = written_in_place(found)
+    small = [is_small(step, written) for step in steps]
     before = [0] * len(steps)  # sets of large operations, as the bits of a number
     for index, earlier in enumerate(wanted):
         for other in earlier:
@@ -141,7 +122,7 @@ def _units(found: Trace, wanted: Sequence[set[int]]) -> list[_Unit]:
     units: list[_Unit] = []
     for members in sets.values():
         kept = _without_outside_views(found, members) if len(members) > 1 else []
-        if sum(not _is_view(steps[one]) for one in kept) < _LEAST:
+        if sum(not is_view(steps[one]) for one in kept) < _LEAST:
             kept = []
         units += [_Unit([one]) for one in members if one not in set(kept)]
         units += [_Unit(kept, compiled=True)] if kept else []
@@ -170,40 +151,16 @@ def _take_in(
         sizes[home] += 1
 
 
-def _is_small(step: Step, written: set[int]) -> bool:
-    """Whether an operation may be part of a region: pure, and of a kind that a compiler fuses."""
-    if step.task.token is not None or step.task.kind != "compute" or step.task.writes & written:
-        return False
-    target: Any = step.node.target
-    schema = getattr(target, "_schema", None)
-    if schema is None or schema.is_mutable or target.namespace not in ("aten", "prims"):
-        return False
-    name = schema.name.partition("::")[2]
-    known = name in _VIEWS or name in _REDUCTIONS or name in _OTHERS or torch.Tag.pointwise in target.tags
-    values = [value for node in [*step.nodes, *step.node.all_input_nodes] for value in _tensors(node)]
-    return known and len({value.device for value in values if value.dim()}) <= 1
-
-
-def _is_view(step: Step) -> bool:
-    schema: Any = step.node.target._schema  # type: ignore[union-attr]
-    return any(one.alias_info is not None for one in schema.returns)
-
-
-def _written_in_place(found: Trace) -> set[int]:
-    """Memories that some operation writes to that did not make them."""
-    return {memory for step in found.steps for memory in step.task.writes & step.task.reads}
-
-
 def _without_outside_views(found: Trace, members: list[int]) -> list[int]:
     """Without views of what comes from outside that somebody outside takes: a region's results are its own."""
     left = list(members)
     while True:
         inside = {node for one in left for node in found.steps[one].nodes}
-        made = {memory for one in left if not _is_view(found.steps[one]) for memory in found.steps[one].task.writes}
+        made = {memory for one in left if not is_view(found.steps[one]) for memory in found.steps[one].task.writes}
         kept = [
             one
             for one in left
-            if not _is_view(found.steps[one])
+            if not is_view(found.steps[one])
             or not any(_escapes(node, inside) for node in found.steps[one].nodes)
             or _memories(found.steps[one]) <= made
         ]
@@ -217,13 +174,7 @@ def _escapes(node: Node, inside: set[Node]) -> bool:
 
 
 def _memories(step: Step) -> set[int]:
-    return {value.untyped_storage()._cdata for node in step.nodes for value in _tensors(node)}
-
-
-def _tensors(node: Node) -> Iterator[torch.Tensor]:
-    for value in tree_leaves(node.meta.get("val")):
-        if isinstance(value, torch.Tensor):
-            yield value
+    return {value.untyped_storage()._cdata for node in step.nodes for value in tensors(node)}
 
 
 def _ordered(units: list[_Unit], wanted: Sequence[set[int]]) -> list[_Unit]:
@@ -279,7 +230,7 @@ class _Writer:
         inside = set(nodes)
         inputs = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
         results = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and _escapes(node, inside)]
-        names = [self._found.steps[one].task.name for one in unit.steps if not _is_view(self._found.steps[one])]
+        names = [self._found.steps[one].task.name for one in unit.steps if not is_view(self._found.steps[one])]
         region = self._compiled(nodes, inputs, results, names)
         call = self._graph.call_function(region, tuple(self._new[one] for one in inputs))
         call.meta["val"] = tuple(node.meta["val"] for node in results)

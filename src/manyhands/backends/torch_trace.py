@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -80,6 +80,17 @@ class Trace:
     @property
     def tasks(self) -> list[Task]:
         return [step.task for step in self.steps]
+
+    def copied_graph(self) -> Graph:
+        graph = Graph()
+        graph.output(graph.graph_copy(self.module.graph, {}))
+        return graph
+
+    def rewritten(self, graph: Graph) -> Trace:
+        """The same function, with another graph over the same constants."""
+        other = described(GraphModule(self.module, graph), self.structure)
+        other.gradients, other.holds = self.gradients, self.holds
+        return other
 
 
 def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch: Watch | None = None) -> Trace:
