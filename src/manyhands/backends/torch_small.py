@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
@@ -60,3 +61,9 @@ def tensors(node: Node) -> Iterator[torch.Tensor]:
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor):
             yield value
+
+
+def like(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same form that no memory stands behind: what another operation of a trace would give."""
+    with FakeTensorMode():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -81,10 +81,10 @@ class Trace:
     def tasks(self) -> list[Task]:
         return [step.task for step in self.steps]
 
-    def copied_graph(self) -> Graph:
-        graph = Graph()
-        graph.output(graph.graph_copy(self.module.graph, {}))
-        return graph
+    def copied_graph(self) -> tuple[Graph, dict[Node, Node]]:
+        graph, new = Graph(), dict[Node, Node]()
+        graph.output(graph.graph_copy(self.module.graph, new))
+        return graph, new
 
     def rewritten(self, graph: Graph) -> Trace:
         """The same function, with another graph over the same constants."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fuse_cases import needs_compiler, regions, results, step_of, traced, uncompiled
 from torch import nn
 from torch.fx import GraphModule
 
-from manyhands.backends import torch_call, torch_fuse
+from manyhands.backends import torch_fuse
 from manyhands.backends import torch_parallel as backend
-from manyhands.backends.torch_lanes import Plan
 from manyhands.backends.torch_trace import Trace
 from manyhands.errors import CannotFuse
 from manyhands.task import needs
@@ -22,31 +21,6 @@ from manyhands.training.torch import models
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
 )
-
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler"
-)
-
-
-def uncompiled(module: GraphModule, metas: Any) -> Callable[..., Any]:
-    """A compiler that does nothing: its regions are equal to the bit."""
-    return module
-
-
-def traced(function: Callable[..., Any], *arguments: Any) -> Trace:
-    return torch_call.trace(function, torch_call.call(arguments, {}))
-
-
-def results(found: Trace, *arguments: Any) -> list[Any]:
-    """What the trace gives on one lane, and what it has written to."""
-    call = torch_call.call(arguments, {})
-    count = len(found.steps)
-    run = backend.thread_run(found, Plan(["cpu"], [0] * count, list(range(count)), {}), torch.get_num_threads())
-    return backend.observed(found, call, run)
-
-
-def regions(found: Trace) -> list[str]:
-    return [step.task.name for step in found.steps if step.task.name.startswith("fused")]
 
 
 def large_before(found: Trace) -> list[tuple[str, frozenset[tuple[str, int]]]]:
@@ -60,16 +34,6 @@ def large_before(found: Trace) -> list[tuple[str, frozenset[tuple[str, int]]]]:
         counts[name] += 1
         before.append(frozenset().union(*(before[one] | {names[one]} for one in earlier)))
     return list(zip((name for name, _ in names), before, strict=True))
-
-
-def step_of(net: nn.Module, cast: bool = False) -> Callable[..., Any]:
-    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            answer = net(x)
-        loss = nn.functional.cross_entropy(answer.float(), y)
-        return loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))
-
-    return step
 
 
 class Branchy(nn.Module):
