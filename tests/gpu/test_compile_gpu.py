@@ -75,6 +75,31 @@ def test_each_gradient_of_a_fused_step(name: str, cast: bool) -> None:
         must_be_as_exact(results, wanted, exactly, cast)
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_biases_are_beside_convolutions(last: bool) -> None:
+    """Added, and summed up, in the regions around them; the results are laid out as they were, statistics are kept."""
+    torch.manual_seed(0)
+    layout = torch.channels_last if last else torch.contiguous_format
+    net = models.small_resnet().to(DEVICE).to(memory_format=layout)
+    x = torch.rand(16, 1, 28, 28, device=DEVICE).to(memory_format=layout)
+    y = torch.arange(16, device=DEVICE) % 10
+    step, call = step_of(net, True), torch_call.call((x, y), {})
+    fused = torch_fuse.fuse(torch_call.trace(step, call))
+    alone = {one.task.name for one in fused.steps}
+    assert not alone & {"add", "sum", "add_", "native_batch_norm_backward", "_native_batch_norm_legit_functional"}
+    assert not any(one.node.args[2] is not None for one in fused.steps if one.task.name == "convolution")
+    device = backend.device_of(call, fused)
+    program = graph(fused.tasks)
+    run = backend.graph_run(fused, backend.plan_of(schedule(program, lanes_for(program, 2))), call.tensors, device)
+    plain = backend.expected(fused, call, lambda _, arguments, keywords: step(*arguments))
+    ours = backend.observed(fused, call, run)
+    verdict = backend.verdict(fused, call, ours, plain, backend.exact(fused, call))
+    assert verdict.accepted, verdict.words
+    for one, other in zip(ours, plain, strict=True):
+        strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+        assert all(ours == plain for size, ours, plain in strides if size > 1)
+
+
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("name", ["lenet", "small-resnet", "resnet18"])
 def test_a_trace_in_float64_is_the_net_in_float64(name: str, cast: bool) -> None:

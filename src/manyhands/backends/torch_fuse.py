@@ -10,10 +10,12 @@ a region of sin, cos and the sum would make ``p``, if anybody else wants it, wai
 operation has a set, the large operations (products, convolutions, what writes in place) that must be over before it.
 Operations that are connected and have the same set could not have started at different times: they become one region.
 Here sin, cos and the sum have three different sets. A small operation whose only users are in one region joins it, as
-nobody else waits for it: if only the sum wants ``p`` and ``q``, all three are one region. Regions made so are never in
-a circle: along a way from operation to operation the sets only grow.
+nobody else waits for it: if only the sum wants ``p`` and ``q``, all three are one region. (An operation and views of
+it are no region yet: each of them may join another.) Regions made so are never in a circle: along a way from operation
+to operation the sets only grow.
 
-Batch normalisation updates its statistics in passing. It is taken apart first, into a pure operation and two copies.
+Some operations are taken apart first, so that their small parts can be in regions: batch normalisation updates its
+statistics in passing (:mod:`torch_batch_norm`), convolutions have biases (:mod:`torch_conv_bias`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from manyhands.backends.torch_batch_norm import make_pure
+from manyhands.backends.torch_conv_bias import take_out_biases
 from manyhands.backends.torch_small import is_small, is_view, tensors, written_in_place
 from manyhands.backends.torch_trace import Step, Trace
 from manyhands.errors import CannotFuse
@@ -65,26 +68,27 @@ class Region:
 
 @dataclass
 class _Unit:
-    """A region, or one step."""
+    """A region and what compiles it, or one step."""
 
     steps: list[int]
-    compiled: bool = False
+    compiler: Compiler | None = None
     needs: set[int] = field(default_factory=set)
 
 
-def fuse(found: Trace, compiler: Compiler | None = None) -> Trace:
+def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence[str] = ("cuda",)) -> Trace:
     """The same function with regions compiled, by Inductor unless another compiler is given.
 
-    :class:`CannotFuse` says why there are no regions, or why they cannot be compiled here.
+    Biases are taken out of convolutions on the kinds of devices ``biases_out_on``. :class:`CannotFuse` says why there
+    are no regions, or why they cannot be compiled here.
     """
     if torch._C._len_torch_dispatch_stack():
         raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing beside one")
-    as_written, found = found, make_pure(found)
-    wanted = needs(found.tasks)
-    units = _units(found, wanted)
-    if not any(unit.compiled for unit in units):
+    as_written, found = found, take_out_biases(make_pure(found), biases_out_on)
+    wanted, compiler = needs(found.tasks), compiler or inductor
+    units = _units(found, wanted, compiler)
+    if not any(unit.compiler for unit in units):
         raise CannotFuse("no two small operations follow each other")
-    graph = _Writer(found, compiler or inductor).write(_ordered(units, wanted))
+    graph = _Writer(found).write(_ordered(units, wanted))
     fused = found.rewritten(graph)
     fused.as_written = as_written
     low = any(value.dtype in _LOW for node in found.storages for value in tensors(node))
@@ -95,7 +99,7 @@ def fuse(found: Trace, compiler: Compiler | None = None) -> Trace:
 # Which operations become a region
 
 
-def _units(found: Trace, wanted: Sequence[set[int]]) -> list[_Unit]:
+def _units(found: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list[_Unit]:
     steps = found.steps
     written = written_in_place(found)
     small = [is_small(step, written) for step in steps]
@@ -115,18 +119,32 @@ def _units(found: Trace, wanted: Sequence[set[int]]) -> list[_Unit]:
             same = small[index] and small[other] and before[index] == before[other]
             if same and steps[index].task.device == steps[other].task.device:
                 member[root(index)] = root(other)
+    _dissolve_few(found, member, root)
     _take_in(found, wanted, small, member, root)
-    sets: dict[int, list[int]] = {}
-    for index in range(len(steps)):
-        sets.setdefault(root(index), []).append(index)
-    units: list[_Unit] = []
-    for members in sets.values():
-        kept = _without_outside_views(found, members) if len(members) > 1 else []
-        if sum(not is_view(steps[one]) for one in kept) < _LEAST:
-            kept = []
-        units += [_Unit([one]) for one in members if one not in set(kept)]
-        units += [_Unit(kept, compiled=True)] if kept else []
-    return units
+    regions = [_without_outside_views(found, members) for members in _sets(member, root) if len(members) > 1]
+    regions = [members for members in regions if _computing(found, members) >= _LEAST]
+    alone = sorted(set(range(len(steps))).difference(*regions))
+    return [*(_Unit(members, compiler) for members in regions), *(_Unit([one]) for one in alone)]
+
+
+def _sets(member: Sequence[int], root: Callable[[int], int]) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    for index in range(len(member)):
+        found.setdefault(root(index), []).append(index)
+    return list(found.values())
+
+
+def _computing(found: Trace, members: Sequence[int]) -> int:
+    """How many of these operations are more than views."""
+    return sum(not is_view(found.steps[one]) for one in members)
+
+
+def _dissolve_few(found: Trace, member: list[int], root: Callable[[int], int]) -> None:
+    """What would be no region, an operation and views of it, is apart again: other regions may take it in."""
+    for members in _sets(member, root):
+        if len(members) > 1 and _computing(found, members) < _LEAST:
+            for one in members:
+                member[one] = one
 
 
 def _take_in(
@@ -206,8 +224,8 @@ def _ordered(units: list[_Unit], wanted: Sequence[set[int]]) -> list[_Unit]:
 class _Writer:
     """Writes the units into a new graph, and compiles the regions among them."""
 
-    def __init__(self, found: Trace, compiler: Compiler) -> None:
-        self._found, self._compiler, self._graph = found, compiler, Graph()
+    def __init__(self, found: Trace) -> None:
+        self._found, self._graph = found, Graph()
         self._new: dict[Node, Node] = {}
         self._regions: dict[Any, Region] = {}  # by code and inputs: nets repeat themselves
 
@@ -215,7 +233,7 @@ class _Writer:
         for node in self._found.inputs + self._found.constants:
             self._copy(node, self._graph, self._new)
         for unit in units:
-            if unit.compiled:
+            if unit.compiler is not None:
                 self._region([node for one in unit.steps for node in self._found.steps[one].nodes], unit)
             else:
                 for node in self._found.steps[unit.steps[0]].nodes:
@@ -230,17 +248,15 @@ class _Writer:
         inside = set(nodes)
         inputs = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
         results = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and _escapes(node, inside)]
-        names = [self._found.steps[one].task.name for one in unit.steps if not is_view(self._found.steps[one])]
-        region = self._compiled(nodes, inputs, results, names)
+        region = self._compiled(nodes, inputs, results, unit)
         call = self._graph.call_function(region, tuple(self._new[one] for one in inputs))
         call.meta["val"] = tuple(node.meta["val"] for node in results)
         for number, node in enumerate(results):
             self._new[node] = self._graph.call_function(operator.getitem, (call, number))
             self._new[node].meta["val"] = node.meta["val"]
 
-    def _compiled(
-        self, nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], names: Sequence[str]
-    ) -> Region:
+    def _compiled(self, nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], unit: _Unit) -> Region:
+        assert unit.compiler is not None
         graph, new = Graph(), dict[Node, Node]()
         for number, node in enumerate(inputs):
             new[node] = graph.placeholder(f"input_{number}")
@@ -252,9 +268,11 @@ class _Writer:
         metas = [node.meta["val"] for node in inputs]
         key = module.code, *((tuple(one.shape), one.stride(), one.dtype, str(one.device)) for one in metas)
         if key not in self._regions:
-            words = " ".join(["fused", *(name.strip("_") for name in dict.fromkeys(names))])
+            steps = [self._found.steps[one] for one in unit.steps]
+            names = dict.fromkeys(step.task.name.strip("_") for step in steps if not is_view(step))
+            words = " ".join(["fused", *names])
             digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
-            self._regions[key] = Region(words, digest, self._compiler(module, metas))
+            self._regions[key] = Region(words, digest, unit.compiler(module, metas))
         return self._regions[key]
 
 
