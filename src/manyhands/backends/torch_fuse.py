@@ -15,7 +15,8 @@ it are no region yet: each of them may join another.) Regions made so are never 
 to operation the sets only grow.
 
 Some operations are taken apart first, so that their small parts can be in regions: batch normalisation updates its
-statistics in passing (:mod:`torch_batch_norm`), convolutions have biases (:mod:`torch_conv_bias`).
+statistics in passing (:mod:`torch_batch_norm`), convolutions have biases (:mod:`torch_conv_bias`). And one kind of lone
+operations is no region, but done together: casts that need nothing (:mod:`torch_casts`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from manyhands.backends.torch_batch_norm import make_pure
+from manyhands.backends.torch_casts import at_once, casts_together
 from manyhands.backends.torch_conv_bias import take_out_biases
 from manyhands.backends.torch_small import is_small, is_view, tensors, written_in_place
 from manyhands.backends.torch_trace import Step, Trace
@@ -86,7 +88,7 @@ def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence
     as_written, found = found, take_out_biases(make_pure(found), biases_out_on)
     wanted, compiler = needs(found.tasks), compiler or inductor
     units = _units(found, wanted, compiler)
-    if not any(unit.compiler for unit in units):
+    if not any(unit.compiler is compiler for unit in units):
         raise CannotFuse("no two small operations follow each other")
     graph = _Writer(found).write(_ordered(units, wanted))
     fused = found.rewritten(graph)
@@ -124,7 +126,12 @@ def _units(found: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list
     regions = [_without_outside_views(found, members) for members in _sets(member, root) if len(members) > 1]
     regions = [members for members in regions if _computing(found, members) >= _LEAST]
     alone = sorted(set(range(len(steps))).difference(*regions))
-    return [*(_Unit(members, compiler) for members in regions), *(_Unit([one]) for one in alone)]
+    casts = casts_together(found, wanted, small, alone)
+    return [
+        *(_Unit(members, compiler) for members in regions),
+        *(_Unit(members, at_once) for members in casts),
+        *(_Unit([one]) for one in alone if not any(one in members for members in casts)),
+    ]
 
 
 def _sets(member: Sequence[int], root: Callable[[int], int]) -> list[list[int]]:
@@ -270,7 +277,7 @@ class _Writer:
         if key not in self._regions:
             steps = [self._found.steps[one] for one in unit.steps]
             names = dict.fromkeys(step.task.name.strip("_") for step in steps if not is_view(step))
-            words = " ".join(["fused", *names])
+            words = f"{len(steps)} casts" if unit.compiler is at_once else " ".join(["fused", *names])
             digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
             self._regions[key] = Region(words, digest, unit.compiler(module, metas))
         return self._regions[key]

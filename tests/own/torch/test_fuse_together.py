@@ -1,4 +1,4 @@
-"""Tiny operations that nobody waits for, done together: statistics and counts of batch normalisation."""
+"""Tiny operations that nobody waits for, done together: statistics and counts of batch normalisation, and casts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 from fuse_cases import results, step_of, traced, uncompiled
 from torch import nn
 
-from manyhands.backends import torch_fuse
+from manyhands.backends import torch_call, torch_fuse
 from manyhands.backends import torch_parallel as backend
 from manyhands.backends.torch_trace import Trace
+from manyhands.engine.check import check
+from manyhands.engine.graph import graph
+from manyhands.engine.schedule import lanes_for, schedule
 from manyhands.training.torch import models
 
 pytestmark = pytest.mark.skipif(
@@ -32,6 +35,9 @@ def fused_and_equal(function: Any, *arguments: Any) -> Trace:
     fused = torch_fuse.fuse(found, uncompiled)
     assert backend.equal(results(fused, *arguments), results(found, *arguments)) == (True, 0.0)
     return fused
+
+
+# Statistics and counts
 
 
 def test_those_of_all_layers_are_one_operation_each() -> None:
@@ -88,3 +94,57 @@ def test_other_writes_are_left_alone() -> None:
 
     fused = fused_and_equal(function, torch.rand(6, 5))
     assert names(fused)["add_"] == 3
+
+
+# Casts
+
+
+def test_weights_are_cast_at_once() -> None:
+    """But for what the first product waits for."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Tanh(), nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 3))
+
+    def function(x: torch.Tensor) -> Any:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return net(x)
+
+    fused = fused_and_equal(function, torch.rand(2, 6))
+    assert names(fused)["4 casts"] == 1
+    assert names(fused)["_to_copy"] == 3  # the input, the first weight and its bias
+    order = [step.task.name.partition(" [")[0] for step in fused.steps]
+    assert order.index("addmm") > max(place for place, name in enumerate(order) if name == "_to_copy")
+
+
+def test_casts_keep_their_forms_and_their_kinds() -> None:
+    """Strides, other types, one tensor cast twice, and one that was written to before."""
+    torch.manual_seed(0)
+    laid = torch.rand(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    flipped, whole = torch.rand(3, 5).t(), torch.arange(12).view(3, 4)
+    changed, product = torch.rand(4), torch.rand(4, 4)
+
+    def function(x: torch.Tensor) -> Any:
+        first = (x.double() @ x.double()).sin() + 1
+        changed.add_(1)
+        casts = [one.bfloat16() for one in (laid, flipped, laid[1], changed)]
+        return first, *casts, laid.bfloat16(), whole.float(), whole.view(4, 3).float(), product.half()
+
+    found = traced(function, torch.rand(4, 4))
+    fused = fused_and_equal(function, torch.rand(4, 4))
+    assert {name: count for name, count in names(fused).items() if "casts" in name} == {"3 casts": 1}
+    x = torch.rand(4, 4)
+    for one, other in zip(results(fused, x), results(found, x), strict=True):
+        assert one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_on_lanes(lanes: int) -> None:
+    """What is done together reads and writes what its parts did: the checker, and a run on threads."""
+    torch.manual_seed(0)
+    found = traced(step_of(models.small_resnet(), cast=True), *BATCH)
+    fused = torch_fuse.fuse(found, uncompiled, ("cpu",))
+    program = graph(fused.tasks)
+    made = schedule(program, lanes_for(program, lanes))
+    check(made)
+    run = backend.thread_run(fused, backend.plan_of(made), 2)
+    call = torch_call.call(BATCH, {})
+    assert backend.equal(backend.observed(fused, call, run), results(fused, *BATCH)) == (True, 0.0)
