@@ -190,6 +190,10 @@ class CannotFuse(EngineError, RuntimeError):
     """A function none of whose operations can be compiled together here."""
 
 
+class CannotCompile(EngineError, RuntimeError):
+    """Kernels of our own cannot be compiled or launched on this device."""
+
+
 class CannotBeExact(EngineError, RuntimeError):
     """A function that cannot be run with wider numbers, to see how exact its results are; or it says nothing."""
 

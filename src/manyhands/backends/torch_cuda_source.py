@@ -1,0 +1,121 @@
+"""Kernels of our own: CUDA source, compiled by NVRTC when it is first needed, and launched on PyTorch's streams.
+
+NVRTC comes with every build of PyTorch for NVIDIA GPUs, and compiles a file of kernels in about a second. It needs no
+toolkit, no C++ compiler and no headers; so the sources include none.
+
+    kernels = compiled("batch_norm.cu", device, NUMBER="BFloat")
+    kernels.launch("apply_relu", (blocks, 1), (32, 16), y, x, None, rows)
+
+A launch can be captured in a CUDA graph like any other. Compiling and loading cannot: they come before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from manyhands.errors import CannotCompile
+
+
+class Kernels:
+    """The kernels of a source file, loaded on one device."""
+
+    def __init__(self, driver: ctypes.CDLL, module: ctypes.c_void_p, device: torch.device) -> None:
+        self._driver, self._module, self._device = driver, module, device
+        self._functions: dict[str, ctypes.c_void_p] = {}
+
+    def launch(
+        self, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: torch.Tensor | int | None
+    ) -> None:
+        """Put a kernel on the device's current stream; None is a null pointer, a number an ``int``."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        given = [ctypes.c_int(one) if isinstance(one, int) else ctypes.c_void_p(_address(one)) for one in arguments]
+        places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
+        with torch.cuda.device(self._device):
+            answer = self._driver.cuLaunchKernel(self._function(name), *grid, 1, *block, 1, 0, stream, places, None)
+        _check(self._driver, answer, f"the kernel {name} could not be launched")
+
+    def _function(self, name: str) -> ctypes.c_void_p:
+        if name not in self._functions:
+            found = ctypes.c_void_p()
+            answer = self._driver.cuModuleGetFunction(ctypes.byref(found), self._module, name.encode())
+            _check(self._driver, answer, f"there is no kernel {name}")
+            self._functions[name] = found
+        return self._functions[name]
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def compiled(file: str, device: torch.device, **definitions: str) -> Kernels:
+    """The kernels of a source file beside this one; :class:`CannotCompile` says why there are none.
+
+    ``definitions``: names that stand for something else in the source.
+    """
+    source = resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
+    binary = _compile(source, file, options + [f"-D{name}={value}" for name, value in definitions.items()])
+    driver = _library("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    module = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes sure of a context
+        _check(driver, driver.cuModuleLoadData(ctypes.byref(module), binary), "compiled kernels could not be loaded")
+    return Kernels(driver, module, device)
+
+
+def _compile(source: str, file: str, options: list[str]) -> bytes:
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), 0, None, None):
+        raise CannotCompile("NVRTC takes no program")
+    given = (ctypes.c_char_p * len(options))(*(one.encode() for one in options))
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            raise CannotCompile(f"NVRTC refuses {file}: {log.decode(errors='replace').strip()[:500]}")
+        return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(size_of: ctypes._NamedFuncPointer, read: ctypes._NamedFuncPointer, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    found = ctypes.create_string_buffer(size.value)
+    read(program, found)
+    return found.raw
+
+
+def _nvrtc() -> ctypes.CDLL:
+    """PyTorch's own NVRTC: by its name, if the loader knows it, or from where its packages put it."""
+    if torch.version.cuda is None:
+        raise CannotCompile("this PyTorch is not built for NVIDIA GPUs")
+    major = torch.version.cuda.partition(".")[0]
+    name = f"nvrtc64_{major}0_0.dll" if sys.platform == "win32" else f"libnvrtc.so.{major}"
+    packages = Path(torch.__file__).parent.parent
+    return _library(name, *(os.fspath(path) for path in packages.glob(f"nvidia/*/lib/{name}")))
+
+
+def _library(*names: str) -> ctypes.CDLL:
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise CannotCompile(f"the library {names[0]} is not there")
+
+
+def _check(driver: ctypes.CDLL, answer: int, what: str) -> None:
+    if answer:
+        words = ctypes.c_char_p()
+        driver.cuGetErrorString(answer, ctypes.byref(words))
+        raise CannotCompile(f"{what}: {words.value.decode() if words.value else f'error {answer}'}")

@@ -1,0 +1,149 @@
+"""Kernels of our own against PyTorch's operations, on a real GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from manyhands.backends import torch_norm_kernels as kernels  # noqa: E402
+
+aten = torch.ops.aten
+SHAPES = [
+    (256, 64, 28, 28), (256, 512, 4, 4), (3, 24, 5, 7), (2, 8, 1, 1), (7, 1000, 3, 3), (4096, 64), (2, 16, 3, 4, 5),
+]  # fmt: skip
+CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # one bit, where two roundings fall apart
+
+
+def layer(shape: tuple[int, ...], dtype: Any, *, shift: float = 3.0) -> dict[str, Any]:
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+
+    def numbers() -> Any:
+        made = torch.randn(shape, device=device).movedim(1, -1).contiguous().movedim(-1, 1)
+        return made.to(dtype)
+
+    count = shape[1]
+    return {
+        "x": numbers() * 2 + shift,
+        "gradient": numbers(),
+        "added": numbers(),
+        "weight": torch.rand(count, device=device) + 0.5,
+        "bias": torch.randn(count, device=device) / 2,
+        "mean": torch.randn(count, device=device),
+        "variance": torch.rand(count, device=device) + 0.5,
+    }
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shift", [0.0, 1000.0])
+def test_statistics(shape: tuple[int, ...], dtype: Any, shift: float) -> None:
+    """Against float64, also where numbers are far from zero: squares must not eat the digits."""
+    one = layer(shape, dtype, shift=shift)
+    running = one["mean"].clone(), one["variance"].clone()
+    assert kernels.fits(one["x"], one["weight"], one["bias"], *running)
+    mean, deviation = kernels.statistics(one["x"], *running, 0.1, 1e-5)
+    wide = one["x"].double().movedim(1, -1).reshape(-1, shape[1])
+    torch.testing.assert_close(mean, wide.mean(0).float(), rtol=1e-5, atol=1e-5)
+    variance = wide.var(0, unbiased=False)
+    torch.testing.assert_close(deviation, (variance + 1e-5).rsqrt().float(), rtol=1e-4, atol=1e-5)
+    expected = one["mean"].double() * 0.9 + wide.mean(0) * 0.1, one["variance"].double() * 0.9 + wide.var(0) * 0.1
+    for ours, theirs in zip(running, expected, strict=True):
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-5)
+    again = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
+    assert torch.equal(again[0], mean), "the order of additions has changed"
+    assert torch.equal(again[1], deviation)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_and_backward(shape: tuple[int, ...], dtype: Any, added: bool, relu: bool) -> None:
+    one = layer(shape, dtype)
+    x, weight, bias = one["x"], one["weight"], one["bias"]
+    shortcut = one["added"] if added else None
+    plain, mean, deviation = aten.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+    plain = plain + shortcut if added else plain
+    plain = torch.relu(plain) if relu else plain
+    ours = torch.full_like(x, float("nan"))
+    kernels.apply_(ours, x, mean, deviation, weight, bias, shortcut, relu)
+    torch.testing.assert_close(ours, plain, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    let_through = aten.threshold_backward(one["gradient"], ours, 0) if relu else one["gradient"]
+    expected = aten.native_batch_norm_backward(
+        let_through.double(), x.double(), weight.double(), None, None, mean.double(), deviation.double(), True, 1e-5,
+        [True, True, True],
+    )  # fmt: skip
+    zeros = torch.zeros_like(x)
+    results = [ours] if added or not relu else [ours, None]  # from the result, or made again
+    for result in results:
+        for kept in (None, torch.full_like(x, float("nan"))) if relu else (None,):
+            for more in (None, zeros) if relu else (None,):
+                found = kernels.backward(one["gradient"], more, x, mean, deviation, weight, bias, result, relu, kept)
+                for got, wanted in zip(found, expected, strict=True):
+                    scale = float(wanted.abs().max()) + 1e-3
+                    torch.testing.assert_close(got.double() / scale, wanted / scale, rtol=0, atol=CLOSE[dtype])
+                if kept is not None:
+                    assert torch.equal(kept, let_through)
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
+def test_a_gradient_that_is_a_sum(dtype: Any) -> None:
+    one = layer((16, 64, 9, 9), dtype)
+    x, weight, bias = one["x"], one["weight"], one["bias"]
+    mean, deviation = kernels.statistics(x, None, None, 0.1, 1e-5)
+    result = torch.empty_like(x)
+    kernels.apply_(result, x, mean, deviation, weight, bias, None, True)
+    both = one["gradient"] + one["added"]
+    for given in (None, result):
+        kept = torch.empty_like(x)
+        sums = kernels.backward(one["gradient"], one["added"], x, mean, deviation, weight, bias, given, True, kept)
+        plain = kernels.backward(both, None, x, mean, deviation, weight, bias, given, True, None)
+        assert torch.equal(kept, aten.threshold_backward(both, result, 0))
+        for ours, theirs in zip(sums, plain, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_without_weight_and_bias() -> None:
+    one = layer((8, 16, 4, 4), torch.bfloat16)
+    mean, deviation = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
+    ours = torch.empty_like(one["x"])
+    kernels.apply_(ours, one["x"], mean, deviation, None, None, None, False)
+    plain = aten.native_batch_norm(one["x"], None, None, None, None, True, 0.1, 1e-5)[0]
+    torch.testing.assert_close(ours, plain, rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: x.contiguous(),  # channels apart
+        lambda x: x.double(),
+        lambda x: x[:, :, :2],  # rows that do not follow each other
+        lambda x: x[:, :4].movedim(1, -1).contiguous().movedim(-1, 1),  # half a vector
+    ],
+    ids=["channels apart", "float64", "a part of it", "four channels"],
+)
+def test_what_does_not_fit(spoil: Callable[[Any], Any]) -> None:
+    assert not kernels.fits(spoil(layer((4, 16, 4, 4), torch.bfloat16)["x"]))
+
+
+def test_many_launches_at_once_do_not_meet() -> None:
+    """On several streams: each launch counts its blocks in a place of its own."""
+    one = layer((256, 64, 28, 28), torch.bfloat16)
+    expected = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    torch.cuda.synchronize()
+    found = []
+    for number in range(80):
+        with torch.cuda.stream(streams[number % 8]):
+            found.append(kernels.statistics(one["x"], None, None, 0.1, 1e-5))
+    torch.cuda.synchronize()
+    for mean, deviation in found:
+        assert torch.equal(mean, expected[0])
+        assert torch.equal(deviation, expected[1])
