@@ -34,8 +34,8 @@ from parallel_results import Wanted, kept
 
 from manyhands import machine
 from manyhands.backends import torch_parallel
+from manyhands.backends.torch_runs import let_draw_again
 from manyhands.engine.parallel import Parallel
-from manyhands.training.torch.graph_step import let_draw_again
 
 TRIALS = 11
 COMPILED = "manyhands, compile"

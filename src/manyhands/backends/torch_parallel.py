@@ -235,6 +235,8 @@ def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
 
     ``sharing``: whether there may be any of these.
     """
+    if not sharing and values and all(type(value) is torch.Tensor and value.is_cuda for value in values):
+        return _clones(values)
     tensors = {id(value): value.detach() for value in values if isinstance(value, torch.Tensor)}
     made: dict[int, torch.Tensor] = {}
     alike: dict[Any, list[int]] = {}
@@ -256,6 +258,15 @@ def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
         torch._foreach_copy_(fresh, [tensors[key] for key in keys])  # one kernel for all
         made.update(zip(keys, fresh, strict=True))
     return [made[id(value)] if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _clones(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of tensors on GPUs, with as little work for the host as there can be: this is done at every call."""
+    if len({(value.device, value.dtype) for value in values}) > 1:
+        return [value.clone() for value in values]
+    fresh = [torch.empty_like(value) for value in values]
+    torch._foreach_copy_(fresh, list(values))  # one kernel for all
+    return fresh
 
 
 def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:

@@ -7,23 +7,29 @@ that stops at the first "no". For ``f(x, [w, 2])`` it reads
     def fits(arguments, keywords):
         if type(arguments) is not tuple or len(arguments) != 2: return None
         v0, v1, = arguments
-        if type(v0) is not Tensor or v0.shape != k0 or v0.stride() != k1 or v0.dtype is not k2 or ...: return None
         ...
         if v4 is not 2 and (type(v4) is not int or v4 != 2): return None
-        if len({v0's storage, v3's storage}) != 2: return None
-        if modes() != k9: return None
+        if modes() != k9 or not check(v0, v3): return None
+        places = v0.data_ptr(), v3.data_ptr()
+        if places != seen[0]:
+            if len({v0's storage, v3's storage}) != 2: return None
+            seen[0] = places
         return [v0, v3]
+
+``check`` is PyTorch's own (Dynamo guards its code with it): type, shape, strides, number type, device and whether
+gradients are wanted, of all tensors at once. Tensors of the same form in the same places overlap as they did before.
 
 What it says "yes" to has the same signature; a "no" says nothing: then the signature is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards
 
 from manyhands.backends import torch_call
 from manyhands.backends.torch_call import Call
@@ -53,7 +59,8 @@ class _Writer:
         self._lines: list[str] = []
         self._tensors: dict[int, str] = {}
         self._storages: list[str] = []
-        self._names: dict[str, Any] = {"Tensor": torch.Tensor, "Parameter": nn.Parameter, "modes": torch_call.modes}
+        self._fixed: list[str] = []  # what parameters are asked: they stay where they are
+        self._names: dict[str, Any] = {"modes": torch_call.modes, "seen": [None]}
         self._count = 0
 
     def _name(self, value: Any) -> str:
@@ -101,35 +108,41 @@ class _Writer:
             raise _Unknown
         if id(tensor) in self._tensors:  # the same one twice: which is which cannot be said
             raise _Unknown
-        kind = "Tensor" if type(tensor) is torch.Tensor else "Parameter"
-        questions = [
-            f"type({name}) is not {kind}",
-            f"{name}.shape != {self._name(tensor.shape)}",
-            f"{name}.stride() != {self._name(tensor.stride())}",
-            f"{name}.dtype is not {self._name(tensor.dtype)}",
-            f"not {name}.is_cpu" if tensor.is_cpu else f"{name}.device != {self._name(tensor.device)}",
-            f"{name}.requires_grad is not {tensor.requires_grad}",
-        ]
-        if kind == "Parameter":
-            questions.append(f"{name}.data_ptr() != {tensor.data_ptr()}")
-        self._refuse_if(" or ".join(questions))
         self._tensors[id(tensor)] = name
+        if type(tensor) is nn.Parameter:
+            self._fixed.append(f"{name}.data_ptr() != {tensor.data_ptr()}")
         if tensor.numel():  # an empty one has no memory to share
             self._storages.append(f"{name}.data_ptr() - {name}.storage_offset() * {tensor.element_size()}")
 
     def build(self) -> Fits:
-        if len(self._tensors) > 1:
-            shares = self._call.signature[2]
-            if shares and len(self._storages) < len(self._tensors):
-                self._refuse_if("True")
-            else:
-                # A tensor's address less its offset is its storage's: the same for two of them only if they share it.
-                size = f"len({{{', '.join(self._storages)}}})" if self._storages else "0"
-                self._refuse_if(f"{size} {'>=' if shares else '!='} {len(self._storages)}")
+        names = [self._tensors[id(one)] for one in self._call.tensors]
         self._refuse_if(f"modes() != {self._name(torch_call.modes())}")
-        self._lines.append(f"return [{', '.join(self._tensors[id(one)] for one in self._call.tensors)}]")
+        if names:
+            self._refuse_if(f"not {self._name(_check(self._call.tensors))}({', '.join(names)})")
+            self._lines.append(f"places = {', '.join(f'{name}.data_ptr()' for name in names)},")
+            questions = [*self._fixed, *self._shared()]
+            inner = [f"    if {question}: return None" for question in questions]
+            self._lines += ["if places != seen[0]:", *inner, "    seen[0] = places"]
+        self._lines.append(f"return [{', '.join(names)}]")
         body = "\n".join(f"        {line}" for line in self._lines)
         # Whatever a strange tensor raises when it is asked, the signature is the one to deal with it.
         source = f"def fits(arguments, keywords):\n    try:\n{body}\n    except Exception:\n        return None"
         exec(compile(source, "<manyhands signature>", "exec"), self._names)
         return self._names["fits"]  # type: ignore[no-any-return]
+
+    def _shared(self) -> list[str]:
+        """Whether tensors share memory as they did."""
+        if len(self._tensors) < 2:
+            return []
+        shares = self._call.signature[2]
+        if shares and len(self._storages) < len(self._tensors):
+            return ["True"]
+        # A tensor's address less its offset is its storage's: the same for two of them only if they share it.
+        size = f"len({{{', '.join(self._storages)}}})" if self._storages else "0"
+        return [f"{size} {'>=' if shares else '!='} {len(self._storages)}"]
+
+
+def _check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    sizes: Any = [list(one.shape) for one in tensors]
+    strides: Any = [list(one.stride()) for one in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check

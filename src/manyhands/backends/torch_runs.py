@@ -18,6 +18,7 @@ from torch.fx import Node
 from manyhands.backends.torch_lanes import Plan, Stamps, generate, gpu_lanes, on_cpu
 from manyhands.backends.torch_trace import Trace
 
+_LIKELY = 32  # calls in a row whose arguments are in the same places; more than those that a plan is tried with
 _MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be copied on the host for too long
 
 
@@ -145,34 +146,47 @@ def _gpu(name: str, devices: Gpus) -> torch.device:
 class GraphRun:
     """A run captured in one CUDA graph. Parameters are read in place, other arguments are copied in.
 
+    Where the arguments of many calls in a row lie in the same places, a second graph is captured that reads and writes
+    them there: nothing is copied any more. It shares the first one's memory, and keeps the arguments' memory from being
+    given to others.
+
     There is one memory for all replays: who calls it from several threads sees to it that one comes after the other.
     """
 
     fresh = False
 
     def __init__(self, trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devices: Gpus) -> None:
-        self._device = device = devices[0]
+        self._devices, self._device = devices, devices[0]
         self._static = [_static(tensor) for tensor in inputs]
         self._written = _written_inputs(trace)
         # The graph knows addresses: that memory is kept, whatever becomes of the tensors.
         self._kept = [value.detach() for value in trace.constant_values()]
         streams = _streams(plan, devices)
-        first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
-        run = generate(trace, plan, streams, static=True).build()
-        current = torch.cuda.current_stream(device)
+        self._first = first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
+        self._issue = generate(trace, plan, streams, static=True).build()
+        current = torch.cuda.current_stream(self._device)
         first.wait_stream(current)
         with _as_traced(devices, first):
-            run(self._static)  # warms up libraries and, on every stream, their workspaces
+            self._issue(self._static)  # warms up libraries and, on every stream, their workspaces
         current.wait_stream(first)
-        torch.cuda.synchronize(device)
-        self.graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating and copying meanwhile, as those that load data do.
-        with _as_traced(devices, first), torch.cuda.graph(self.graph, stream=first, capture_error_mode="thread_local"):
-            self.outputs: list[Any] = run(self._static)
+        torch.cuda.synchronize(self._device)
+        self.graph, self.outputs = self._captured(self._static)
         self._from_host = any(step.task.kind == "copy in" for step in trace.steps)
         self._to_host = any(step.task.kind == "copy out" for step in trace.steps)
         self._over = torch.cuda.Event()
         self._stream = current  # of the last replay
+        self._last: list[int] = []  # where the arguments of the last call were, and for how many calls in a row
+        self._times = 0
+        self._places: list[int] | None = None
+        self._in_place: tuple[Any, list[Any], list[torch.Tensor]] | None = None
+
+    def _captured(self, inputs: Sequence[torch.Tensor], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on allocating and copying meanwhile, as those that load data do.
+        how: Any = {"stream": self._first, "pool": pool, "capture_error_mode": "thread_local"}
+        with _as_traced(self._devices, self._first), torch.cuda.graph(graph, **how):
+            outputs: list[Any] = self._issue(inputs)
+        return graph, outputs
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Run; what comes back is overwritten by the next replay."""
@@ -180,6 +194,22 @@ class GraphRun:
         if stream != self._stream:  # there the replay before may still run, or its results be copied
             stream.wait_stream(self._stream)
             self._stream = stream
+        places = [given.data_ptr() for given in inputs]
+        if places == self._places:
+            assert self._in_place is not None
+            graph, outputs, _ = self._in_place
+            graph.replay()
+        else:
+            self._replay_with_copies(inputs)
+            outputs = self.outputs
+            self._note(places, inputs)
+        if self._from_host:
+            self._over.record(stream)
+        if self._to_host:
+            stream.synchronize()
+        return outputs
+
+    def _replay_with_copies(self, inputs: Sequence[torch.Tensor]) -> None:
         into, source = [], []
         for own, given in zip(self._static, inputs, strict=True):
             if own.data_ptr() != given.data_ptr():
@@ -195,11 +225,26 @@ class GraphRun:
         for number in self._written:
             if inputs[number].data_ptr() != self._static[number].data_ptr():
                 inputs[number].detach().copy_(self._static[number])
-        if self._from_host:
-            self._over.record(stream)
-        if self._to_host:
-            stream.synchronize()
-        return self.outputs
+
+    def _note(self, places: list[int], inputs: Sequence[torch.Tensor]) -> None:
+        """Count the calls whose arguments stay where they are; read them in place when that has become likely."""
+        self._times = self._times + 1 if places == self._last else 0
+        self._last = places
+        on_gpu = all(tensor.is_cuda for tensor in inputs)
+        if self._times != _LIKELY or self._in_place is not None or not on_gpu:
+            return
+        here = [tensor.detach() for tensor in inputs]
+        try:
+            self._in_place = *self._captured(here, self.graph.pool()), here
+            self._places = places
+        except RuntimeError:  # nothing is lost: they are copied as before
+            let_draw_again(self._device)
+
+
+def let_draw_again(device: torch.device) -> None:
+    """Give the GPU's random numbers a state of their own again: a capture that failed may still hold theirs."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _static(tensor: torch.Tensor) -> torch.Tensor:
