@@ -55,6 +55,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         fast: bool = True,
         compile: bool | None = None,
         side_lanes: bool = True,
+        own_kernels: bool = True,
         on_nan: Literal["stop", "continue"] = "stop",
         run: str | Path | None = None,
         resume: str | Path | Literal["auto"] | None = None,

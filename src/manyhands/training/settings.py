@@ -41,6 +41,8 @@ class Settings:
     compile: bool | None = None
     # Whether weight gradients are computed beside the backward pass, on streams of their own (the fast step alone).
     side_lanes: bool = True
+    # Whether batch normalisation, addition and ReLU are done in one go by kernels of our own (the fast step alone).
+    own_kernels: bool = True
     # A loss that is no number: "stop" ends the job and names step and samples, "continue" leaves that batch out.
     on_nan: Literal["stop", "continue"] = "stop"
     # Steps between checkpoints; None: at the end of every epoch. Only where there is a run folder.

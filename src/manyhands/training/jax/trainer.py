@@ -43,6 +43,7 @@ class Trainer(BaseTrainer):
         "ranks_per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes several of the CPU",
         "accumulate": "a step is one compiled program over the whole batch here; give a smaller batch_size",
         "side_lanes": "XLA orders a step's work itself",
+        "own_kernels": "XLA fuses normalisation with what is around it by itself",
     }
 
     def _check_options(self) -> None:

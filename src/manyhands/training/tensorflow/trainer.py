@@ -34,6 +34,7 @@ class Trainer(BaseTrainer):
         "ranks_per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
         "side_lanes": "TensorFlow's executor orders a step's work itself",
+        "own_kernels": "TensorFlow chooses the kernels of a step itself",
     }
 
     def _check_options(self) -> None:

@@ -20,13 +20,18 @@ if TYPE_CHECKING:
     from manyhands.training.torch.compiled_lanes import CompiledLanes
 
 COUNT = 2  # side lanes
+# Multiplications of a product that is worth a lane: cuBLAS keeps 33 MB of memory for each stream that it works on.
+_LEAST_PRODUCT = 1 << 22
 
 
 class Beside:
     """Side lanes for the steps of one device, each size of batch told apart."""
 
-    def __init__(self, lanes: Lanes, device: str = "cpu", *, most_held: int | None = None) -> None:
-        self._lanes, self._device, self._most_held = lanes, device, most_held
+    def __init__(
+        self, lanes: Lanes, device: str = "cpu", *, most_held: int | None = None, least_product: int = 0
+    ) -> None:
+        self._lanes, self._device = lanes, device
+        self._most_held, self._least_product = most_held, least_product
         self._of: dict[int, SideLanes | CompiledLanes] = {}
 
     @classmethod
@@ -35,13 +40,14 @@ class Beside:
 
         ``most_held``: about how many bytes may be held for them that one lane would have let go.
         """
-        return cls(StreamLanes(device, COUNT, main), f"gpu:{device.index or 0}", most_held=most_held)
+        lanes, name = StreamLanes(device, COUNT, main), f"gpu:{device.index or 0}"
+        return cls(lanes, name, most_held=most_held, least_product=_LEAST_PRODUCT)
 
     def compile_options(self) -> dict[str, Any]:
         """For ``torch.compile``: what puts lanes into the graphs that it compiles."""
         from manyhands.training.torch.take_aside import TakeAside
 
-        return {"post_grad_custom_post_pass": TakeAside(self._most_held)}
+        return {"post_grad_custom_post_pass": TakeAside(self._most_held, self._least_product)}
 
     def around(self, size: int, *, compiled: bool) -> AbstractContextManager[Any]:
         """``with beside.around(256, compiled=False): loss.backward()``."""
@@ -50,7 +56,8 @@ class Beside:
         return self._of[size]
 
     def _for_kernels(self) -> SideLanes:
-        return SideLanes(self._lanes, COUNT, most_held=self._most_held, device=self._device)
+        limits: dict[str, Any] = {"most_held": self._most_held, "least_product": self._least_product}
+        return SideLanes(self._lanes, COUNT, device=self._device, **limits)
 
     def _for_compiled(self) -> CompiledLanes:
         # Here and not above: it brings the compiler with it, which takes its time.

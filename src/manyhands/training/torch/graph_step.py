@@ -17,20 +17,30 @@ written, neither compiled nor on lanes, and the second is searched for such bias
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands.training.torch import frozen, state
+from manyhands.backends import torch_norm_kernels
+from manyhands.backends.torch_runs import let_draw_again
+from manyhands.errors import CannotCompile
+from manyhands.training.settings import Settings
+from manyhands.training.torch import frozen
+from manyhands.training.torch.at_once import AtOnce
 from manyhands.training.torch.beside import Beside
+from manyhands.training.torch.capturable import make_capturable
+from manyhands.training.torch.fused_norms import FusedNorms, is_clean
 from manyhands.training.torch.idle_biases import IdleBiases, Search, may_be_idle
 from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep
 
+_COMPILE_PAYS = 40_000  # steps: compiling takes about 20 seconds, and saves about half a millisecond a step
 _WARM_UP = 3
 _AS_WRITTEN = 2  # steps before those, where idle biases are searched for: in the last of them
 
@@ -44,6 +54,21 @@ class _Sized:
     warm: int = 0
     idle: IdleBiases | None = None
     graph: torch.cuda.CUDAGraph | None = None
+    told: list[str] = field(default_factory=list)  # what is done in other ways than the model says, in words
+
+
+def fast_step(eager: EagerStep, data: Arrays, settings: Settings, *, changing_rate: bool) -> GraphStep:
+    """The fast step of a job; compiled if that is asked for, or likely to pay.
+
+    It is not where our own kernels do what a compiler would gain most by: there it was 5% slower (ResNet-18).
+    """
+    compiled = settings.compile
+    if compiled is None:
+        steps = settings.max_epochs * (data.count // settings.batch_size)
+        compiled = steps >= _COMPILE_PAYS and not (settings.own_kernels and normalises(eager.model))
+    lanes, kernels = settings.side_lanes, settings.own_kernels
+    how: Any = {"compiled": compiled, "changing_rate": changing_rate, "side_lanes": lanes, "own_kernels": kernels}
+    return GraphStep(eager, data, settings.batch_size, **how)
 
 
 class _NothingDone(Exception):
@@ -62,24 +87,28 @@ class GraphStep:
         compiled: bool,
         changing_rate: bool,
         side_lanes: bool = False,
+        own_kernels: bool = False,
     ) -> None:
-        self._eager, self._data, self._size, self._compiled = eager, data, batch_size, compiled
+        self._eager, self._data, self._size, self.compiled = eager, data, batch_size, compiled
         self._order = torch.zeros(data.count, dtype=torch.int64, device=eager.device)
         self._position = torch.zeros((), dtype=torch.int64, device=eager.device)
         self._step = torch.zeros((), dtype=torch.int64, device=eager.device)
-        self._stream = torch.cuda.Stream(eager.device)
+        self._stream = stream_of(eager.device)
         # Two copies of the gradients beyond what one lane takes: DistributedDataParallel has one in its buckets.
         held = 2 * sum(one.numel() * one.element_size() for one in eager.parameters if one.requires_grad)
         self._beside = Beside.on_streams(eager.device, self._stream, most_held=held) if side_lanes else None
         # Why there are none although they were asked for; and why kernels are not compiled after all.
         self.no_lanes: str | None = None
         self.not_compiled: str | None = None
+        self.no_norms: str | None = None
+        self._norms = self._fused_norms() if own_kernels else None
+        self._at_once = AtOnce()
         self._searching = may_be_idle(eager.model, eager.optimizer)
         self._sized: dict[int, _Sized] = {}
         # Why there will be no more graphs, from this step on.
         self.ended: str | None = frozen.hooks(eager.model, eager.optimizer)
         self._watch = frozen.Watch([eager.model, getattr(eager.objective, "loss", None)], eager.optimizer)
-        _make_capturable(eager.optimizer, eager.device, changing_rate=changing_rate)
+        make_capturable(eager.optimizer, eager.device, changing_rate=changing_rate)
 
     def begin_epoch(self, order: torch.Tensor, sample: int, step: int) -> None:
         """Take the order of an epoch, and where in it to begin."""
@@ -115,17 +144,19 @@ class GraphStep:
     def _made_simpler(self, sized: _Sized, why: str) -> bool:
         """Leave something out that may be what fails; False where there is nothing.
 
-        In a step as written that is the search for idle biases; later the lanes first, then the compiler.
+        In a step as written that is the search for idle biases; later our own kernels, the lanes, and the compiler.
         """
         size = len(sized.window)
         if sized.warm < 0:
             self._searching = False
             del self._sized[size]  # this one alone: others may have their graphs
             return True
-        if self._beside is not None:
+        if self._norms is not None:
+            self._norms, self.no_norms = None, f"batch normalisation as it is ({why})"[:300]
+        elif self._beside is not None:
             self._beside, self.no_lanes = None, f"no side lanes ({why})"[:300]
         elif self._is_compiled(size):
-            self._compiled, self.not_compiled = False, f"kernels are not compiled ({why})"[:300]
+            self.compiled, self.not_compiled = False, f"kernels are not compiled ({why})"[:300]
         else:
             return False
         self._sized.clear()
@@ -139,9 +170,19 @@ class GraphStep:
         warm = -_AS_WRITTEN if self._searching else 0
         return _Sized(torch.arange(size, device=self._eager.device), forward, warm)
 
+    def _fused_norms(self) -> FusedNorms | None:
+        if not normalises(self._eager.model):
+            return None
+        try:
+            torch_norm_kernels.ready(self._eager.device)
+        except CannotCompile as error:
+            self.no_norms = f"batch normalisation as it is ({error})"[:300]
+            return None
+        return FusedNorms()
+
     def _is_compiled(self, size: int) -> bool:
         """Only the usual size is worth the half minute that compiling takes."""
-        return self._compiled and size == self._size
+        return self.compiled and size == self._size
 
     def _lanes(self, size: int) -> AbstractContextManager[Any]:
         """What is around the backward pass: weight gradients go beside it, where that is asked for."""
@@ -157,19 +198,17 @@ class GraphStep:
             kernels = "compiled" if self._is_compiled(size) else "as they are"
             lines.append(f"a batch of {size}: {how}, kernels {kernels}")
             lines += [f"  {sized.idle.explain()}"] if sized.idle is not None else []
+            lines += [f"  {one}" for one in sized.told]
             lines += [f"  {self.no_lanes or 'all on one lane'}"] if self._beside is None else self._beside.explain(size)
         return "\n".join(lines)
 
     def _without_graph(self, sized: _Sized) -> None:
         """One plain step while warming up; after that the capture, which computes nothing yet."""
-        current = torch.cuda.current_stream(self._eager.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with on(self._stream, self._eager.device):
             if sized.warm < _WARM_UP:
                 self._warm_up(sized)
             else:
                 sized.graph = self._captured(sized)
-        current.wait_stream(self._stream)
 
     def _warm_up(self, sized: _Sized) -> None:
         eager = self._eager
@@ -219,13 +258,27 @@ class GraphStep:
 
     def _passes(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Forward and backward."""
+        compiled = self._is_compiled(len(sized.window))
+        norms = self._norms if not compiled else None
+        at_once = self._at_once if not compiled else None
+        if norms is not None:
+            norms.begin(poison=sized.warm == 0)
         with sized.idle.left_out() if sized.idle is not None else nullcontext():
-            loss, right = sized.forward(self._order, self._position + sized.window)
-            with self._lanes(len(sized.window)):
+            with at_once or nullcontext(), norms or nullcontext():
+                loss, right = sized.forward(self._order, self._position + sized.window)
+            with self._lanes(len(sized.window)), norms or nullcontext():
                 loss.backward()
         if sized.idle is not None:
             sized.idle.settle()
+        sized.told = [one.explain() for one in (at_once, norms) if one is not None and one.told]
+        if norms is not None and sized.warm == 0:
+            self._look_for_poison(loss)
         return loss, right
+
+    def _look_for_poison(self, loss: torch.Tensor) -> None:
+        gradients = [one.grad for one in self._eager.parameters if one.grad is not None]
+        if not is_clean([loss.detach(), *gradients, *self._eager.model.buffers()]):
+            raise RuntimeError("a loss, gradient or buffer that is no number: memory is read past PyTorch, it seems")
 
     def _as_written(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Forward and backward as anybody would make them; the last time with a search for idle biases."""
@@ -245,6 +298,30 @@ class GraphStep:
             return eager.objective(eager.model, batch)
 
 
+def normalises(model: torch.nn.Module) -> bool:
+    """Whether a layer takes statistics over its samples."""
+    return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())
+
+
+@functools.cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The stream that steps are captured on: one for all trainers, as cuBLAS keeps memory for each that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
+    """Within it work goes to the stream, behind what was issued before and before what comes after; None: as it is."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
 @contextmanager
 def _waits_fail() -> Iterator[None]:
     """Within it an operation that makes the host wait for the GPU is an error, as it would be in a capture."""
@@ -258,53 +335,8 @@ def _waits_fail() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def let_draw_again(device: torch.device) -> None:
-    """Give the GPU's random numbers a state of their own again: a capture that failed may still hold theirs."""
-    generator = torch.cuda.default_generators[device.index or 0]
-    generator.graphsafe_set_state(generator.clone_state())
-
-
 def _versions(eager: EagerStep) -> list[int]:
     """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
     kept = [value for values in eager.optimizer.state.values() for value in values.values()]
     written: list[Any] = [*eager.parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
     return [tensor._version for tensor in written]
-
-
-def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, changing_rate: bool) -> None:
-    """Make an optimizer fit for a graph: what changes from step to step is a tensor on the device."""
-    for group in optimizer.param_groups:
-        if _is_sgd(optimizer):
-            group["fused"], group["foreach"] = True, False
-        if changing_rate and not isinstance(group["lr"], torch.Tensor):
-            group["lr"] = torch.tensor(group["lr"], device=device)
-    count_on_device(optimizer)
-
-
-def count_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer count its steps on the device, where it can; the state of a used one goes there, too."""
-    for group in optimizer.param_groups:
-        if "capturable" in group:
-            group["capturable"] = True
-    state.settle(optimizer)
-
-
-def why_not(
-    data: object, optimizer: torch.optim.Optimizer, device: torch.device, world: int, accumulate: int
-) -> str | None:
-    """The reason why a step cannot go into one graph; None if it may."""
-    if device.type != "cuda":
-        return "no CUDA graph on a CPU"
-    if world > 1:
-        return "several ranks: gradients cross processes during the step"
-    if accumulate > 1:
-        return "the batch is worked off in parts"
-    if not isinstance(data, Arrays) or data.tensors[0].device != device:
-        return "the data do not live on the GPU, they come from a loader or do not fit"
-    if not ("capturable" in optimizer.defaults or _is_sgd(optimizer)):
-        return f"{type(optimizer).__name__} reads its state on the host in every step (it is not capturable)"
-    return None
-
-
-def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer) is torch.optim.SGD

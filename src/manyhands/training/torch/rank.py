@@ -12,16 +12,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.training.figures import Figures, together
 from manyhands.training.learner import Saved, Say
 from manyhands.training.loop import Loop
 from manyhands.training.order import Cursor, Window, epoch_order, windows
 from manyhands.training.run_folder import RunFolder
-from manyhands.training.torch import batch_norm, clock, feed, graph_step, metrics, precision, randomness, state
+from manyhands.training.torch import (
+    batch_norm,
+    capturable,
+    clock,
+    feed,
+    graph_step,
+    metrics,
+    precision,
+    randomness,
+    state,
+)
 from manyhands.training.torch.figures import modes_kept
-from manyhands.training.torch.graph_step import GraphStep
+from manyhands.training.torch.graph_step import GraphStep, fast_step
 from manyhands.training.torch.job import Job, numbers_for
 from manyhands.training.torch.metrics import Metrics
 from manyhands.training.torch.objective import placed
@@ -32,7 +41,6 @@ from manyhands.training.torch.step import EagerStep, evaluate
 from manyhands.training.torch.world import World
 
 _MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
-_COMPILE_PAYS = 40_000  # steps: compiling takes about 20 seconds, and saves about half a millisecond a step
 
 
 def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
@@ -57,7 +65,7 @@ class Rank:
         # Statistics over the whole batch need every rank in every layer, also one without samples.
         self.all_take_part = job.settings.batch_stats == "global" and world.size > 1
         self.model = self._place_model(job.model)
-        self.least = 2 if world.size > 1 and not self.all_take_part and _normalises(self.model) else 1
+        self.least = 2 if world.size > 1 and not self.all_take_part and graph_step.normalises(self.model) else 1
         self.objective = placed(job.objective, world.device, self.numbers.dtype)
         self.optimizer = job.make_optimizer(self.model)
         state.settle(self.optimizer)
@@ -117,30 +125,27 @@ class Rank:
                 self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 state.settle(self.optimizer)
 
-    def _make_graph(self) -> GraphStep | None:
-        """The fast step, where there can be one; else a note that says why not."""
-        settings = self.settings
-        reason = graph_step.why_not(self.data, self.optimizer, self.world.device, self.world.size, settings.accumulate)
-        if not settings.fast or reason is not None:
-            self.notes.append(f"plain steps: {reason if settings.fast else 'fast=False'}")
-            return None
-        assert isinstance(self.data, Arrays)
-        steps = settings.max_epochs * (self.data.count // settings.batch_size)
-        compiled = settings.compile if settings.compile is not None else steps >= _COMPILE_PAYS
-        self.notes.append(f"the whole step in one CUDA graph, kernels {'compiled' if compiled else 'as they are'}")
-        return GraphStep(
-            self.plain_step,
-            self.data,
-            settings.batch_size,
-            compiled=compiled,
-            changing_rate=self.job.schedule is not None,
-            side_lanes=settings.side_lanes,
-        )
+    def _begin(self) -> None:
+        """Before the first step, but not before the optimizer has the state of a checkpoint."""
+        settings, device, size = self.settings, self.world.device, self.world.size
+        reason = capturable.why_not(self.data, self.optimizer, device, size, settings.accumulate)
+        reason = reason if settings.fast else "fast=False"
+        # What tries steps out does so on the stream that they will be on: cuBLAS keeps memory for every other one, too.
+        with graph_step.on(graph_step.stream_of(device) if reason is None else None, device):
+            self._choose_precision()
+        if reason is None and isinstance(self.data, Arrays):
+            self.graph = fast_step(self.plain_step, self.data, settings, changing_rate=self.job.schedule is not None)
+            kernels = "compiled" if self.graph.compiled else "as they are"
+            self.notes.append(f"the whole step in one CUDA graph, kernels {kernels}")
+        else:
+            self.notes.append(f"plain steps: {reason}")
+        self._count_good_steps()
 
     def close(self) -> None:
         """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
         if self.graph is not None:
-            self.notes += [one for one in (self.graph.no_lanes, self.graph.not_compiled) if one is not None]
+            missing = (self.graph.no_norms, self.graph.no_lanes, self.graph.not_compiled)
+            self.notes += [one for one in missing if one is not None]
         if self.graph is not None and self.job.run is not None:
             with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
                 RunFolder(self.job.run).write_step(self.graph.explain())
@@ -153,11 +158,9 @@ class Rank:
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         """Every batch of the epoch that is left, with this rank's shard of it."""
-        if not self._begun:  # not before: a checkpoint's state of the optimizer comes in between
+        if not self._begun:
             self._begun = True
-            self._choose_precision()
-            self.graph = self._make_graph()
-            self._count_good_steps()
+            self._begin()
         if isinstance(self.data, Stream):
             yield from self._stream_shards(self.data, cursor)
             return
@@ -219,7 +222,7 @@ class Rank:
     def _count_good_steps(self) -> None:
         """Where bad batches are left out on a GPU, steps are counted there: one that was none is not counted."""
         if self.plain_step.spared is not None and self.world.device.type == "cuda":
-            graph_step.count_on_device(self.optimizer)
+            capturable.count_on_device(self.optimizer)
 
     def _set_rate(self, factor: float | None) -> None:
         if factor is None:
@@ -343,8 +346,3 @@ def _watched(batches: Iterator[Batch | None], alive: Callable[[], None]) -> Iter
     for batch in batches:
         yield batch
         alive()
-
-
-def _normalises(model: torch.nn.Module) -> bool:
-    """Whether a layer takes statistics over its shard: of a single sample there are none."""
-    return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())

@@ -92,9 +92,11 @@ class StreamLanes:
 class SideLanes(TorchDispatchMode):
     """``with SideLanes(lanes, 2): loss.backward()``: weight gradients on two side lanes, all joined at the end."""
 
-    def __init__(self, lanes: Lanes, count: int, *, most_held: int | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, lanes: Lanes, count: int, *, most_held: int | None = None, least_product: int = 0, device: str = "cpu"
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._lanes, self._count, self._most_held = lanes, count, most_held
+        self._lanes, self._count, self._most_held, self._least_product = lanes, count, most_held, least_product
         self._described = [Lane(device, number=number) for number in range(count + 1)]
         self.schedule: Schedule | None = None  # of the last backward pass
         self._begin()
@@ -130,7 +132,7 @@ class SideLanes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         what = straight.goes_aside(func, args)
-        if what is None:
+        if what is None or (func is _aten.mm.default and multiplications(*args) < self._least_product):
             return self._as_it_comes(func, args, kwargs)
         lane = len(self.aside) % self._count + 1
         self.aside.append(what)
@@ -145,7 +147,7 @@ class SideLanes(TorchDispatchMode):
 
     def _as_it_comes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """On the main lane, behind what it needs of others; or on the lane of the gradient that it goes on with."""
-        if _is_view(func):
+        if is_view(func):
             return func(*args, **kwargs)
         lane = _MAIN
         if func in _FOLLOWERS:
@@ -159,7 +161,7 @@ class SideLanes(TorchDispatchMode):
     def _issue(self, lane: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation on a lane, behind what other side lanes have to do with its memory."""
         given = self._memories((args, kwargs))
-        written = self._memories(_written(func, args, kwargs))
+        written = self._memories(written_by(func, args, kwargs))
         for one in given:
             for other, wrote in list(self._touched.get(one, {}).items()):
                 if other != lane and (wrote or one in written):
@@ -281,7 +283,12 @@ class _Held:
         return mark, free
 
 
-def _is_view(func: Any) -> bool:
+def multiplications(one: torch.Tensor, other: torch.Tensor) -> int:
+    """How many there are in a product of two matrices."""
+    return one.shape[0] * one.shape[1] * other.shape[1]
+
+
+def is_view(func: Any) -> bool:
     """Whether an operation gives another handle on the memory of an argument, and touches no memory."""
     infos = [argument.alias_info for argument in func._schema.arguments]
     infos += [result.alias_info for result in func._schema.returns]
@@ -289,7 +296,7 @@ def _is_view(func: Any) -> bool:
     return bool(known) and not any(info.is_write for info in known)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation's schema says it writes to."""
     found = []
     for number, argument in enumerate(func._schema.arguments):

@@ -59,8 +59,12 @@ class Numbers:
             return part
         if self.dtype is not None and part.is_floating_point():
             part = part.to(self.dtype)
-        images = self.channels_last and part.dim() == 4
-        return part.contiguous(memory_format=torch.channels_last) if images else part
+        if not self.channels_last or part.dim() != 4:
+            return part
+        part = part.contiguous(memory_format=torch.channels_last)
+        _, channels, height, width = part.shape
+        # Of one channel both orders are the same memory: only its strides say which one a convolution shall go on with.
+        return part.as_strided(part.shape, (height * width, 1, width, 1)) if channels == 1 else part
 
 
 class EagerStep:

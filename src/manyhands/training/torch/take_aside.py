@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from manyhands.training.torch import compiled_lanes
+from manyhands.training.torch.side_lanes import multiplications
 
 _aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
 # What may stand between a gradient and the results of the backward pass.
@@ -40,29 +41,30 @@ class TakeAside(CustomGraphPass):
     """Weight gradients to side lanes: ``torch.compile(f, options={"post_grad_custom_post_pass": TakeAside()})``.
 
     Of what the lanes read, about ``most_held`` bytes are held; beyond that the main lane waits for the oldest of them.
+    Products of less than ``least_product`` multiplications stay.
     """
 
-    def __init__(self, most_held: int | None = None) -> None:
-        self._most_held = most_held
+    def __init__(self, most_held: int | None = None, least_product: int = 0) -> None:
+        self._most_held, self._least_product = most_held, least_product
 
     def __call__(self, graph: Graph) -> None:
         if any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
-            _take_aside(graph, self._most_held)
+            _take_aside(graph, self._most_held, self._least_product)
 
     def uuid(self) -> bytes:
         """What was compiled with another state of these files is not this."""
         sources = [inspect.getsource(module) for module in (compiled_lanes, sys.modules[__name__])]
-        return hashlib.sha256(repr((self._most_held, sources)).encode()).digest()
+        return hashlib.sha256(repr((self._most_held, self._least_product, sources)).encode()).digest()
 
 
-def _take_aside(graph: Graph, most_held: int | None) -> None:
+def _take_aside(graph: Graph, most_held: int | None, least_product: int) -> None:
     output = next(node for node in graph.nodes if node.op == "output")
     results: list[Node] = []
     groups: list[_Group] = [_Group()]
     for node in list(graph.nodes):
         if node.target is _aten.convolution_backward.default and node.args[-1][1]:
             made, last = _convolution(graph, node, len(results) + 1)
-        elif node.target is _aten.mm.default:
+        elif node.target is _aten.mm.default and _multiplications(node) >= least_product:
             made, last = _product_of(graph, node, len(results) + 1)
         else:
             continue
@@ -130,6 +132,11 @@ def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]
     made = _put_in(graph, wanted, aside, dtype)
     graph.erase_node(node)
     return made, made[-1] if last is aside else last
+
+
+def _multiplications(node: Node) -> int:
+    one, other = (factor.meta["val"] for factor in node.all_input_nodes[:2])
+    return multiplications(one, other)
 
 
 def _product_of(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:

@@ -1,0 +1,263 @@
+"""Normalisation, addition and ReLU in one go: the same step, whatever the model does with what is in between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from side_lanes_cases import NoLanes
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from manyhands.training.torch import models
+from manyhands.training.torch.fused_norms import FusedNorms, is_clean
+from manyhands.training.torch.side_lanes import SideLanes
+
+X = torch.rand(6, 2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(6) % 3
+
+
+class Net(nn.Module):
+    """Convolution and normalisation, something that is given as a function, and a head."""
+
+    def __init__(self, between: Callable[..., torch.Tensor], **options: Any) -> None:
+        super().__init__()
+        self.between = between
+        self.first, self.second = nn.Conv2d(2, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.other = nn.BatchNorm2d(8, **options), nn.BatchNorm2d(8, **options)
+        self.head = nn.Linear(8, 3)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.head(self.between(self, x).mean((2, 3)))
+
+
+def residual(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = functional.relu(net.norm(x))
+    y = net.other(net.second(y))
+    y += x
+    return functional.relu(y)
+
+
+def out_of_place(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x + net.other(net.second(functional.relu(net.norm(x)))))
+
+
+def in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(net.other(net.second(functional.relu(net.norm(x), inplace=True))), inplace=True)
+
+
+def two_norms(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(net.norm(x) + net.other(net.second(x)))
+
+
+def before_activation(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return x + net.second(functional.relu(net.norm(x)))
+
+
+def no_relu(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return net.other(functional.gelu(net.norm(x)))
+
+
+def two_readers(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.norm(x)
+    return functional.relu(y) + torch.sigmoid(y) + y.flatten(2).mean(-1)[..., None, None]
+
+
+def view_of_it(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(net.norm(x)[:, :, 2:])
+
+
+def norm_of_norm(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(net.other(net.norm(x)))
+
+
+def twice_the_same(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.norm(x)
+    return functional.relu(y + y) + functional.relu(net.norm(x))
+
+
+def shortcut_changes(net: Net, x: torch.Tensor) -> torch.Tensor:
+    z = net.second(x)
+    y = net.norm(x) + z
+    z.mul_(2)
+    return functional.relu(y) + z
+
+
+def weight_changes(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.norm(x)
+    with torch.no_grad():
+        net.norm.bias.add_(1)
+    return functional.relu(y)
+
+
+def other_additions(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = torch.add(net.norm(x), x, alpha=2)
+    return functional.relu(y) + functional.relu(net.other(x) + 1) + functional.relu(net.other(x) + x.mean(0))
+
+
+def added_twice(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.norm(x)
+    y += x
+    y += net.second(x)
+    return functional.relu(y)
+
+
+def many_use_the_result(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = functional.relu(net.norm(x))
+    return functional.relu(net.other(net.second(y) + y)) + y
+
+
+def many_blocks(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Gradients come to a ReLU from two sides, and go on to two sides."""
+    for _ in range(3):
+        x = residual(net, x)
+    return net.second(x) + x
+
+
+def three_sides(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = functional.relu(net.norm(x))
+    return net.second(y) + net.second(y * 2) + y + functional.relu(net.other(y))
+
+
+def made_again(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(residual, net, x, use_reentrant=False)
+
+
+def held(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.kept = net.norm(x)
+    return functional.relu(net.kept)
+
+
+def frozen(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.other.eval()
+    return residual(net, x)
+
+
+WAYS = [
+    residual, out_of_place, in_place, two_norms, before_activation, no_relu, two_readers, view_of_it, norm_of_norm,
+    twice_the_same, shortcut_changes, weight_changes, other_additions, added_twice, many_use_the_result, many_blocks,
+    three_sides, made_again,
+    held, frozen,
+]  # fmt: skip
+
+
+def stepped(net: nn.Module, x: torch.Tensor, *modes: Any) -> list[torch.Tensor]:
+    """The loss, all gradients and all buffers of three steps; the weights stay."""
+    found = []
+    norms = [mode for mode in modes if isinstance(mode, FusedNorms)]
+    for _ in range(3):
+        net.zero_grad()
+        for mode in norms:
+            mode.begin(poison=True)
+        with norms[0] if norms else torch.enable_grad():
+            loss = functional.cross_entropy(net(x), Y[: len(x)])
+        if len(modes) == 2:
+            with modes[0], modes[1]:
+                loss.backward()
+        else:
+            with modes[0] if modes else torch.enable_grad():
+                loss.backward()
+        found += [loss.detach(), *(one.grad for one in net.parameters() if one.grad is not None)]
+        found += [one.clone() for one in net.buffers()]
+    return found
+
+
+def both(net: nn.Module, x: torch.Tensor = X, lanes: bool = False) -> tuple[FusedNorms, float]:
+    """A step as it is and one in one go: their largest difference."""
+    if x.dim() == 4:
+        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    plain = stepped(copy.deepcopy(net), x)
+    norms = FusedNorms()
+    modes = (SideLanes(NoLanes(), 2), norms) if lanes else (norms,)
+    ours = stepped(net, x, *modes)
+    assert len(plain) == len(ours)
+    apart = max(float((a.double() - b.double()).abs().max()) for a, b in zip(plain, ours, strict=True))
+    assert is_clean(ours)
+    return norms, apart
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_the_same_step(way: Callable[..., torch.Tensor], lanes: bool) -> None:
+    torch.manual_seed(1)
+    _, apart = both(Net(way).double(), lanes=lanes)
+    assert apart < 1e-13
+
+
+def test_what_is_in_one_go() -> None:
+    norms, _ = both(Net(lambda net, x: net.second(residual(net, x))).double())
+    assert norms.told == {
+        "batch normalisations": 2,
+        "with ReLU": 1,
+        "with addition and ReLU": 1,
+        "backward past the ReLU": 2,
+        "of them of a sum": 0,
+    }
+    assert "1 with addition and ReLU" in norms.explain()
+
+
+def test_what_is_held_is_written() -> None:
+    net, norms = Net(held).double(), FusedNorms()
+    x = X.to(memory_format=torch.channels_last)
+    net = net.to(memory_format=torch.channels_last)
+    stepped(net, x, norms)
+    assert net.kept is not None
+    ours = net.kept.detach().clone()
+    net(x)
+    torch.testing.assert_close(ours, net.kept.detach())
+
+
+def test_what_is_read_past_pytorch_is_found() -> None:
+    """By an address, as a kernel would: numbers that are no numbers come out."""
+
+    def past(net: Net, x: torch.Tensor) -> torch.Tensor:
+        y = net.norm(x)
+        return functional.relu(y) * torch.from_numpy(y.detach().numpy()).abs().mean()
+
+    net, norms = Net(past).double().to(memory_format=torch.channels_last), FusedNorms()
+    norms.begin(poison=True)
+    with norms:
+        loss = functional.cross_entropy(net(X.to(memory_format=torch.channels_last)), Y)
+    assert not is_clean([loss.detach()])
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}], ids=str)
+def test_norms_without(options: dict[str, Any]) -> None:
+    _, apart = both(Net(residual, **options).double())
+    assert apart < 1e-13
+
+
+def test_layers_without_channels_last_are_left_alone() -> None:
+    net, norms = Net(residual).double(), FusedNorms()
+    plain = stepped(copy.deepcopy(net), X)
+    for a, b in zip(plain, stepped(net, X, norms), strict=True):
+        assert torch.equal(a, b)
+    assert not norms.told
+
+
+@pytest.mark.parametrize("make", [models.small_resnet, models.resnet18], ids=lambda make: make.__name__)
+def test_whole_nets(make: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    net = make(3).double()
+    norms, apart = both(net, torch.rand(4, 1, 12, 12, dtype=torch.float64), lanes=True)
+    count = sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
+    told = norms.told
+    assert told["batch normalisations"] == told["with ReLU"] + told["with addition and ReLU"] == count
+    # Backward not those whose shortcut has a convolution, which takes the gradient first.
+    assert told["backward past the ReLU"] >= count * 0.7
+    assert told["of them of a sum"] >= 2
+    assert apart < 1e-11
+
+
+def test_rows_and_columns() -> None:
+    """Normalisation of vectors: rows of a matrix."""
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    norms, apart = both(net, torch.rand(6, 5, dtype=torch.float64))
+    assert apart < 1e-13
+    assert norms.told["with ReLU"] == 1
