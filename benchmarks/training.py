@@ -65,6 +65,7 @@ ROWS: dict[str, Callable[[Problem], Outcome]] = {
     **peers.PEERS,
     "manyhands-plain": lambda problem: manyhands(problem, fast=False),
     "manyhands-one-lane": lambda problem: manyhands(problem, compile=False, side_lanes=False),
+    "manyhands-pytorch-kernels": lambda problem: manyhands(problem, compile=False, own_kernels=False),
     "manyhands": lambda problem: manyhands(problem, compile=False),
     "manyhands-compiled-one-lane": lambda problem: manyhands(problem, compile=True, side_lanes=False),
     "manyhands-compiled": lambda problem: manyhands(problem, compile=True),
@@ -119,6 +120,7 @@ def compare(rows: list[str], problem: Problem) -> tuple[list[dict[str, Any]], li
         print(f"  {row}: {measured[-1]['seconds']:.3f} s {'; '.join(measured[-1]['notes'])}", flush=True)
         gc.collect()
         if problem.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # or the next row's memory would be counted with this one's
             torch.cuda.empty_cache()
     return measured, left_out
 
