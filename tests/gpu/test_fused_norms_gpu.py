@@ -1,0 +1,151 @@
+"""Batch normalisation in one go, in the trainer on a real GPU: as exact, the same every time, and within its memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+
+from manyhands import torch as mh  # noqa: E402
+from manyhands.backends import torch_norm_kernels  # noqa: E402
+from manyhands.training.torch import models  # noqa: E402
+from manyhands.training.torch.fused_norms import FusedNorms  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+COUNT = 320
+IMAGES = torch.rand(COUNT, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(10, (COUNT,), generator=torch.Generator().manual_seed(1))
+NETS = {"small resnet": models.small_resnet, "resnet-18": models.resnet18}
+
+
+@pytest.fixture(autouse=True)
+def _the_same_kernels() -> Any:
+    """What cuDNN takes for a convolution is chosen by rule, not by a race, and adds in one order."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_gradients_and_statistics_are_as_exact(name: str) -> None:
+    """As those of PyTorch's operations: as near to float64, whatever the bits."""
+    net = models.initialise(NETS[name](), seed=0).to(DEVICE, memory_format=torch.channels_last)
+    wide = copy.deepcopy(net).double()
+    x, y = IMAGES[:64].to(DEVICE).as_strided((64, 1, 28, 28), (784, 1, 28, 1)), LABELS[:64].to(DEVICE)
+    torch_norm_kernels.ready(DEVICE)
+
+    def stepped(norms: FusedNorms | None) -> Any:
+        own = copy.deepcopy(net)
+        if norms is not None:
+            norms.begin(poison=True)
+            norms.__enter__()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = cross_entropy(own(x).float(), y)
+        loss.backward()
+        if norms is not None:
+            norms.__exit__(None, None, None)
+        return flat([one.grad for one in own.parameters()]), flat(list(own.buffers()))
+
+    def flat(values: list[Any]) -> Any:
+        return torch.cat([one.double().flatten() for one in values])
+
+    cross_entropy(wide(x.double()), y).backward()
+    exact = flat([one.grad for one in wide.parameters()]), flat(list(wide.buffers()))
+    norms = FusedNorms()
+    plain, ours = stepped(None), stepped(norms)
+    count = sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
+    assert norms.told["batch normalisations"] == count
+    for one, other, right in zip(ours, plain, exact, strict=True):
+        assert bool(one.isfinite().all())
+        assert float((one - right).norm()) < 1.05 * float((other - right).norm()) + 1e-6 * float(right.norm())
+
+
+def trained(run: Path | None = None, **options: Any) -> tuple[dict[str, Any], Any]:
+    net = models.initialise(models.small_resnet(), seed=0)
+    trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=32, lr=0.05, precision="bf16", quiet=True, run=run, **options)
+    result = trainer.fit(net, (IMAGES, LABELS))
+    assert "one CUDA graph" in result.notes[0], result.notes
+    assert len(result.notes) == 1, result.notes
+    return net.state_dict(), result
+
+
+def test_training_with_and_without(tmp_path: Path) -> None:
+    ours, told = trained(tmp_path / "run")
+    again, _ = trained()
+    theirs, told_too = trained(tmp_path / "other", own_kernels=False)
+    assert all(torch.equal(ours[key], again[key]) for key in ours), "not the same every time"
+    assert told.rows[-1]["train_loss"] == pytest.approx(told_too.rows[-1]["train_loss"], rel=0.1)
+    assert int(ours["1.num_batches_tracked"]) == int(theirs["1.num_batches_tracked"]) == 30
+    words = (tmp_path / "run" / "step.txt").read_text()
+    assert "in kernels of their own: 7 batch normalisations" in words
+    assert re.search(r"at once: \d+ casts of weights, 7 counts of batches", words)
+    assert "in kernels of their own" not in (tmp_path / "other" / "step.txt").read_text()
+
+
+def test_a_kernel_that_reads_past_pytorch_is_found() -> None:
+    """A model with a compiled part: what is only noted would be garbage there. The step is made without notes then."""
+    torch._dynamo.reset()
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 10)
+            self.part = torch.compile(lambda y: torch.relu(y) + torch.tanh(y))
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.part(self.norm(self.conv(x))).mean((2, 3)))
+
+    found = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        net = Partly()
+        trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, lr=0.05, quiet=True, own_kernels=own)
+        found.append(trainer.fit(net, (IMAGES, LABELS)).rows[-1]["train_loss"])
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+def test_memory_is_within_one_copy_of_the_gradients_over_plain_ddp(tmp_path: Path) -> None:
+    images, labels = torch.rand(1024, 1, 28, 28), torch.randint(10, (1024,))
+    net = models.resnet18()
+    gradients = sum(one.numel() * one.element_size() for one in net.parameters())
+
+    def clean() -> None:
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    clean()
+    before = torch.cuda.memory_allocated()
+    torch.distributed.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        own = copy.deepcopy(net).to(DEVICE, memory_format=torch.channels_last)
+        ddp = nn.parallel.DistributedDataParallel(own, device_ids=[0])
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, fused=True)
+        for start in range(0, 1024, 256):
+            x = images[start : start + 256].to(DEVICE, memory_format=torch.channels_last)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = cross_entropy(ddp(x), labels[start : start + 256].to(DEVICE))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        plain = torch.cuda.max_memory_allocated() - before
+    finally:
+        torch.distributed.destroy_process_group()
+    del own, ddp, optimizer, loss, x
+    clean()
+    before = torch.cuda.memory_allocated()
+    mh.Trainer(2, devices=["gpu:0"], batch_size=256, lr=0.1, quiet=True).fit(net, (images, labels))
+    ours = torch.cuda.max_memory_allocated() - before
+    print(f"DistributedDataParallel {plain / 1e6:.0f} MB, manyhands {ours / 1e6:.0f} MB")
+    assert ours <= plain + gradients
