@@ -105,7 +105,11 @@ def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
         return (_Same(tensor),)
     # A parameter is read where it is, so another one, elsewhere, is another call.
     place = tensor.data_ptr() if type(tensor) is nn.Parameter else None
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, place)
+    # A lazy sign: the same memory stands for other numbers.
+    signs = tensor.is_conj(), tensor.is_neg()
+    gradient = tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
+    form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return (type(tensor), *form, *signs, gradient, place)
 
 
 def _key(leaf: Any) -> Any:
@@ -154,6 +158,7 @@ def modes() -> tuple[Any, ...]:
         torch.get_autocast_dtype("cpu") if cast and torch.is_autocast_enabled("cpu") else None,
         _device.CURRENT_DEVICE,
         forward_ad._current_level,
+        torch._C._functorch.maybe_current_level(),
         torch._C._get_tracing_state() is None,
         _capturing(),
     )

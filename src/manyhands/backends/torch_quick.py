@@ -59,6 +59,7 @@ class _Writer:
         self._lines: list[str] = []
         self._tensors: dict[int, str] = {}
         self._storages: list[str] = []
+        self._gradients: list[str] = []  # what tensors that want gradients are asked: the function may look at theirs
         self._fixed: list[str] = []  # what parameters are asked: they stay where they are
         self._names: dict[str, Any] = {"modes": torch_call.modes, "seen": [None]}
         self._count = 0
@@ -111,6 +112,10 @@ class _Writer:
         self._tensors[id(tensor)] = name
         if type(tensor) is nn.Parameter:
             self._fixed.append(f"{name}.data_ptr() != {tensor.data_ptr()}")
+        if tensor.requires_grad:
+            self._gradients.append(f"{name}.is_leaf is not {tensor.is_leaf}")
+            if tensor.is_leaf:
+                self._gradients.append(f"({name}.grad is None) is not {tensor.grad is None}")
         if tensor.numel():  # an empty one has no memory to share
             self._storages.append(f"{name}.data_ptr() - {name}.storage_offset() * {tensor.element_size()}")
 
@@ -119,6 +124,8 @@ class _Writer:
         self._refuse_if(f"modes() != {self._name(torch_call.modes())}")
         if names:
             self._refuse_if(f"not {self._name(_check(self._call.tensors))}({', '.join(names)})")
+            for question in self._gradients:
+                self._refuse_if(question)
             self._lines.append(f"places = {', '.join(f'{name}.data_ptr()' for name in names)},")
             questions = [*self._fixed, *self._shared()]
             inner = [f"    if {question}: return None" for question in questions]

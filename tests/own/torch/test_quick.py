@@ -20,14 +20,36 @@ from manyhands.engine.parallel import Parallel
 BASE = torch.arange(24.0)
 PARAMETER = nn.Parameter(torch.ones(2, 3))
 LAYER = nn.Linear(2, 2)
+COMPLEX = torch.ones(2, 3, dtype=torch.complex64)
+with torch.inference_mode():
+    INFERRED = torch.ones(2, 3)
+
+
+class Special(torch.Tensor):
+    """A tensor with more to it."""
+
+
+def with_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.grad = torch.ones_like(tensor)
+    return tensor
+
+
 LEAVES: list[Callable[[], Any]] = [
     lambda: torch.ones(2, 3),
     lambda: torch.ones(3, 2),
     lambda: torch.ones(3, 2).t(),
     lambda: torch.ones(2, 3, dtype=torch.float64),
     lambda: torch.ones(2, 3, requires_grad=True),
+    lambda: torch.ones(2, 3, requires_grad=True) * 1,
+    lambda: with_gradient(torch.ones(2, 3, requires_grad=True)),
     lambda: nn.Parameter(torch.ones(2, 3)),
+    lambda: with_gradient(nn.Parameter(torch.ones(2, 3))),
     lambda: PARAMETER,
+    lambda: torch._neg_view(torch.ones(2, 3)),
+    lambda: torch.ones(2, 3).as_subclass(Special),
+    lambda: COMPLEX,
+    lambda: COMPLEX.conj(),
+    lambda: INFERRED,
     lambda: BASE[:6].view(2, 3),
     lambda: BASE[6:12].view(2, 3),
     lambda: torch.ones(0),
@@ -105,6 +127,33 @@ def test_an_ordinary_call_is_recognised_and_a_changed_one_is_not() -> None:
         with scope:
             assert not known()
     assert known()
+
+
+def test_what_is_told_apart_though_it_has_the_same_form() -> None:
+    """By the signature: lazy signs, types, gradients that are there, transformations."""
+
+    def signature(x: Any) -> Any:
+        return torch_parallel.call((x,), {}).signature
+
+    plain, wanting = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
+    assert signature(COMPLEX) != signature(COMPLEX.conj())
+    assert signature(plain) != signature(torch._neg_view(plain))
+    assert signature(plain) != signature(plain.as_subclass(Special))
+    assert signature(wanting) != signature(with_gradient(torch.ones(2, 3, requires_grad=True)))
+    seen = []
+    torch.vmap(lambda x: seen.append(signature(x)) or x)(torch.ones(4, 2, 3))
+    assert seen != [signature(plain)]
+
+
+def test_a_gradient_that_is_there_now() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.detach() * (2 if x.grad is None else 3)
+
+    fast = Parallel(function, torch_parallel, synchronous=True)
+    x = torch.ones(2, requires_grad=True)
+    for gradient, expected in ((None, 2), (torch.ones(2), 3), (None, 2), (torch.ones(2), 3)):
+        x.grad = gradient
+        assert fast(x).tolist() == [expected] * 2
 
 
 def test_the_order_of_a_dict_counts() -> None:
