@@ -8,17 +8,20 @@ goes to the host, and the only way where the CPU computes in between, or numbers
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.fx import Node
 
 from manyhands.backends.torch_lanes import Plan, Stamps, generate, gpu_lanes, on_cpu
 from manyhands.backends.torch_trace import Trace
 
 _LIKELY = 32  # calls in a row whose arguments are in the same places; more than those that a plan is tried with
+_LITTLE = 1 / 100  # of the device's memory: results that may be there twice, once for each graph of a run
 _MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be copied on the host for too long
 
 
@@ -147,8 +150,9 @@ class GraphRun:
     """A run captured in one CUDA graph. Parameters are read in place, other arguments are copied in.
 
     Where the arguments of many calls in a row lie in the same places, a second graph is captured that reads and writes
-    them there: nothing is copied any more. It shares the first one's memory, and keeps the arguments' memory from being
-    given to others.
+    them there: nothing is copied any more. It shares the first one's memory, but for results, which were there when it
+    was captured: a result of either graph may be the next call's argument. It keeps no argument: it is only replayed
+    for one that is in this place, whoever had the memory meanwhile.
 
     There is one memory for all replays: who calls it from several threads sees to it that one comes after the other.
     """
@@ -161,6 +165,7 @@ class GraphRun:
         self._written = _written_inputs(trace)
         # The graph knows addresses: that memory is kept, whatever becomes of the tensors.
         self._kept = [value.detach() for value in trace.constant_values()]
+        self._changed = _written_constants(trace)
         streams = _streams(plan, devices)
         self._first = first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
         self._issue = generate(trace, plan, streams, static=True).build()
@@ -178,14 +183,18 @@ class GraphRun:
         self._last: list[int] = []  # where the arguments of the last call were, and for how many calls in a row
         self._times = 0
         self._places: list[int] | None = None
-        self._in_place: tuple[Any, list[Any], list[torch.Tensor]] | None = None
+        self._in_place: tuple[torch.cuda.CUDAGraph, list[Any]] | None = None
 
     def _captured(self, inputs: Sequence[torch.Tensor], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating and copying meanwhile, as those that load data do.
         how: Any = {"stream": self._first, "pool": pool, "capture_error_mode": "thread_local"}
-        with _as_traced(self._devices, self._first), torch.cuda.graph(graph, **how):
-            outputs: list[Any] = self._issue(inputs)
+        try:
+            with _as_traced(self._devices, self._first), torch.cuda.graph(graph, **how):
+                outputs: list[Any] = self._issue(inputs)
+        except BaseException:
+            let_draw_again(self._device)
+            raise
         return graph, outputs
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -197,12 +206,14 @@ class GraphRun:
         places = [given.data_ptr() for given in inputs]
         if places == self._places:
             assert self._in_place is not None
-            graph, outputs, _ = self._in_place
+            graph, outputs = self._in_place
             graph.replay()
         else:
             self._replay_with_copies(inputs)
             outputs = self.outputs
             self._note(places, inputs)
+        if changed := [*self._changed, *(inputs[number] for number in self._written)]:
+            increment_version(changed)  # as writing operation by operation does: a later backward pass has to know
         if self._from_host:
             self._over.record(stream)
         if self._to_host:
@@ -223,28 +234,48 @@ class GraphRun:
             torch._foreach_copy_(into, source)
         self.graph.replay()
         for number in self._written:
-            if inputs[number].data_ptr() != self._static[number].data_ptr():
-                inputs[number].detach().copy_(self._static[number])
+            given = inputs[number]
+            # A result of the call before, given as argument, is this call's result now.
+            if given.data_ptr() != self._static[number].data_ptr() and not _share(given, self.outputs):
+                given.detach().copy_(self._static[number])
 
     def _note(self, places: list[int], inputs: Sequence[torch.Tensor]) -> None:
         """Count the calls whose arguments stay where they are; read them in place when that has become likely."""
         self._times = self._times + 1 if places == self._last else 0
         self._last = places
-        on_gpu = all(tensor.is_cuda for tensor in inputs)
-        if self._times != _LIKELY or self._in_place is not None or not on_gpu:
+        if self._times != _LIKELY or self._in_place is not None or not self._pays(places, inputs):
             return
-        here = [tensor.detach() for tensor in inputs]
-        try:
-            self._in_place = *self._captured(here, self.graph.pool()), here
+        with suppress(RuntimeError):  # nothing is lost: they are copied as before
+            self._in_place = self._captured([tensor.detach() for tensor in inputs], self.graph.pool())
             self._places = places
-        except RuntimeError:  # nothing is lost: they are copied as before
-            let_draw_again(self._device)
+
+    def _pays(self, places: list[int], inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether something is copied that need not be, and the results take little memory a second time."""
+        if not all(tensor.is_cuda for tensor in inputs) or places == [own.data_ptr() for own in self._static]:
+            return False
+        again = sum(one.untyped_storage().nbytes() for one in self.outputs if isinstance(one, torch.Tensor))
+        return again <= _LITTLE * torch.cuda.get_device_properties(self._device).total_memory
 
 
 def let_draw_again(device: torch.device) -> None:
-    """Give the GPU's random numbers a state of their own again: a capture that failed may still hold theirs."""
-    generator = torch.cuda.default_generators[device.index or 0]
-    generator.graphsafe_set_state(generator.clone_state())
+    """After a capture that failed: the GPU's random numbers may still be thought to be in it.
+
+    A capture that succeeds takes and gives back the same numbers, so that graphs captured before keep theirs. Where
+    there can be none, they get a state of their own, which other graphs know nothing of.
+    """
+    try:
+        with torch.cuda.device(device), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                pass
+    except RuntimeError:
+        generator = torch.cuda.default_generators[device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def _share(one: torch.Tensor, others: Sequence[Any]) -> bool:
+    memory = one.untyped_storage().data_ptr()
+    return any(isinstance(other, torch.Tensor) and other.untyped_storage().data_ptr() == memory for other in others)
 
 
 def _static(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,3 +291,9 @@ def _static(tensor: torch.Tensor) -> torch.Tensor:
 def _written_inputs(trace: Trace) -> list[int]:
     written = frozenset().union(*(step.task.writes for step in trace.steps))
     return [number for number, node in enumerate(trace.inputs) if trace.storages[node] & written]
+
+
+def _written_constants(trace: Trace) -> list[torch.Tensor]:
+    written = frozenset().union(*(step.task.writes for step in trace.steps))
+    found = [getattr(trace.module, str(node.target)) for node in trace.constants if trace.storages[node] & written]
+    return [value for value in found if isinstance(value, torch.Tensor) and not value.is_inference()]

@@ -1,0 +1,156 @@
+"""A captured run that reads its arguments where they are: whose memory that is, and what becomes of it meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_parallel_gpu import GPU, assert_same  # noqa: E402
+
+from manyhands.backends import torch_parallel, torch_runs  # noqa: E402
+from manyhands.engine.parallel import Parallel  # noqa: E402
+
+MANY = torch_runs._LIKELY + 8
+
+
+def graph_run_of(fast: Parallel) -> Any:
+    """The run behind a planned function's last call."""
+    replay: Any = fast._must_have_run().run
+    (run,) = (cell.cell_contents for cell in replay.__closure__ if isinstance(cell.cell_contents, torch_runs.GraphRun))
+    return run
+
+
+def test_a_result_is_the_next_argument() -> None:
+    """Results of either graph of a run: what is read in place is overwritten by nobody meanwhile."""
+
+    def function(x: Any) -> Any:
+        for _ in range(4):
+            x = torch.stack([(x @ x).sin(), (x.t() @ x).cos(), x.tanh()]).mean(0)
+        return x
+
+    fast = Parallel(function, torch_parallel, reuse_outputs=True)
+    ours = theirs = torch.randn(96, 96, device=GPU)
+    for _ in range(2 * MANY):
+        ours, theirs = fast(ours), function(theirs)
+        assert_same(ours, theirs)
+    assert graph_run_of(fast)._in_place is not None
+
+
+def test_a_result_that_is_written_to_as_the_next_argument() -> None:
+    def function(x: Any) -> Any:
+        x.mul_(0.5)
+        return (x @ x).sin() + x
+
+    fast = Parallel(function, torch_parallel, reuse_outputs=True)
+    start = torch.randn(96, 96, device=GPU)
+    ours, theirs = start.clone(), start.clone()
+    for _ in range(2 * MANY):
+        ours, theirs = fast(ours), function(theirs)
+        assert_same(ours, theirs)
+
+
+def test_arguments_that_die_are_not_kept() -> None:
+    """Each call has a fresh argument; where the memory is given again, it is read in place nevertheless."""
+
+    def function(x: Any, y: Any) -> Any:
+        return (x @ y).sin(), (y @ x).cos()
+
+    fast = Parallel(function, torch_parallel)
+    for number in range(2 * MANY):
+        x, y = (torch.full((256, 256), value, device=GPU) for value in (number / 100, 1 / (number + 1)))
+        assert_same(fast(x, y), function(x, y))
+        del x, y
+        torch.cuda.synchronize()
+        if number == 1:
+            before = torch.cuda.memory_allocated()
+    assert graph_run_of(fast)._in_place is not None
+    assert torch.cuda.memory_allocated() <= before + 2 * 256 * 256 * 4  # the results of the second graph
+
+
+def test_nothing_is_captured_again_where_nothing_is_copied() -> None:
+    w = torch.randn(64, 64, device=GPU)
+    fast = Parallel(lambda: [w @ w, (w * 2) @ w], torch_parallel)
+    for _ in range(2 * MANY):
+        assert_same(fast(), [w @ w, (w * 2) @ w])
+    assert graph_run_of(fast)._in_place is None
+
+
+def test_what_is_written_to_has_another_version() -> None:
+    """A backward pass that has saved it must not take the new numbers for the old ones."""
+    total = torch.zeros(64, 64, device=GPU)
+
+    def function(x: Any) -> Any:
+        x.mul_(0.5)
+        total.add_(x @ x)
+        return x @ total
+
+    fast = Parallel(function, torch_parallel)
+    x = torch.randn(64, 64, device=GPU)
+    for _ in range(2 * MANY):
+        weight = torch.ones(64, 64, device=GPU, requires_grad=True)
+        for saved in (x, total):
+            loss = (weight * saved).sum()
+            fast(x)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_capture_that_fails_later_breaks_nothing(monkeypatch: pytest.MonkeyPatch, draws: bool) -> None:
+    """Not this run, nor another function's graph, nor the random numbers of anybody."""
+
+    def function(x: Any) -> Any:
+        y = torch.rand_like(x) if draws else x.sin()
+        return x @ y, (x * 2) @ x
+
+    def other(x: Any) -> Any:
+        return torch.rand_like(x) @ x, x @ x
+
+    fast, beside = (Parallel(one, torch_parallel) for one in (function, other))
+    x = torch.randn(64, 64, device=GPU)
+    fast(x)
+    beside(x)
+    run = graph_run_of(fast)
+    issue, failed = run._issue, []
+
+    def fails(inputs: Any) -> Any:
+        issue(inputs)
+        failed.append(1)
+        torch.cuda.current_stream().synchronize()  # no capture can have that
+
+    monkeypatch.setattr(run, "_issue", fails)
+    for number in range(2 * MANY):
+        for ours, plain in ((fast, function), (beside, other)):
+            torch.manual_seed(number)
+            found = [*ours(x), torch.rand(3, device=GPU)]
+            torch.manual_seed(number)
+            assert_same(found, [*plain(x), torch.rand(3, device=GPU)])
+    assert failed
+    assert run._in_place is None
+
+
+def test_a_conjugated_argument_in_the_same_place() -> None:
+    fast = Parallel(lambda z: (z @ z, z * 2), torch_parallel)
+    z = torch.randn(64, 64, device=GPU, dtype=torch.complex64)
+    for one in [z] * MANY + [z.conj()] * MANY + [z, z.conj()]:
+        assert_same(fast(one), (one @ one, one * 2))
+
+
+def test_an_argument_that_is_also_taken_from_outside() -> None:
+    base = torch.randn(64, 64, device=GPU)
+
+    def function(x: Any) -> Any:
+        x.add_(1)
+        return base @ base, x @ x
+
+    fast = Parallel(function, torch_parallel)
+    fast(torch.randn(64, 64, device=GPU))
+    start = base.clone()
+    ours = fast(base)
+    after = base.clone()
+    base.copy_(start)
+    assert_same(ours, function(base))
+    assert_same(after, base)
