@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands import machine
 from manyhands.backends.torch_trace import Trace
+from manyhands.backends.torch_virtual import inside
 
 # What people would write instead of several calls of one operation.
 _BATCHED = {
@@ -38,6 +39,32 @@ def footprint(found: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[i
     given = frozenset(m for node in [*found.inputs, *found.constants] for m in found.storages[node])
     results = frozenset(m for value in found.outputs if isinstance(value, Node) for m in found.storages[value])
     return sizes, given & sizes.keys(), results & sizes.keys()
+
+
+def written_memories(found: Trace) -> frozenset[int]:
+    """Of what the caller has: arguments and tensors from outside."""
+    given = frozenset().union(*(found.storages[node] for node in [*found.inputs, *found.constants]))
+    return given.intersection(*[frozenset().union(*(step.task.writes for step in found.steps))])
+
+
+def mixing(found: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+    """Tells of a call's tensors whether one shares memory with a tensor from outside, and either is written to.
+
+    A trace takes them for two memories. None where that cannot be, or does no harm.
+    """
+    written = written_memories(found)
+    outside = {node: getattr(found.module, str(node.target)) for node in found.constants}
+    places = {node: _memory(value) for node, value in outside.items() if isinstance(value, torch.Tensor)}
+    changed = {place for node, place in places.items() if found.storages[node] & written} - {0}
+    every = set(places.values()) - {0}
+    asked = [every if found.storages[node] & written else changed for node in found.inputs]
+    if not any(asked):
+        return None
+    return lambda tensors: any(_memory(one) in places for one, places in zip(tensors, asked, strict=True) if places)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return inside(tensor).untyped_storage().data_ptr()
 
 
 def copied_bytes(tensors: Sequence[torch.Tensor]) -> int:

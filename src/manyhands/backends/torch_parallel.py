@@ -17,7 +17,14 @@ from manyhands.backends import torch_costs, torch_exact, torch_threads, torch_tr
 from manyhands.backends.exactness import Verdict
 from manyhands.backends.torch_call import Call, call, trace
 from manyhands.backends.torch_costs import cost_keys, estimated, hardware, measured, rates, tasks
-from manyhands.backends.torch_facts import batch_hint, copied_bytes, device_memory, footprint
+from manyhands.backends.torch_facts import (
+    batch_hint,
+    copied_bytes,
+    device_memory,
+    footprint,
+    mixing,
+    written_memories,
+)
 from manyhands.backends.torch_fuse import fuse
 from manyhands.backends.torch_lanes import Plan, let_go_at, plan_of
 from manyhands.backends.torch_quick import recogniser
@@ -69,17 +76,11 @@ def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def _written(found: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The arguments and the tensors from outside that the function writes to."""
-    written = _written_memories(found)
+    written = written_memories(found)
     places = [*zip(found.inputs, tensors, strict=True)]
     places += [(node, getattr(found.module, str(node.target))) for node in found.constants]
     changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and found.storages[node] & written}
     return list(changed.values())
-
-
-def _written_memories(found: Trace) -> frozenset[int]:
-    """Of what the caller has: arguments and tensors from outside."""
-    given = frozenset().union(*(found.storages[node] for node in [*found.inputs, *found.constants]))
-    return given.intersection(*[frozenset().union(*(step.task.writes for step in found.steps))])
 
 
 def expected(found: Trace, one: Call, plainly: Run) -> list[Any]:
@@ -143,7 +144,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def can_be_repeated(found: Trace) -> bool:
     """Whether a run that broke off can be done again: it has written to nothing of the caller's."""
-    return not _written_memories(found)
+    return not written_memories(found)
 
 
 def random_devices(found: Trace) -> list[str]:
@@ -342,6 +343,7 @@ __all__ = [
     "hardware",
     "let_go_at",
     "measured",
+    "mixing",
     "plan_of",
     "rates",
     "recogniser",

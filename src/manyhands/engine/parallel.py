@@ -218,10 +218,13 @@ class Parallel:
         as_they_are = self.reuse_outputs or run.fresh
         sharing = backend.results_share(found)
         random = backend.random_devices(found)
+        mixing = backend.mixing(found)
         # What is not the caller's already is in one memory for all calls: until it is copied, nobody else may run.
         alone = nullcontext() if run.fresh else threading.Lock()
 
         def replay(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            if mixing is not None and mixing(tensors):  # a schedule knows nothing of it
+                return self._plainly(tensors, arguments, keywords)
             before = backend.random_state(random) if random else None
             try:
                 with alone:

@@ -157,6 +157,28 @@ def test_arguments_that_share_memory() -> None:
     assert apart[0].tolist() == [2, 2, 2, 2]
 
 
+def test_an_argument_that_is_also_taken_from_outside() -> None:
+    """The trace takes it for two memories, which nothing orders: such a call is run as it is written."""
+    base, other = torch.zeros(4), torch.ones(4)
+
+    def function(x: torch.Tensor) -> Any:
+        x.add_(1)
+        return rests(base) * 2, other + 1
+
+    fast = mh.parallel(function, synchronous=True)
+    fast(torch.ones(4))
+    planned = fast._must_have_run()
+    assert torch_parallel.mixing(trace := torch_parallel.trace(function, torch_parallel.call((other,), {}))) is not None
+    assert [torch_parallel.mixing(trace)([one]) for one in (base, other, torch.ones(4))] == [True, True, False]
+    plainly = []
+    fast.function = lambda x: plainly.append(x) or function(x)
+    assert fast(base)[0].tolist() == [2, 2, 2, 2]
+    assert fast(base[1:].clone().new_ones(4))[0].tolist() == [2, 2, 2, 2]
+    assert [one is base for one in plainly] == [True]
+    assert fast._must_have_run() is planned
+    assert torch_parallel.mixing(torch_parallel.trace(lambda x: x + base, torch_parallel.call((other,), {}))) is None
+
+
 def test_results_that_are_arguments_are_the_same_objects() -> None:
     x, w = torch.ones(2), nn.Parameter(torch.ones(2))
 
