@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from manyhands import machine
 from manyhands.backends import torch_threads, torch_trace
 from manyhands.backends.torch_native import native
-from manyhands.backends.torch_runs import Gpus
+from manyhands.backends.torch_runs import Gpus, let_draw_again
 from manyhands.backends.torch_trace import Step, Trace
 from manyhands.backends.torch_virtual import no_hooks
 from manyhands.task import Task
@@ -64,8 +64,8 @@ def measured(found: Trace, number: int, device: Gpus | None) -> tuple[float, flo
         if device is None or step.task.device == "cpu":
             with no_hooks():
                 return _on_cpu(step)
-        if not step.task.writes - step.task.reads or all(memory < 1 << 20 for memory in step.task.writes):
-            return 0.0, 0.0  # a view
+        if all(0 <= memory < 1 << 20 for memory in step.task.writes):
+            return 0.0, 0.0  # a view: it makes a handle (torch_trace), and writes to no memory
         return None if step.task.kind != "compute" else _on_gpu(step, _gpu(step))
     except Exception:  # an operation that does not take made-up numbers
         return None
@@ -128,10 +128,14 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
     work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # an operation that launches nothing costs nothing
-        with torch.cuda.graph(graph):
-            kept = work()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # what launches nothing costs nothing
+            with torch.cuda.graph(graph):
+                kept = work()
+    except BaseException:
+        let_draw_again(device)
+        raise
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
     begin.record()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from test_parallel_cpu import traced
 
-from manyhands.backends import torch_parallel
+from manyhands.backends import torch_costs, torch_parallel
 from manyhands.engine.parallel import Parallel
 
 pytestmark = pytest.mark.skipif(torch._C._len_torch_dispatch_stack() > 0, reason="costs here are those of the CPU")
@@ -53,3 +54,27 @@ def test_tf32_is_another_cost_and_another_plan(what: Any) -> None:
         seen.append((torch_parallel.hardware(None), torch_parallel.call((torch.rand(2),), {}).signature))
     assert seen[0][0] != seen[1][0]
     assert seen[0][1] != seen[1][1]
+
+
+def test_what_writes_in_place_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a tensor from outside, to an argument, to a value of its own; on a GPU only views cost nothing."""
+    total = torch.zeros(4, 4)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        y.mul_(2)
+        total.add_(y)
+        torch._foreach_mul_([total], 2)
+        x.t().sub_(y[0])
+        return torch.stack([y.t(), x])
+
+    found, _ = traced(function, torch.ones(4, 4))
+    for step in found.steps:
+        step.task = dataclasses.replace(step.task, device="gpu:0")
+    monkeypatch.setattr(torch_costs, "_on_gpu", lambda step, device: (1.0, 1.0))
+    costs: dict[Any, list[str]] = {}
+    for number, step in enumerate(found.steps):
+        cost = torch_costs.measured(found, number, (torch.device("cuda:0"),))
+        costs.setdefault(cost, []).append(step.task.name)
+    assert sorted(costs[0.0, 0.0]) == ["select", "t", "t"]
+    assert {"mul_", "add_", "sub_", "_foreach_mul_"} <= set(costs[1.0, 1.0])
