@@ -27,7 +27,7 @@ from manyhands.errors import CannotTrace
 from manyhands.task import Kind, Task
 
 _aten = torch.ops.aten
-# Operations that write to arguments without their schema saying so: the running statistics of batch normalisation.
+# Operations that write to arguments, in training, without their schema saying so: batch normalisation's statistics.
 _HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
     _aten.native_batch_norm.default: (3, 4),
     _aten.cudnn_batch_norm.default: (3, 4),
@@ -221,7 +221,7 @@ def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found |= _of_argument(node, number, argument.name, storages)
     for number in _HIDDEN_WRITES.get(node.target, ()):
-        found |= _of_argument(node, number, "", storages)
+        found |= _of_argument(node, number, "", storages) if node.args[5] else set()
     return found
 
 

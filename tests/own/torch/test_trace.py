@@ -68,6 +68,9 @@ def test_batch_normalisation_writes_its_running_statistics() -> None:
     assert constants[layer.running_mean.data_ptr()] <= written  # type: ignore[union-attr]
     assert constants[layer.running_var.data_ptr()] <= written  # type: ignore[union-attr]
     assert constants[layer.num_batches_tracked.data_ptr()] <= task(found, "add_").writes  # type: ignore[union-attr]
+    layer.eval()  # then it only reads them
+    found = traced(lambda x: layer(x).detach(), X)
+    assert not any(task(found, "native_batch_norm").writes & found.storages[node] for node in found.constants)
 
 
 def test_random_numbers_keep_their_order_even_if_nobody_takes_them() -> None:
