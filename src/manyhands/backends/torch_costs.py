@@ -22,8 +22,8 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from manyhands import machine
-from manyhands.backends import torch_threads, torch_trace
-from manyhands.backends.torch_native import native
+from manyhands.backends import torch_threads
+from manyhands.backends.torch_native import native, node_key
 from manyhands.backends.torch_runs import Gpus, let_draw_again
 from manyhands.backends.torch_trace import Step, Trace
 from manyhands.backends.torch_virtual import no_hooks
@@ -54,7 +54,7 @@ def hardware(device: Gpus | None) -> str:
 
 def cost_keys(found: Trace) -> list[str]:
     """Equal for operations that cost the same."""
-    return [hashlib.sha256(repr(torch_trace.node_key(step.node)).encode()).hexdigest()[:24] for step in found.steps]
+    return [hashlib.sha256(repr(node_key(step.node)).encode()).hexdigest()[:24] for step in found.steps]
 
 
 def measured(found: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:

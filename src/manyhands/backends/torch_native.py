@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from manyhands.backends.torch_trace import node_key
-
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
 _MANY = 4096
 _known: dict[Any, Callable[..., Any]] = {}
@@ -107,3 +105,19 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     return type(one) is type(other) and bool(one == other)
+
+
+def node_key(node: Node) -> tuple[Any, ...]:
+    """The same for operations that take equally long: what is called, and with tensors of which form."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Node):
+            meta = value.meta.get("val")
+            if not isinstance(meta, torch.Tensor):
+                return str(type(meta))
+            return tuple(meta.shape), meta.stride(), str(meta.dtype), str(meta.device)
+        if isinstance(value, (list, tuple)):
+            return tuple(described(one) for one in value)
+        return repr(value)
+
+    return (str(node.target), described(node.args), tuple((k, described(v)) for k, v in node.kwargs.items()))

@@ -170,13 +170,19 @@ def described(module: GraphModule, structure: Any) -> Trace:
         node.meta.setdefault("val", getattr(module, str(node.target)))
     storages: dict[Node, frozenset[int]] = {}
     handles: dict[Any, frozenset[int]] = {}
+    outside: dict[int, frozenset[int]] = {}
     for number, node in enumerate(nodes):
         shared = _aliased(node, storages)
         # A view touches no memory of its own; this stands for the handle itself, so that its users come after it. A
         # part of several views (split, unbind) comes with the handle of the whole.
         part = node.target is operator.getitem
         handles[node] = handles.get(node.args[0], frozenset()) if part else frozenset({number} if shared else ())
-        storages[node] = _storages(node, module) | shared | handles[node]
+        own = frozenset[int]().union(*(outside.get(one, {one}) for one in _storages(node, module)))
+        known = frozenset(one for one in shared if one < 0)
+        if known and all(one.alias_info is not None for one in node.target._schema.returns):
+            outside.update(dict.fromkeys(own, known))  # the fake memory of a tensor from outside, which has a number
+            own = known
+        storages[node] = own | shared | handles[node]
     steps: list[Step] = []
     step_of: dict[Node, Step] = {}
     for node in nodes:
@@ -277,22 +283,6 @@ def _name(device: torch.device) -> str:
     if device.type == "cpu":
         return str(device)  # a virtual device has a number
     return f"gpu:{device.index or 0}"
-
-
-def node_key(node: Node) -> tuple[Any, ...]:
-    """The same for operations that take equally long: what is called, and with tensors of which form."""
-
-    def described(value: Any) -> Any:
-        if isinstance(value, Node):
-            meta = value.meta.get("val")
-            if not isinstance(meta, torch.Tensor):
-                return str(type(meta))
-            return tuple(meta.shape), meta.stride(), str(meta.dtype), str(meta.device)
-        if isinstance(value, (list, tuple)):
-            return tuple(described(one) for one in value)
-        return repr(value)
-
-    return (str(node.target), described(node.args), tuple((k, described(v)) for k, v in node.kwargs.items()))
 
 
 def _split_convolutions(module: GraphModule) -> None:

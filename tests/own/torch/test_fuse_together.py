@@ -148,3 +148,16 @@ def test_on_lanes(lanes: int) -> None:
     run = backend.thread_run(fused, backend.plan_of(made), 2)
     call = torch_call.call(BATCH, {})
     assert backend.equal(backend.observed(fused, call, run), results(fused, *BATCH)) == (True, 0.0)
+
+
+def test_views_of_one_weight_are_in_no_circle() -> None:
+    """One of them is taken by a product, which is in no region, and another is in the region before."""
+    torch.manual_seed(0)
+    weight = torch.rand(4, 4)
+
+    def function(x: torch.Tensor) -> Any:
+        y = (x * weight[0]).sin() + 1
+        again = weight[0]
+        return (y * again).cos(), torch.mv(x, again)
+
+    fused_and_equal(function, torch.rand(4, 4))

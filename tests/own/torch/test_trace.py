@@ -274,3 +274,28 @@ def test_users_of_parts_come_after_the_split() -> None:
     for number, name in enumerate(names):
         if name == "mul":
             assert names.index("split") in needs[number]
+
+
+def test_two_users_of_one_weight_do_not_wait_for_each_other() -> None:
+    """Each takes a view of it, which is no write; after an update of the weight they do wait."""
+    layer = nn.Linear(4, 4)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        with torch.no_grad():
+            first, second = layer(x), layer(y)
+            parts = [x * part for part in layer.weight.split(2)[0].unbind()]
+            layer.weight.mul_(2)
+            return first, second, *parts, layer(x)
+
+    found = traced(function, X, X + 1)
+    names = [step.task.name for step in found.steps]
+    needed = graph(found.tasks).needs
+    before: list[set[int]] = []
+    for earlier in needed:
+        before.append(set(earlier).union(*(before[one] for one in earlier)))
+    products = [number for number, name in enumerate(names) if name == "addmm"]
+    update = names.index("mul_")
+    assert products[0] not in before[products[1]]
+    assert set(products[:2]) <= before[update]
+    assert {number for number, name in enumerate(names) if name == "mul"} <= before[update]
+    assert update in before[products[2]]
