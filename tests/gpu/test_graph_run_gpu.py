@@ -53,7 +53,7 @@ def test_a_result_that_is_written_to_as_the_next_argument() -> None:
 
 
 def test_arguments_that_die_are_not_kept() -> None:
-    """Each call has a fresh argument; where the memory is given again, it is read in place nevertheless."""
+    """Each call has fresh arguments, which may or may not come to the same places."""
 
     def function(x: Any, y: Any) -> Any:
         return (x @ y).sin(), (y @ x).cos()
@@ -66,7 +66,6 @@ def test_arguments_that_die_are_not_kept() -> None:
         torch.cuda.synchronize()
         if number == 1:
             before = torch.cuda.memory_allocated()
-    assert graph_run_of(fast)._in_place is not None
     assert torch.cuda.memory_allocated() <= before + 2 * 256 * 256 * 4  # the results of the second graph
 
 
