@@ -263,7 +263,8 @@ def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
 
 def _clones(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of tensors on GPUs, with as little work for the host as there can be: this is done at every call."""
-    if len({(value.device, value.dtype) for value in values}) > 1:
+    device, dtype = values[0].device, values[0].dtype
+    if any(value.dtype is not dtype or value.device != device for value in values):
         return [value.clone() for value in values]
     fresh = [torch.empty_like(value) for value in values]
     torch._foreach_copy_(fresh, list(values))  # one kernel for all

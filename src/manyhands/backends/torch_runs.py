@@ -199,8 +199,9 @@ class GraphRun:
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Run; what comes back is overwritten by the next replay."""
-        stream = torch.cuda.current_stream(self._device)
-        if stream != self._stream:  # there the replay before may still run, or its results be copied
+        raw = torch._C._cuda_getCurrentRawStream(self._device.index)  # to ask for the stream itself takes long
+        if raw != self._stream.cuda_stream:  # there the replay before may still run, or its results be copied
+            stream = torch.cuda.current_stream(self._device)
             stream.wait_stream(self._stream)
             self._stream = stream
         places = [given.data_ptr() for given in inputs]
@@ -215,9 +216,9 @@ class GraphRun:
         if changed := [*self._changed, *(inputs[number] for number in self._written)]:
             increment_version(changed)  # as writing operation by operation does: a later backward pass has to know
         if self._from_host:
-            self._over.record(stream)
+            self._over.record(self._stream)
         if self._to_host:
-            stream.synchronize()
+            self._stream.synchronize()
         return outputs
 
     def _replay_with_copies(self, inputs: Sequence[torch.Tensor]) -> None:
