@@ -134,6 +134,13 @@ def held(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.relu(net.kept)
 
 
+def gradient_of_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """What the gradient's gradient needs is held beyond the forward pass that the gradient is taken in."""
+    y = functional.relu(net.norm(x))
+    (gradient,) = torch.autograd.grad(y.square().mean(), net.norm.weight, create_graph=True)
+    return y * gradient.square().sum()
+
+
 def frozen(net: Net, x: torch.Tensor) -> torch.Tensor:
     net.other.eval()
     return residual(net, x)
@@ -142,8 +149,7 @@ def frozen(net: Net, x: torch.Tensor) -> torch.Tensor:
 WAYS = [
     residual, out_of_place, in_place, two_norms, before_activation, no_relu, two_readers, view_of_it, norm_of_norm,
     twice_the_same, shortcut_changes, weight_changes, other_additions, added_twice, many_use_the_result, many_blocks,
-    three_sides, made_again,
-    held, frozen,
+    three_sides, made_again, held, gradient_of_gradient, frozen,
 ]  # fmt: skip
 
 

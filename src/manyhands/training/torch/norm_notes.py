@@ -79,6 +79,7 @@ class Note:
         """Whether a tensor is all of that memory, and not a view of it."""
         return self._where == (tensor.storage_offset(), tensor.shape, tensor.stride())
 
+    @torch.no_grad()  # autograd knows of the operations that were noted; of how they are carried out it need not
     def write(self) -> None:
         """Write what belongs there, if there is anybody left who could read it."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
