@@ -96,6 +96,31 @@ def weight_changes(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.relu(y)
 
 
+def changes_past_autograd(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """The ReLU's result says where gradients go, not what its normalisation would give now."""
+    y = functional.relu(net.norm(x))
+    net.norm.bias.data.add_(1)
+    return net.second(y)
+
+
+class Exchanged(torch.autograd.Function):
+    """Gives the first of two, and the gradient to the second."""
+
+    @staticmethod
+    def forward(context: Any, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return one.view_as(one)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient
+
+
+def gradient_of_another(net: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        net.other.weight.fill_(-1)
+    return net.second(functional.relu(Exchanged.apply(net.norm(x), net.other(x))))
+
+
 def other_additions(net: Net, x: torch.Tensor) -> torch.Tensor:
     y = torch.add(net.norm(x), x, alpha=2)
     return functional.relu(y) + functional.relu(net.other(x) + 1) + functional.relu(net.other(x) + x.mean(0))
@@ -148,7 +173,7 @@ def frozen(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 WAYS = [
     residual, out_of_place, in_place, two_norms, before_activation, no_relu, two_readers, view_of_it, norm_of_norm,
-    twice_the_same, shortcut_changes, weight_changes, other_additions, added_twice, many_use_the_result, many_blocks,
+    twice_the_same, shortcut_changes, weight_changes, changes_past_autograd, gradient_of_another, other_additions, added_twice, many_use_the_result, many_blocks,
     three_sides, made_again, held, gradient_of_gradient, frozen,
 ]  # fmt: skip
 

@@ -27,7 +27,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.backends import torch_norm_kernels as kernels
@@ -134,9 +133,7 @@ class FusedNorms(TorchDispatchMode):
         norm.write(result, relu=True)
         if result is y:
             del self._notes[memory_of(y)]
-        version = norm.bias._version if norm.bias is not None else None
-        into, given = (StorageWeakRef(one.untyped_storage()) for one in (result, norm.x))
-        self._rectified[memory_of(result)] = Rectified(into, given, norm.bias, version, norm.added is not None)
+        self._rectified[memory_of(result)] = Rectified(result, norm)
         self._shapes.add(result.shape)
         self.told["with ReLU" if norm.added is None else "with addition and ReLU"] += 1
         return result
@@ -173,7 +170,7 @@ class FusedNorms(TorchDispatchMode):
                 kept = gradient
                 self._wanted |= {what.number} if wanted else set()
                 del self._notes[memory_of(gradient)]
-            result = None if rectified.again(x) else what.result
+            result = None if rectified.again(own_mean) else what.result
             found = kernels.backward(what.gradient, what.more, *normal, rectified.bias, result, True, kept)
             self.told["backward past the ReLU"] += 1
             self.told["of them of a sum"] += what.more is not None
@@ -203,8 +200,10 @@ class FusedNorms(TorchDispatchMode):
 
     def _settle_before_writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write what is made of memory that is about to change."""
-        if self._notes and (changed := memories_of(written_by(func, args, kwargs))):
+        if changed := memories_of(written_by(func, args, kwargs)):
             self._write([number for number, note in self._notes.items() if note.read() & changed])
+            for rectified in self._rectified.values():
+                rectified.changes(changed)
 
     def _write(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -90,20 +90,28 @@ class Note:
         return {memory_of(one) for one in self.what.read() if one is not None}
 
 
-@dataclass
 class Rectified:
     """The result of a ReLU behind a normalisation: it can be told again from what the normalisation was given."""
 
-    result: StorageWeakRef
-    x: StorageWeakRef
-    bias: torch.Tensor | None
-    version: int | None
-    added: bool
+    def __init__(self, result: torch.Tensor, norm: Norm) -> None:
+        self.result = StorageWeakRef(result.untyped_storage())
+        self.bias = norm.bias
+        self._mean = StorageWeakRef(norm.mean.untyped_storage())  # each call has its own: it names the call
+        self._version = _version(norm.bias)
+        self._read = {memory_of(one) for one in (result, *norm.read()) if one is not None}
+        self._as_it_was = norm.added is None
 
-    def again(self, x: torch.Tensor) -> bool:
-        """Whether the ReLU's result needs not be read: it is above zero where that of x's normalisation is."""
-        unchanged = self.version == (self.bias._version if self.bias is not None else None)
-        return not self.added and unchanged and self.x.cdata == memory_of(x)
+    def changes(self, changed: set[int]) -> None:
+        """Memory was written to, perhaps behind autograd's back (``bias.data``)."""
+        self._as_it_was = self._as_it_was and not self._read & changed
+
+    def again(self, mean: torch.Tensor) -> bool:
+        """Whether the ReLU's result needs not be read: it is above zero where the normalisation with that mean is."""
+        return self._as_it_was and self._mean.cdata == memory_of(mean) and self._version == _version(self.bias)
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor._version
 
 
 def memory_of(tensor: torch.Tensor) -> int:
