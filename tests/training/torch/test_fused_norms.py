@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -256,6 +257,38 @@ def test_what_is_read_past_pytorch_is_found() -> None:
     with norms:
         loss = functional.cross_entropy(net(X.to(memory_format=torch.channels_last)), Y)
     assert not is_clean([loss.detach()])
+
+
+class ByAddress(torch.autograd.Function):
+    """Twice a number; the gradient is added up, in place or not, and read past PyTorch."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, in_place: bool) -> torch.Tensor:
+        context.in_place = in_place
+        return x * 2
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        found = torch.empty(gradient.shape, dtype=gradient.dtype).to(memory_format=torch.channels_last)
+        both = gradient.clone().add_(gradient) if context.in_place else gradient + gradient.clone()
+        ctypes.memmove(found.data_ptr(), both.data_ptr(), both.nbytes)
+        return found, None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_sums_of_gradients_that_are_read_past_pytorch_are_found(in_place: bool) -> None:
+    """Also where the memory holds numbers, and not yet the right ones."""
+
+    def past(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return net.second(ByAddress.apply(functional.relu(net.norm(x)), in_place))
+
+    net, norms = Net(past).double().to(memory_format=torch.channels_last), FusedNorms()
+    norms.begin(poison=True)
+    with norms:
+        loss = functional.cross_entropy(net(X.to(memory_format=torch.channels_last)), Y)
+    with norms:
+        loss.backward()
+    assert not is_clean([one.grad for one in net.parameters() if one.grad is not None])
 
 
 @pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}], ids=str)

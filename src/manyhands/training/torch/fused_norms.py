@@ -121,7 +121,10 @@ class FusedNorms(TorchDispatchMode):
         if func is _aten.add.Tensor:
             return self._noted(one, Sum(one, other))
         self._settle_before_writing(func, (one, other), {})
-        self._notes[memory_of(one)] = Note(one, Sum(None, other))
+        before = one.clone() if self._poison else None  # else it stays where it is
+        if self._poison:
+            one.fill_(float("nan"))
+        self._notes[memory_of(one)] = Note(one, Sum(before, other))
         return one
 
     def _relu(self, func: Any, y: Any) -> Any:
