@@ -92,6 +92,15 @@ def test_what_is_asked_for_in_between() -> None:
     assert net.seen == plain.seen == [1, 3, 5]
 
 
+def test_other_additions_are_no_counts() -> None:
+    count = torch.tensor(0)
+    with AtOnce():
+        count.add_(1, alpha=3)
+        count.add_(2)
+        count.add_(1)
+    assert count == 6
+
+
 def test_a_net_whose_weights_are_exchanged() -> None:
     """New parameters in the old places, and none any more: only those of the last pass are cast ahead."""
     at_once = AtOnce()

@@ -155,6 +155,12 @@ def made_again(net: Net, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(residual, net, x, use_reentrant=False)
 
 
+def other_numbers(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """The same memory, read as whole numbers: above zero where the floating point numbers are."""
+    y = net.norm(x)
+    return y * (functional.relu(y.detach().view(torch.int64)) > 0)
+
+
 def held(net: Net, x: torch.Tensor) -> torch.Tensor:
     net.kept = net.norm(x)
     return functional.relu(net.kept)
@@ -175,7 +181,7 @@ def frozen(net: Net, x: torch.Tensor) -> torch.Tensor:
 WAYS = [
     residual, out_of_place, in_place, two_norms, before_activation, no_relu, two_readers, view_of_it, norm_of_norm,
     twice_the_same, shortcut_changes, weight_changes, changes_past_autograd, gradient_of_another, other_additions, added_twice, many_use_the_result, many_blocks,
-    three_sides, made_again, held, gradient_of_gradient, frozen,
+    three_sides, made_again, other_numbers, held, gradient_of_gradient, frozen,
 ]  # fmt: skip
 
 
@@ -209,8 +215,10 @@ def both(net: nn.Module, x: torch.Tensor = X, lanes: bool = False) -> tuple[Fuse
     modes = (SideLanes(NoLanes(), 2), norms) if lanes else (norms,)
     ours = stepped(net, x, *modes)
     assert len(plain) == len(ours)
-    apart = max(float((a.double() - b.double()).abs().max()) for a, b in zip(plain, ours, strict=True))
-    assert is_clean(ours)
+    apart = max(
+        float((a.to_dense().double() - b.to_dense().double()).abs().max()) for a, b in zip(plain, ours, strict=True)
+    )
+    assert is_clean(one.to_dense() for one in ours)
     return norms, apart
 
 
@@ -323,5 +331,21 @@ def test_rows_and_columns() -> None:
     """Normalisation of vectors: rows of a matrix."""
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
     norms, apart = both(net, torch.rand(6, 5, dtype=torch.float64))
+    assert apart < 1e-13
+    assert norms.told["with ReLU"] == 1
+
+
+def test_sparse_gradients() -> None:
+    """They have no memory of their own that could be noted."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.norm, self.head = nn.Embedding(9, 8, sparse=True), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(functional.relu(self.norm(self.words(x[:, 0]) + self.words(x[:, 1]))))
+
+    norms, apart = both(Words().double(), torch.arange(12).reshape(6, 2) % 9)
     assert apart < 1e-13
     assert norms.told["with ReLU"] == 1

@@ -55,7 +55,7 @@ class AtOnce(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._to_copy.default and _is_cast_of_weight(args, kwargs):
             return self._cast(func, args[0], kwargs["dtype"])
-        if func is _aten.add_.Tensor and _is_count(*args):
+        if func is _aten.add_.Tensor and not kwargs and _is_count(*args):
             if memory_of(args[0]) in self._counts:
                 self._count()
             self._counts[memory_of(args[0])] = args[0]

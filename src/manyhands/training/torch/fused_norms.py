@@ -30,7 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.backends import torch_norm_kernels as kernels
-from manyhands.training.torch.norm_notes import Gradient, Norm, Note, Rectified, Sum, memories_of, memory_of
+from manyhands.training.torch.norm_notes import Gradient, Norm, Note, Rectified, Sum, has_memory, memories_of, memory_of
 from manyhands.training.torch.side_lanes import is_view, written_by
 
 _aten = torch.ops.aten
@@ -193,7 +193,7 @@ class FusedNorms(TorchDispatchMode):
 
     def _note(self, tensor: Any) -> Note | None:
         """What is noted of all of a tensor."""
-        note = self._notes.get(memory_of(tensor)) if isinstance(tensor, torch.Tensor) else None
+        note = self._notes.get(memory_of(tensor)) if has_memory(tensor) else None
         return note if note is not None and note.is_of(tensor) else None
 
     def _settle(self, values: Any) -> None:

@@ -77,7 +77,11 @@ class Note:
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is all of that memory, and not a view of it."""
-        return self._where == (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return self._kind["dtype"] is tensor.dtype and self._where == (
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
 
     @torch.no_grad()  # autograd knows of the operations that were noted; of how they are carried out it need not
     def write(self) -> None:
@@ -119,4 +123,9 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def memories_of(values: Any) -> set[int]:
-    return {memory_of(one) for one in tree_leaves(values) if isinstance(one, torch.Tensor)}
+    return {memory_of(one) for one in tree_leaves(values) if has_memory(one)}
+
+
+def has_memory(value: Any) -> bool:
+    """Whether this is a tensor with one memory of its own: a sparse one has several, and no number."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
