@@ -180,7 +180,8 @@ def frozen(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 WAYS = [
     residual, out_of_place, in_place, two_norms, before_activation, no_relu, two_readers, view_of_it, norm_of_norm,
-    twice_the_same, shortcut_changes, weight_changes, changes_past_autograd, gradient_of_another, other_additions, added_twice, many_use_the_result, many_blocks,
+    twice_the_same, shortcut_changes, weight_changes, changes_past_autograd, gradient_of_another,
+    other_additions, added_twice, many_use_the_result, many_blocks,
     three_sides, made_again, other_numbers, held, gradient_of_gradient, frozen,
 ]  # fmt: skip
 

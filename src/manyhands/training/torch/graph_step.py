@@ -17,10 +17,8 @@ written, neither compiled nor on lanes, and the second is searched for such bias
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +35,7 @@ from manyhands.training.torch.beside import Beside
 from manyhands.training.torch.capturable import make_capturable
 from manyhands.training.torch.fused_norms import FusedNorms, is_clean
 from manyhands.training.torch.idle_biases import IdleBiases, Search, may_be_idle
+from manyhands.training.torch.own_stream import on, stream_of, waits_fail
 from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep
 
@@ -245,7 +244,7 @@ class GraphStep:
             eager.spared.keep()
         eager.optimizer.zero_grad(set_to_none=True)
         # Up to the update only: what fails behind it cannot be made in the plain way any more.
-        with _waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
+        with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             loss, right = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
             if eager.clip:
                 torch.nn.utils.clip_grad_norm_(eager.parameters, eager.clip, foreach=True)
@@ -301,38 +300,6 @@ class GraphStep:
 def normalises(model: torch.nn.Module) -> bool:
     """Whether a layer takes statistics over its samples."""
     return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())
-
-
-@functools.cache
-def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The stream that steps are captured on: one for all trainers, as cuBLAS keeps memory for each that it has seen."""
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def on(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
-    """Within it work goes to the stream, behind what was issued before and before what comes after; None: as it is."""
-    if stream is None:
-        yield
-        return
-    current = torch.cuda.current_stream(device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
-
-
-@contextmanager
-def _waits_fail() -> Iterator[None]:
-    """Within it an operation that makes the host wait for the GPU is an error, as it would be in a capture."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch tells everybody who sets it that it does not see all of them
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def _versions(eager: EagerStep) -> list[int]:

@@ -25,6 +25,7 @@ from manyhands.training.torch import (
     feed,
     graph_step,
     metrics,
+    own_stream,
     precision,
     randomness,
     state,
@@ -131,7 +132,7 @@ class Rank:
         reason = capturable.why_not(self.data, self.optimizer, device, size, settings.accumulate)
         reason = reason if settings.fast else "fast=False"
         # What tries steps out does so on the stream that they will be on: cuBLAS keeps memory for every other one, too.
-        with graph_step.on(graph_step.stream_of(device) if reason is None else None, device):
+        with own_stream.on(own_stream.stream_of(device) if reason is None else None, device):
             self._choose_precision()
         if reason is None and isinstance(self.data, Arrays):
             self.graph = fast_step(self.plain_step, self.data, settings, changing_rate=self.job.schedule is not None)
