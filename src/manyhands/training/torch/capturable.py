@@ -43,5 +43,10 @@ def why_not(
     return None
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the caller has compiled it, or a part of it: what is in it is not what runs."""
+    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
+
+
 def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is torch.optim.SGD

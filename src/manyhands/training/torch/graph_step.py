@@ -32,7 +32,7 @@ from manyhands.training.settings import Settings
 from manyhands.training.torch import frozen
 from manyhands.training.torch.at_once import AtOnce
 from manyhands.training.torch.beside import Beside
-from manyhands.training.torch.capturable import make_capturable
+from manyhands.training.torch.capturable import is_compiled, make_capturable
 from manyhands.training.torch.fused_norms import FusedNorms, is_clean
 from manyhands.training.torch.idle_biases import IdleBiases, Search, may_be_idle
 from manyhands.training.torch.own_stream import on, stream_of, waits_fail
@@ -101,7 +101,8 @@ class GraphStep:
         self.not_compiled: str | None = None
         self.no_norms: str | None = None
         self._norms = self._fused_norms() if own_kernels else None
-        self._at_once = AtOnce()
+        # A compiler leaves what is called in a dispatch mode as it is, now and from then on.
+        self._at_once = AtOnce() if not is_compiled(eager.model) else None
         self._searching = may_be_idle(eager.model, eager.optimizer)
         self._sized: dict[int, _Sized] = {}
         # Why there will be no more graphs, from this step on.
@@ -152,6 +153,7 @@ class GraphStep:
             return True
         if self._norms is not None:
             self._norms, self.no_norms = None, f"batch normalisation as it is ({why})"[:300]
+            self._at_once = None  # a mode around the forward pass as well
         elif self._beside is not None:
             self._beside, self.no_lanes = None, f"no side lanes ({why})"[:300]
         elif self._is_compiled(size):
@@ -170,7 +172,7 @@ class GraphStep:
         return _Sized(torch.arange(size, device=self._eager.device), forward, warm)
 
     def _fused_norms(self) -> FusedNorms | None:
-        if not normalises(self._eager.model):
+        if not normalises(self._eager.model) or is_compiled(self._eager.model):
             return None
         try:
             torch_norm_kernels.ready(self._eager.device)
@@ -197,7 +199,7 @@ class GraphStep:
             kernels = "compiled" if self._is_compiled(size) else "as they are"
             lines.append(f"a batch of {size}: {how}, kernels {kernels}")
             lines += [f"  {sized.idle.explain()}"] if sized.idle is not None else []
-            lines += [f"  {one}" for one in sized.told]
+            lines += [f"  {one}" for one in (*sized.told, self.no_norms) if one is not None]
             lines += [f"  {self.no_lanes or 'all on one lane'}"] if self._beside is None else self._beside.explain(size)
         return "\n".join(lines)
 

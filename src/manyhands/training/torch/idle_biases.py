@@ -41,6 +41,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from manyhands.training.torch.capturable import is_compiled
 from manyhands.training.torch.straight import leads_to
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -272,8 +273,8 @@ def _number(tensor: torch.Tensor) -> int:
 
 def _candidates(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Layers and norms that are PyTorch's own, as they are: nobody has put something before, behind or in them."""
-    if any(module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in model.modules()):
-        return [], []  # compiled by the caller: what is in it is not what runs
+    if is_compiled(model):
+        return [], []
     plain = [module for module in model.modules() if "forward" not in vars(module) and not _has(module, _HOOKS)]
     layers = [module for module in plain if type(module) in _LAYERS and _is_plain(module)]
     # A cumulative average reads its count on the host.
