@@ -61,6 +61,19 @@ def test_statistics(shape: tuple[int, ...], dtype: Any, shift: float) -> None:
     assert torch.equal(again[1], deviation)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_is_not_hidden(bad: float) -> None:
+    """Mean and deviation of its channel are none, and the running variance is none, as in PyTorch; others are."""
+    one = layer((64, 8, 6, 6), torch.float32)
+    one["x"][33, 2, 3, 3] = bad
+    running = one["mean"].clone(), one["variance"].clone()
+    _, deviation = kernels.statistics(one["x"], *running, 0.1, 1e-5)
+    expected = torch.zeros(8, dtype=torch.bool, device=deviation.device)
+    expected[2] = True
+    assert torch.equal(deviation.isnan(), expected)
+    assert torch.equal(running[1].isnan(), expected)
+
+
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
@@ -131,6 +144,19 @@ def test_without_weight_and_bias() -> None:
 )
 def test_what_does_not_fit(spoil: Callable[[Any], Any]) -> None:
     assert not kernels.fits(spoil(layer((4, 16, 4, 4), torch.bfloat16)["x"]))
+
+
+def test_memory_that_begins_in_between_does_not_fit() -> None:
+    """Sixteen bytes are read at once: from an address that they divide, whatever the storage says of its beginning."""
+    numbers = torch.zeros(8 * 16 + 1, dtype=torch.bfloat16, device="cuda")
+    moved = torch.from_dlpack(torch.utils.dlpack.to_dlpack(numbers[1:])).view(8, 16)
+    assert not kernels.fits(moved)
+    assert kernels.fits(moved.clone())
+
+
+def test_weights_on_another_device_do_not_fit() -> None:
+    one = layer((4, 16, 4, 4), torch.bfloat16)
+    assert not kernels.fits(one["x"], one["weight"].cpu())
 
 
 def test_many_launches_at_once_do_not_meet() -> None:

@@ -225,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) statistics(
     const float s[4] = {sums.x, sums.y, sums.z, sums.w}, q[4] = {squares.x, squares.y, squares.z, squares.w};
     for (int i = 0; i < 4; i++) {
         int which = channel + i;
-        float offset = s[i] / rows, apart = fmaxf(q[i] - s[i] * offset, 0.f);
+        float offset = s[i] / rows, apart = q[i] - s[i] * offset;
+        if (apart < 0) apart = 0;  // by rounding; what is no number stays so, which fmaxf would hide
         float middle = middles[which - blockIdx.y * blockDim.x * V] + offset;
         mean[which] = middle;
         deviation[which] = rsqrtf(apart / rows + __int_as_float(epsilon_bits));

@@ -73,11 +73,17 @@ def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
         return x.is_floating_point() and x.numel() > x.shape[1]
     if x.device.type != "cuda" or x.dtype not in _NUMBERS:
         return False
-    row, offset = x.shape[1] * x.element_size(), x.storage_offset() * x.element_size()
-    if not row or row % _VECTOR or offset % _VECTOR or row > _VECTOR * _WIDEST * _MOST_COLUMNS:
+    row = x.shape[1] * x.element_size()
+    if not row or row % _VECTOR or x.data_ptr() % _VECTOR or row > _VECTOR * _WIDEST * _MOST_COLUMNS:
         return False
-    plain = all(one is None or (one.dtype is torch.float32 and one.is_contiguous()) for one in channels)
-    return plain and 1 < x.numel() // x.shape[1] < 2**31
+    # Kernels count rows in an int, and a little beyond the last one.
+    return all(_is_plain(one, x.device) for one in channels) and 1 < x.numel() // x.shape[1] < 2**30
+
+
+def _is_plain(channels: torch.Tensor | None, device: torch.device) -> bool:
+    return channels is None or (
+        channels.dtype is torch.float32 and channels.is_contiguous() and channels.device == device
+    )
 
 
 def is_by_channel(x: torch.Tensor) -> bool:
