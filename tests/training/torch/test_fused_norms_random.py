@@ -30,8 +30,8 @@ X = torch.rand(5, CHANNELS, 3, 4, generator=torch.Generator().manual_seed(0), dt
 X = X.to(memory_format=torch.channels_last)
 
 
-class Doubled(torch.autograd.Function):
-    """Gives its input away as a view, saves it, and passes gradients on as they are."""
+class Turned(torch.autograd.Function):
+    """Gives its input away as a view, saves it, and turns gradients towards it."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         (x,) = context.saved_tensors
-        return gradient if float(x.detach().sum()) > 0 else gradient * 2
+        return gradient + 0.1 * x.detach()
 
 
 class Net(nn.Module):
@@ -126,7 +126,7 @@ LINES: dict[str, Callable[[Net, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "past": lambda net, x, y: x.data.mul_(0.5),
     "without gradient": _without_gradient,
     "shift": _shift,
-    "function": lambda net, x, y: Doubled.apply(x),
+    "function": lambda net, x, y: Turned.apply(x),
     "look": lambda net, x, y: _hooked(net, x, net.look),
     "twice": lambda net, x, y: _hooked(net, x, net.twice),
     "kept": _kept,
@@ -190,6 +190,7 @@ def check(program: list[tuple[str, int, int]], lanes: bool) -> None:
         torch.testing.assert_close(other, one, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # it may be detached since
 @pytest.mark.parametrize("lanes", [False, True])
 def test_any_program(lanes: bool) -> None:
     @settings(max_examples=40, deadline=None, derandomize=True, database=None)
