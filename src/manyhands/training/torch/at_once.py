@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.training.torch.norm_notes import memories_of, memory_of
-from manyhands.training.torch.side_lanes import is_view, written_by
+from manyhands.training.torch.touched import is_view, memories_of, memory_of, written_by
 
 _aten = torch.ops.aten
 

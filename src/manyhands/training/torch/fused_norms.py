@@ -30,8 +30,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.backends import torch_norm_kernels as kernels
-from manyhands.training.torch.norm_notes import Gradient, Norm, Note, Rectified, Sum, has_memory, memories_of, memory_of
-from manyhands.training.torch.side_lanes import is_view, written_by
+from manyhands.training.torch.norm_notes import Gradient, Norm, Note, Rectified, Sum
+from manyhands.training.torch.touched import has_memory, is_view, memories_of, memory_of, written_by
 
 _aten = torch.ops.aten
 

@@ -279,7 +279,8 @@ class GraphStep:
     def _look_for_poison(self, loss: torch.Tensor) -> None:
         gradients = [one.grad for one in self._eager.parameters if one.grad is not None]
         if not is_clean([loss.detach(), *gradients, *self._eager.model.buffers()]):
-            raise RuntimeError("a loss, gradient or buffer that is no number: memory is read past PyTorch, it seems")
+            why = "the model's own, or something reads memory past PyTorch"
+            raise RuntimeError(f"a loss, gradient or buffer is no number: {why}")
 
     def _as_written(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Forward and backward as anybody would make them; the last time with a search for idle biases."""

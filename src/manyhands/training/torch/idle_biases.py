@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.training.torch.capturable import is_compiled
 from manyhands.training.torch.straight import leads_to
+from manyhands.training.torch.touched import memory_of
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -258,17 +259,13 @@ class Search(TorchDispatchMode):
         call = self._calls[owner]
         if owner in self._inside:
             return True
-        is_bias = _number(value) == _number(owner.bias)  # type: ignore[arg-type]
+        is_bias = memory_of(value) == memory_of(owner.bias)  # type: ignore[arg-type]
         return not is_bias and (call.norm in self._inside or (node is not None and node is call.norm_node))
 
     def _watch(self, owner: nn.Module, tensor: Any) -> None:
         if tensor is not None:
             self._numbers.append(StorageWeakRef(tensor.untyped_storage()))
-            self._owners.setdefault(_number(tensor), []).append(owner)
-
-
-def _number(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+            self._owners.setdefault(memory_of(tensor), []).append(owner)
 
 
 def _candidates(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

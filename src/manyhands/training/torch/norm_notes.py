@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from manyhands.backends import torch_norm_kernels as kernels
+from manyhands.training.torch.touched import memory_of
 
 _aten = torch.ops.aten
 
@@ -116,16 +116,3 @@ class Rectified:
 
 def _version(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor._version
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def memories_of(values: Any) -> set[int]:
-    return {memory_of(one) for one in tree_leaves(values) if has_memory(one)}
-
-
-def has_memory(value: Any) -> bool:
-    """Whether this is a tensor with one memory of its own: a sparse one has several, and no number."""
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -40,6 +40,7 @@ from manyhands.engine.journal import Journal
 from manyhands.engine.schedule import Lane, Schedule
 from manyhands.task import Task
 from manyhands.training.torch import straight
+from manyhands.training.torch.touched import is_view, multiplications, written_by
 
 _aten = torch.ops.aten
 _MAIN = 0
@@ -281,28 +282,6 @@ class _Held:
                 self.bytes -= storage.nbytes()
                 free.add(one)
         return mark, free
-
-
-def multiplications(one: torch.Tensor, other: torch.Tensor) -> int:
-    """How many there are in a product of two matrices."""
-    return one.shape[0] * one.shape[1] * other.shape[1]
-
-
-def is_view(func: Any) -> bool:
-    """Whether an operation gives another handle on the memory of an argument, and touches no memory."""
-    infos = [argument.alias_info for argument in func._schema.arguments]
-    infos += [result.alias_info for result in func._schema.returns]
-    known = [info for info in infos if info is not None]
-    return bool(known) and not any(info.is_write for info in known)
-
-
-def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation's schema says it writes to."""
-    found = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[number] if number < len(args) else kwargs.get(argument.name))
-    return found
 
 
 def _named(func: Any) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from manyhands.training.torch.touched import memory_of
+
 _aten = torch.ops.aten
 _LEAF = "torch::autograd::AccumulateGrad"
 _PASSED = ("ToCopyBackward0", "TBackward0")  # between a weight and the operation that takes it: a cast, a transposition
@@ -54,9 +56,9 @@ def _of_product(args: tuple[Any, ...]) -> str | None:
         source, own = getattr(node, saved), node._saved_mat2
     except RuntimeError:  # saved in another way (checkpointing), and given out only once
         return None
-    memories = {_memory(argument) for argument in args}
+    memories = {memory_of(argument) for argument in args}
     # The node has not saved what it does not need: without its input it cannot compute the weight's gradient.
-    if source is None or _memory(source) not in memories or (own is not None and _memory(own) in memories):
+    if source is None or memory_of(source) not in memories or (own is not None and memory_of(own) in memories):
         return None
     return "product, weight"
 
@@ -71,10 +73,6 @@ def _of_bias() -> str | None:
 
 def _node() -> Any:
     return torch._C._current_autograd_node()
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_straight(node: Any, number: int) -> bool:

@@ -1,0 +1,43 @@
+"""What an operation of PyTorch's touches, and what it writes to: asked by all that watch a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def memories_of(values: Any) -> set[int]:
+    return {memory_of(one) for one in tree_leaves(values) if has_memory(one)}
+
+
+def has_memory(value: Any) -> bool:
+    """Whether this is a tensor with one memory of its own: a sparse one has several, and no number."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def multiplications(one: torch.Tensor, other: torch.Tensor) -> int:
+    """How many there are in a product of two matrices."""
+    return one.shape[0] * one.shape[1] * other.shape[1]
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation gives another handle on the memory of an argument, and touches no memory."""
+    infos = [argument.alias_info for argument in func._schema.arguments]
+    infos += [result.alias_info for result in func._schema.returns]
+    known = [info for info in infos if info is not None]
+    return bool(known) and not any(info.is_write for info in known)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation's schema says it writes to."""
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[number] if number < len(args) else kwargs.get(argument.name))
+    return found
