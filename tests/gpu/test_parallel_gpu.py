@@ -160,6 +160,45 @@ def test_training_steps(name: str, lanes: int, kind: str) -> None:
     assert int(net[1].num_batches_tracked) == 5
 
 
+UPDATES: dict[str, Any] = {
+    "_foreach_add_": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=True),
+    "_foreach_addcdiv_": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, capturable=True),
+    "_fused_adam_": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize(("lanes", "kind"), [(1, "graph"), (4, "graph"), (4, "stream")])
+def test_large_updates_are_cut_into_parts(name: str, lanes: int, kind: str) -> None:
+    """Four parts of 8 MB, each as soon as its gradients are there; after every step the same bits."""
+
+    def step_on_large(make: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+        net = nn.Sequential(*layers).to(GPU)
+        optimizer = make(net.parameters())
+
+        def step(x: Any) -> Any:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return net, step
+
+    (plain, step), (net, ours) = step_on_large(UPDATES[name]), step_on_large(UPDATES[name])
+    fast = Forced(ours, lanes, kind)
+    for number in range(4):
+        x = torch.randn(64, 1024, device=GPU)
+        assert_same(ours(x) if not number else fast(x), step(x))  # the first step makes the optimizer's state
+        assert_same(list(net.parameters()), list(plain.parameters()))
+        assert_same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
+    names = [task.name for task in fast.made[0].tasks]
+    assert names.count(name) >= 4
+    assert names.index(name) < len(names) - 1 - names[::-1].index("mm")
+
+
 @each_run
 def test_in_place_and_views(lanes: int, kind: str) -> None:
     total = torch.zeros(64, 64, device=GPU)

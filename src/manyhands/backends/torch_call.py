@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from manyhands import tree
 from manyhands.backends import torch_trace
 from manyhands.backends.torch_outside import Outside
+from manyhands.backends.torch_split import split
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks, only_hooks, only_known_functions
 from manyhands.backends.torch_watch import Watch
@@ -213,6 +214,7 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
             raise
         raise CannotTrace(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     watch.must_not_have_changed()
+    found = split(found)
     if watch.seeded and any(step.task.token is not None for step in found.steps):
         raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
     _must_be_fresh(found)

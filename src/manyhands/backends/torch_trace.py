@@ -6,8 +6,7 @@ anew at every run. What depends on values (``if x.sum() > 0``) cannot be traced:
 that the function leaves in ``.grad`` of such tensors are results of the trace too (:mod:`torch_watch`).
 
 Memory is known by the storages of the fake results: a view shares its base's, an in-place operation writes its
-argument's. A convolution's backward, one operation in ATen, is taken apart into the gradient of its input, which the
-rest of the backward pass waits for, and those of its weight and bias, which nobody waits for.
+argument's.
 """
 
 from __future__ import annotations
@@ -116,7 +115,6 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
     except Exception as error:
         raise CannotTrace(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error}") from error
     _drop_profiling(module)
-    _split_convolutions(module)
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
     _must_be_static(module)
     found = described(module, structure)
@@ -283,25 +281,6 @@ def _name(device: torch.device) -> str:
     if device.type == "cpu":
         return str(device)  # a virtual device has a number
     return f"gpu:{device.index or 0}"
-
-
-def _split_convolutions(module: GraphModule) -> None:
-    """Make two operations of every convolution's backward that gives both input and weight gradients."""
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.target is not _aten.convolution_backward.default or not (node.args[-1][0] and node.args[-1][1]):
-            continue
-        *arguments, mask = node.args
-        with graph.inserting_before(node):
-            for_input = graph.call_function(node.target, (*arguments, [True, False, False]))
-            for_weight = graph.call_function(node.target, (*arguments, [False, True, mask[2]]))
-        whole = node.meta["val"]
-        for_input.meta["val"] = (whole[0], None, None)
-        for_weight.meta["val"] = (None, whole[1], whole[2])
-        for user in list(node.users):
-            user.replace_input_with(node, for_input if user.args[1] == 0 else for_weight)
-        graph.erase_node(node)
-    module.recompile()
 
 
 def put_together(values: Sequence[Any], trace: Trace) -> Any:
