@@ -62,6 +62,17 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 
+class _Open(_Scope):
+    """``parallel(...)`` without a function: a scope for tasks, or the decorator ``@parallel(memory=2.0)``."""
+
+    def __init__(self, threads: int | None, how: dict[str, Any]) -> None:
+        super().__init__(threads, memory_of=_workers.memory_of, bound=_workers.bound)
+        self._how = how
+
+    def __call__(self, function: Callable[..., Any]) -> Parallel:
+        return Parallel(function, _parallel_backend, **self._how)
+
+
 @overload
 def parallel(
     function: Callable[..., Any],
@@ -74,7 +85,15 @@ def parallel(
 
 
 @overload
-def parallel(function: None = None, *, threads: int | None = ...) -> _Scope: ...
+def parallel(
+    function: None = None,
+    *,
+    reuse_outputs: bool = ...,
+    memory: float = ...,
+    compile: bool = ...,
+    synchronous: bool = ...,
+    threads: int | None = ...,
+) -> _Open: ...
 
 
 def parallel(
@@ -85,7 +104,7 @@ def parallel(
     compile: bool = False,
     synchronous: bool = False,
     threads: int | None = None,
-) -> Parallel | _Scope:
+) -> Parallel | _Open:
     """``fast = parallel(fn)``: gives what ``fn`` gives, sooner where that is possible; ``with parallel():`` for tasks.
 
     The first call traces the function for its arguments' shapes, plans it over lanes, proves and measures the plans,
@@ -93,12 +112,11 @@ def parallel(
     ``reuse_outputs=True`` allows the next call to overwrite them. A plan takes at most ``memory`` times what plain
     execution takes. ``compile=True`` also tries plans in which runs of small operations are compiled (Inductor), each a
     task of its own. ``synchronous=True`` runs the schedule's order in the caller's thread, for debugging. In a scope,
-    ``task(fn)(a, b)`` runs beside others.
+    ``task(fn)(a, b)`` runs beside others. As a decorator: ``@parallel``, ``@parallel(memory=2.0)``, of methods too.
     """
-    if function is None:
-        return _Scope(threads, memory_of=_workers.memory_of, bound=_workers.bound)
-    how: dict[str, Any] = {"memory": memory, "compile": compile, "synchronous": synchronous}
-    return Parallel(function, _parallel_backend, reuse_outputs=reuse_outputs, **how)
+    how = {"reuse_outputs": reuse_outputs, "memory": memory, "compile": compile, "synchronous": synchronous}
+    opened = _Open(threads, how)
+    return opened if function is None else opened(function)
 
 
 def compile_backend(module: Any, inputs: Any, **given: Any) -> Callable[..., Any]:

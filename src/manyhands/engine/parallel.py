@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -82,6 +83,10 @@ class Parallel:
         if not planned.again:
             self._remember(planned, call)
         return planned.run(*call.given)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a decorator of a method: the instance is its first argument."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def _remember(self, planned: Planned, call: Any) -> None:
         if planned.fits is None:
