@@ -2,9 +2,9 @@
 
 Tensors from outside the arguments take part in a trace as they are. Three things could go wrong with them, and are
 looked after here. ``loss.backward()`` puts made-up gradients into their ``.grad``: these are noted as results of the
-trace, and what was there before is put back. An in-place operation on nothing but such tensors is really done by
-``make_fx``: what it writes to is put back. And numbers read from them (``step.item()``) would stand in the trace for
-ever: that is refused.
+trace, and what was there before is put back. An in-place operation on nothing but such tensors, or with constants
+(``count.add_(torch.tensor(1.0))``), is really done by ``make_fx``: what it writes to is put back. And numbers read from
+them (``step.item()``) would stand in the trace for ever: that is refused.
 """
 
 from __future__ import annotations
@@ -195,7 +195,10 @@ class _Operations(TorchDispatchMode):
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         for one in tensors:
             self._watch.sees(one)
-        if func._schema.is_mutable and not any(isinstance(one, FakeTensor) for one in tensors):
-            for one in tensors:
-                self._watch.keeps(one)
+        if func._schema.is_mutable:
+            real = [one for one in tensors if not isinstance(one, FakeTensor)]
+            for one in real:
+                # Beside made-up ones only single numbers: make_fx computes with those that it knows.
+                if len(real) == len(tensors) or one.numel() <= 1:
+                    self._watch.keeps(one)
         return func(*args, **(kwargs or {}))

@@ -133,3 +133,22 @@ def test_hooks_of_tensors_are_called_at_every_step() -> None:
     handle.remove()
     fast(X)
     assert torch.equal(layer.weight.grad, plain)
+
+
+@pytest.mark.parametrize(
+    "added", [lambda: torch.tensor(1.0), lambda: 1.0, lambda: torch.ones(())], ids=["constant", "number", "made"]
+)
+def test_planning_leaves_a_count_outside_as_it_was(added: Callable[[], Any]) -> None:
+    """PyTorch computes with constants while it traces: what that writes to is put back."""
+    count = torch.zeros(())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        count.add_(added())
+        return x * count
+
+    found = torch_parallel.trace(function, torch_parallel.call((torch.ones(3),), {}))
+    assert found.steps
+    assert float(count) == 0
+    fast = Parallel(function, torch_parallel)
+    for number in range(1, 4):
+        assert torch.equal(fast(torch.ones(3)), torch.full((3,), float(number)))
