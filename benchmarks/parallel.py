@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import parallel_cases
@@ -154,18 +154,20 @@ def ways(case: Case, device: torch.device) -> dict[str, Callable[[], Callable[[]
 # --- rows
 
 
-def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
-    """All ways of one case; what differs from eager or breaks is told and not timed."""
+def measure(case: Case, device: torch.device, quick: bool, only: Sequence[str] = ("",)) -> dict[str, Any]:
+    """All ways of one case whose names begin so; what differs from eager or breaks is told and not timed."""
     with case.around():
-        return _measure(case, device, quick)
+        return _measure(case, device, quick, only)
 
 
-def _measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
+def _measure(case: Case, device: torch.device, quick: bool, only: Sequence[str]) -> dict[str, Any]:
     wanted = Wanted(case)
     row: dict[str, Any] = {"name": case.name, "seconds": {}, "spread": {}, "difference": {}, "told": {}, "left_out": {}}
     row["naive"] = case.naive
 
     def add(name: str, make: Callable[[], Callable[[], Any]]) -> None:
+        if not name.startswith(tuple(only)):
+            return
         try:
             work = make()
             right, words, apart = wanted.told(kept(work()))
@@ -206,6 +208,8 @@ def _measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
         name: median_seconds(lambda one=one: one(*case.arguments), device, quick)[0]  # type: ignore[misc]
         for name, one in case.bounds.items()
     }
+    for name, seconds in row["bounds"].items():
+        print(f"  bound: {name:<23}{seconds * 1e3:10.3f} ms", flush=True)
     return row
 
 
@@ -301,11 +305,13 @@ def header(device: torch.device) -> str:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", help="which rows, with commas between; a beginning is enough (resnet)")
+    parser.add_argument("--ways", help="only these ways, with commas between; a beginning is enough (manyhands)")
     parser.add_argument("--json", help="a file for all figures")
     parser.add_argument("--tiny", action="store_true", help="small sizes, few repetitions")
     parser.add_argument("--explain", action="store_true", help="print what manyhands says of each row")
     given = parser.parse_args()
     given.tiny = given.tiny or not torch.cuda.is_available()
+    given.ways = [way.strip() for way in given.ways.split(",")] if given.ways else [""]
     return given
 
 
@@ -313,7 +319,7 @@ def main() -> int:
     given = options()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     makers: dict[str, Callable[[], dict[str, Any]]] = {
-        name: lambda make=make: measure(make(), device, given.tiny)  # type: ignore[misc]
+        name: lambda make=make: measure(make(), device, given.tiny, given.ways)  # type: ignore[misc]
         for name, make in parallel_cases.cases(device, tiny=given.tiny)
     }
     makers["planning"] = parallel_planning.planning

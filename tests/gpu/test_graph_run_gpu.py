@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_parallel_gpu import GPU, assert_same  # noqa: E402
+from parallel_gpu_cases import GPU, assert_same, chains  # noqa: E402
 
 from manyhands.backends import torch_parallel, torch_runs  # noqa: E402
 from manyhands.engine.parallel import Parallel  # noqa: E402
@@ -153,3 +153,32 @@ def test_an_argument_that_is_also_taken_from_outside() -> None:
     base.copy_(start)
     assert_same(ours, function(base))
     assert_same(after, base)
+
+
+def test_arguments_that_stay_where_they_are_are_read_there() -> None:
+    """After many calls with the same tensors nothing is copied any more; what is in them, and other tensors, count."""
+
+    def function(xs: list[Any], w: Any) -> list[Any]:
+        w.add_(0.125)
+        return [*chains(xs, w), torch.rand(8, device=GPU)]
+
+    xs, w = [torch.randn(64, 64, device=GPU) / 8 for _ in range(4)], torch.randn(64, 64, device=GPU) / 8
+    plain_xs, plain_w = [x.clone() for x in xs], w.clone()
+    fast = Parallel(function, torch_parallel)
+    torch.manual_seed(0)
+    fast(xs, w)
+    first, elsewhere = xs, [x.clone() for x in xs]
+    for number in range(80):
+        xs = elsewhere if 40 <= number < 60 else first
+        plain_xs = [x.clone() for x in xs]
+        xs[0].mul_(1.001)
+        plain_xs[0].mul_(1.001)
+        torch.manual_seed(number)
+        ours = fast(xs, w)
+        torch.manual_seed(number)
+        if number == 0:
+            function(plain_xs, plain_w)  # the call that was planned
+            torch.manual_seed(number)
+        assert_same(ours, function(plain_xs, plain_w))
+        assert torch.equal(w, plain_w)
+    assert "one graph" in fast.explain()

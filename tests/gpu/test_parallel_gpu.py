@@ -10,67 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from parallel_gpu_cases import GPU, Forced, assert_same, chains, each_run  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from manyhands.backends import torch_parallel  # noqa: E402
-from manyhands.engine.check import check  # noqa: E402
-from manyhands.engine.costs import costs  # noqa: E402
-from manyhands.engine.graph import graph  # noqa: E402
 from manyhands.engine.parallel import Parallel  # noqa: E402
-from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
-
-GPU = "cuda:0"
-
-
-class Forced:
-    """One kind of run on so many lanes, whether it is faster or not."""
-
-    def __init__(self, function: Callable[..., Any], lanes: int, kind: str) -> None:
-        self.function, self.lanes, self.kind = function, lanes, kind
-        self.made: Any = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        call = torch_parallel.call(arguments, {})
-        if self.made is None or not self.made[0].holds():
-            found = torch_parallel.trace(self.function, call)
-            device = torch_parallel.device_of(call, found)
-            with torch_parallel.untouched(found, call.tensors):
-                measured = graph(costs(torch_parallel, found, device).tasks)
-            one = schedule(measured, lanes_for(measured, self.lanes), switch_seconds=1e-6)
-            check(one)
-            make = torch_parallel.graph_run if self.kind == "graph" else torch_parallel.stream_run
-            with torch_parallel.untouched(found, call.tensors):
-                self.made = found, make(found, torch_parallel.plan_of(one), call.tensors, device)
-        found, run = self.made
-        results = run.replay(call.tensors)
-        return torch_parallel.together(results if run.fresh else torch_parallel.copied(results), found)
-
-
-RUNS = [(1, "graph"), (4, "graph"), (8, "graph"), (1, "stream"), (4, "stream")]
-each_run = pytest.mark.parametrize(("lanes", "kind"), RUNS, ids=lambda value: str(value))
-
-
-def assert_same(one: Any, other: Any) -> None:
-    ones, others = tree_leaves(one), tree_leaves(other)
-    assert len(ones) == len(others)
-    for a, b in zip(ones, others, strict=True):
-        if isinstance(b, torch.Tensor):
-            assert a.device == b.device
-            assert a.stride() == b.stride()
-            assert torch.equal(a, b)
-        else:
-            assert a == b
-
-
-def chains(xs: list[Any], w: Any) -> list[Any]:
-    results = []
-    for x in xs:
-        for _ in range(10):
-            x = (x @ w).relu()
-        results.append(x)
-    return results
 
 
 @each_run
@@ -393,32 +338,3 @@ def test_inside_a_graph_of_the_callers_own_it_is_run_as_it_is_written() -> None:
     torch.cuda.synchronize()
     assert_same([found], [expected])
     assert "captured" in fast.explain()
-
-
-def test_arguments_that_stay_where_they_are_are_read_there() -> None:
-    """After many calls with the same tensors nothing is copied any more; what is in them, and other tensors, count."""
-
-    def function(xs: list[Any], w: Any) -> list[Any]:
-        w.add_(0.125)
-        return [*chains(xs, w), torch.rand(8, device=GPU)]
-
-    xs, w = [torch.randn(64, 64, device=GPU) / 8 for _ in range(4)], torch.randn(64, 64, device=GPU) / 8
-    plain_xs, plain_w = [x.clone() for x in xs], w.clone()
-    fast = Parallel(function, torch_parallel)
-    torch.manual_seed(0)
-    fast(xs, w)
-    first, elsewhere = xs, [x.clone() for x in xs]
-    for number in range(80):
-        xs = elsewhere if 40 <= number < 60 else first
-        plain_xs = [x.clone() for x in xs]
-        xs[0].mul_(1.001)
-        plain_xs[0].mul_(1.001)
-        torch.manual_seed(number)
-        ours = fast(xs, w)
-        torch.manual_seed(number)
-        if number == 0:
-            function(plain_xs, plain_w)  # the call that was planned
-            torch.manual_seed(number)
-        assert_same(ours, function(plain_xs, plain_w))
-        assert torch.equal(w, plain_w)
-    assert "one graph" in fast.explain()

@@ -1,0 +1,69 @@
+"""Runs of one kind, whether they are the fastest or not, and what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from manyhands.backends import torch_parallel  # noqa: E402
+from manyhands.engine.check import check  # noqa: E402
+from manyhands.engine.costs import costs  # noqa: E402
+from manyhands.engine.graph import graph  # noqa: E402
+from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
+
+GPU = "cuda:0"
+
+
+class Forced:
+    """One kind of run on so many lanes, whether it is faster or not."""
+
+    def __init__(self, function: Callable[..., Any], lanes: int, kind: str) -> None:
+        self.function, self.lanes, self.kind = function, lanes, kind
+        self.made: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        call = torch_parallel.call(arguments, {})
+        if self.made is None or not self.made[0].holds():
+            found = torch_parallel.trace(self.function, call)
+            device = torch_parallel.device_of(call, found)
+            with torch_parallel.untouched(found, call.tensors):
+                measured = graph(costs(torch_parallel, found, device).tasks)
+            one = schedule(measured, lanes_for(measured, self.lanes), switch_seconds=1e-6)
+            check(one)
+            make = torch_parallel.graph_run if self.kind == "graph" else torch_parallel.stream_run
+            with torch_parallel.untouched(found, call.tensors):
+                self.made = found, make(found, torch_parallel.plan_of(one), call.tensors, device)
+        found, run = self.made
+        results = run.replay(call.tensors)
+        return torch_parallel.together(results if run.fresh else torch_parallel.copied(results), found)
+
+
+RUNS = [(1, "graph"), (4, "graph"), (8, "graph"), (1, "stream"), (4, "stream")]
+each_run = pytest.mark.parametrize(("lanes", "kind"), RUNS, ids=lambda value: str(value))
+
+
+def assert_same(one: Any, other: Any) -> None:
+    ones, others = tree_leaves(one), tree_leaves(other)
+    assert len(ones) == len(others)
+    for a, b in zip(ones, others, strict=True):
+        if isinstance(b, torch.Tensor):
+            assert a.device == b.device
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b)
+        else:
+            assert a == b
+
+
+def chains(xs: list[Any], w: Any) -> list[Any]:
+    results = []
+    for x in xs:
+        for _ in range(10):
+            x = (x @ w).relu()
+        results.append(x)
+    return results
