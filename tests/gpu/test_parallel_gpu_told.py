@@ -9,22 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from parallel_gpu_cases import GPU, chains  # noqa: E402
+
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends import torch_parallel  # noqa: E402
 from manyhands.engine.check import check  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
 from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
-
-GPU = "cuda:0"
-
-
-def chains(xs: list[Any], w: Any) -> list[Any]:
-    results = []
-    for x in xs:
-        for _ in range(10):
-            x = (x @ w).relu()
-        results.append(x)
-    return results
 
 
 def test_a_measured_timeline_keeps_every_need() -> None:
