@@ -55,6 +55,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", refused)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: MODES[-1])
