@@ -151,7 +151,7 @@ class GraphStep:
             self._searching = False
             del self._sized[size]  # this one alone: others may have their graphs
             return True
-        if self._norms is not None:
+        if self._norms is not None and not self._is_compiled(size):  # a compiled step has none of them
             self._norms, self.no_norms = None, f"batch normalisation as it is ({why})"[:300]
             self._at_once = None  # a mode around the forward pass as well
         elif self._beside is not None:
