@@ -24,7 +24,8 @@ test-tensorflow test-training-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
 run: $(VENVS)/torch/.ready
 	$(TORCH)/manyhands train
 
-test: lint types $(addprefix test-training-,$(HERE)) $(addprefix test-,$(HERE)) skipped
+# The longest first: where two suites run at a time, none of them is left alone at the end.
+test: lint types test-training-torch test-torch $(addprefix test-training-,$(HERE)) $(addprefix test-,$(HERE)) skipped
 
 lint: $(VENVS)/torch/.ready
 	$(TORCH)/ruff check src tests benchmarks requirements
