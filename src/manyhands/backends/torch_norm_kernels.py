@@ -67,7 +67,7 @@ def ready(device: torch.device, dtypes: tuple[torch.dtype, ...] = (torch.bfloat1
 
 def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
     """Whether the operations can take this, and these numbers of its channels: weight, bias, running statistics."""
-    if x.dim() < 2 or not is_by_channel(x):
+    if x.dim() < 2 or not _is_by_channel(x):
         return False
     if x.device.type == "cpu":
         return x.is_floating_point() and x.numel() > x.shape[1]
@@ -86,7 +86,7 @@ def _is_plain(channels: torch.Tensor | None, device: torch.device) -> bool:
     )
 
 
-def is_by_channel(x: torch.Tensor) -> bool:
+def _is_by_channel(x: torch.Tensor) -> bool:
     """Whether the channels of one place lie side by side, and all places one after the other."""
     return x.movedim(1, -1).is_contiguous()
 

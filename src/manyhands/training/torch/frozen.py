@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -88,10 +88,10 @@ class Watch:
 def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     """The reason why hooks forbid a graph: they would run once. PyTorch's own compute with tensors alone."""
     for name, module in model.named_modules():
-        if _has_hook(module, _HOOKS):
+        if _has_hook(module, HOOKS):
             return f"the layer {name or type(module).__name__!r} has a hook, which would not run in a graph"
     for name, parameter in model.named_parameters():
-        if _has_hook(parameter, _HOOKS_OF_PARAMETERS):
+        if _has_hook(parameter, HOOKS_OF_PARAMETERS):
             return f"the parameter {name!r} has a hook, which would not run in a graph"
     if _has_hook(optimizer, _HOOKS_OF_OPTIMIZERS):
         return "the optimizer has a hook, which would not run in a graph"

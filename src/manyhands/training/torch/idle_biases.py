@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from manyhands.training.torch.capturable import is_compiled
+from manyhands.training.torch.frozen import HOOKS, HOOKS_OF_PARAMETERS
 from manyhands.training.torch.straight import leads_to
 from manyhands.training.torch.touched import memory_of
 
@@ -49,8 +50,6 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Co
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # Of the nodes of layers: the places of weight and bias.
 _PLACES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (2, 0)}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def may_be_idle(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
@@ -272,7 +271,7 @@ def _candidates(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Layers and norms that are PyTorch's own, as they are: nobody has put something before, behind or in them."""
     if is_compiled(model):
         return [], []
-    plain = [module for module in model.modules() if "forward" not in vars(module) and not _has(module, _HOOKS)]
+    plain = [module for module in model.modules() if "forward" not in vars(module) and not _has(module, HOOKS)]
     layers = [module for module in plain if type(module) in _LAYERS and _is_plain(module)]
     # A cumulative average reads its count on the host.
     norms = [module for module in plain if type(module) in _NORMS and module.momentum is not None]
@@ -283,7 +282,7 @@ def _is_plain(layer: nn.Module) -> bool:
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:
         return False
-    return weight.requires_grad and not _has(bias, _HOOKS_OF_PARAMETERS)
+    return weight.requires_grad and not _has(bias, HOOKS_OF_PARAMETERS)
 
 
 def _has(value: object, hooks: Sequence[str]) -> bool:

@@ -40,7 +40,7 @@ from manyhands.engine.journal import Journal
 from manyhands.engine.schedule import Lane, Schedule
 from manyhands.task import Task
 from manyhands.training.torch import straight
-from manyhands.training.torch.touched import is_view, multiplications, written_by
+from manyhands.training.torch.touched import is_view, written_by
 
 _aten = torch.ops.aten
 _MAIN = 0
@@ -133,7 +133,7 @@ class SideLanes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         what = straight.goes_aside(func, args)
-        if what is None or (func is _aten.mm.default and multiplications(*args) < self._least_product):
+        if what is None or (func is _aten.mm.default and straight.multiplications(*args) < self._least_product):
             return self._as_it_comes(func, args, kwargs)
         lane = len(self.aside) % self._count + 1
         self.aside.append(what)

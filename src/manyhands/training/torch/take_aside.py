@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from manyhands.training.torch import compiled_lanes
-from manyhands.training.torch.touched import multiplications
+from manyhands.training.torch.straight import multiplications
 
 _aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
 # What may stand between a gradient and the results of the backward pass.

@@ -9,21 +9,18 @@ from torch.utils._pytree import tree_leaves
 
 
 def memory_of(tensor: torch.Tensor) -> int:
+    """The number of its memory: no other has it while somebody refers to it."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def memories_of(values: Any) -> set[int]:
+    """The numbers of the memories of all tensors in a tree."""
     return {memory_of(one) for one in tree_leaves(values) if has_memory(one)}
 
 
 def has_memory(value: Any) -> bool:
     """Whether this is a tensor with one memory of its own: a sparse one has several, and no number."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def multiplications(one: torch.Tensor, other: torch.Tensor) -> int:
-    """How many there are in a product of two matrices."""
-    return one.shape[0] * one.shape[1] * other.shape[1]
 
 
 def is_view(func: Any) -> bool:
