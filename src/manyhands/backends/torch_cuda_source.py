@@ -1,6 +1,6 @@
 """Kernels of our own: CUDA source, compiled by NVRTC when it is first needed, and launched on PyTorch's streams.
 
-NVRTC comes with every build of PyTorch for NVIDIA GPUs, and compiles a file of kernels in about a second. It needs no
+NVRTC comes with every build of PyTorch for NVIDIA GPUs, and compiles a file of kernels when a job starts. It needs no
 toolkit, no C++ compiler and no headers; so the sources include none.
 
     kernels = compiled("batch_norm.cu", device, NUMBER="BFloat")
