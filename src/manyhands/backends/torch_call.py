@@ -8,7 +8,6 @@ modes are the same. What a function takes from outside its arguments is watched 
 from __future__ import annotations
 
 import enum
-import functools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,45 +128,66 @@ def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
     return len(places) < len(tensors)
 
 
-_ASKED: tuple[Callable[[], Any], ...] = (
-    torch.is_grad_enabled,
-    torch.is_inference_mode_enabled,
-    torch.get_default_dtype,
-    torch.get_num_threads,
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    functools.partial(torch._C._get_fp32_precision_getter, "cuda", "matmul"),
-    functools.partial(torch._C._get_fp32_precision_getter, "cuda", "conv"),
+# PyTorch's settings that change what an operation does, or how it is best run, each as an expression over the names
+# below: they are asked before every call, so they are written out in the code that recognises one.
+MODES = (
+    "is_grad_enabled()",
+    "is_inference_mode_enabled()",
+    "get_default_dtype()",
+    "get_num_threads()",
+    "dispatch_modes()",
+    "function_modes()",
+    "fp32_precision('cuda', 'matmul')",
+    "fp32_precision('cuda', 'conv')",
     # What users set to choose among kernels: a graph keeps those that it was captured with.
-    torch._C._get_deterministic_algorithms,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_cudnn_benchmark,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
+    "deterministic()",
+    "cudnn()",
+    "cudnn_deterministic()",
+    "cudnn_benchmark()",
+    "math_sdp()",
+    "flash_sdp()",
+    "mem_efficient_sdp()",
+    "cudnn_sdp()",
+    "any_autocast() and (is_autocast('cuda') and autocast_dtype('cuda'), is_autocast('cpu') and autocast_dtype('cpu'))",
+    "device.CURRENT_DEVICE",
+    "forward_ad._current_level",
+    "functorch_level()",
+    "jit() is None",
+    "capturing()",
 )
-
-
-def modes() -> tuple[Any, ...]:
-    """PyTorch's settings that change what an operation does, or how it is best run; asked before every call."""
-    cast = torch._C._is_any_autocast_enabled()
-    return (
-        *[question() for question in _ASKED],
-        torch.get_autocast_dtype("cuda") if cast and torch.is_autocast_enabled("cuda") else None,
-        torch.get_autocast_dtype("cpu") if cast and torch.is_autocast_enabled("cpu") else None,
-        _device.CURRENT_DEVICE,
-        forward_ad._current_level,
-        torch._C._functorch.maybe_current_level(),
-        torch._C._get_tracing_state() is None,
-        _capturing(),
-    )
 
 
 def _capturing() -> bool:
     """Whether the caller captures a CUDA graph of its own at this moment."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+MODE_NAMES: dict[str, Any] = {
+    "is_grad_enabled": torch.is_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "get_default_dtype": torch.get_default_dtype,
+    "get_num_threads": torch.get_num_threads,
+    "dispatch_modes": torch._C._len_torch_dispatch_stack,
+    "function_modes": torch._C._len_torch_function_stack,
+    "fp32_precision": torch._C._get_fp32_precision_getter,
+    "deterministic": torch._C._get_deterministic_algorithms,
+    "cudnn": torch._C._get_cudnn_enabled,
+    "cudnn_deterministic": torch._C._get_cudnn_deterministic,
+    "cudnn_benchmark": torch._C._get_cudnn_benchmark,
+    "math_sdp": torch._C._get_math_sdp_enabled,
+    "flash_sdp": torch._C._get_flash_sdp_enabled,
+    "mem_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled,
+    "cudnn_sdp": torch._C._get_cudnn_sdp_enabled,
+    "any_autocast": torch._C._is_any_autocast_enabled,
+    "is_autocast": torch.is_autocast_enabled,
+    "autocast_dtype": torch.get_autocast_dtype,
+    "device": _device,
+    "forward_ad": forward_ad,
+    "functorch_level": torch._C._functorch.maybe_current_level,
+    "jit": torch._C._get_tracing_state,
+    "capturing": _capturing,
+}
+modes: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({', '.join(MODES)})", dict(MODE_NAMES))
 
 
 def _why_plain() -> str | None:

@@ -9,12 +9,16 @@ that stops at the first "no". For ``f(x, [w, 2])`` it reads
         v0, v1, = arguments
         ...
         if v4 is not 2 and (type(v4) is not int or v4 != 2): return None
-        if modes() != k9 or not check(v0, v3): return None
+        if is_grad_enabled() != k9: return None
+        ...
+        if not check(v0, v3): return None
         places = v0.data_ptr(), v3.data_ptr()
         if places != seen[0]:
             if len({v0's storage, v3's storage}) != 2: return None
             seen[0] = places
-        return [v0, v3]
+        given = Given((v0, v3))
+        given.places = places
+        return given
 
 ``check`` is PyTorch's own (Dynamo guards its code with it): type, shape, strides, number type, device and whether
 gradients are wanted, of all tensors at once. Tensors of the same form in the same places overlap as they did before.
@@ -35,6 +39,15 @@ from manyhands.backends import torch_call
 from manyhands.backends.torch_call import Call
 
 Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
+
+
+class Given(list[torch.Tensor]):
+    """The tensors of a call that was recognised, and their addresses, which a run may want to know, too."""
+
+    __slots__ = ("places",)
+    places: tuple[int, ...]
+
+
 _EXACT = (bool, int, str, bytes)  # equal values of these types are written alike
 
 
@@ -61,7 +74,9 @@ class _Writer:
         self._storages: list[str] = []
         self._gradients: list[str] = []  # what tensors that want gradients are asked: the function may look at theirs
         self._fixed: list[str] = []  # what parameters are asked: they stay where they are
-        self._names: dict[str, Any] = {"modes": torch_call.modes, "seen": [None]}
+        self._names: dict[str, Any] = {**torch_call.MODE_NAMES, "Given": Given, "seen": [None]}
+        if torch.cuda.is_initialized():  # what need not be asked any more
+            self._names["capturing"] = torch._C._cuda_isCurrentStreamCapturing
         self._count = 0
 
     def _name(self, value: Any) -> str:
@@ -121,7 +136,8 @@ class _Writer:
 
     def build(self) -> Fits:
         names = [self._tensors[id(one)] for one in self._call.tensors]
-        self._refuse_if(f"modes() != {self._name(torch_call.modes())}")
+        for question, answer in zip(torch_call.MODES, torch_call.modes(), strict=True):
+            self._refuse_if(f"({question}) != {self._name(answer)}")
         if names:
             self._refuse_if(f"not {self._name(_check(self._call.tensors))}({', '.join(names)})")
             for question in self._gradients:
@@ -130,7 +146,9 @@ class _Writer:
             questions = [*self._fixed, *self._shared()]
             inner = [f"    if {question}: return None" for question in questions]
             self._lines += ["if places != seen[0]:", *inner, "    seen[0] = places"]
-        self._lines.append(f"return [{', '.join(names)}]")
+            self._lines += [f"given = Given(({', '.join(names)},))", "given.places = places", "return given"]
+        else:
+            self._lines.append("return []")
         body = "\n".join(f"        {line}" for line in self._lines)
         # Whatever a strange tensor raises when it is asked, the signature is the one to deal with it.
         source = f"def fits(arguments, keywords):\n    try:\n{body}\n    except Exception:\n        return None"
