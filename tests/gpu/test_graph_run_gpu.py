@@ -10,16 +10,18 @@ torch = pytest.importorskip("torch")
 
 from parallel_gpu_cases import GPU, assert_same, chains  # noqa: E402
 
-from manyhands.backends import torch_parallel, torch_runs  # noqa: E402
+from manyhands.backends import torch_graph_run, torch_parallel  # noqa: E402
 from manyhands.engine.parallel import Parallel  # noqa: E402
 
-MANY = torch_runs._LIKELY + 8
+MANY = torch_graph_run._LIKELY + 8
 
 
 def graph_run_of(fast: Parallel) -> Any:
     """The run behind a planned function's last call."""
     replay: Any = fast._must_have_run().run
-    (run,) = (cell.cell_contents for cell in replay.__closure__ if isinstance(cell.cell_contents, torch_runs.GraphRun))
+    (run,) = (
+        cell.cell_contents for cell in replay.__closure__ if isinstance(cell.cell_contents, torch_graph_run.GraphRun)
+    )
     return run
 
 

@@ -27,25 +27,32 @@ class Kernels:
     """The kernels of a source file, loaded on one device."""
 
     def __init__(self, driver: ctypes.CDLL, module: ctypes.c_void_p, device: torch.device) -> None:
-        self._driver, self._module, self._device = driver, module, device
+        self.driver, self._module, self._device = driver, module, device
         self._functions: dict[str, ctypes.c_void_p] = {}
 
     def launch(
         self, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: torch.Tensor | int | None
     ) -> None:
         """Put a kernel on the device's current stream; None is a null pointer, a number an ``int``."""
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         given = [ctypes.c_int(one) if isinstance(one, int) else ctypes.c_void_p(_address(one)) for one in arguments]
         places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
-        with torch.cuda.device(self._device):
-            answer = self._driver.cuLaunchKernel(self._function(name), *grid, 1, *block, 1, 0, stream, places, None)
-        _check(self._driver, answer, f"the kernel {name} could not be launched")
+        self.launch_at(name, grid, block, places)
 
-    def _function(self, name: str) -> ctypes.c_void_p:
+    def launch_at(
+        self, name: str, grid: tuple[int, int], block: tuple[int, int], places: ctypes.Array[ctypes.c_void_p]
+    ) -> None:
+        """The same, with the places of its arguments in memory."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        with torch.cuda.device(self._device):
+            answer = self.driver.cuLaunchKernel(self.function(name), *grid, 1, *block, 1, 0, stream, places, None)
+        _check(self.driver, answer, f"the kernel {name} could not be launched")
+
+    def function(self, name: str) -> ctypes.c_void_p:
+        """The kernel as CUDA's driver knows it."""
         if name not in self._functions:
             found = ctypes.c_void_p()
-            answer = self._driver.cuModuleGetFunction(ctypes.byref(found), self._module, name.encode())
-            _check(self._driver, answer, f"there is no kernel {name}")
+            answer = self.driver.cuModuleGetFunction(ctypes.byref(found), self._module, name.encode())
+            _check(self.driver, answer, f"there is no kernel {name}")
             self._functions[name] = found
         return self._functions[name]
 

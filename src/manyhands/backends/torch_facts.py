@@ -95,3 +95,10 @@ def batch_hint(found: Trace, number: int) -> str | None:
 def _shapes(node: Node) -> str:
     shapes: list[Any] = [one.meta.get("val") for one in node.all_input_nodes]
     return " and ".join("x".join(map(str, one.shape)) for one in shapes if isinstance(one, torch.Tensor) and one.dim())
+
+
+def results_share(found: Trace) -> bool:
+    """Whether results share memory with each other; known without looking at them."""
+    nodes = {value for value in found.outputs if isinstance(value, Node)}
+    memories = [memory for node in nodes for memory in found.storages[node]]
+    return len(set(memories)) < len(memories)

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
-from manyhands.backends import torch_costs, torch_exact, torch_threads, torch_trace, torch_virtual
+from manyhands.backends import torch_costs, torch_exact, torch_threads, torch_virtual
 from manyhands.backends.exactness import Verdict
 from manyhands.backends.torch_call import Call, call, trace
 from manyhands.backends.torch_copies import copied
@@ -27,18 +27,18 @@ from manyhands.backends.torch_facts import (
     written_memories,
 )
 from manyhands.backends.torch_fuse import fuse
+from manyhands.backends.torch_graph_run import GraphRun
 from manyhands.backends.torch_lanes import Plan, let_go_at, plan_of
 from manyhands.backends.torch_quick import recogniser
 from manyhands.backends.torch_runs import (
     Gpus,
-    GraphRun,
     StreamRun,
     copies_or_computes_on_host,
     timed_streams,
     why_no_graph,
 )
 from manyhands.backends.torch_threads import ThreadRun
-from manyhands.backends.torch_trace import Trace
+from manyhands.backends.torch_trace import Trace, together
 
 name = "torch"
 # How a call is run: its tensors, and the arguments as they were given.
@@ -120,11 +120,16 @@ def _compared(values: Sequence[Any]) -> list[Any]:
     return copied([torch_virtual.inside(value) for value in values])
 
 
-def graph_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus) -> GraphRun:
-    return GraphRun(found, plan, tensors, devices)
+def graph_run(
+    found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
+) -> GraphRun:
+    return GraphRun(found, plan, tensors, devices, reuse_outputs=reuse_outputs)
 
 
-def stream_run(found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus) -> StreamRun:
+def stream_run(
+    found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
+) -> StreamRun:
+    """Its results are always fresh."""
     return StreamRun(found, plan, devices)
 
 
@@ -190,7 +195,7 @@ def thread_run(found: Trace, plan: Plan, count: int) -> ThreadRun | VirtualRun:
 class VirtualRun:
     """A run on what is inside tensors on virtual devices, which are lanes of their own. Its results are on them."""
 
-    fresh = True
+    concurrent = True
 
     def __init__(self, found: Trace, run: ThreadRun) -> None:
         self.lanes = run.lanes
@@ -223,17 +228,6 @@ def with_threads(run: Run, count: int) -> Run:
 def synchronous_run(found: Trace, plan: Plan) -> ThreadRun | VirtualRun:
     """The plan's order in the caller's thread."""
     return thread_run(found, torch_threads.in_order(plan), torch.get_num_threads())
-
-
-def results_share(found: Trace) -> bool:
-    """Whether results share memory with each other; known without looking at them."""
-    nodes = {value for value in found.outputs if isinstance(value, Node)}
-    memories = [memory for node in nodes for memory in found.storages[node]]
-    return len(set(memories)) < len(memories)
-
-
-def together(values: Sequence[Any], found: Trace) -> Any:
-    return torch_trace.put_together(values, found)
 
 
 def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
@@ -285,7 +279,6 @@ __all__ = [
     "Call",
     "batch_hint",
     "call",
-    "copied",
     "copied_bytes",
     "copies_or_computes_on_host",
     "cost_keys",
@@ -301,6 +294,7 @@ __all__ = [
     "rates",
     "recogniser",
     "tasks",
+    "together",
     "trace",
     "why_no_graph",
 ]

@@ -212,7 +212,7 @@ class _Writer:
 class ThreadRun:
     """A run of lanes on threads: ``threads`` in all, divided among the lanes."""
 
-    fresh = True  # results are new at every replay
+    concurrent = True  # results are new at every replay
 
     def __init__(self, trace: Trace, plan: Plan, threads: int, stamps: Stamps | None = None) -> None:
         """``stamps`` gets for every task the clock's seconds before and after it."""

@@ -59,8 +59,6 @@ class Trace:
     storages: dict[Node, frozenset[int]] = field(repr=False, default_factory=dict)
     # The last outputs are gradients: whose they are. False for one that the function takes away.
     gradients: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
-    # Puts results together; made when it is first needed.
-    builder: Callable[[Sequence[Any]], Any] | None = field(repr=False, default=None)
     # Whether everything that the function takes from outside is as it was when it was traced.
     holds: Callable[[], bool] = field(repr=False, default=lambda: True)
     # How far results may be from plain execution's: another kernel may add in another order.
@@ -283,20 +281,23 @@ def _name(device: torch.device) -> str:
     return f"gpu:{device.index or 0}"
 
 
-def put_together(values: Sequence[Any], trace: Trace) -> Any:
-    """The function's result; gradients go where the function would have put them."""
-    if trace.gradients:
-        count = len(values) - sum(there for _, there in trace.gradients)
+def together(trace: Trace) -> Callable[[Sequence[Any]], Any]:
+    """What makes of a run's values the function's result; gradients go where the function would have put them."""
+    build = _builder(trace.structure)
+    if not trace.gradients:
+        return build
+    count = len(trace.outputs) - sum(there for _, there in trace.gradients)
+
+    def with_gradients(values: Sequence[Any]) -> Any:
         gradients = iter(values[count:])
         for tensor, there in trace.gradients:
             tensor.grad = next(gradients) if there else None
-        values = values[:count]
-    if trace.builder is None:
-        trace.builder = builder(trace.structure)
-    return trace.builder(values)
+        return build(values[:count])
+
+    return with_gradients
 
 
-def builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
+def _builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
     """What puts a result together: one written-out expression where it is plain lists, tuples and dicts."""
     names: dict[str, Any] = {}
 

@@ -203,7 +203,7 @@ class Parallel:
         backend = self.backend
         costed = costs(backend, found, device)
         measured = graph(costed.tasks)
-        best = Planned(self._plainly, threads=backend.threads(), costed=costed)
+        best = Planned(self._plainly, threads=backend.threads(), costed=costed, reuse_outputs=self.reuse_outputs)
         best.footprint = Footprint(*backend.footprint(found))
         limit = Limit(self.memory, backend.device_memory(device) // 100)
         replaying = functools.partial(self._replaying, best, found)
@@ -218,14 +218,12 @@ class Parallel:
         return best
 
     def _replaying(self, planned: Planned, found: Any, run: Any) -> Run:
-        """Replay a run; results are copied unless they are the caller's already, or may be overwritten."""
+        """Replay a run; out of memory, it is done plainly from then on."""
         backend = self.backend
-        as_they_are = self.reuse_outputs or run.fresh
-        sharing = backend.results_share(found)
+        together = backend.together(found)
         random = backend.random_devices(found)
         mixing = backend.mixing(found)
-        # What is not the caller's already is in one memory for all calls: until it is copied, nobody else may run.
-        alone = nullcontext() if run.fresh else threading.Lock()
+        alone = nullcontext() if run.concurrent else threading.Lock()
 
         def replay(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             if mixing is not None and mixing(tensors):  # a schedule knows nothing of it
@@ -233,8 +231,7 @@ class Parallel:
             before = backend.random_state(random) if random else None
             try:
                 with alone:
-                    results = run.replay(tensors)
-                    return backend.together(results if as_they_are else backend.copied(results, sharing=sharing), found)
+                    return together(run.replay(tensors))
             except Exception as error:
                 if not backend.is_out_of_memory(error):
                     raise

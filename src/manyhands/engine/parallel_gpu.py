@@ -30,7 +30,7 @@ def choose(
 ) -> None:
     """Try plain execution, one lane, and the plans that promise more; put the fastest that is right into ``best``.
 
-    ``replaying`` makes of a run what gives results that are the caller's.
+    ``replaying`` makes of a run what can be called.
     """
     plainly = best.run
     footprint = best.footprint
@@ -57,7 +57,7 @@ def choose(
             continue
         try:
             with backend.untouched(found, call.tensors):
-                run = make(found, plan, call.tensors, device)
+                run = make(found, plan, call.tensors, device, reuse_outputs=best.reuse_outputs)
             refused, equality = judge.refused(backend.observed(found, call, run))
             if refused is not None:
                 best.notes.append(f"{name} is not used: {refused}")

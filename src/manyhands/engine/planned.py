@@ -25,6 +25,7 @@ class Planned:
     how: str = PLAIN
     schedule: Schedule | None = None
     threads: int = 1  # of the CPU, that its lanes share
+    reuse_outputs: bool = False  # whether the next call may overwrite the results of one
     seconds: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

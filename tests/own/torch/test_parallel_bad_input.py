@@ -315,13 +315,13 @@ def test_memory_that_all_calls_share_is_used_by_one_thread_at_a_time() -> None:
     """As a CUDA graph's: what a replay leaves is copied before the next one begins."""
 
     class Shared:
-        fresh = False
+        concurrent = False
         kept = torch.zeros(())
 
         def replay(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
             self.kept.copy_(inputs[0])
             time.sleep(0.002)
-            return [self.kept]
+            return [self.kept.clone()]
 
     one = Parallel(lambda x: x + 0, torch_parallel, synchronous=True)
     call = torch_parallel.call((torch.ones(()),), {})

@@ -56,7 +56,7 @@ def test_a_schedule_over_two_devices_is_proved_and_gives_the_same(count: int) ->
     run = torch_parallel.thread_run(found, torch_parallel.plan_of(made), 2)
     assert run.lanes >= 3
     for _ in range(3):
-        assert_same(torch_parallel.together(run.replay(given), found), two_layers(*given))
+        assert_same(torch_parallel.together(found)(run.replay(given)), two_layers(*given))
 
 
 def test_what_is_chosen_gives_the_same_and_is_told(tmp_path: Any) -> None:

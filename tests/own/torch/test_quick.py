@@ -221,4 +221,4 @@ def test_what_is_called_gives_what_eager_gives(function: Callable[..., Any]) -> 
 def test_results_of_any_form_are_put_together() -> None:
     for value in ([1, (2, {"b": 3, "a": [4, ()]})], 1, {}, torch.return_types.max((1, 2)), [{"x": 1}, {"x": 2}]):
         leaves, structure = torch_trace.tree_flatten(value)
-        assert torch_trace.builder(structure)(leaves) == value
+        assert torch_trace._builder(structure)(leaves) == value

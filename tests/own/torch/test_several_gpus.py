@@ -103,7 +103,7 @@ def test_the_code_waits_across_gpus_and_copies_on_a_stream_of_the_source() -> No
     made = schedule(measured, lanes_for(measured, 1))
     check(made)
     plan = torch_parallel.plan_of(made)
-    streams = torch_runs._streams(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
+    streams = torch_runs.streams_of(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
     named = {str(lane): stream.name for lane, stream in zip(made.lanes, streams, strict=True)}
     results = torch_lanes.generate(found, plan, streams).build()(inputs)
     assert [str(one.device) for one in results] == ["cuda:1", "cuda:0", "cuda:1"]
@@ -129,7 +129,7 @@ def test_the_host_waits_for_the_copies_to_every_gpu() -> None:
     found = torch_trace.trace(function, inputs)
     made = schedule(graph(found.tasks), lanes_for(graph(found.tasks), 1))
     plan = torch_parallel.plan_of(made)
-    streams = torch_runs._streams(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
+    streams = torch_runs.streams_of(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
     torch_lanes.generate(found, plan, streams).build()(inputs)
     copying = {stream.name for lane, stream in zip(made.lanes, streams, strict=True) if lane.kind == "copy in"}
     assert len(copying) == 2

@@ -111,7 +111,7 @@ def test_steps_with_updates_in_parts_are_equal_to_the_bit(name: str) -> None:
     assert names(apart).count(last) >= names(found).count(last) + 2
     run = ThreadRun(apart, torch_parallel.plan_of(scheduled(apart, 2)), 2)
     for _ in range(3):
-        assert torch.equal(torch_parallel.together(run.replay(tensors), apart), eager(x))
+        assert torch.equal(torch_parallel.together(apart)(run.replay(tensors)), eager(x))
         for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
             assert torch.equal(one, other)
             assert one.grad is not None

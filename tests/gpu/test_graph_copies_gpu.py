@@ -1,0 +1,152 @@
+"""Copies inside of a captured run: arguments from anywhere, results to memory of the caller's own."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from parallel_gpu_cases import GPU, Forced, assert_same  # noqa: E402
+
+from manyhands.backends import torch_graph_copies, torch_graph_run  # noqa: E402
+from manyhands.errors import CannotCompile  # noqa: E402
+
+
+def of_all_kinds(x: Any, y: Any) -> list[Any]:
+    """Results of many number types and sizes, in whole words and not, at round addresses and not."""
+    total = x @ y
+    flat = total.flatten()
+    return [
+        total,
+        total > 0,
+        total.sum(),
+        flat.half()[1:],
+        (flat * 100).to(torch.int8)[3:10],
+        (flat * 2)[1:],
+        total.double().t(),
+        torch.complex(x, y),
+        (x * 3)[:0],
+        flat.to(torch.int64)[:5],
+    ]
+
+
+def arguments(number: int, offset: int = 0) -> list[Any]:
+    """Two matrices, somewhere else for each number; ``offset`` moves them off a round address."""
+    made = torch.Generator(GPU).manual_seed(number)
+    memories = [torch.randn(33 * 33 + offset, device=GPU, generator=made) for _ in range(2)]
+    return [memory[offset:].view(33, 33) for memory in memories]
+
+
+def copies_of(forced: Forced) -> tuple[bool, bool]:
+    """Whether the graph copies its arguments, and its results, itself."""
+    captured = forced.made[1]._own
+    return captured.copies_in is not None, captured.copies_out is not None
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_every_call_has_results_of_its_own(offset: int) -> None:
+    """Nothing is waited for: a replay under way keeps the addresses that it was launched with."""
+    fast = Forced(of_all_kinds, 4, "graph")
+    given = [arguments(number, offset) for number in range(200)]
+    found = [fast(*one) for one in given]
+    for ours, one in zip(found, given, strict=True):
+        assert_same(ours, of_all_kinds(*one))
+    assert copies_of(fast) == (True, True)
+
+
+def test_arguments_that_stay_and_results_that_do_not() -> None:
+    fast = Forced(of_all_kinds, 4, "graph")
+    x, y = arguments(0)
+    expected = of_all_kinds(x, y)
+    found = [fast(x, y) for _ in range(2 * torch_graph_run._LIKELY)]
+    assert fast.made[1]._in_place is not None
+    for ours in found:
+        assert_same(ours, expected)
+    memories = {one[0].data_ptr() for one in found}
+    assert len(memories) == len(found)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: [x * number for number in range(200)],  # more than a kernel takes
+        lambda x, y: [x @ y, (x @ y)[:, ::2]],  # a result with gaps
+        lambda x, y: (lambda z: [z, z.t(), z[1:]])(x @ y),  # that share memory
+        lambda x, y: [x @ y, 3, (x * 2).conj(), torch.complex(x, y).conj()],
+    ],
+    ids=["many", "gaps", "sharing", "numbers"],
+)
+def test_results_that_the_graph_does_not_copy_itself(function: Any) -> None:
+    fast = Forced(function, 2, "graph")
+    given = [arguments(number) for number in range(5)]
+    found = [fast(*one) for one in given]
+    for ours, one in zip(found, given, strict=True):
+        for a, b in zip(ours, function(*one), strict=True):  # copies of results with gaps have none
+            assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
+    assert not copies_of(fast)[1]
+
+
+def test_arguments_with_gaps_are_copied_before_the_graph() -> None:
+    fast = Forced(lambda x: x @ x, 1, "graph")
+    for number in range(5):
+        x = torch.randn(64, 128, device=GPU, generator=torch.Generator(GPU).manual_seed(number))[:, ::2]
+        assert_same(fast(x), x @ x)
+    assert not copies_of(fast)[0]
+
+
+def test_large_results_and_channels_last() -> None:
+    """More than all blocks of the kernel copy in one go, and an order of numbers that is not that of the dimensions."""
+
+    def function(x: Any) -> Any:
+        return x * 2, (x[:1] + 1).sin()
+
+    fast = Forced(function, 2, "graph")
+    for size in (3, 4):
+        x = torch.randn(16, 64, 257, 128 + size, device=GPU).to(memory_format=torch.channels_last)
+        fast.made = None
+        assert_same(fast(x), function(x))
+        assert copies_of(fast) == (True, True)
+
+
+def test_a_thread_that_has_never_used_the_gpu() -> None:
+    fast = Forced(of_all_kinds, 4, "graph")
+    one, two = arguments(1), arguments(2)
+    fast(*one)
+    fast.made[1].replay(one)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(fast(*two)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert_same(found[0], of_all_kinds(*two))
+
+
+def test_on_several_streams_of_the_caller() -> None:
+    fast = Forced(of_all_kinds, 4, "graph")
+    given = [arguments(number) for number in range(30)]
+    fast(*given[0])
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.default_stream()]
+    found = []
+    for number, one in enumerate(given):
+        with torch.cuda.stream(streams[number % 3]):
+            found.append(fast(*one))
+    torch.cuda.synchronize()
+    for ours, one in zip(found, given, strict=True):
+        assert_same(ours, of_all_kinds(*one))
+
+
+def test_without_a_compiler_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise CannotCompile("the library is not there")
+
+    monkeypatch.setattr(torch_graph_copies, "compiled", refused)
+    fast = Forced(of_all_kinds, 4, "graph")
+    given = [arguments(number) for number in range(20)]
+    found = [fast(*one) for one in given]
+    for ours, one in zip(found, given, strict=True):
+        assert_same(ours, of_all_kinds(*one))
+    assert copies_of(fast) == (False, False)
