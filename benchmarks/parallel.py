@@ -19,7 +19,6 @@ import argparse
 import datetime
 import gc
 import json
-import math
 import platform
 import statistics
 import sys
@@ -30,31 +29,20 @@ from typing import Any
 
 import parallel_cases
 import parallel_limits
+import parallel_overhead
 import parallel_planning
 import torch
 from parallel_case import Case, synchronize
 from parallel_results import Wanted, kept
+from parallel_ways import COMPILED, OURS, Skipped, ours, ways
 
 from manyhands import machine
-from manyhands.backends import torch_parallel
-from manyhands.backends.torch_runs import let_draw_again
-from manyhands.engine.parallel import Parallel
 
 TRIALS = 11
 LEAST = 0.98  # of eager's speed
-COMPILED = "manyhands, compile"
-OURS: dict[str, dict[str, bool]] = {
-    "manyhands": {},
-    "manyhands, reuse": {"reuse_outputs": True},
-    COMPILED: {"reuse_outputs": True, "compile": True},
-}
 
 
 # --- time
-
-
-class Skipped(Exception):
-    """A way that is not tried here, and why."""
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, quick: bool) -> tuple[float, float, float]:
@@ -85,70 +73,6 @@ def _trial(work: Callable[[], object], calls: int, device: torch.device) -> floa
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / calls
-
-
-# --- the ways
-
-
-def captured(function: Callable[..., Any], arguments: tuple[Any, ...], device: torch.device) -> Callable[[], Any]:
-    """The function in one CUDA graph, on one stream unless it uses more itself."""
-    if device.type != "cuda":
-        return lambda: function(*arguments)
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function(*arguments)
-    torch.cuda.current_stream(device).wait_stream(side)
-    torch.cuda.synchronize(device)
-    taken = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(taken, stream=side):
-            results = function(*arguments)
-    except Exception:
-        let_draw_again(device)  # or all rows after this one would fail, too
-        raise
-
-    def replay() -> Any:
-        taken.replay()
-        return results
-
-    return replay
-
-
-def compiled(case: Case, device: torch.device) -> Callable[[], Any]:
-    if device.type != "cuda":
-        raise Skipped("compiled on a GPU only")
-    torch._dynamo.reset()
-    made = case.compiled() if case.compiled else _marked(torch.compile(case.function, mode="reduce-overhead"))
-    return lambda: made(*case.arguments)
-
-
-def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return function(*arguments)
-
-    return call
-
-
-def ours(case: Case, name: str) -> tuple[Callable[[], Any], Parallel]:
-    fast = Parallel(case.function, torch_parallel, **OURS[name])
-    return lambda: fast(*case.arguments), fast
-
-
-def ways(case: Case, device: torch.device) -> dict[str, Callable[[], Callable[[], Any]]]:
-    """For each way what makes it, so that each is made when its turn comes and its memory goes with it."""
-    arguments = case.arguments
-    found: dict[str, Callable[[], Callable[[], Any]]] = {}
-    for name, other in case.others.items():
-        found[name] = lambda other=other: lambda: other(*arguments)  # type: ignore[misc]
-    if case.graph:
-        found["one-stream graph"] = lambda: captured(case.function, arguments, device)
-        found["compile, reduce-overhead"] = lambda: compiled(case, device)
-    for name, other in case.captured.items():
-        found[name] = lambda other=other: captured(other, arguments, device)  # type: ignore[misc]
-    return found
 
 
 # --- rows
@@ -218,45 +142,6 @@ def tidy(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def overhead(device: torch.device, quick: bool, count: int) -> dict[str, Any]:
-    """What a call of ours costs the host beyond the replay of a CUDA graph (on a CPU: beyond the function).
-
-    The time of the host alone: nothing is waited for. So many chains of small products: two lists of as many arguments,
-    and a list of as many results. To replay a graph with branches takes the host longer than one without, so both are
-    there.
-    """
-    case = parallel_cases.chains(64, device, count=count, length=4)
-    name = f"replay overhead, arguments: {2 * count}, results: {count}"
-    row: dict[str, Any] = {"name": name, "seconds": {}, "left_out": {}, "bounds": {}}
-    works = {"one-stream graph": captured(case.function, case.arguments, device)}
-    by_hand = "streams in a graph"
-    works[by_hand] = captured(case.captured[by_hand], case.arguments, device)
-    works |= {name: ours(case, name)[0] for name in OURS if name != COMPILED}
-    wanted = Wanted(case)
-    for name, work in list(works.items()):
-        for _ in range(100):  # ours reads its arguments in place by then
-            work()
-        right, words, _ = wanted.told(kept(work()))
-        if not right:
-            row["left_out"][name] = words
-            del works[name]
-    synchronize(device)
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(200 if quick else 1000):  # in turns: a load from outside falls on all of them
-        for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - start)
-            synchronize(device)
-    row["seconds"] = {name: statistics.median(own) for name, own in times.items()}
-    print(row["name"])
-    bare = [row["seconds"].get(name, math.nan) for name in ("one-stream graph", by_hand)]
-    for name, seconds in row["seconds"].items():
-        beyond = " and ".join(f"{(seconds - plain) * 1e6:+.1f}" for plain in bare)
-        print(f"  host time of a call, {name}: {seconds * 1e6:.1f} us; beyond these two graphs {beyond} us")
-    return row
 
 
 # --- telling
@@ -330,8 +215,8 @@ def main() -> int:
         for name, make in parallel_cases.cases(device, tiny=given.tiny)
     }
     makers["planning"] = parallel_planning.planning
-    makers["overhead-4"] = lambda: overhead(device, given.tiny, 4)
-    makers["overhead-1"] = lambda: overhead(device, given.tiny, 1)
+    makers["overhead-4"] = lambda: parallel_overhead.overhead(device, given.tiny, 4)
+    makers["overhead-1"] = lambda: parallel_overhead.overhead(device, given.tiny, 1)
     wanted = given.rows.split(",") if given.rows else [""]
     chosen = [name for name in makers if any(name.startswith(one.strip()) for one in wanted)]
     if not chosen:

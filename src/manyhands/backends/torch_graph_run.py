@@ -68,14 +68,15 @@ class GraphRun:
         self._to_host = any(step.task.kind == "copy out" for step in trace.steps)
         self._over = torch.cuda.Event()
         self._stream = torch.cuda.current_stream(self._device)  # of the last replay
-        self._moving: list[int] = []  # the arguments that the graph copies in
+        self._moving: list[int] = []  # the arguments that the graph copies in, and those that are copied before it
+        self._before: list[int] = []
         self._fresh: Callable[[], list[torch.Tensor]] | None = None  # memory that the graph copies results to
         self._keep: Callable[[Sequence[Any]], list[Any]] | None = None  # otherwise: what copies them after it
         self._prepare_copies(inputs, self._warmed_up(), reuse_outputs, results_share(trace))
         try:
             self._own = self._captured(self._static, self._moving)
         except CannotCompile:  # copies that cannot be found again in the graph
-            self._moving, self._fresh = [], None
+            self._before, self._moving, self._fresh = [*range(len(inputs))], [], None
             self._own = self._captured(self._static, self._moving)
         self._last: tuple[int, ...] = ()  # where the arguments of the last call were, and for how many calls in a row
         self._times = 0
@@ -97,6 +98,7 @@ class GraphRun:
         """Decide what the graph copies itself: everything that is compiled for it is compiled here."""
         moving = [n for n, one in enumerate(inputs) if one.is_cuda and type(one) is not torch.nn.Parameter]
         self._moving = moving if self._can_copy([inputs[number] for number in moving]) else []
+        self._before = [number for number in range(len(inputs)) if number not in set(self._moving)]
         if reuse_outputs:
             return
         self._keep = functools.partial(copied, sharing=sharing)
@@ -172,13 +174,14 @@ class GraphRun:
         if copies is not None:
             copies.aim([inputs[number] for number in self._moving])
         into, source = [], []
-        for own, given in zip(self._static, inputs, strict=True):
+        for number in self._before:
+            own, given = self._static[number], inputs[number]
             if own.data_ptr() == given.data_ptr():
                 continue
             if own.device.type == "cpu":
                 self._over.synchronize()  # the replay before may still be reading it
                 own.copy_(given)
-            elif copies is None:
+            else:
                 into.append(own)
                 source.append(given.detach())
         if into:

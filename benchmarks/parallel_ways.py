@@ -1,0 +1,85 @@
+"""Ways to run a case of `benchmarks/parallel.py`: in a CUDA graph, compiled, by hand, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from parallel_case import Case
+
+from manyhands.backends import torch_parallel
+from manyhands.backends.torch_runs import let_draw_again
+from manyhands.engine.parallel import Parallel
+
+COMPILED = "manyhands, compile"
+OURS: dict[str, dict[str, bool]] = {
+    "manyhands": {},
+    "manyhands, reuse": {"reuse_outputs": True},
+    COMPILED: {"reuse_outputs": True, "compile": True},
+}
+
+
+class Skipped(Exception):
+    """A way that is not tried here, and why."""
+
+
+def captured(function: Callable[..., Any], arguments: tuple[Any, ...], device: torch.device) -> Callable[[], Any]:
+    """The function in one CUDA graph, on one stream unless it uses more itself."""
+    if device.type != "cuda":
+        return lambda: function(*arguments)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function(*arguments)
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    taken = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(taken, stream=side):
+            results = function(*arguments)
+    except Exception:
+        let_draw_again(device)  # or all rows after this one would fail, too
+        raise
+
+    def replay() -> Any:
+        taken.replay()
+        return results
+
+    return replay
+
+
+def compiled(case: Case, device: torch.device) -> Callable[[], Any]:
+    if device.type != "cuda":
+        raise Skipped("compiled on a GPU only")
+    torch._dynamo.reset()
+    made = case.compiled() if case.compiled else _marked(torch.compile(case.function, mode="reduce-overhead"))
+    return lambda: made(*case.arguments)
+
+
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return function(*arguments)
+
+    return call
+
+
+def ours(case: Case, name: str) -> tuple[Callable[[], Any], Parallel]:
+    fast = Parallel(case.function, torch_parallel, **OURS[name])
+    return lambda: fast(*case.arguments), fast
+
+
+def ways(case: Case, device: torch.device) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """For each way what makes it, so that each is made when its turn comes and its memory goes with it."""
+    arguments = case.arguments
+    found: dict[str, Callable[[], Callable[[], Any]]] = {}
+    for name, other in case.others.items():
+        found[name] = lambda other=other: lambda: other(*arguments)  # type: ignore[misc]
+    if case.graph:
+        found["one-stream graph"] = lambda: captured(case.function, arguments, device)
+        found["compile, reduce-overhead"] = lambda: compiled(case, device)
+    for name, other in case.captured.items():
+        found[name] = lambda other=other: captured(other, arguments, device)  # type: ignore[misc]
+    return found
