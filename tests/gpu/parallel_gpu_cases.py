@@ -11,10 +11,11 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from manyhands.backends import torch_parallel  # noqa: E402
+from manyhands.backends import torch_graph_run, torch_parallel  # noqa: E402
 from manyhands.engine.check import check  # noqa: E402
 from manyhands.engine.costs import costs  # noqa: E402
 from manyhands.engine.graph import graph  # noqa: E402
+from manyhands.engine.parallel import Parallel  # noqa: E402
 from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
 
 GPU = "cuda:0"
@@ -41,6 +42,15 @@ class Forced:
                 self.made = found, make(found, torch_parallel.plan_of(one), call.tensors, device)
         found, run = self.made
         return torch_parallel.together(found)(run.replay(call.tensors))
+
+
+def graph_run_of(fast: Parallel) -> Any:
+    """The run behind a planned function's last call."""
+    replay: Any = fast._must_have_run().run
+    (run,) = (
+        cell.cell_contents for cell in replay.__closure__ if isinstance(cell.cell_contents, torch_graph_run.GraphRun)
+    )
+    return run
 
 
 RUNS = [(1, "graph"), (4, "graph"), (8, "graph"), (1, "stream"), (4, "stream")]

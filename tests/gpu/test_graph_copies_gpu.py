@@ -9,9 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from parallel_gpu_cases import GPU, Forced, assert_same  # noqa: E402
+from parallel_gpu_cases import GPU, Forced, assert_same, graph_run_of  # noqa: E402
 
-from manyhands.backends import torch_graph_copies, torch_graph_run  # noqa: E402
+from manyhands.backends import torch_graph_copies, torch_graph_run, torch_parallel  # noqa: E402
+from manyhands.engine.parallel import Parallel  # noqa: E402
 from manyhands.errors import CannotCompile  # noqa: E402
 
 
@@ -72,7 +73,7 @@ def test_arguments_that_stay_and_results_that_do_not() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, y: [x * number for number in range(200)],  # more than a kernel takes
+        lambda x, y: [x * number for number in range(500)],  # more than a kernel takes
         lambda x, y: [x @ y, (x @ y)[:, ::2]],  # a result with gaps
         lambda x, y: (lambda z: [z, z.t(), z[1:]])(x @ y),  # that share memory
         lambda x, y: [x @ y, 3, (x * 2).conj(), torch.complex(x, y).conj()],
@@ -98,7 +99,7 @@ def test_arguments_with_gaps_are_copied_before_the_graph() -> None:
 
 
 def test_large_results_and_channels_last() -> None:
-    """More than all blocks of the kernel copy in one go, and an order of numbers that is not that of the dimensions."""
+    """Many blocks for one result, and an order of numbers that is not that of the dimensions."""
 
     def function(x: Any) -> Any:
         return x * 2, (x[:1] + 1).sin()
@@ -115,9 +116,8 @@ def test_a_thread_that_has_never_used_the_gpu() -> None:
     fast = Forced(of_all_kinds, 4, "graph")
     one, two = arguments(1), arguments(2)
     fast(*one)
-    fast.made[1].replay(one)
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(fast(*two)))
+    run, found = fast.made[1], []
+    thread = threading.Thread(target=lambda: found.append(run.replay(two)))
     thread.start()
     thread.join()
     torch.cuda.synchronize()
@@ -150,3 +150,74 @@ def test_without_a_compiler_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> N
     for ours, one in zip(found, given, strict=True):
         assert_same(ours, of_all_kinds(*one))
     assert copies_of(fast) == (False, False)
+
+
+def test_copies_that_cannot_be_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise CannotCompile("the copies are not in the graph")
+
+    monkeypatch.setattr(torch_graph_copies, "_node", refused)
+    fast = Forced(of_all_kinds, 4, "graph")
+    for number in range(5):
+        one = arguments(number)
+        assert_same(fast(*one), of_all_kinds(*one))
+    assert copies_of(fast) == (False, False)
+
+
+def test_many_results_are_copied_by_the_graph() -> None:
+    def function(x: Any, y: Any) -> list[Any]:
+        return [x * number for number in range(200)]
+
+    fast = Forced(function, 2, "graph")
+    found = [fast(*arguments(number)) for number in range(5)]
+    for number, ours in enumerate(found):
+        assert_same(ours, function(*arguments(number)))
+    assert copies_of(fast) == (True, True)
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_result_that_is_there_twice_is_one_tensor(lanes: int) -> None:
+    """A gradient that is given back, too: who changes it in place changes the parameter's."""
+    net = torch.nn.Linear(33, 33, device=GPU)
+
+    def function(x: Any, y: Any) -> Any:
+        net.zero_grad(set_to_none=True)
+        loss = (net(x) * y).square().mean()
+        loss.backward()
+        return loss.detach(), [one.grad for one in net.parameters()]
+
+    fast = Forced(function, lanes, "graph")
+    before = None
+    for number in range(5):
+        _, gradients = fast(*arguments(number))
+        assert all(one is parameter.grad for one, parameter in zip(gradients, net.parameters(), strict=True))
+        assert before is None or before[0].data_ptr() != gradients[0].data_ptr()
+        before = gradients
+        found = [one.clone() for one in gradients]
+        assert_same(found, function(*arguments(number))[1])
+    assert copies_of(fast) == (True, True)
+
+
+def test_no_memory_for_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has run by then, so that plain execution can, whatever the function writes to."""
+    weight = torch.randn(33, 33, device=GPU)
+    plain = weight.clone()
+
+    def step(weight: Any, x: Any) -> Any:
+        weight.sub_(0.01 * x)
+        return weight @ x, weight.sum()
+
+    fast = Parallel(lambda x: step(weight, x), torch_parallel)
+    for number in range(6):
+        x, _ = arguments(number)
+        if number == 3:
+            assert "graph" in fast._must_have_run().how
+            run = graph_run_of(fast)
+
+            def none_left() -> Any:
+                raise torch.OutOfMemoryError("none left")
+
+            monkeypatch.setattr(run, "_fresh", none_left)
+        assert_same(fast(x), step(plain, x))
+        assert torch.equal(weight, plain)
+    assert "ran out of memory" in fast.explain()

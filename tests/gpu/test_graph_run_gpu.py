@@ -8,21 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from parallel_gpu_cases import GPU, assert_same, chains  # noqa: E402
+from parallel_gpu_cases import GPU, assert_same, chains, graph_run_of  # noqa: E402
 
 from manyhands.backends import torch_graph_run, torch_parallel  # noqa: E402
 from manyhands.engine.parallel import Parallel  # noqa: E402
 
 MANY = torch_graph_run._LIKELY + 8
-
-
-def graph_run_of(fast: Parallel) -> Any:
-    """The run behind a planned function's last call."""
-    replay: Any = fast._must_have_run().run
-    (run,) = (
-        cell.cell_contents for cell in replay.__closure__ if isinstance(cell.cell_contents, torch_graph_run.GraphRun)
-    )
-    return run
 
 
 def test_a_result_is_the_next_argument() -> None:

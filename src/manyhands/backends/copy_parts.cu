@@ -47,11 +47,14 @@ __device__ void copy_piece(const Parts& parts) {
     const long long bytes = left < CHUNK ? left : CHUNK;
     from += begin;
     to += begin;
-    const unsigned long long odd = reinterpret_cast<unsigned long long>(from) | reinterpret_cast<unsigned long long>(to);
+    using Address = unsigned long long;
+    const Address odd = reinterpret_cast<Address>(from) | reinterpret_cast<Address>(to);
     if (odd % 16 == 0)
         copy_words<int4>(from, to, bytes);
     else if (odd % 4 == 0)
         copy_words<int>(from, to, bytes);
+    else if (odd % 2 == 0)
+        copy_words<short>(from, to, bytes);
     else
         copy_words<char>(from, to, bytes);
 }

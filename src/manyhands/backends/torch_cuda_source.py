@@ -61,12 +61,27 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-@functools.cache
 def compiled(file: str, device: torch.device, **definitions: str) -> Kernels:
     """The kernels of a source file beside this one; :class:`CannotCompile` says why there are none.
 
-    ``definitions``: names that stand for something else in the source.
+    ``definitions``: names that stand for something else in the source. It is tried once.
     """
+    found = _tried(file, device, **definitions)
+    if isinstance(found, str):
+        raise CannotCompile(found)
+    return found
+
+
+@functools.cache
+def _tried(file: str, device: torch.device, **definitions: str) -> Kernels | str:
+    """The kernels, or why there are none."""
+    try:
+        return _loaded(file, device, **definitions)
+    except CannotCompile as error:
+        return str(error)
+
+
+def _loaded(file: str, device: torch.device, **definitions: str) -> Kernels:
     source = resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]

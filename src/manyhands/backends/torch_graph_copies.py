@@ -18,39 +18,59 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from manyhands.backends.torch_cuda_source import Kernels, compiled
 from manyhands.errors import CannotCompile
 
-_SIZES = (8, 32, 120)  # parts that a kernel has room for; its arguments are 32 bytes for each, and may be 4096
+_ROOMS = (8, 32, 120, 480)  # parts that a kernel has room for, 32 bytes of arguments each; old drivers take 4096 bytes
 _THREADS = 256
 _CHUNK = _THREADS * 16 * 8  # bytes that a block copies
 _NEVER = (1 << 63) - 1  # the first block of parts that there are not
 _KERNEL = 0  # the type of a node
+_NEEDED = (  # of CUDA's driver
+    "cuGraphGetNodes",
+    "cuGraphNodeGetType",
+    "cuGraphKernelNodeGetParams_v2",
+    "cuGraphExecKernelNodeSetParams_v2",
+)
 
 
-def can_be_copied(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether copying these is copying bytes: on one GPU, each in a piece of memory without gaps."""
-    return 0 < len(tensors) <= _SIZES[-1] and all(
-        one.is_cuda
+def can_be_copied(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Whether copying these is copying bytes: all on this GPU, each in a piece of memory without gaps."""
+    return 0 < len(tensors) <= _ROOMS[-1] and all(
+        one.device == device
         and one.layout is torch.strided
-        and one.device == tensors[0].device
         and not (one.is_conj() or one.is_neg())
         and torch.empty_like(one, device="meta").stride() == one.stride()  # otherwise it has gaps, or overlaps itself
         for one in tensors
     )
 
 
-def prepare(count: int, device: torch.device) -> Kernels:
-    """The kernels for so many tensors; compiled when this is first called, which is to be before a capture."""
-    room = next(size for size in _SIZES if size >= count)
+def prepare(count: int, device: torch.device) -> tuple[Kernels, int]:
+    """The kernels for so many tensors, and how many they have room for; to be called before a capture.
+
+    They are compiled when they are first asked for.
+    """
+    room = next(room for room in _ROOMS if room >= count)
     kernels = compiled("copy_parts.cu", device, PARTS=str(room), CHUNK=str(_CHUNK))
-    for name in ("copy_in", "copy_out"):
-        kernels.function(name)
-    return kernels
+    if missing := [name for name in _NEEDED if not hasattr(kernels.driver, name)]:
+        raise CannotCompile(f"CUDA's driver has no {missing[0]}")
+    with torch.cuda.device(device):
+        for name in ("copy_in", "copy_out"):
+            kernels.function(name)
+    return kernels, room
+
+
+def pieces(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """For parts of so many bytes the first block of each, and how many blocks there are in all."""
+    firsts, blocks = [], 0
+    for size in sizes:
+        firsts.append(blocks)
+        blocks += math.ceil(size / _CHUNK)
+    return firsts, max(1, blocks)
 
 
 class Copies:
@@ -60,21 +80,21 @@ class Copies:
     """
 
     def __init__(self, name: str, near: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._kernels, self._name = prepare(len(near), device), name
-        room = next(size for size in _SIZES if size >= len(near))
+        self._name = name
+        self._kernels, room = prepare(len(near), device)
         sizes = [one.numel() * one.element_size() for one in near]
-        blocks = [math.ceil(size / _CHUNK) for size in sizes]
-        # As the kernel has them: all sources, all targets, all sizes, all first blocks.
-        self._numbers = (ctypes.c_uint64 * (4 * room))()
+        firsts, self._blocks = pieces(sizes)
         here, there = (room, 0) if name == "copy_in" else (0, room)
-        self._numbers[here : here + len(near)] = [one.data_ptr() for one in near]
-        self._numbers[2 * room : 2 * room + len(near)] = sizes  # type: ignore[assignment]
-        firsts = [sum(blocks[:number]) for number in range(len(near))]
-        self._numbers[3 * room :] = firsts + [_NEVER] * (room - len(near))  # type: ignore[assignment]
-        self._first, self._last = there, there + len(near)
-        self._blocks = max(1, sum(blocks))
-        self._places = (ctypes.c_void_p * 1)(ctypes.addressof(self._numbers))
+        # As the kernel has them: all sources, all targets, all sizes, all first blocks.
+        numbers = (ctypes.c_uint64 * (4 * room))()
+        for start, given in ((here, [one.data_ptr() for one in near]), (2 * room, sizes)):
+            numbers[start : start + len(near)] = given  # type: ignore[assignment]
+        numbers[3 * room :] = firsts + [_NEVER] * (room - len(near))  # type: ignore[assignment]
+        self._numbers, self._first, self._last = numbers, there, there + len(near)
+        self._places = (ctypes.c_void_p * 1)(ctypes.addressof(numbers))
         self._settings = _Settings()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._set: Callable[[], int] | None = None
 
     def launch(self) -> None:
         """Put the copies on the current stream, which is being captured; they copy nothing before they are aimed."""
@@ -82,21 +102,20 @@ class Copies:
 
     def find(self, graph: torch.cuda.CUDAGraph) -> None:
         """Look up the copies in the graph that was captured, which was told to keep what it is made of."""
-        driver, function = self._kernels.driver, self._kernels.function(self._name)
-        node = _node(driver, graph.raw_cuda_graph(), function, self._settings)
+        driver = self._kernels.driver
+        node = _node(driver, graph.raw_cuda_graph(), self._kernels.function(self._name), self._settings)
         self._settings.places = ctypes.addressof(self._places)
         self._settings.extra = None
-        context = ctypes.c_void_p()
-        driver.cuCtxGetCurrent(ctypes.byref(context))
-        self._settings.context = context.value  # of the caller's threads, some may not have it yet
-        self._graph = graph  # keeps the node
         given = graph.raw_cuda_graph_exec(), node, ctypes.addressof(self._settings)
         self._set = functools.partial(driver.cuGraphExecKernelNodeSetParams_v2, *map(ctypes.c_void_p, given))
+        self._graph = graph  # keeps the node
+        if answer := self._set():
+            raise CannotCompile(f"CUDA does not let the copies of a graph be aimed: error {answer}")
 
     def aim(self, far: Sequence[torch.Tensor]) -> None:
         """The next replay copies from, or to, these."""
         self._numbers[self._first : self._last] = [one.data_ptr() for one in far]
-        if answer := self._set():
+        if answer := self._set():  # type: ignore[misc]
             raise RuntimeError(f"CUDA does not let the copies of a graph be aimed anew: error {answer}")
 
 
@@ -117,13 +136,12 @@ class _Settings(ctypes.Structure):
 
 def _node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p, settings: _Settings) -> int:
     """The graph's node that runs this kernel; ``settings`` are filled with what it was captured with."""
-    count = ctypes.c_size_t()
-    whole = ctypes.c_void_p(graph)
-    driver.cuGraphGetNodes(whole, None, ctypes.byref(count))
+    whole, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    refused = driver.cuGraphGetNodes(whole, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
-    driver.cuGraphGetNodes(whole, nodes, ctypes.byref(count))
+    refused = refused or driver.cuGraphGetNodes(whole, nodes, ctypes.byref(count))
     kind = ctypes.c_int()
-    for node in nodes:
+    for node in nodes if not refused else ():
         if driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) or kind.value != _KERNEL:
             continue
         answer = driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(settings))

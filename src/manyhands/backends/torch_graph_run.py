@@ -71,6 +71,8 @@ class GraphRun:
         self._moving: list[int] = []  # the arguments that the graph copies in, and those that are copied before it
         self._before: list[int] = []
         self._fresh: Callable[[], list[torch.Tensor]] | None = None  # memory that the graph copies results to
+        self._forms: list[Any] = []  # of that memory
+        self._again: list[int] | None = None  # which of these each result is, where one is there twice
         self._keep: Callable[[Sequence[Any]], list[Any]] | None = None  # otherwise: what copies them after it
         self._prepare_copies(inputs, self._warmed_up(), reuse_outputs, results_share(trace))
         try:
@@ -98,15 +100,22 @@ class GraphRun:
         """Decide what the graph copies itself: everything that is compiled for it is compiled here."""
         moving = [n for n, one in enumerate(inputs) if one.is_cuda and type(one) is not torch.nn.Parameter]
         self._moving = moving if self._can_copy([inputs[number] for number in moving]) else []
-        self._before = [number for number in range(len(inputs)) if number not in set(self._moving)]
+        self._before = sorted({*range(len(inputs))} - {*self._moving})
         if reuse_outputs:
             return
         self._keep = functools.partial(copied, sharing=sharing)
-        if not sharing and all(type(one) is torch.Tensor for one in results) and self._can_copy(results):
-            self._fresh = allocator(results)
+        if sharing or not all(type(one) is torch.Tensor for one in results):
+            return
+        distinct = _distinct(results)
+        if self._can_copy(distinct):
+            self._fresh = allocator(distinct)
+            self._forms = [_form(one) for one in distinct]
+            numbers = {id(one): number for number, one in enumerate(distinct)}
+            if len(distinct) < len(results):  # what is one tensor stays one
+                self._again = [numbers[id(one)] for one in results]
 
     def _can_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
-        if not can_be_copied(tensors):
+        if not can_be_copied(tensors, self._device):
             return False
         try:
             prepare(len(tensors), self._device)
@@ -127,19 +136,27 @@ class GraphRun:
                     copies_in.launch()
                 outputs: list[Any] = self._issue(inputs)
                 if self._fresh is not None:
-                    copies_out = Copies("copy_out", outputs, self._device)
+                    copies_out = Copies("copy_out", self._as_before(_distinct(outputs)), self._device)
                     copies_out.launch()
         except BaseException:
             let_draw_again(self._device)
             raise
-        graph.instantiate()
-        for copies in (copies_in, copies_out):
-            if copies is not None:
-                copies.find(graph)
+        with torch.cuda.device(self._device):
+            graph.instantiate()
+            for copies in (copies_in, copies_out):
+                if copies is not None:
+                    copies.find(graph)
         replay = functools.partial(torch._C._CUDAGraph.replay, graph)  # without a detour through Python
         return _Captured(graph, outputs, copies_in, copies_out, replay)
 
+    def _as_before(self, outputs: list[Any]) -> list[Any]:
+        """They are copied as bytes: they have to have the form that fresh memory is made in."""
+        if [_form(one) for one in outputs] != self._forms:
+            raise CannotCompile("results came out in another form when they were captured")
+        return outputs
+
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        fresh = None if self._fresh is None else self._allocated(self._fresh)
         raw = torch._C._cuda_getCurrentRawStream(self._device.index)  # to ask for the stream itself takes long
         if raw != self._stream.cuda_stream:  # there the replay before may still run, or its results be copied
             stream = torch.cuda.current_stream(self._device)
@@ -152,10 +169,8 @@ class GraphRun:
         else:
             captured = self._own
             self._copy_in(inputs, captured.copies_in)
-        results = captured.outputs
-        if self._fresh is not None:
-            results = self._fresh()
-            captured.copies_out.aim(results)  # type: ignore[union-attr]
+        if fresh is not None:
+            captured.copies_out.aim(fresh)  # type: ignore[union-attr]
         captured.replay()
         if captured is self._own:
             self._copy_back(inputs)
@@ -167,7 +182,16 @@ class GraphRun:
             self._over.record(self._stream)
         if self._to_host:
             self._stream.synchronize()
-        return results if self._keep is None or self._fresh is not None else self._keep(results)
+        if fresh is None:
+            return captured.outputs if self._keep is None else self._keep(captured.outputs)
+        return fresh if self._again is None else [fresh[number] for number in self._again]
+
+    def _allocated(self, allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        try:
+            return allocate()
+        except torch.OutOfMemoryError as error:
+            error.nothing_was_done = True  # type: ignore[attr-defined]
+            raise
 
     def _copy_in(self, inputs: Sequence[torch.Tensor], copies: Copies | None) -> None:
         """Arguments on the GPU are copied by the graph, if it can; what is where the graph has it is left alone."""
@@ -180,7 +204,7 @@ class GraphRun:
                 continue
             if own.device.type == "cpu":
                 self._over.synchronize()  # the replay before may still be reading it
-                own.copy_(given)
+                own.copy_(given.detach())
             else:
                 into.append(own)
                 source.append(given.detach())
@@ -201,7 +225,7 @@ class GraphRun:
         self._last = places
         if self._times != _LIKELY or self._in_place is not None or not self._pays(places, inputs):
             return
-        with suppress(RuntimeError, CannotCompile):  # nothing is lost: they are copied as before
+        with suppress(RuntimeError):  # nothing is lost: they are copied as before
             self._in_place = self._captured([tensor.detach() for tensor in inputs], (), self._own.graph.pool())
             self._places = places
 
@@ -211,6 +235,14 @@ class GraphRun:
             return False
         again = sum(one.untyped_storage().nbytes() for one in self._own.outputs if isinstance(one, torch.Tensor))
         return again <= _LITTLE * torch.cuda.get_device_properties(self._device).total_memory
+
+
+def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(one): one for one in values}.values())
+
+
+def _form(one: torch.Tensor) -> Any:
+    return one.shape, one.stride(), one.dtype
 
 
 def _share(one: torch.Tensor, others: Sequence[Any]) -> bool:

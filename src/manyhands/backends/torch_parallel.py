@@ -148,9 +148,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
-def can_be_repeated(found: Trace) -> bool:
-    """Whether a run that broke off can be done again: it has written to nothing of the caller's."""
-    return not written_memories(found)
+def can_be_repeated(found: Trace, error: BaseException) -> bool:
+    """Whether a run that broke off so can be done again: it has written to nothing of the caller's."""
+    return getattr(error, "nothing_was_done", False) or not written_memories(found)
 
 
 def random_devices(found: Trace) -> list[str]:

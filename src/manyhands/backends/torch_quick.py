@@ -75,7 +75,7 @@ class _Writer:
         self._gradients: list[str] = []  # what tensors that want gradients are asked: the function may look at theirs
         self._fixed: list[str] = []  # what parameters are asked: they stay where they are
         self._names: dict[str, Any] = {**torch_call.MODE_NAMES, "Given": Given, "seen": [None]}
-        if torch.cuda.is_initialized():  # what need not be asked any more
+        if any(tensor.is_cuda for tensor in one.tensors):  # then it need not be asked whether CUDA is there at all
             self._names["capturing"] = torch._C._cuda_isCurrentStreamCapturing
         self._count = 0
 

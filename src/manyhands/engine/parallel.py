@@ -235,7 +235,7 @@ class Parallel:
             except Exception as error:
                 if not backend.is_out_of_memory(error):
                     raise
-                if not backend.can_be_repeated(found):
+                if not backend.can_be_repeated(found, error):
                     error.add_note("it was run on lanes, and has written to tensors of yours: it cannot be repeated")
                     raise
                 planned.notes.append(f"{planned.how} ran out of memory: plain execution from then on ({error})")

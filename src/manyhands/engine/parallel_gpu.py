@@ -43,7 +43,9 @@ def choose(
     judge = Judge(backend, found, call, backend.expected(found, call, plainly), best.notes)
     for name, made, make in ways(backend, found, measured, best):
         # A graph has copies of the arguments, and its results beside those that the caller gets.
-        beside = backend.copied_bytes(call.tensors) + footprint.result_bytes() if make is backend.graph_run else 0
+        beside = 0
+        if make is backend.graph_run:
+            beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
         plan = backend.plan_of(made)
         peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
         if not limit.allows(peaks.planned, plain):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import run_python
 
-from manyhands.backends import torch_copies, torch_facts, torch_parallel, torch_threads, torch_trace
+from manyhands.backends import torch_parallel, torch_threads
 from manyhands.backends.torch_threads import ThreadRun
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_workers import bound, memory_of
@@ -296,29 +296,6 @@ def test_synchronous_runs_the_schedules_order_in_the_callers_thread() -> None:
     assert set(where) == {threading.get_ident()}
     assert "synchronous" in slow.explain()
     assert slow._must_have_run().schedule is not None
-
-
-def test_copies_of_results_share_memory_where_results_do() -> None:
-    y, other, turned = torch.rand(4, 4), torch.rand(3), torch.view_as_complex(torch.rand(3, 2))
-    values = [y, y[1:3], 7, other, y.t(), y, turned, turned.conj()]
-    made = torch_copies.copied(values)
-    for one, copy in zip(values, made, strict=True):
-        assert torch.equal(copy, one) if isinstance(one, torch.Tensor) else copy == one
-    assert made[0] is made[5]
-    made[0].zero_()
-    assert not made[1].any()
-    assert not made[4].any()
-    assert y.all()
-    assert torch.equal(made[3], other)
-    x, weight = torch.rand(4, 4), torch.rand(4, 4)
-    sharing = torch_trace.trace(lambda x, w: (x @ w, (x @ w).t(), (x @ w)[0]), [x, weight])
-    assert not torch_facts.results_share(sharing)
-
-    def function(x: Any, w: Any) -> Any:
-        y = x @ w
-        return y, y.t()
-
-    assert torch_facts.results_share(torch_trace.trace(function, [x, weight]))
 
 
 @pytest.mark.parametrize(
