@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,6 +31,7 @@ _THREADS = 256
 _CHUNK = _THREADS * 16 * 8  # bytes that a block copies
 _NEVER = (1 << 63) - 1  # the first block of parts that there are not
 _KERNEL = 0  # the type of a node
+_of_thread = threading.local()
 _NEEDED = (  # of CUDA's driver
     "cuGraphGetNodes",
     "cuGraphNodeGetType",
@@ -80,7 +82,7 @@ class Copies:
     """
 
     def __init__(self, name: str, near: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._name = name
+        self._name, self._device = name, device
         self._kernels, room = prepare(len(near), device)
         sizes = [one.numel() * one.element_size() for one in near]
         firsts, self._blocks = pieces(sizes)
@@ -114,9 +116,18 @@ class Copies:
 
     def aim(self, far: Sequence[torch.Tensor]) -> None:
         """The next replay copies from, or to, these."""
+        if not hasattr(_of_thread, "context"):
+            _enter(self._device)
         self._numbers[self._first : self._last] = [one.data_ptr() for one in far]
         if answer := self._set():  # type: ignore[misc]
             raise RuntimeError(f"CUDA does not let the copies of a graph be aimed anew: error {answer}")
+
+
+def _enter(device: torch.device) -> None:
+    """Make sure of a context in this thread: without one, CUDA's driver crashes when it is asked past PyTorch."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()
+    _of_thread.context = True
 
 
 class _Settings(ctypes.Structure):
