@@ -2,8 +2,7 @@
 
 It is generated: one line per operation, in the order in which the schedule issues them, with the waits between streams
 where the schedule has them. One thread issues it. Work on the CPU between work on a GPU is done by that thread, when
-its turn comes; before that the host waits for the copies that it reads. The code is run by
-:mod:`torch_runs` and :mod:`torch_graph_run`.
+its turn comes; before that the host waits for the copies that it reads. It is run by :mod:`torch_runs`.
 
 Memory: a result belongs to the stream it was made on, and its memory is used again by later work on that stream. So
 it is let go where the schedule's own waits have brought that stream behind all of its users, and not earlier: no luck
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from manyhands.backends.torch_native import native
+from manyhands.backends.torch_native import into_memory, native
 from manyhands.backends.torch_trace import Step, Trace
 
 _aten = torch.ops.aten
@@ -107,8 +106,11 @@ def generate(
     return code
 
 
-def call_text(node: Node, code: Code) -> str:
-    """The call of an operation as source; what cannot be written out gets a name in the code."""
+def call_text(node: Node, code: Code, into: Node | None = None) -> str:
+    """The call of an operation as source; what cannot be written out gets a name in the code.
+
+    ``into``: an earlier result, to whose memory it is written.
+    """
     if node.target.__name__ == "getitem":  # type: ignore[union-attr]
         return f"{argument_text(node.args[0], code)}[{node.args[1]}]"
     given = [argument_text(value, code) for value in node.args]
@@ -121,6 +123,8 @@ def call_text(node: Node, code: Code) -> str:
     if code.streams and _copies(node, "cpu", "cuda"):
         named["non_blocking"] = True
     given += [f"{name}={argument_text(value, code)}" for name, value in named.items()]
+    if into is not None:
+        return f"{code.name(into_memory(node))}({', '.join([*given, f'out={into.name}'])})"
     return f"{code.name(native(node))}({', '.join(given)})"
 
 

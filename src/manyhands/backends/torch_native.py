@@ -37,6 +37,12 @@ def native(node: Node) -> Callable[..., Any]:
     return _known[key]
 
 
+def into_memory(node: Node) -> Callable[..., Any]:
+    """The same for an operation that is written to memory which is there, ``out``."""
+    found = native(node)
+    return found.overloadpacket.out if isinstance(found, OpOverload) else found
+
+
 def _is_simple(node: Node) -> bool:
     """Not for what makes tensors from nothing (a default device would take part) or draws random numbers."""
     name = str(node.target).removeprefix("aten.")

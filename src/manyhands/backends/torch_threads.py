@@ -32,13 +32,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from manyhands.backends.torch_into import Reuse
 from manyhands.backends.torch_lanes import Code, Plan, Stamps, argument_text, call_text
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_workers import Pool, closed_lock, pool
@@ -123,8 +124,9 @@ class _Writer:
                 if self._lane_of[self._made_by.get(source, task)] != lane:
                     self._slot(source, lane)
         stopped = self._code.name(Stopped)
+        reuse = Reuse(self._trace, {*self._given, *(one for one in self._trace.outputs if isinstance(one, Node))})
         for lane in range(len(self._tasks)):
-            self._lane(lane, stopped)
+            self._lane(lane, stopped, reuse)
         filename = f"<manyhands lanes {next(_numbers)}>"
         lines = [f"{line}\n" for line in self._code.lines]
         exec(compile("".join(lines), filename, "exec"), self._code.names)
@@ -137,7 +139,7 @@ class _Writer:
             self._slots[node, lane] = len(self._slots)
         return self._slots[node, lane]
 
-    def _lane(self, lane: int, stopped: str) -> None:
+    def _lane(self, lane: int, stopped: str, reuse: Reuse) -> None:
         lines = self._code.lines
         lines.append(f"def lane{lane}(inputs, box, gates, stop):")
         used = {source for task in self._tasks[lane] for source in self._sources(task)}
@@ -151,7 +153,8 @@ class _Writer:
                 lines.append(f"    {node.name} = {self._code.name(value)}")
         last = self._last_uses(lane)
         taken: set[Node] = set()
-        for task in self._tasks[lane]:
+        into: Node | None = None
+        for task, following in itertools.zip_longest(self._tasks[lane], self._tasks[lane][1:]):
             for other in self._plan.waits.get(task, ()):
                 if (other, task) in self._gates:
                     lines.append(f"    gates[{self._gates[other, task]}].acquire()")
@@ -160,12 +163,14 @@ class _Writer:
             self._take(task, lane, taken)
             self._stamp(task)
             for node in self._trace.steps[task].nodes:
-                lines.append(f"    {node.name} = {call_text(node, self._code)}")
+                lines.append(f"    {node.name} = {call_text(node, self._code, into)}")
                 self._task_at[len(lines)] = f"{self._trace.steps[task].task.name} (task {task}, lane {lane})"
             self._stamp(task)
             self._give(task)
-            if gone := [node.name for node in last.get(task, ()) if node not in kept]:
-                lines.append(f"    del {', '.join(gone)}")
+            gone = [node for node in (into, *last.get(task, ())) if node is not None and node not in kept]
+            into = reuse.into(gone[int(into is not None) :], self._trace.steps[following]) if following else None
+            if names := [node.name for node in gone if node is not into]:
+                lines.append(f"    del {', '.join(names)}")
         if len(self._tasks) == 1:
             results = ", ".join(argument_text(value, self._code) for value in self._trace.outputs)
             lines.append(f"    return [{results}]")
@@ -333,16 +338,3 @@ def timed_threads(trace: Trace, plan: Plan, inputs: Sequence[Any], threads: int)
     begin = time.perf_counter()
     run.replay(inputs)
     return [(stamps[task][0] - begin, stamps[task][1] - begin) for task in range(len(trace.steps))]
-
-
-@contextmanager
-def operation_threads(wanted: int) -> Iterator[None]:
-    """So many threads for each operation that this thread calls."""
-    before = torch.get_num_threads()
-    if before != wanted:
-        torch.set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        if before != wanted:
-            torch.set_num_threads(before)

@@ -7,7 +7,8 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -127,3 +128,16 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments, **keywords)
 
     return run
+
+
+@contextmanager
+def operation_threads(wanted: int) -> Iterator[None]:
+    """So many threads for each operation that this thread calls."""
+    before = torch.get_num_threads()
+    if before != wanted:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        if before != wanted:
+            torch.set_num_threads(before)
