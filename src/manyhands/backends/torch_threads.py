@@ -168,7 +168,8 @@ class _Writer:
             self._stamp(task)
             self._give(task)
             gone = [node for node in (into, *last.get(task, ())) if node is not None and node not in kept]
-            into = reuse.into(gone[int(into is not None) :], self._trace.steps[following]) if following else None
+            gone_here = gone if into is None else gone[1:]
+            into = None if following is None else reuse.into(gone_here, self._trace.steps[following])
             if names := [node.name for node in gone if node is not into]:
                 lines.append(f"    del {', '.join(names)}")
         if len(self._tasks) == 1:
