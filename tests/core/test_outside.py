@@ -125,7 +125,7 @@ def test_queues_sets_and_bytes_are_watched_and_iterators_refused() -> None:
         back()
         assert watched.holds()
     numbers = itertools.count()
-    with pytest.raises(CannotTrace, match="numbers is an iterator"):
+    with pytest.raises(CannotTrace, match="numbers, an iterator"):
         outside(lambda: next(numbers))
 
 
@@ -166,3 +166,51 @@ def test_classes_and_slots_are_watched() -> None:
         assert name in str(watched.changed())
         back()
         assert watched.holds(), name
+
+
+def test_methods_are_looked_into_as_far_as_code_uses_them() -> None:
+    factors, others = [2.0], [1.0]
+
+    class Scaled:
+        factor = 3.0
+
+        def __call__(self, x: float) -> float:
+            return x * self.scale() * self.shared
+
+        def scale(self) -> float:
+            return self.named()
+
+        @classmethod
+        def named(cls) -> float:
+            return cls.factor * factors[0]
+
+        @property
+        def shared(self) -> float:
+            return factors[0]
+
+        def never(self) -> float:
+            return others[0]
+
+    watched = outside(Scaled())
+    others.append(2.0)  # no code that was seen comes to it
+    assert watched.holds()
+    factors[0] = 5.0
+    assert not watched.holds()
+    factors[0] = 2.0
+    assert watched.holds()
+    Scaled.factor = 4.0
+    assert watched.changed() == "Scaled.factor"
+    Scaled.factor = 3.0
+    assert watched.holds()
+    Scaled.scale = lambda self: 1.0  # type: ignore[method-assign]
+    assert watched.changed() == "Scaled.scale"
+
+
+def test_attributes_of_functions_are_watched() -> None:
+    def function(x: float) -> float:
+        function.calls = 1  # type: ignore[attr-defined]
+        return x
+
+    watched = outside(function)
+    function(1.0)
+    assert "attributes" in str(watched.changed())

@@ -292,8 +292,10 @@ def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[...
     with FakeTensorMode():
         inputs = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in metas]
     try:
-        # Lanes divide the threads: how many a region may use is known when it runs, not when it is compiled.
-        with torch.no_grad(), config.patch({"cpp.dynamic_threads": True}):
+        # Lanes divide the threads: how many a region may use is known when it runs, not when it is compiled. And what
+        # folding leaves of x + 0 is x itself: a region would give back its argument as a result of its own.
+        how = {"cpp.dynamic_threads": True, "joint_graph_constant_folding": False}
+        with torch.no_grad(), config.patch(how):
             return cast(Callable[..., Any], compile_fx(module, inputs))
     except Exception as error:
         text = str(error).strip().splitlines()

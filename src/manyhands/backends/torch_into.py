@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from manyhands.backends.torch_trace import Step, Trace
@@ -47,10 +48,17 @@ class Reuse:
         return next((node for node in gone if self._is_own(node) and _form(node) == wanted), None)
 
     def _is_own(self, node: Node) -> bool:
-        """Whether it is a product with memory of its own, which only this lane has seen."""
+        """Whether it is a product with memory of its own, which only this lane, and PyTorch's operations, have seen.
+
+        Somebody else's operation may have kept it, and a compiled region may have given it back as its result.
+        """
         (memory, *others) = self._trace.storages.get(node, frozenset()) or (-1,)
         alone = not others and self._holders.get(memory) == 1
-        return alone and node.target in _PRODUCTS and node not in self._shared
+        return alone and node.target in _PRODUCTS and node not in self._shared and all(map(_is_pytorchs, node.users))
+
+
+def _is_pytorchs(user: Node) -> bool:
+    return isinstance(user.target, OpOverload) and user.target.namespace in ("aten", "prims")
 
 
 def _form(node: Node) -> Any:

@@ -23,12 +23,15 @@ import torch
 from torch import nn
 
 from manyhands.backends.torch_guard import PLAIN, Fact, compiled
+from manyhands.errors import CannotTrace
+from manyhands.reach import function_behind, members, why_unwatched, words_of
 
 # What PyTorch's layers are made with, and say afterwards: the shapes of their parameters, which are watched.
 _AS_MADE = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "transposed", "groups"}
 _AS_MADE |= {"affine", "padding_mode", "return_indices", "ceil_mode"}
 _OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_ALL = [getattr(nn.modules.module, f"_global{word}") for word in _HOOKS]
 _KNOWN = (sys.stdlib_module_names | {"manyhands"}) - {"__main__"}
 _LONG = 1000
 _NOTHING = object()
@@ -41,12 +44,15 @@ class Outside:
         self._facts: list[Fact] = []
         self._seen: dict[int, Any] = {}
         self._whole: list[tuple[Any, Any]] = []  # lists and dicts with a copy, to put them back
-        self._optimizer = self._in_module = False
+        self._optimizer = self._in_module = self._for_all = False
         self._recorded = torch.is_grad_enabled()  # otherwise nobody asks for which tensors gradients are wanted
         self._addresses: set[int] = set()
+        self._words = {"forward", "__call__"}  # that the code seen so far looks up
+        self._classes: dict[type, str] = {}  # of the user's, whose objects, or which themselves, were seen
         self._visit(function, getattr(function, "__name__", "function"))
         for number, one in enumerate(arguments):
             self._visit(one, f"argument {number}")
+        self._members()
         self._check: Callable[[], bool] | None = None
 
     # Looking
@@ -117,6 +123,8 @@ class Outside:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (*PLAIN, type, types.ModuleType)) or id(value) in self._seen:
             return
+        if (kind := why_unwatched(value)) is not None:
+            raise CannotTrace(f"it reaches {name}, {kind}: what comes of that cannot be watched, so it is run as it is")
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self.add_address(value, name)
@@ -152,10 +160,19 @@ class Outside:
                     self._add(Fact(f"{name}.{word}", "attribute", value, word, content))
                     self._visit(content, f"{name}.{word}")
         self._class(type(value), name)
-        self._visit(vars(type(value)).get("__call__"), f"{name}.__call__")
+
+    def _members(self) -> None:
+        """Methods, and whatever else classes have for all their objects, as far as code that was seen may use them."""
+        done: set[tuple[type, str]] = set()
+        while new := [one for one in members(self._classes, self._words, _is_foreign) if one[:2] not in done]:
+            for owner, word, content in new:
+                done.add((owner, word))
+                self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, content))
+                self._visit(function_behind(content), f"{owner.__name__}.{word}")
 
     def _class(self, one: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
         """The numbers and words that a class of the user has for all its objects."""
+        self._classes.setdefault(one, name)
         for owner in one.__mro__:
             for word, content in list(vars(owner).items()) if not _is_foreign(owner) else ():
                 if isinstance(content, PLAIN) and not word.startswith("__") and wanted(word):
@@ -164,14 +181,15 @@ class Outside:
     def _function(self, function: types.FunctionType, name: str) -> None:
         if _is_foreign(function):
             return
+        names = words_of(function.__code__)
+        self._words.update(names)
         for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
             except ValueError:  # not bound yet
                 continue
             self._add(Fact(word, "cell", cell, value=content, optimizer=self._optimizer))
-            self._named(content, word, _names(function.__code__))
-        names = _names(function.__code__)
+            self._named(content, word, names)
         for word in names:
             content = function.__globals__.get(word, _NOTHING)
             if content is not _NOTHING and not isinstance(content, (types.ModuleType, type)):
@@ -179,6 +197,7 @@ class Outside:
             self._named(content, word, names)
         self._visit(function.__defaults__, f"a default of {name}")
         self._visit(function.__kwdefaults__, f"a default of {name}")
+        self._dict(vars(function), name, whole=True)
 
     def _named(self, content: Any, word: str, names: Sequence[str]) -> None:
         """What a word of a function's code stands for; of classes and modules, what other words may take from it."""
@@ -202,14 +221,16 @@ class Outside:
             self._dict(own[part], name, whole=True)
         self._in_module = before
         self._dict(own["_modules"], name, whole=True)
+        if not self._for_all:
+            self._for_all = True
+            self._add(Fact("hooks of all modules", "hooks", _OF_ALL, value=sum(map(len, _OF_ALL))))
         hooks = [own[word] for word in _HOOKS]
         self._add(Fact(f"the hooks of {name}", "hooks", hooks, value=sum(map(len, hooks))))
         for one in filter(None, hooks):
             self._visit(one, f"the hooks of {name}")
+        self._add(Fact(f"the number of {name}'s attributes", "length", own, value=len(own)))
         if not foreign:
-            self._add(Fact(f"the number of {name}'s attributes", "length", own, value=len(own)))
             self._class(type(module), name)
-            self._visit(type(module).forward, f"{name}.forward")
         for word, value in own.items():
             if word in _OF_MODULES or (foreign and (word in _AS_MADE or not isinstance(value, PLAIN))):
                 continue
@@ -239,15 +260,6 @@ class Outside:
             label = f"{name}.{key}" if isinstance(key, str) else name
             self._add(Fact(label, "item", value, key, one, self._optimizer))
             self._visit(one, label)
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """All words that a function's code, and the functions inside it, may look up among its globals."""
-    found = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= dict.fromkeys(_names(constant))
-    return list(found)
 
 
 def _content_of(value: Any) -> Callable[[Any], Any] | None:

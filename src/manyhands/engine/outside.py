@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import CannotTrace
+from manyhands.reach import function_behind, members, why_unwatched, words_of
 
 BY_VALUE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice)
 _LONG = 1000
@@ -49,9 +50,12 @@ class Outside:
         self._seen: dict[int, Any] = {}  # kept, so that no other object can come to its address
         self._opaque: set[int] = set()  # those of the seen that cannot be looked into
         self._parts = parts
+        self._words = {"__call__"}  # that the code seen so far looks up
+        self._classes: dict[type, str] = {}  # of the user's, whose objects, or which themselves, were seen
         self._visit(function, getattr(function, "__name__", type(function).__name__))
         for number, one in enumerate(arguments):
             self._visit(one, f"argument {number}")
+        self._members()
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
@@ -93,8 +97,8 @@ class Outside:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (*BY_VALUE, type, types.ModuleType)) or id(value) in self._seen:
             return
-        if hasattr(value, "__next__"):
-            raise CannotTrace(f"{name} is an iterator: what it gives next cannot be watched")
+        if (kind := why_unwatched(value)) is not None:
+            raise CannotTrace(f"it reaches {name}, {kind}: what comes of that cannot be watched, so it is run as it is")
         self._seen[id(value)] = value
         if (parts := self._parts(value)) is not None:
             for word, look in parts:
@@ -134,10 +138,19 @@ class Outside:
             self._class(type(value), name)
             for word in _slots(type(value)):
                 self._fact(f"{name}.{word}", functools.partial(getattr, value, word, _NOTHING))
-            self._visit(vars(type(value)).get("__call__"), f"{name}.__call__")
+
+    def _members(self) -> None:
+        """Methods, and whatever else classes have for all their objects, as far as code that was seen may use them."""
+        done: set[tuple[type, str]] = set()
+        while new := [one for one in members(self._classes, self._words, is_foreign) if one[:2] not in done]:
+            for owner, word, content in new:
+                done.add((owner, word))
+                self._fact(f"{owner.__name__}.{word}", functools.partial(vars(owner).get, word, _NOTHING))
+                self._visit(function_behind(content), f"{owner.__name__}.{word}")
 
     def _class(self, one: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
         """The numbers and words that a class of the user has for all its objects."""
+        self._classes.setdefault(one, name)
         for owner in one.__mro__:
             for word, content in list(vars(owner).items()) if not is_foreign(owner) else ():
                 if isinstance(content, BY_VALUE) and not word.startswith("__") and wanted(word):
@@ -162,7 +175,8 @@ class Outside:
     def _function(self, function: types.FunctionType, name: str) -> None:
         if is_foreign(function):
             return
-        names = _names(function.__code__)
+        names = words_of(function.__code__)
+        self._words.update(names)
         for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             look = functools.partial(_content, cell)
             self._fact(word, look)
@@ -179,6 +193,8 @@ class Outside:
                 self._fact(word, functools.partial(function.__globals__.get, word, _NOTHING))
         self._visit(function.__defaults__, f"a default of {name}")
         self._visit(function.__kwdefaults__, f"a default of {name}")
+        self._fact(f"the number of {name}'s attributes", functools.partial(len, vars(function)))
+        self._items(vars(function), name)
 
 
 def is_foreign(value: Any) -> bool:
@@ -215,12 +231,3 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other) or not isinstance(other, (*BY_VALUE, frozenset)):
         return False
     return repr(one) == repr(other) if isinstance(other, (float, complex)) else bool(one == other)
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """All words that a function's code, and the functions inside it, may look up among its globals."""
-    found = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= dict.fromkeys(_names(constant))
-    return list(found)

@@ -10,6 +10,7 @@ import torch
 from fuse_cases import needs_compiler, regions, results, step_of, traced, uncompiled
 from torch import nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from manyhands.backends import torch_fuse
 from manyhands.backends import torch_parallel as backend
@@ -208,3 +209,25 @@ def test_without_a_compiler_it_says_why() -> None:
 
     with config.patch({"cpp.cxx": ("a-compiler-that-is-not-there",)}), pytest.raises(CannotFuse, match="a-compiler"):
         torch_fuse.fuse(traced(function, torch.rand(17)))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.zeros_like(x) + x,
+        lambda x: x * torch.ones_like(x),
+        lambda x: x - torch.zeros_like(x),
+        lambda x: (x.sin() + torch.zeros_like(x), x.sin() * 1),
+    ],
+)
+def test_a_region_gives_nothing_back_that_is_not_its_own(function: Any) -> None:
+    """The compiler's folding would leave of x + 0 the argument itself, and of two results one memory."""
+    x = torch.randn(32, 32)
+    module = make_fx(function, tracing_mode="fake")(x)
+    given = torch_fuse.inductor(module, [x])(x)
+    results = list(given) if isinstance(given, (list, tuple)) else [given]
+    expected = function(x)
+    for one, other in zip(results, expected if isinstance(expected, tuple) else (expected,), strict=True):
+        assert torch.equal(one, other)
+    assert len({one.data_ptr() for one in [x, *results]}) == 1 + len(results)

@@ -105,3 +105,31 @@ def test_products_with_a_sum_and_of_batches(name: str) -> None:
     run, lines = run_of(function, 1, x, b)
     assert len(lines) == 4
     assert torch.equal(run.replay([x, b])[0], function(x, b))
+
+
+@torch.library.custom_op("manyhands_test_into::keeps", mutates_args=())
+def keeps(x: torch.Tensor) -> torch.Tensor:
+    KEPT.append(x)
+    return x + 1
+
+
+@keeps.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def test_what_an_operation_of_others_has_seen_is_not_written_to() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = x @ y
+        return (keeps(first) @ y) @ y
+
+    x, y = torch.randn(5, 5), torch.randn(5, 5)
+    run, lines = run_of(function, 1, x, y)
+    first = run._trace.steps[0].node.name
+    assert not any(f"out={first})" in line for line in lines)
+    KEPT.clear()
+    run.replay([x, y])
+    assert torch.equal(KEPT[0], x @ y)
