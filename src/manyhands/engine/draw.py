@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from manyhands.engine.files import to_write
 from manyhands.engine.schedule import Schedule
-from manyhands.errors import EngineError
 
 _COLOURS = (
     "#4e79a7",
@@ -23,9 +23,13 @@ _COLOURS = (
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 110, 24, 14, 26
 
 
-def save(schedule: Schedule, path: Path) -> Path:
-    if path.suffix.lower() != ".svg":
-        raise EngineError(f"draw({str(path)!r}): a graph is written as SVG, write {path.with_suffix('.svg').name!r}")
+def place(path: str | Path) -> Path:
+    """The path, if a graph can be written there; else a lesson."""
+    return to_write(path, "draw", (".svg",))
+
+
+def save(schedule: Schedule, path: str | Path) -> Path:
+    path = place(path)
     path.write_text(svg(schedule))
     return path
 

@@ -25,7 +25,7 @@ from manyhands.engine.memory import Footprint
 from manyhands.engine.planned import Limit, Planned, Run
 from manyhands.engine.schedule import Schedule
 from manyhands.engine.simulate import simulate, timeline_of
-from manyhands.engine.timeline import Timeline
+from manyhands.engine.timeline import Timeline, place
 from manyhands.errors import CannotTrace, EngineError, NotYet
 
 _SIGNATURES = 8
@@ -119,13 +119,14 @@ class Parallel:
 
     def draw(self, path: str | Path) -> Path:
         """The graph as SVG, coloured by lane."""
-        return draw.save(self._scheduled(), Path(path))
+        return draw.save(self._scheduled(), path)
 
     def timeline(self, path: str | Path, *, simulated: bool = False) -> Path:
         """When each task runs on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
 
         Measured in a run of the schedule with made-up arguments, or simulated from the costs of its tasks.
         """
+        place(path)  # before anything is run
         return (self.simulated() if simulated else self.measured()).save(path)
 
     def measured(self) -> Timeline:

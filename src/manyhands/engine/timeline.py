@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhands.engine.files import to_write
+from manyhands.errors import PackageMissing
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -36,8 +39,8 @@ class Timeline:
 
     def save(self, path: str | Path) -> Path:
         """A trace for Perfetto or chrome://tracing (``.json``), or a picture (``.png``, ``.svg``)."""
-        path = Path(path)
-        if path.suffix == ".json":
+        path = place(path)
+        if path.suffix.lower() == ".json":
             path.write_text(json.dumps(self.trace_events()))
         else:
             _picture(self.spans, path, f"{self.title}, {self.seconds * 1e3:.3g} ms" if self.title else "")
@@ -63,6 +66,11 @@ class Timeline:
         return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
 
 
+def place(path: str | Path) -> Path:
+    """The path, if a timeline can be written there; else a lesson."""
+    return to_write(path, "timeline", (".svg", ".png", ".json"))
+
+
 def _in_order(spans: Sequence[Span]) -> list[str]:
     """The lanes by name, their numbers by value: lane 10 comes after lane 2."""
     return sorted({span.lane for span in spans}, key=lambda lane: [(len(part), part) for part in lane.split()])
@@ -70,9 +78,15 @@ def _in_order(spans: Sequence[Span]) -> list[str]:
 
 def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
     """A Gantt picture: a row per lane, a bar per span, coloured by what it is."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise PackageMissing(
+            f"{path.name} cannot be drawn: matplotlib is not installed. Run: pip install 'manyhands[plot]', or write "
+            f"{path.with_suffix('.json').name!r}, a trace for ui.perfetto.dev, which needs nothing"
+        ) from error
 
     lanes = _in_order(spans)
     work: dict[str, float] = {}
