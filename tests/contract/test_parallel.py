@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support import run_command
 
+from manyhands.cli import main
 from manyhands.errors import EngineError, TaskCancelled
 
 
@@ -268,3 +269,12 @@ def test_the_command_explains_a_function_of_a_script(framework: str, tmp_path: P
     assert result.returncode == 0, result.stderr
     assert "twice: run as" in result.stdout
     assert (tmp_path / "graph.svg").read_text().startswith("<svg")
+
+
+def test_the_command_forecasts_only_what_manyhands_places(
+    mh: Any, framework: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["parallel", "nowhere.py:function", "--framework", framework, "--devices", "2"])
+    assert code == 1
+    places = hasattr(mh.Parallel, "forecast")
+    assert ("there is no file" if places else f"{framework}'s own runtime") in capsys.readouterr().err

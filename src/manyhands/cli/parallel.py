@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,28 @@ def add(commands: Any) -> None:
         "--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help="that the function is written in"
     )
     parser.add_argument("--draw", type=Path, metavar="SVG", help="the graph, coloured by lane")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="a trace (.json) or a picture (.png)")
-    parser.add_argument("--devices", type=int, metavar="N", help="what it would take on so many devices (simulated)")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="a trace (.json) or a picture (.png, .svg)")
+    parser.add_argument("--devices", type=_count, metavar="N", help="what it would take on so many devices (simulated)")
     parser.set_defaults(run_command=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    from manyhands.engine import draw, timeline
+
+    # What can be refused is refused first: planning takes a while.
+    for path, place in ((options.draw, draw.place), (options.timeline, timeline.place)):
+        if path is not None:
+            place(path)
     mh: Any = importlib.import_module(f"manyhands.{options.framework}")
-    module, function = script.load(options.function)
-    given = module.inputs() if hasattr(module, "inputs") else ()
-    if not hasattr(module, "inputs") and _needs_arguments(function):
+    if options.devices is not None and not hasattr(mh.Parallel, "forecast"):
         raise BadSettings(
-            f"{options.function} takes arguments: write a function inputs() in the script that gives them, as a tuple"
+            f"--devices: {options.framework}'s own runtime runs the function, and its tasks cannot be placed elsewhere "
+            "in thought; leave it out, or write the function in torch"
         )
+    module, function = script.load(options.function)
+    given = _inputs(module, function, options.function)
     fast = mh.parallel(function)
-    fast(*(given if isinstance(given, (tuple, list)) else (given,)))
+    fast(*given)
     print(fast.explain())
     if options.devices is not None:
         print(fast.forecast(options.devices))
@@ -49,11 +57,45 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _needs_arguments(function: Any) -> bool:
+def _count(text: str) -> int:
+    """A number of devices, as the command line gives it."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of devices: write 1 or more")
+    return int(text)
+
+
+def _inputs(module: Any, function: Any, text: str) -> Sequence[Any]:
+    """What the function is called with: what ``inputs()`` of its script gives, if it takes anything."""
+    file, _, name = text.partition(":")
+    takes = _signature(function)
+    if takes is not None and not takes.parameters:
+        return ()
+    if not callable(make := getattr(module, "inputs", None)):
+        if _accepts(takes, ()):
+            return ()
+        raise BadSettings(
+            f"{text} takes arguments: write a function inputs() in the script that gives them, as a tuple"
+        )
+    if not _accepts(wanted := _signature(make), ()):
+        raise BadSettings(f"inputs() of {file} takes {wanted}: it is called without arguments, and makes them itself")
+    made = make()
+    given = made if isinstance(made, (tuple, list)) else (made,)
+    if not _accepts(takes, given):
+        values = "1 value" if len(given) == 1 else f"{len(given)} values"
+        raise BadSettings(f"{name} takes {takes}, but inputs() gives {values}: give a tuple with one for each")
+    return given
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    """What it takes, or None: it does not say."""
     try:
-        inspect.signature(function).bind()
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _accepts(takes: inspect.Signature | None, given: Sequence[Any]) -> bool:
+    try:
+        return takes is None or takes.bind(*given) is not None
     except TypeError:
-        return True
-    except ValueError:  # it does not say what it takes
-        pass
-    return False
+        return False

@@ -14,12 +14,17 @@ def load(text: str) -> tuple[Any, Any]:
     """The module and the function that ``script.py:function`` names."""
     file, _, name = text.partition(":")
     path = Path(file)
-    if not name or not path.is_file():
+    if not name:
         raise BadSettings(f"{text!r} does not name a function of a script: write script.py:function")
+    if not path.is_file():
+        raise BadSettings(f"{text}: there is no file {file!r}")
     module = _module(path)
-    if not callable(getattr(module, name, None)):
+    if not hasattr(module, name):
         raise BadSettings(f"there is no function {name!r} in {path}")
-    return module, getattr(module, name)
+    function = getattr(module, name)
+    if not callable(function):
+        raise BadSettings(f"{name} in {path} is no function, but of type {type(function).__name__}")
+    return module, function
 
 
 def _module(path: Path) -> Any:

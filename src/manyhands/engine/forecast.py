@@ -40,7 +40,10 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.devices < 1 or self.lanes < 1 or not self.bandwidth > 0 or self.latency < 0:
-            raise EngineError(f"no such machine: {self}. It needs a device, a lane and a bandwidth at least")
+            raise EngineError(
+                f"there is no such machine: devices={self.devices}, lanes={self.lanes}, bandwidth={self.bandwidth:g}, "
+                f"latency={self.latency:g}. It has at least one device, one lane, some bandwidth, no latency below 0"
+            )
 
     def copy_seconds(self, size: int) -> float:
         return self.latency + size / self.bandwidth

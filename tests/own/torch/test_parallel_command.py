@@ -1,0 +1,99 @@
+"""``manyhands parallel script.py:function``: what the function is called with, and what is refused before it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands import cli as command
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
+)
+
+SCRIPT = """
+import torch
+
+def inputs():
+    return torch.ones(3, 3), torch.ones(3, 3)
+
+def product(x, y):
+    return x @ y
+
+def alone():
+    return torch.ones(3, 3) * 2
+
+def one(x):
+    return x
+
+def never(x, y):
+    raise AssertionError("it was called")
+
+value = 3
+"""
+
+
+@pytest.fixture
+def tell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def run(function: str, *options: str, script: str = SCRIPT) -> tuple[int, str]:
+        Path("script.py").write_text(script)
+        code = command.main(["parallel", f"script.py:{function}", *options])
+        told = capsys.readouterr()
+        return code, told.err if code else told.out
+
+    return run
+
+
+def test_a_function_without_parameters_is_called_without(tell: Any) -> None:
+    code, told = tell("alone")
+    assert code == 0
+    assert told.startswith("alone: run as")
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        ("one", (), "one takes (x), but inputs() gives 2 values"),
+        ("value", (), "value in script.py is no function, but of type int"),
+        ("nothing", (), "there is no function 'nothing' in script.py"),
+        ("never", ("--draw", "graph.png"), "write 'graph.svg'"),
+        ("never", ("--timeline", "missing/t.png"), "there is no folder 'missing'"),
+        ("never", ("--timeline", "t.txt"), "write 't.svg' or 't.png' or 't.json'"),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_anything_is_run(
+    tell: Any, function: str, options: tuple[str, ...], words: str
+) -> None:
+    code, told = tell(function, *options)
+    assert code == 1
+    assert words in told
+    assert told.startswith("manyhands: ")
+    assert told.count("\n") == 1
+
+
+def test_inputs_take_no_arguments(tell: Any) -> None:
+    code, told = tell("one", script="def inputs(n):\n    return n\n\ndef one(x):\n    return x\n")
+    assert code == 1
+    assert "inputs() of script.py takes (n)" in told
+    assert told.count("\n") == 1
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["parallel", "nowhere.py:function"]) == 1
+    assert capsys.readouterr().err == "manyhands: nowhere.py:function: there is no file 'nowhere.py'\n"
+    assert command.main(["parallel", "nowhere.py"]) == 1
+    assert "write script.py:function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "-2", "two"])
+def test_a_number_of_devices_is_checked_first(tell: Any, capsys: pytest.CaptureFixture[str], count: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tell("never", "--devices", count)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"--devices: {count!r} is no number of devices: write 1 or more" in told
