@@ -28,6 +28,7 @@ from manyhands.backends.torch_split import split
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks, only_hooks, only_known_functions
 from manyhands.backends.torch_watch import Watch
+from manyhands.backends.torch_why import why
 from manyhands.errors import CannotTrace
 
 _OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
@@ -232,7 +233,7 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
         watch.must_not_have_changed()  # the better reason
         if isinstance(error, CannotTrace):
             raise
-        raise CannotTrace(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        raise CannotTrace(why(error)) from error
     watch.must_not_have_changed()
     found = split(found)
     if watch.seeded and any(step.task.token is not None for step in found.steps):

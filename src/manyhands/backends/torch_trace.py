@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from manyhands.backends.torch_watch import Watch
+from manyhands.backends.torch_why import FROM_SHAPE, why
 from manyhands.errors import CannotTrace
 from manyhands.task import Kind, Task
 
@@ -111,7 +112,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
     except CannotTrace:
         raise
     except Exception as error:
-        raise CannotTrace(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error}") from error
+        raise CannotTrace(why(error)) from error
     _drop_profiling(module)
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
     _must_be_static(module)
@@ -138,8 +139,10 @@ def has_effects(node: Node) -> bool:
 
 def _must_be_static(module: GraphModule) -> None:
     for node in module.graph.nodes:
+        if node.target is _aten._local_scalar_dense.default:
+            raise CannotTrace("it takes a number out of a tensor (.item()), which depends on values: leave it a tensor")
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(_tags(node)):
-            raise CannotTrace(f"{_operation(node)} depends on values: what comes after it cannot be planned")
+            raise CannotTrace(f"the shape of what {_operation(node)} gives depends on values: {FROM_SHAPE}")
         own = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if any(isinstance(value, torch.Generator) for value in [own, *node.kwargs.values()]):
             raise CannotTrace("it draws random numbers from a torch.Generator: trying plans would draw from it too")

@@ -115,7 +115,7 @@ class Parallel:
 
     def explain(self) -> str:
         """How the last call was run, what it took, what bounds it, and why it is not faster."""
-        return explain.explain(getattr(self.function, "__name__", "function"), self._must_have_run())
+        return explain.explain(explain.name_of(self.function), self._must_have_run())
 
     def draw(self, path: str | Path) -> Path:
         """The graph as SVG, coloured by lane."""

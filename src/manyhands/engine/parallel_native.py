@@ -29,7 +29,7 @@ from typing import Any, overload
 from manyhands.backends.native import Call, Traced, told
 from manyhands.engine import draw, native_told
 from manyhands.engine.effects import Effects
-from manyhands.engine.explain import advice
+from manyhands.engine.explain import advice, name_of
 from manyhands.engine.futures import parallel as Scope
 from manyhands.engine.native_told import Planned
 from manyhands.engine.outside import Outside
@@ -79,8 +79,7 @@ class Parallel:
 
     def explain(self) -> str:
         """How the last call was run, what it took, what bounds it, and what the framework does not show."""
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        return native_told.explain(name, self._must_have_run(), self.backend)
+        return native_told.explain(name_of(self.function), self._must_have_run(), self.backend)
 
     def draw(self, path: str | Path) -> Path:
         """The graph that the framework shows as SVG, coloured by lane."""
