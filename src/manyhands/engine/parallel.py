@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.engine import draw, explain, fused, futures, parallel_cpu, parallel_gpu
+from manyhands.engine.arguments import must_allow_memory, must_be_function
 from manyhands.engine.costs import costs
 from manyhands.engine.effects import Effects
 from manyhands.engine.forecast import Forecast, Machine, forecast
@@ -54,10 +55,8 @@ class Parallel:
 
         ``synchronous``: no lanes, no choice; the schedule's order in the caller's thread, for debugging.
         """
-        if not callable(function):
-            raise EngineError(f"parallel(fn) takes a function, not a {type(function).__name__}: write parallel(net)(x)")
-        if not memory >= 1:
-            raise EngineError(f"memory={memory} is less than plain execution takes: 1.3 allows three tenths more")
+        must_be_function(function)
+        must_allow_memory(memory)
         functools.update_wrapper(self, function)
         self.function = function
         self.backend = backend

@@ -28,6 +28,7 @@ from typing import Any, overload
 
 from manyhands.backends.native import Call, Traced, told
 from manyhands.engine import draw, native_told
+from manyhands.engine.arguments import must_be_function, must_be_threads
 from manyhands.engine.effects import Effects
 from manyhands.engine.explain import advice, name_of
 from manyhands.engine.futures import parallel as Scope
@@ -51,8 +52,7 @@ class Parallel:
     """A function that gives what the plain one gives, sooner where the framework's runtime can do that."""
 
     def __init__(self, function: Callable[..., Any], backend: Any) -> None:
-        if not callable(function):
-            raise EngineError(f"parallel(fn) takes a function, not a {type(function).__name__}: write parallel(net)(x)")
+        must_be_function(function)
         functools.update_wrapper(self, function, updated=())
         self.function = function
         self.backend = backend
@@ -270,6 +270,7 @@ class Offer:
     ) -> Parallel | Scope:
         backend = self._backend
         runtime = f"{backend.name}'s own runtime"
+        must_be_threads(threads)
         if reuse_outputs:
             raise EngineError(
                 f"parallel(reuse_outputs=True): {runtime} gives fresh results at every call; leave it out"
