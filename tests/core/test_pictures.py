@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from manyhands.engine import draw
+from manyhands.engine import draw, explain
 from manyhands.engine.graph import graph
-from manyhands.engine.schedule import Schedule, one_lane
+from manyhands.engine.planned import Planned
+from manyhands.engine.schedule import Schedule, lanes_for, one_lane, schedule
 from manyhands.engine.simulate import simulate
 from manyhands.errors import EngineError, PackageMissing
 from manyhands.task import Kind, Task
@@ -57,3 +59,52 @@ def test_without_matplotlib_a_trace_can_be_written(tmp_path: Path, monkeypatch: 
     with pytest.raises(PackageMissing, match=r"write 't.json'"):
         timed(tmp_path / "t.png")
     assert timed(tmp_path / "t.json").stat().st_size
+
+
+# Lanes and colours
+
+MIXED: list[tuple[str, Kind]] = [
+    ("cpu:0", "copy"),
+    ("cpu:0", "compute"),
+    ("cpu:1", "copy"),
+    ("cpu:1", "compute"),
+    ("cpu", "copy"),
+]
+
+
+def colours(made: Schedule) -> set[str]:
+    """Of the boxes of tasks; those of the legend have no rounded corners."""
+    return set(re.findall(r'rx="4" fill="(#[0-9a-f]+)"', draw.svg(made)))
+
+
+def test_one_lane_of_several_devices_is_named_by_what_it_holds() -> None:
+    made = program(*MIXED)
+    assert made.names() == ["one lane (cpu, cpu:0, cpu:1)"]
+    assert simulate(made).lanes() == made.names()
+    assert "one lane (cpu, cpu:0, cpu:1): 5 tasks" in told(made)
+    assert program(("gpu:0", "copy in"), ("gpu:0", "compute")).names() == ["one lane (gpu:0)"]
+    many = program(*((f"gpu:{number}", "compute") for number in range(16)))
+    assert many.names() == ["one lane (16 devices)"]
+
+
+def test_one_lane_of_one_device_and_several_lanes_are_named_as_lanes() -> None:
+    assert program(("cpu", "compute"), ("cpu", "compute")).names() == ["cpu compute 0"]
+    measured = program(*MIXED).graph
+    several = schedule(measured, lanes_for(measured, 1))
+    assert several.names() == [f"{device} {kind} 0" for device, kind in MIXED]
+
+
+def test_on_one_lane_colours_are_those_of_devices() -> None:
+    made = program(*MIXED)
+    assert len(colours(made)) == 3
+    text = draw.svg(made)
+    for name in (">cpu:0<", ">cpu:1<", ">cpu<", ">from one device to another<"):
+        assert name in text
+    assert text.count('stroke="#c00"') == 1 + 2  # the legend's; from cpu:0 to cpu:1, from there to the host
+    alone = program(("cpu", "compute"), ("cpu", "compute"))
+    assert len(colours(alone)) == 1
+    assert ">cpu compute 0<" in draw.svg(alone)
+
+
+def told(made: Schedule) -> str:
+    return explain.explain("fn", Planned(lambda *_: None, schedule=made))

@@ -54,11 +54,12 @@ def _about(made: Schedule) -> list[str]:
     lanes = made.per_lane()
     work = [sum(made.graph.tasks[task].seconds for task in own) for own in lanes]
     waits = [sum(len(made.waits.get(task, ())) for task in own) for own in lanes]
+    used = sum(map(bool, lanes))
     return [
-        f"  {len(made.graph)} tasks, {sum(map(bool, lanes))} lanes, {made.wait_count()} waits between them",
+        f"  {len(made.graph)} tasks, {used} lane{'s' if used != 1 else ''}, {made.wait_count()} waits between them",
         *(
             f"    {lane}: {len(own)} tasks, {_ms(seconds)} of work, {count} waits"
-            for lane, own, seconds, count in zip(made.lanes, lanes, work, waits, strict=True)
+            for lane, own, seconds, count in zip(made.names(), lanes, work, waits, strict=True)
             if own
         ),
         f"  work {_ms(made.graph.work())}; longest chain {_ms(limit.critical_path)}; busiest lane "

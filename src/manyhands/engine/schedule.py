@@ -48,6 +48,22 @@ class Schedule:
             found[self.lane_of[task]].append(task)
         return found
 
+    def names(self) -> list[str]:
+        """Of the lanes: by device and kind, unless one lane does everything, also for other devices or kinds."""
+        if self.is_mixed():
+            devices = self.devices()
+            held = ", ".join(devices) if len(devices) <= 4 else f"{len(devices)} devices"
+            return [f"one lane ({held})"]
+        return [str(lane) for lane in self.lanes]
+
+    def devices(self) -> list[str]:
+        """Those of its tasks, the host before them: cpu, gpu:0, gpu:1, ..., gpu:10."""
+        return sorted({task.device for task in self.graph.tasks}, key=lambda device: (len(device), device))
+
+    def is_mixed(self) -> bool:
+        """Whether its only lane does what several lanes could do: tasks of more than one device or kind."""
+        return len(self.lanes) == 1 and len({(task.device, task.kind) for task in self.graph.tasks}) > 1
+
     def wait_count(self) -> int:
         return sum(map(len, self.waits.values()))
 

@@ -44,7 +44,7 @@ def simulate(schedule: Schedule, *, wait_seconds: float = 0.0) -> Timeline:
 
 def timeline_of(schedule: Schedule, found: Sequence[tuple[float, float]], title: str) -> Timeline:
     """A picture of when each task began and ended, measured or simulated."""
-    tasks, lanes = schedule.graph.tasks, [str(lane) for lane in schedule.lanes]
+    tasks, lanes = schedule.graph.tasks, schedule.names()
     spans = [Span(tasks[one].name, lanes[schedule.lane_of[one]], *found[one]) for one in range(len(tasks))]
     return Timeline(tuple(sorted(spans, key=lambda span: (span.start, span.stop))), title)
 
