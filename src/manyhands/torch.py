@@ -19,8 +19,10 @@ from manyhands.backends import torch_parallel as _parallel_backend  # noqa: E402
 from manyhands.backends import torch_workers as _workers  # noqa: E402
 from manyhands.engine import arguments as _arguments  # noqa: E402
 from manyhands.engine.futures import Future, task  # noqa: E402
+from manyhands.engine.futures import no_threads as _no_threads  # noqa: E402
 from manyhands.engine.futures import parallel as _Scope  # noqa: E402
 from manyhands.engine.parallel import Parallel  # noqa: E402
+from manyhands.errors import EngineError as _EngineError  # noqa: E402
 from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
 from manyhands.training.torch.book import DataModule, Module  # noqa: E402
@@ -67,10 +69,22 @@ class _Open(_Scope):
     """``parallel(...)`` without a function: a scope for tasks, or the decorator ``@parallel(memory=2.0)``."""
 
     def __init__(self, threads: int | None, how: dict[str, Any]) -> None:
-        super().__init__(threads, memory_of=_workers.memory_of, bound=_workers.bound)
+        synchronous = how["synchronous"]
+        super().__init__(threads, synchronous=synchronous, memory_of=_workers.memory_of, bound=_workers.bound)
         self._how = how
 
+    def __enter__(self) -> _Scope:
+        for name, usual in {"reuse_outputs": False, "memory": 1.3, "compile": False}.items():
+            if (given := self._how[name]) != usual:
+                raise _EngineError(
+                    f"with parallel({name}={given}): tasks are run as they are written, so that there is no plan to "
+                    f"make; write with parallel(): here, and parallel(fn, {name}={given}) for a function"
+                )
+        return super().__enter__()
+
     def __call__(self, function: Callable[..., Any]) -> Parallel:
+        if self._threads is not None:
+            raise _EngineError(_no_threads(self._threads))
         return Parallel(function, _parallel_backend, **self._how)
 
 
@@ -112,8 +126,9 @@ def parallel(
     and keeps the fastest; ``fast.explain()`` says what was chosen and why. Results belong to the caller, unless
     ``reuse_outputs=True`` allows the next call to overwrite them. A plan takes at most ``memory`` times what plain
     execution takes. ``compile=True`` also tries plans in which runs of small operations are compiled (Inductor), each a
-    task of its own. ``synchronous=True`` runs the schedule's order in the caller's thread, for debugging. In a scope,
-    ``task(fn)(a, b)`` runs beside others. As a decorator: ``@parallel``, ``@parallel(memory=2.0)``, of methods too.
+    task of its own. ``synchronous=True`` runs the schedule's order, or a scope's tasks, in the caller's thread, for
+    debugging. In a scope, ``task(fn)(a, b)`` runs beside others, on one of ``threads`` threads. As a decorator:
+    ``@parallel``, ``@parallel(memory=2.0)``, of methods too.
     """
     _arguments.must_be_threads(threads)
     how = {"reuse_outputs": reuse_outputs, "memory": memory, "compile": compile, "synchronous": synchronous}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def test_options_that_a_framework_has_not_are_refused(mh: Any, own: Any) -> None
         mh.parallel(square(own))
     if own.backend.CAPABILITIES.plans_lanes:
         return
-    for option in ({"reuse_outputs": True}, {"memory": 2.0}, {"synchronous": True}):
+    for option in ({"reuse_outputs": True}, {"memory": 2.0}, {"synchronous": True}, {"threads": 2}):
         with pytest.raises(EngineError, match=next(iter(option))):
             mh.parallel(lambda x: x, **option)
 
@@ -218,6 +219,11 @@ def test_tasks_take_futures_and_tensors(mh: Any, own: Any) -> None:
         assert both.done()
         same(own, both.result(), own.product(x, x) + x * 2.0)
     same(own, mh.task(own.product)(x, x).result(), own.product(x, x))  # without a scope: a plain call
+
+
+def test_a_synchronous_scope_is_in_the_callers_thread(mh: Any, own: Any) -> None:
+    with mh.parallel(synchronous=True):
+        assert mh.task(threading.get_ident)().result() == threading.get_ident()
 
 
 def test_an_error_surfaces_where_the_result_is_read(mh: Any, own: Any) -> None:

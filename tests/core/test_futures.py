@@ -326,6 +326,9 @@ def test_an_error_in_the_scope_cancels_what_has_not_begun() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="at least one thread"):
         parallel(threads=0)
+    for bad in (1.5, "2", True):
+        with pytest.raises(TypeError, match="whole number"):
+            parallel(threads=bad)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"writes=\(x,\)"):
         task(add, writes=[1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="5 cannot be written to"):

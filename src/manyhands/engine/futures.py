@@ -90,6 +90,8 @@ class parallel:
         memory_of: Callable[[Any], Hashable] = id,
         bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+            raise TypeError(f"parallel(threads={threads!r}): a whole number of threads is needed, such as threads=2")
         if threads is not None and threads < 1:
             raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
@@ -216,6 +218,14 @@ def waitall() -> None:
         scope = scope._outer
     _wait_for(jobs)
     raise_unseen(jobs)
+
+
+def no_threads(threads: int) -> str:
+    """What to say where a number of threads is given for a function."""
+    return (
+        f"parallel(fn, threads={threads}): how many lanes a function is run on is measured, not given; leave threads "
+        f"out. Tasks have threads: with parallel(threads={threads}):"
+    )
 
 
 # The scope that is open in this thread. A thread that does a task has none.

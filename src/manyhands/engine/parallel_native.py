@@ -31,6 +31,7 @@ from manyhands.engine import draw, native_told
 from manyhands.engine.arguments import must_be_function, must_be_threads
 from manyhands.engine.effects import Effects
 from manyhands.engine.explain import advice, name_of
+from manyhands.engine.futures import no_threads
 from manyhands.engine.futures import parallel as Scope
 from manyhands.engine.native_told import Planned
 from manyhands.engine.outside import Outside
@@ -245,7 +246,7 @@ class Offer:
     runtime. That is used if its results are the same and it is faster; ``fast.explain()`` says what was chosen and why.
     What the function takes from outside is watched: where it is another, the function is planned anew. Not seen: the
     clock, the network, and what is reached only through C code. In a scope, ``task(fn)(a, b)`` runs beside others on
-    one of ``threads`` threads.
+    one of ``threads`` threads; ``synchronous=True`` runs tasks in the caller's thread, in order, for debugging.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -257,7 +258,7 @@ class Offer:
     ) -> Parallel: ...
 
     @overload
-    def __call__(self, function: None = None, *, threads: int | None = ...) -> Scope: ...
+    def __call__(self, function: None = None, *, threads: int | None = ..., synchronous: bool = ...) -> Scope: ...
 
     def __call__(
         self,
@@ -277,8 +278,10 @@ class Offer:
             )
         if memory != 1.3:
             raise EngineError(f"parallel(memory={memory}): {runtime} decides what memory it takes; leave it out")
+        if function is None:
+            return Scope(threads, synchronous=synchronous, memory_of=backend.memory_of, bound=backend.bound)
         if synchronous:
             raise EngineError(f"parallel(synchronous=True): {runtime} chooses the order; for debugging call fn itself")
-        if function is None:
-            return Scope(threads, memory_of=backend.memory_of, bound=backend.bound)
+        if threads is not None:
+            raise EngineError(no_threads(threads))
         return Parallel(function, backend)

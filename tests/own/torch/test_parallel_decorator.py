@@ -66,7 +66,7 @@ def test_methods_are_bound_to_their_objects() -> None:
 
 
 def test_the_same_call_without_a_function_opens_a_scope() -> None:
-    with mh.parallel(threads=2) as scope:
+    with mh.parallel() as scope:
         total = mh.task(torch.add)(X, 1)
     assert torch.equal(total.result(), X + 1)
     assert scope(bare.function)(X).shape == X.shape
