@@ -40,6 +40,7 @@
      |   +- CannotBeExact        a function that cannot be computed more exactly   (RuntimeError)
      |   +- UnsafeSchedule       a schedule that could compute something else      (RuntimeError)
      |   +- TaskCancelled        a task that was not run                           (RuntimeError)
+     |   +- UndeclaredWrite      a task wrote to what it did not declare           (RuntimeError)
      +- FrameworkMissing         the framework of this door is not installed       (ImportError)
      +- PackageMissing           an optional package is not installed              (ImportError)
 
@@ -204,6 +205,10 @@ class UnsafeSchedule(EngineError, RuntimeError):
 
 class TaskCancelled(EngineError, RuntimeError):
     """A task that was not run: one that it needs failed, or its scope was left by an error."""
+
+
+class UndeclaredWrite(EngineError, RuntimeError):
+    """An argument of a task was written to while the task ran, and the task had not declared it."""
 
 
 class FrameworkMissing(ManyhandsError, ImportError):

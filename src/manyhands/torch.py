@@ -69,8 +69,14 @@ class _Open(_Scope):
     """``parallel(...)`` without a function: a scope for tasks, or the decorator ``@parallel(memory=2.0)``."""
 
     def __init__(self, threads: int | None, how: dict[str, Any]) -> None:
-        synchronous = how["synchronous"]
-        super().__init__(threads, synchronous=synchronous, memory_of=_workers.memory_of, bound=_workers.bound)
+        super().__init__(
+            threads,
+            synchronous=how["synchronous"],
+            memory_of=_workers.memory_of,
+            parts_of=_workers.parts_of,
+            version_of=_workers.version_of,
+            bound=_workers.bound,
+        )
         self._how = how
 
     def __enter__(self) -> _Scope:

@@ -118,6 +118,18 @@ def memory_of(value: Any) -> int:
     return id(value)
 
 
+def parts_of(value: Any) -> Iterator[torch.Tensor]:
+    """A module is read and written with its parameters and buffers."""
+    if isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+
+
+def version_of(value: Any) -> int | None:
+    """PyTorch counts the writes to a tensor, except to one made in inference mode, and those through ``.data``."""
+    return None if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
+
+
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """Whether gradients are recorded is a thread's own: the task's thread does as the one that gave it."""
     recorded = torch.is_grad_enabled()

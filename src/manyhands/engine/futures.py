@@ -14,8 +14,11 @@
 What is promised: the results are those of the same calls one after the other. A task *reads* its arguments, whole
 (lists, tuples and dicts with all that is in them), and *writes* what it declares. Of two tasks that touch the same
 object, one of them writing, the earlier one goes first (read after write, write after read, write after write). Which
-objects share memory is asked of ``memory_of``; by default each object is its own. The result of a task may be, or
-share memory with, anything that the task was given, until it is there and can be looked at.
+objects share memory is asked of ``memory_of``; by default each object is its own. What an object consists of besides
+(a module of its parameters) is asked of ``parts_of``. The result of a task may be, or share memory with, anything that
+the task was given, until it is there and can be looked at. Where the framework counts the writes to an object
+(``version_of``), a task that writes to an argument without having declared it fails with
+:class:`~manyhands.errors.UndeclaredWrite`: in what order others have read it is not known.
 
 Errors: ``result()`` raises a task's error with its traceback, as often as it is asked. Leaving the scope, and
 :func:`waitall`, raise the first error that nobody has seen. A task that needs a failed one, because it takes its result
@@ -34,13 +37,13 @@ import contextvars
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from manyhands.engine.crew import Crew, Job, raise_unseen
-from manyhands.errors import EngineError
+from manyhands.errors import EngineError, UndeclaredWrite
 from manyhands.machine import usable_cores
 
 T = TypeVar("T")
@@ -78,8 +81,9 @@ class parallel:
 
     ``threads``: how many at once (by default one per usable core). ``synchronous``: for debugging, every task runs when
     it is given, in the caller's thread; errors surface where they would otherwise. ``memory_of``: gives the same key
-    for objects that share memory, so that a write to one is a write to the other. ``bound``: applied to each function
-    in the thread that gives the task, to carry along what belongs to that thread (a framework's modes).
+    for objects that share memory, so that a write to one is a write to the other. ``parts_of``: what else is read and
+    written with an object. ``version_of``: a number that every write to an object changes, or None. ``bound``: applied
+    to each function in the thread that gives the task, to carry along what is that thread's own (a framework's modes).
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class parallel:
         *,
         synchronous: bool = False,
         memory_of: Callable[[Any], Hashable] = id,
+        parts_of: Callable[[Any], Iterable[Any]] = lambda value: (),
+        version_of: Callable[[Any], int | None] = lambda value: None,
         bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
@@ -95,7 +101,7 @@ class parallel:
         if threads is not None and threads < 1:
             raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
-        self._memory_of, self._bound = memory_of, bound
+        self._memory_of, self._parts_of, self._version_of, self._bound = memory_of, parts_of, version_of, bound
         self._jobs: list[Job] = []
         self._crew: Crew | None = None
         self._outer: parallel | None = None
@@ -109,8 +115,9 @@ class parallel:
         elif self._threads is not None or self._synchronous:
             raise EngineError("an inner scope uses the threads of the outer one: write parallel() without arguments")
         else:
-            self._crew = self._outer._crew
-            self._memory_of, self._bound = self._outer._memory_of, self._outer._bound
+            outer = self._outer
+            self._crew, self._bound = outer._crew, outer._bound
+            self._memory_of, self._parts_of, self._version_of = outer._memory_of, outer._parts_of, outer._version_of
         _here.scope = self
         return self
 
@@ -146,13 +153,24 @@ class parallel:
         crew = self._crew
         assert crew is not None
         given = (arguments, keywords)
-        reads, inputs = self._memories(given)
+        # A method reads its object, a module that is called its parameters.
+        holder = getattr(function, "__self__", function)
+        reads, inputs = self._memories((given, holder))
         written, more = self._memories(writes)
         bound = self._bound(function) if self._bound else function
         context = contextvars.copy_context()
-        job = Job(crew, _name_of(function), lambda: context.run(_at_once, bound, given))
+        name = _name_of(function)
+
+        def work() -> T:
+            read = self._versions((given, holder), self._memories(writes)[0])
+            value: T = context.run(_at_once, bound, given)
+            if (changed := next((one for one, version in read if self._version_of(one) != version), None)) is not None:
+                raise UndeclaredWrite(_undeclared(name, changed))
+            return value
+
+        job = Job(crew, name, work)
         job.touched = frozenset(reads | written)
-        job.really_touched = lambda: self._memories((given, writes))[0]
+        job.really_touched = lambda: self._memories((given, holder, writes))[0]
         job.really_written = lambda: self._memories(writes)[0]
         self._jobs.append(job)
         crew.give(job, frozenset(reads), frozenset(written), [*inputs, *more])
@@ -162,26 +180,44 @@ class parallel:
         """What a value is, or may be, stored in; and the jobs whose results are in it."""
         memories: set[Hashable] = set()
         jobs: list[Job] = []
-        stack, seen = [value], set()
-        while stack:
-            one = stack.pop()
+        for one in self._inside(value):
             if isinstance(one, Future):
                 job = one._job
                 memories.add(job)
                 jobs.append(job)
-                if job.over:
-                    stack.append(job.value)
-                else:
+                if not job.over:
                     memories |= job.touched
-            elif isinstance(one, (list, tuple, dict, set, frozenset)):
-                if id(one) not in seen:
-                    seen.add(id(one))
-                    if not isinstance(one, (tuple, frozenset)):  # they cannot be written to, only what is in them
-                        memories.add(("object", id(one)))
-                    stack.extend(one.values() if isinstance(one, dict) else one)
-            elif not isinstance(one, _PLAIN):
+            elif isinstance(one, (list, dict, set)):  # tuples cannot be written to, only what is in them
+                memories.add(("object", id(one)))
+            elif not isinstance(one, (tuple, frozenset)):
                 memories.add(("memory", self._memory_of(one)))
         return memories, jobs
+
+    def _versions(self, value: Any, declared: set[Hashable]) -> list[tuple[Any, int]]:
+        """The versions of all objects in a value that have one, and whose memory is not declared to be written."""
+        found = ((one, self._version_of(one)) for one in self._inside(value) if not isinstance(one, Future))
+        return [
+            (one, version)
+            for one, version in found
+            if version is not None and ("memory", self._memory_of(one)) not in declared
+        ]
+
+    def _inside(self, value: Any) -> Iterator[Any]:
+        """A value and all that is in it, down to what is known of results that are there; plain values left out."""
+        stack, seen = [value], {}
+        while stack:
+            one = stack.pop()
+            if isinstance(one, _PLAIN) or id(one) in seen:
+                continue
+            seen[id(one)] = one
+            yield one
+            if isinstance(one, Future):
+                if one._job.over:
+                    stack.append(one._job.value)
+            elif isinstance(one, (list, tuple, dict, set, frozenset)):
+                stack.extend(one.values() if isinstance(one, dict) else one)
+            else:
+                stack.extend(self._parts_of(one))
 
 
 def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callable[..., Future[T]]:
@@ -277,6 +313,16 @@ def _filled(value: Any) -> Any:
 def _wait_for(jobs: Sequence[Job]) -> None:
     for job in jobs:
         job.wait(None)
+
+
+def _undeclared(name: str, changed: Any) -> str:
+    shape = getattr(changed, "shape", None)
+    what = f"a {type(changed).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
+    return (
+        f"{name}: {what} that it reads was written to while it ran, and no task has declared that. Tasks that read it "
+        "may have done so before or after. Where this task changes it (x.add_(1), a layer with running averages), "
+        "write task(fn, writes=(x,))(x); where other code does, let it wait with result() or waitall() first"
+    )
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from manyhands import torch as mh
-from manyhands.errors import EngineError
+from manyhands.errors import EngineError, UndeclaredWrite
 
 # Options
 
@@ -34,3 +36,64 @@ def test_a_function_refuses_threads() -> None:
         mh.parallel(torch.sin, threads=2)  # type: ignore[call-overload]
     with pytest.raises(EngineError, match="threads=2"):
         mh.parallel(threads=2)(torch.sin)
+
+
+# Writes
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_write_that_was_not_declared_is_an_error(synchronous: bool) -> None:
+    x = torch.zeros(3)
+    lesson = pytest.raises(UndeclaredWrite, match=r"Tensor of shape \(3,\).*writes=\(x,\)")
+    with mh.parallel(synchronous=synchronous):
+        for write, given in (
+            (lambda v: v.add_(1), x),
+            (lambda v: v[0][:1].add_(1), [x]),
+            (lambda v: v["x"].zero_(), {"x": x}),
+            (lambda _: x.add_(1), x.view(3)),
+            (lambda v: v.add_(1), mh.task(torch.zeros)(3)),
+        ):
+            with lesson:
+                mh.task(write)(given).result()
+        with lesson:
+            mh.task(x.add_)(1).result()
+    with lesson, mh.parallel(synchronous=synchronous):
+        mh.task(lambda v: v.add_(1))(x)
+
+
+def test_declared_writes_reads_and_fresh_results_are_no_errors() -> None:
+    x, y = torch.zeros(4), torch.zeros(4)
+    with mh.parallel(threads=2):
+        mh.task(lambda v: v.add_(1), writes=(x[:2],))(x)
+        mh.task(lambda v: torch.add(v, 1, out=y), writes=(y,))(x)
+        fresh = mh.task(lambda v: v.clone().mul_(3))(x)
+        mh.task(lambda v: v.add_(1), writes=(fresh,))(fresh)
+        with torch.inference_mode():
+            made = torch.zeros(2)
+        mh.task(lambda v: v + 1)(made)
+    assert y.tolist() == [2.0] * 4
+    assert fresh.result().tolist() == [4.0] * 4
+
+
+def test_a_module_is_read_and_written_with_its_parameters_and_buffers() -> None:
+    layer, norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+    def slow(module: nn.Module) -> None:
+        time.sleep(0.03)
+        with torch.no_grad():
+            for one in (*module.parameters(), *module.buffers()):
+                one.zero_().add_(3)
+
+    with mh.parallel(threads=2):
+        mh.task(slow, writes=(layer,))(layer)
+        assert mh.task(torch.clone)(layer.weight).result().tolist() == [[3.0, 3.0], [3.0, 3.0]]
+        mh.task(slow, writes=(norm,))(norm)
+        assert mh.task(torch.clone)(norm.running_mean).result().tolist() == [3.0, 3.0]
+        early = mh.task(lambda module: time.sleep(0.03) or module.weight.detach().clone())(layer)
+        called = mh.task(layer)(torch.ones(1, 2))
+        mh.task(lambda: layer.weight.detach().zero_(), writes=(layer.weight,))()
+        assert early.result().tolist() == [[3.0, 3.0], [3.0, 3.0]]
+        assert called.result().tolist() == [[9.0, 9.0]]
+        with pytest.raises(UndeclaredWrite, match="layer with running averages"):
+            mh.task(norm)(torch.ones(3, 2)).result()
+        assert mh.task(norm, writes=(norm,))(torch.ones(3, 2)).result().shape == (3, 2)
