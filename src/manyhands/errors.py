@@ -41,6 +41,7 @@
      |   +- UnsafeSchedule       a schedule that could compute something else      (RuntimeError)
      |   +- TaskCancelled        a task that was not run                           (RuntimeError)
      |   +- UndeclaredWrite      a task wrote to what it did not declare           (RuntimeError)
+     |   +- WaitsForItself       tasks that wait for each other in a circle        (RuntimeError)
      +- FrameworkMissing         the framework of this door is not installed       (ImportError)
      +- PackageMissing           an optional package is not installed              (ImportError)
 
@@ -209,6 +210,10 @@ class TaskCancelled(EngineError, RuntimeError):
 
 class UndeclaredWrite(EngineError, RuntimeError):
     """An argument of a task was written to while the task ran, and the task had not declared it."""
+
+
+class WaitsForItself(EngineError, RuntimeError):
+    """A task asked for a result that cannot be there before it is over itself."""
 
 
 class FrameworkMissing(ManyhandsError, ImportError):

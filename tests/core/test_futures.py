@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from support import run_python
 
 from manyhands.engine.futures import Future, parallel, task, waitall
-from manyhands.errors import EngineError, TaskCancelled
+from manyhands.errors import EngineError, TaskCancelled, WaitsForItself
 
 
 def add(*values: Any) -> Any:
@@ -381,6 +381,92 @@ def test_waiting_inside_a_task_does_not_starve() -> None:
         later.append(task(add)(a, 1))
         ready.set()
         assert first.result(timeout=5) == 3
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_task_that_waits_for_itself_gets_an_error(threads: int) -> None:
+    """A circle of one, of two that ask, and of one that asks and two that take."""
+    held: dict[str, Future[Any]] = {}
+    ready = threading.Event()
+
+    def asks(name: str, *_: Any) -> Any:
+        ready.wait(5)
+        return held[name].result()
+
+    for circle in (("a",), ("a", "b")):
+        ready.clear()
+        with parallel(threads=threads):
+            for one, other in zip(circle, (*circle[1:], circle[0]), strict=True):
+                held[one] = task(asks)(other)
+            ready.set()
+            for name in circle:
+                with pytest.raises(WaitsForItself, match="asks asks for the result of"):
+                    held[name].result(timeout=5)
+    ready.clear()
+    with parallel(threads=threads):
+        held["a"] = task(asks)("c")
+        held["b"] = task(add)(held["a"], 1)
+        held["c"] = task(list)(held["b"])
+        ready.set()
+        with pytest.raises(WaitsForItself, match=r"result of list, which waits for add, which waits for .*asks:"):
+            held["a"].result(timeout=5)
+        with pytest.raises(TaskCancelled):
+            held["c"].result(timeout=5)
+
+
+def test_a_circle_through_an_inner_scope_is_seen() -> None:
+    held: list[Future[Any]] = []
+    ready = threading.Event()
+
+    def outer() -> None:
+        ready.wait(5)
+        with parallel(threads=1):
+            task(lambda: held[0].result())()
+
+    with parallel(threads=1):
+        held.append(task(outer)())
+        ready.set()
+        with pytest.raises(WaitsForItself):
+            held[0].result(timeout=5)
+
+
+def test_a_wait_with_a_timeout_is_no_circle() -> None:
+    held: list[Future[Any]] = []
+    both = threading.Barrier(3)
+
+    def impatient() -> str:
+        both.wait(5)
+        try:
+            return held[1].result(timeout=0.05)  # type: ignore[no-any-return]
+        except TimeoutError:
+            return "gave up"
+
+    def patient() -> Any:
+        both.wait(5)
+        return held[0].result()
+
+    with parallel(threads=2):
+        held.extend((task(impatient)(), task(patient)()))
+        both.wait(5)
+        assert [one.result(timeout=5) for one in held] == ["gave up", "gave up"]
+
+
+def test_a_task_that_does_what_it_waits_for_cannot_be_waited_for_there() -> None:
+    """One thread: the task that asks with a timeout does the other one itself, and that asks for it."""
+    held: list[Future[Any]] = []
+    ready = threading.Event()
+
+    def impatient() -> str:
+        ready.wait(5)
+        with pytest.raises(WaitsForItself):
+            held[1].result(timeout=5)
+        return "went on"
+
+    with parallel(threads=1):
+        held.append(task(impatient)())
+        held.append(task(lambda: held[0].result())())
+        ready.set()
+        assert held[0].result(timeout=5) == "went on"
 
 
 def test_nested_scopes_share_order_and_wait_for_their_own() -> None:

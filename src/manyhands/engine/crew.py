@@ -7,6 +7,9 @@ transitive: a job that will not be run is over only after all that it needs.
 A job fails with those whose results it takes. What a failed job was to write is spoiled, and a job that touches it is
 not run; that is looked at when the job begins, because only then all results are there, and it is known what is in
 which memory. A writes x and fails, B reads x, C writes x, D reads y: B and C are not run, D is not concerned.
+
+A job may also ask for a result while it runs. It is then looked whether what it asks for waits, over however many jobs,
+for itself: that circle would never end, and the one that closes it gets an error.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from manyhands.errors import EngineError, TaskCancelled
+from manyhands.errors import EngineError, TaskCancelled, WaitsForItself
 
 _numbers = itertools.count()
-_working = threading.local()  # the crew whose job this thread is doing
+_working = threading.local()  # the job that this thread is doing
+_circles = threading.Lock()  # held while it is looked who waits for whom, in all crews
 
 
 class Job:
@@ -37,6 +41,7 @@ class Job:
         self.really_touched: Callable[[], Iterable[Hashable]] | None = None
         self.really_written: Callable[[], Iterable[Hashable]] | None = None
         self.needs: list[Job] = []
+        self.waits_for: Job | None = None  # the job whose result it has asked for while running
         self.followers: list[tuple[Job, bool]] = []
         self.missing = 0
         self.begun = self.over = False
@@ -164,7 +169,7 @@ class Crew:
                 _doom(job, culprit.origin)
                 self._finished(job)
             return
-        before, _working.crew = getattr(_working, "crew", None), self
+        before, _working.job = getattr(_working, "job", None), job
         try:
             job.value = work()
         except BaseException as error:
@@ -172,7 +177,7 @@ class Crew:
             if not self._size and not isinstance(error, Exception):
                 raise  # the caller's own thread: an interrupt is an interrupt
         finally:
-            _working.crew = before
+            _working.job = before
             del work
             with self._lock:
                 self._finished(job)
@@ -224,11 +229,21 @@ class Crew:
         """Until a job is over. One of our own threads does meanwhile what it is waiting for, if nobody else does."""
         if self.process != os.getpid():
             raise EngineError(f"{job.name} belongs to the process that this one was forked from: wait for it there")
+        me: Job | None = getattr(_working, "job", None)
+        if me is not None and timeout is None:  # a wait that ends by itself closes no circle
+            _ask(me, job)
+        try:
+            self._wait(job, timeout, me)
+        finally:
+            if me is not None:
+                me.waits_for = None
+
+    def _wait(self, job: Job, timeout: float | None, me: Job | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
-        helps = getattr(_working, "crew", None) is self
         while True:
             with self._lock:
                 found = None
+                helps = me is not None and me.crew is self
                 while not job.over and not (helps and (found := _can_be_done_for(job))):
                     left = None if end is None else end - time.monotonic()
                     if left is not None and left <= 0:
@@ -236,7 +251,12 @@ class Crew:
                     self._over.wait(left)
                 if found is None:
                     return
+            assert me is not None
+            if timeout is not None:
+                me.waits_for = found  # what it does itself it waits for, however long that takes
             self._do(found)
+            if timeout is not None:
+                me.waits_for = None
 
     def cancel(self, jobs: Iterable[Job], why: str) -> None:
         """Those that have not begun will not be run."""
@@ -277,6 +297,30 @@ def _can_be_done_for(job: Job) -> Job | None:
         seen.update(new)
         stack.extend(new)
     return None
+
+
+def _ask(me: Job, wanted: Job) -> None:
+    """Note that a job waits for another one, unless that one waits for it."""
+    with _circles:
+        reached: dict[Job, Job | None] = {wanted: None}
+        stack = [wanted]
+        while stack and me not in reached:
+            one = stack.pop()
+            for need in (*one.needs, *([one.waits_for] if one.waits_for else ())):
+                if not need.over and need not in reached:
+                    reached[need] = one
+                    stack.append(need)
+        if me in reached:
+            way, last = [me], reached[me]
+            while last is not None:
+                way.append(last)
+                last = reached[last]
+            circle = ", which waits for ".join(job.name for job in reversed(way)) if len(way) > 1 else "itself"
+            raise WaitsForItself(
+                f"{me.name} asks for the result of {circle}: nobody could ever go on. Give the result as an argument, "
+                "task(fn)(future), of a task that was given before"
+            )
+        me.waits_for = wanted
 
 
 def raise_unseen(jobs: Sequence[Job]) -> None:
