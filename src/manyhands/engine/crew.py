@@ -19,7 +19,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -49,7 +49,13 @@ class Job:
         self.value: Any = None
         self.error: BaseException | None = None
         self.trace: TracebackType | None = None
-        self.origin = self  # the job that failed, where this one was not run because of it
+        self._origin: Job | None = None
+        self.unsettled: dict[Job, None] = {}  # where its scope keeps it, until it has gone well
+
+    @property
+    def origin(self) -> Job:
+        """The job that failed, where this one was not run because of it; else itself."""
+        return self._origin or self
 
     def state(self) -> str:
         if not self.over:
@@ -188,11 +194,12 @@ class Crew:
         while finished:
             one = finished.pop()
             one.over, one.work = True, None
-            if one.error is not None and one.really_written is not None:
+            if one.error is None:
+                one.unsettled.pop(one, None)
+            elif one.really_written is not None:
                 for memory in one.really_written():
                     self._spoiled.setdefault(memory, []).append(one)
-            else:
-                one.really_touched = one.really_written = None  # they hold the arguments
+            one.really_touched = one.really_written = None  # they hold the arguments
             self._forget(one)
             for follower, fatal in one.followers:
                 if fatal and one.error is not None and not follower.over:
@@ -261,7 +268,7 @@ class Crew:
     def cancel(self, jobs: Iterable[Job], why: str) -> None:
         """Those that have not begun will not be run."""
         with self._lock:
-            for job in jobs:
+            for job in [*jobs]:
                 if not job.begun and not job.over and job.error is None:
                     job.error = TaskCancelled(f"{job.name} was not run: {why}")
                     if not job.missing:
@@ -283,7 +290,7 @@ def _doom(job: Job, origin: Job) -> None:
             f"{job.name} was not run: it needs {origin.name}, which failed with {type(failure).__name__}: {failure}"
         )
         job.error.__cause__ = failure
-        job.origin = origin
+        job._origin = origin
 
 
 def _can_be_done_for(job: Job) -> Job | None:
@@ -323,9 +330,14 @@ def _ask(me: Job, wanted: Job) -> None:
         me.waits_for = wanted
 
 
-def raise_unseen(jobs: Sequence[Job]) -> None:
-    """Raise the first error that nobody has seen; what was cancelled because of it is not an error of its own."""
+def settle(jobs: dict[Job, None]) -> None:
+    """Raise the first error that nobody has seen; what was cancelled because of it is not an error of its own.
+
+    What is over is nobody's business then, and is let go of.
+    """
     failed = [job for job in jobs if job.error is not None and job.seen_at is None and not job.cancelled()]
+    for job in [job for job in jobs if job.over]:
+        job.unsettled.pop(job, None)
     for job in failed:
         job.see()
     if failed:

@@ -37,12 +37,12 @@ import contextvars
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from manyhands.engine.crew import Crew, Job, raise_unseen
+from manyhands.engine.crew import Crew, Job, settle
 from manyhands.errors import EngineError, UndeclaredWrite
 from manyhands.machine import usable_cores
 
@@ -102,7 +102,7 @@ class parallel:
             raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
         self._memory_of, self._parts_of, self._version_of, self._bound = memory_of, parts_of, version_of, bound
-        self._jobs: list[Job] = []
+        self._jobs: dict[Job, None] = {}  # those that are not over, or have failed, and nobody has seen it
         self._crew: Crew | None = None
         self._outer: parallel | None = None
 
@@ -145,7 +145,7 @@ class parallel:
             if self._outer is None:
                 crew.close(join=joined)
         if error is None:
-            raise_unseen(self._jobs)
+            settle(self._jobs)
 
     def _give(
         self, function: Callable[..., T], writes: tuple[Any, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -172,7 +172,8 @@ class parallel:
         job.touched = frozenset(reads | written)
         job.really_touched = lambda: self._memories((given, holder, writes))[0]
         job.really_written = lambda: self._memories(writes)[0]
-        self._jobs.append(job)
+        job.unsettled = self._jobs
+        self._jobs[job] = None
         crew.give(job, frozenset(reads), frozenset(written), [*inputs, *more])
         return Future(job)
 
@@ -253,7 +254,7 @@ def waitall() -> None:
         jobs = [*scope._jobs, *jobs]
         scope = scope._outer
     _wait_for(jobs)
-    raise_unseen(jobs)
+    settle(dict.fromkeys(jobs))
 
 
 def no_threads(threads: int) -> str:
@@ -310,8 +311,8 @@ def _filled(value: Any) -> Any:
     return value
 
 
-def _wait_for(jobs: Sequence[Job]) -> None:
-    for job in jobs:
+def _wait_for(jobs: Iterable[Job]) -> None:
+    for job in [*jobs]:
         job.wait(None)
 
 
