@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -131,15 +131,41 @@ def version_of(value: Any) -> int | None:
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Whether gradients are recorded is a thread's own: the task's thread does as the one that gave it."""
-    recorded = torch.is_grad_enabled()
+    """PyTorch's modes are a thread's own: the task's thread does as the one that gave it.
+
+    Carried along: inference mode, whether gradients are recorded, autocast, the default device, and the current GPU
+    with its stream. The random generators are the process's: which of several tasks draws first is not known, so tasks
+    that draw take a generator each, or write one object.
+    """
+    inference, recorded, device = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_default_device()
+    casts = [(kind, _autocast(kind)) for kind in _AUTOCAST]
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
-        with torch.set_grad_enabled(recorded):
+        with ExitStack() as modes:
+            if stream is not None:
+                modes.enter_context(torch.cuda.stream(stream))
+            if torch.is_inference_mode_enabled() != inference:
+                modes.enter_context(torch.inference_mode(inference))
+            modes.enter_context(torch.set_grad_enabled(recorded))
+            for kind, wanted in casts:
+                if _autocast(kind) != wanted:
+                    enabled, dtype, cached = wanted
+                    modes.enter_context(torch.autocast(kind, dtype, enabled, cached))
+            if torch.get_default_device() != device:
+                modes.enter_context(device)
             return function(*arguments, **keywords)
 
     return run
+
+
+_AUTOCAST = ("cpu", "cuda")
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    """Whether operations are cast on devices of this kind, to what, and whether cast weights are kept."""
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
 @contextmanager

@@ -97,3 +97,61 @@ def test_a_module_is_read_and_written_with_its_parameters_and_buffers() -> None:
         with pytest.raises(UndeclaredWrite, match="layer with running averages"):
             mh.task(norm)(torch.ones(3, 2)).result()
         assert mh.task(norm, writes=(norm,))(torch.ones(3, 2)).result().shape == (3, 2)
+
+
+# Modes
+
+
+def modes() -> tuple[Any, ...]:
+    x = torch.ones(2, 2)
+    return (
+        torch.mm(x, x).dtype,
+        x.is_inference(),
+        x.device.type,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.device("meta"),
+    ],
+    ids=["bfloat16", "float16", "inference", "no_grad", "device"],
+)
+def test_a_task_has_the_modes_of_the_thread_that_gave_it(mode: Any) -> None:
+    plain = modes()
+    with mh.parallel(threads=1):
+        with mode():
+            expected = modes()
+            inside = mh.task(modes)()
+        outside = mh.task(modes)()
+        assert expected != plain
+        assert inside.result() == expected
+        assert outside.result() == plain
+    with mode(), mh.parallel(threads=1):
+        assert mh.task(modes)().result() == expected
+
+
+def test_a_task_that_does_another_one_gives_it_that_ones_modes() -> None:
+    """One thread, and a task under a mode that waits for one that was given without: it does it itself."""
+    held: list[Any] = []
+    ready = threading.Event()
+
+    def waits() -> Any:
+        ready.wait(5)
+        return held[0].result(), modes()
+
+    with mh.parallel(threads=1):
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("meta"):
+            expected = modes()
+            first = mh.task(waits)()
+        held.append(mh.task(modes)())
+        ready.set()
+        assert first.result(timeout=5) == (modes(), expected)
