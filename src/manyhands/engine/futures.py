@@ -42,7 +42,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from manyhands.engine.crew import Crew, Job, settle
+from manyhands.engine.crew import Crew
+from manyhands.engine.job import Job, settle
+from manyhands.engine.ledger import Touched
 from manyhands.errors import EngineError, UndeclaredWrite
 from manyhands.machine import usable_cores
 
@@ -155,8 +157,12 @@ class parallel:
         given = (arguments, keywords)
         # A method reads its object, a module that is called its parameters.
         holder = getattr(function, "__self__", function)
-        reads, inputs = self._memories((given, holder))
-        written, more = self._memories(writes)
+
+        def look() -> Touched:
+            reads, inputs = self._memories((given, holder))
+            written, more = self._memories(writes)
+            return Touched(reads, written, [*inputs, *more])
+
         bound = self._bound(function) if self._bound else function
         context = contextvars.copy_context()
         name = _name_of(function)
@@ -169,12 +175,12 @@ class parallel:
             return value
 
         job = Job(crew, name, work)
-        job.touched = frozenset(reads | written)
+        job.stored_in = lambda value: self._memories(value)[0]
         job.really_touched = lambda: self._memories((given, holder, writes))[0]
         job.really_written = lambda: self._memories(writes)[0]
         job.unsettled = self._jobs
         self._jobs[job] = None
-        crew.give(job, frozenset(reads), frozenset(written), [*inputs, *more])
+        crew.give(job, look)
         return Future(job)
 
     def _memories(self, value: Any) -> tuple[set[Hashable], list[Job]]:
@@ -186,8 +192,6 @@ class parallel:
                 job = one._job
                 memories.add(job)
                 jobs.append(job)
-                if not job.over:
-                    memories |= job.touched
             elif isinstance(one, (list, dict, set)):  # tuples cannot be written to, only what is in them
                 memories.add(("object", id(one)))
             elif not isinstance(one, (tuple, frozenset)):
