@@ -131,6 +131,38 @@ def test_shared_memory_is_asked_for() -> None:
         assert task(lambda view: view[0])(other).result() == 7
 
 
+def test_what_cannot_be_asked_for_its_memory_is_an_error_of_the_call() -> None:
+    def memory_of(value: Any) -> int:
+        if isinstance(value, bytearray):
+            raise NotImplementedError("no storage")
+        return id(value)
+
+    with parallel(threads=1, memory_of=memory_of):
+        with pytest.raises(NotImplementedError, match="no storage"):
+            task(len)(bytearray(1))
+        assert task(add)(1, 1).result() == 2
+    # and nobody waits for the task that was not given
+
+
+def test_a_result_of_another_threads_scope_is_waited_for() -> None:
+    go = threading.Event()
+    theirs: list[Future[Any]] = []
+    given = threading.Event()
+
+    def other() -> None:
+        with parallel(threads=1):
+            theirs.append(task(lambda: go.wait(5) and [7])())
+            given.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    given.wait(5)
+    threading.Timer(0.02, go.set).start()
+    with parallel(threads=1):
+        assert task(lambda box: box[0])(theirs[0]).result() == 7
+    thread.join()
+
+
 CALLS = st.lists(
     st.tuples(
         st.lists(st.integers(0, 3), max_size=2),  # boxes that it reads

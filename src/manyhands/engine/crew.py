@@ -43,13 +43,20 @@ class Crew:
 
     def give(self, job: Job, look: Callable[[], Touched]) -> None:
         """Put a job behind everything that it conflicts with. ``look`` tells what it touches, as far as it is known."""
-        for one in look().inputs:
-            if one.crew is not self:
+        while strangers := self._enter(job, look):
+            for one in strangers:
                 one.wait(None)
+        if not self._size:
+            self._do(job)
+
+    def _enter(self, job: Job, look: Callable[[], Touched]) -> list[Job]:
+        """Enter a job, or give the unfinished jobs of other crews that have to be waited for first."""
         with self._lock:
-            # Results may have come meanwhile; none comes while the lock is held.
-            needs = self._ledger.enter(job, look())
-            for need, fatal in needs.items():
+            touched = look()  # with the lock held: no result comes in between
+            if strangers := [one for one in touched.inputs if one.crew is not self and not one.over]:
+                return strangers
+            job.unsettled[job] = None
+            for need, fatal in self._ledger.enter(job, touched).items():
                 if not need.over:
                     need.followers.append((job, fatal))
                     job.needs.append(need)
@@ -58,8 +65,7 @@ class Crew:
             job.missing = len(job.needs)
             if not job.missing:
                 self._can_begin(job)
-        if not self._size:
-            self._do(job)
+            return []
 
     def _can_begin(self, job: Job) -> None:
         if job.error is not None:

@@ -160,7 +160,7 @@ class parallel:
 
         def look() -> Touched:
             reads, inputs = self._memories((given, holder))
-            written, more = self._memories(writes)
+            written, more = self._memories(writes) if writes else (set(), [])
             return Touched(reads, written, [*inputs, *more])
 
         bound = self._bound(function) if self._bound else function
@@ -168,7 +168,7 @@ class parallel:
         name = _name_of(function)
 
         def work() -> T:
-            read = self._versions((given, holder), self._memories(writes)[0])
+            read = self._versions((given, holder), self._memories(writes)[0] if writes else set())
             value: T = context.run(_at_once, bound, given)
             if (changed := next((one for one, version in read if self._version_of(one) != version), None)) is not None:
                 raise UndeclaredWrite(_undeclared(name, changed))
@@ -179,7 +179,6 @@ class parallel:
         job.really_touched = lambda: self._memories((given, holder, writes))[0]
         job.really_written = lambda: self._memories(writes)[0]
         job.unsettled = self._jobs
-        self._jobs[job] = None
         crew.give(job, look)
         return Future(job)
 
