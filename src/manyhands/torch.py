@@ -17,7 +17,6 @@ from manyhands.backends import torch as _backend  # noqa: E402
 from manyhands.backends import torch_dynamo as _dynamo  # noqa: E402
 from manyhands.backends import torch_parallel as _parallel_backend  # noqa: E402
 from manyhands.backends import torch_workers as _workers  # noqa: E402
-from manyhands.engine import arguments as _arguments  # noqa: E402
 from manyhands.engine.futures import Future, task  # noqa: E402
 from manyhands.engine.futures import no_threads as _no_threads  # noqa: E402
 from manyhands.engine.futures import parallel as _Scope  # noqa: E402
@@ -136,7 +135,6 @@ def parallel(
     debugging. In a scope, ``task(fn)(a, b)`` runs beside others, on one of ``threads`` threads. As a decorator:
     ``@parallel``, ``@parallel(memory=2.0)``, of methods too.
     """
-    _arguments.must_be_threads(threads)
     how = {"reuse_outputs": reuse_outputs, "memory": memory, "compile": compile, "synchronous": synchronous}
     opened = _Open(threads, how)
     return opened if function is None else opened(function)

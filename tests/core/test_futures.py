@@ -359,7 +359,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="at least one thread"):
         parallel(threads=0)
     for bad in (1.5, "2", True):
-        with pytest.raises(TypeError, match="whole number"):
+        with pytest.raises(EngineError, match="whole number"):
             parallel(threads=bad)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"writes=\(x,\)"):
         task(add, writes=[1])  # type: ignore[arg-type]

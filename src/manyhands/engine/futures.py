@@ -42,6 +42,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from manyhands.engine.arguments import must_be_threads
 from manyhands.engine.crew import Crew
 from manyhands.engine.job import Job, settle
 from manyhands.engine.ledger import Touched
@@ -98,8 +99,7 @@ class parallel:
         version_of: Callable[[Any], int | None] = lambda value: None,
         bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
-            raise TypeError(f"parallel(threads={threads!r}): a whole number of threads is needed, such as threads=2")
+        must_be_threads(threads)
         if threads is not None and threads < 1:
             raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous

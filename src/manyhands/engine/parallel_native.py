@@ -28,7 +28,7 @@ from typing import Any, overload
 
 from manyhands.backends.native import Call, Traced, told
 from manyhands.engine import draw, native_told
-from manyhands.engine.arguments import must_be_function, must_be_threads
+from manyhands.engine.arguments import must_be_function
 from manyhands.engine.effects import Effects
 from manyhands.engine.explain import advice, name_of
 from manyhands.engine.futures import no_threads
@@ -271,7 +271,6 @@ class Offer:
     ) -> Parallel | Scope:
         backend = self._backend
         runtime = f"{backend.name}'s own runtime"
-        must_be_threads(threads)
         if reuse_outputs:
             raise EngineError(
                 f"parallel(reuse_outputs=True): {runtime} gives fresh results at every call; leave it out"
