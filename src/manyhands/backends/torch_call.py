@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -204,6 +204,38 @@ def _why_plain() -> str | None:
     if _capturing():
         return "it is called while a CUDA graph is captured, which has no room for another one"
     return None
+
+
+_COMMON = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def telling(one: Call) -> Call:
+    """The call to compare ways with: where all numbers of an argument are the same, as in a warm-up, others instead.
+
+    With zeros nearly everything is equal.
+    """
+    tensors = [_drawn(tensor) if _says_nothing(tensor) else tensor for tensor in one.tensors]
+    if all(drawn is tensor for drawn, tensor in zip(tensors, one.tensors, strict=True)):
+        return one
+    arguments, keywords = one.rebuild(tensors)
+    return replace(one, tensors=tensors, arguments=arguments, keywords=keywords)
+
+
+def _says_nothing(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor or tensor.dtype not in _COMMON or tensor.numel() < 2:
+        return False
+    numbers = tensor.detach()
+    if torch.empty_like(numbers, device="meta").stride() != numbers.stride():  # it may be one number, shown many times
+        return False
+    return bool((numbers == numbers.flatten()[0]).all()) and not (tensor.is_leaf and tensor.grad is not None)
+
+
+def _drawn(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the same form, with numbers that are drawn from nobody's generator."""
+    own = torch.Generator(tensor.device).manual_seed(0)
+    numbers = torch.randn(tensor.shape, device=tensor.device, dtype=torch.float32, generator=own)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(numbers).requires_grad_(tensor.requires_grad)
 
 
 # Tracing

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from manyhands.backends import torch_costs, torch_exact, torch_threads, torch_virtual
 from manyhands.backends.exactness import Verdict
-from manyhands.backends.torch_call import Call, call, trace
+from manyhands.backends.torch_call import Call, call, telling, trace
 from manyhands.backends.torch_copies import copied
 from manyhands.backends.torch_costs import cost_keys, estimated, hardware, measured, rates, tasks
 from manyhands.backends.torch_facts import (
@@ -294,6 +294,7 @@ __all__ = [
     "rates",
     "recogniser",
     "tasks",
+    "telling",
     "together",
     "trace",
     "why_no_graph",

@@ -40,7 +40,8 @@ def choose(
     if count > 1:
         tried.append(("one lane, one thread", one_lane(measured), 1))
     tried += [(name, made, count) for name, made in candidates(measured, count, best)]
-    judge = Judge(backend, found, call, backend.expected(found, call, plainly), best.notes)
+    told = backend.telling(call)
+    judge = Judge(backend, found, told, backend.expected(found, told, plainly), best.notes)
     best.schedule = one_lane(measured)
     ways: dict[str, tuple[Run, Schedule, int, str]] = {PLAIN: (plainly, best.schedule, count, "")}
 
@@ -53,7 +54,7 @@ def choose(
 
     if count > 1:  # small operations lose by being divided
         alone = backend.with_threads(plainly, 1)
-        add(f"{PLAIN}, one thread", alone, best.schedule, 1, backend.expected(found, call, alone))
+        add(f"{PLAIN}, one thread", alone, best.schedule, 1, backend.expected(found, told, alone))
     for name, made, threads in tried:
         check(made)
         if (reason := why_too_large(name, _peak(made, footprint), plain, limit)) is not None:
@@ -61,7 +62,7 @@ def choose(
             continue
         run = backend.thread_run(found, backend.plan_of(made), threads)
         try:
-            results = backend.observed(found, call, run)
+            results = backend.observed(found, told, run)
         except Exception as error:
             if found.as_written is None:
                 raise

@@ -40,7 +40,8 @@ def choose(
     best.peaks = Peaks(plain, plain)
     best.schedule = one_lane(measured) if alone else schedule(measured, lanes_for(measured, 1))
     best.seconds[PLAIN] = least = backend.seconds(lambda: plainly(*call.given), device)
-    judge = Judge(backend, found, call, backend.expected(found, call, plainly), best.notes)
+    told = backend.telling(call)
+    judge = Judge(backend, found, told, backend.expected(found, told, plainly), best.notes)
     for name, made, make in ways(backend, found, measured, best):
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = 0
@@ -60,7 +61,7 @@ def choose(
         try:
             with backend.untouched(found, call.tensors):
                 run = make(found, plan, call.tensors, device, reuse_outputs=best.reuse_outputs)
-            refused, equality = judge.refused(backend.observed(found, call, run))
+            refused, equality = judge.refused(backend.observed(found, told, run))
             if refused is not None:
                 best.notes.append(f"{name} is not used: {refused}")
                 continue

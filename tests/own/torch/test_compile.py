@@ -134,6 +134,28 @@ def test_a_compiler_that_computes_something_else_is_not_used(monkeypatch: pytest
     assert "times as far from exact results as plain execution" in fast.explain()
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_ways_are_compared_with_numbers_that_tell_them_apart(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """A first call with zeros, or ones, would be equal in nearly any way."""
+
+    def wrong(module: Any, metas: Any) -> Callable[..., Any]:
+        return lambda *given: [torch.full_like(one, float(one.flatten()[0])) for one in module(*given)]
+
+    monkeypatch.setattr(torch_fuse, "inductor", wrong)
+
+    def function(x: torch.Tensor) -> Any:
+        return (x @ x).sin().cos() + 1
+
+    fast = mh.parallel(function, compile=True)
+    before, first = torch.get_rng_state(), torch.full((64, 64), value)
+    assert torch.equal(fast(first), function(first))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, torch.full((64, 64), value))
+    x = torch.rand(64, 64)
+    assert torch.equal(fast(x), function(x))
+    assert "times as far from exact results as plain execution" in fast.explain()
+
+
 # torch.compile(model, backend="manyhands")
 
 
