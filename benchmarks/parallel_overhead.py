@@ -16,9 +16,6 @@ from parallel_results import Wanted, kept
 from parallel_ways import COMPILED, OURS, captured, ours
 from torch.utils._pytree import tree_map
 
-from manyhands.backends import torch_parallel
-from manyhands.engine.parallel import Parallel
-
 
 def overhead(device: torch.device, quick: bool, count: int) -> dict[str, Any]:
     """What a call of ours costs the host beyond the replay of a CUDA graph (on a CPU: beyond the function).
@@ -62,6 +59,6 @@ def overhead(device: torch.device, quick: bool, count: int) -> dict[str, Any]:
 
 def elsewhere(case: Case, name: str) -> Callable[[], Any]:
     """A way of ours, with the arguments and with copies of them in turns: it never comes to read them in place."""
-    fast = Parallel(case.function, torch_parallel, **OURS[name])
+    _, fast = ours(case, name)
     given = itertools.cycle((case.arguments, tree_map(torch.clone, case.arguments)))
     return lambda: fast(*next(given))

@@ -14,7 +14,7 @@ import io
 import random
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 
@@ -28,9 +28,22 @@ def words_of(code: types.CodeType) -> list[str]:
 
 
 def members(
-    classes: Iterable[type], words: Collection[str], is_foreign: Callable[[Any], bool]
+    classes: Collection[type], words: Collection[str], is_foreign: Callable[[Any], bool]
 ) -> Iterator[tuple[type, str, Any]]:
-    """What these classes of the user's, and those that they inherit from, have under these words: (owner, word, it)."""
+    """What these classes of the user's, and those that they inherit from, have under these words: (owner, word, it).
+
+    Each once; classes and words that are added meanwhile are followed, too.
+    """
+    done: set[tuple[type, str]] = set()
+    while new := [one for one in _members(classes, words, is_foreign) if one[:2] not in done]:
+        for owner, word, content in new:
+            done.add((owner, word))
+            yield owner, word, content
+
+
+def _members(
+    classes: Collection[type], words: Collection[str], is_foreign: Callable[[Any], bool]
+) -> Iterator[tuple[type, str, Any]]:
     for owner in dict.fromkeys(owner for one in classes for owner in one.__mro__ if not is_foreign(owner)):
         for word, content in list(vars(owner).items()):
             if word in words and not isinstance(content, (type, types.ModuleType)):

@@ -79,8 +79,8 @@ class _Open(_Scope):
         self._how = how
 
     def __enter__(self) -> _Scope:
-        for name, usual in {"reuse_outputs": False, "memory": 1.3, "compile": False}.items():
-            if (given := self._how[name]) != usual:
+        for name, usual in (Parallel.__init__.__kwdefaults__ or {}).items():
+            if (given := self._how[name]) != usual and name != "synchronous":
                 raise _EngineError(
                     f"with parallel({name}={given}): tasks are run as they are written, so that there is no plan to "
                     f"make; write with parallel(): here, and parallel(fn, {name}={given}) for a function"

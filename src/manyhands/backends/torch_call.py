@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands import tree
 from manyhands.backends import torch_trace
+from manyhands.backends.torch_copies import has_no_gaps
 from manyhands.backends.torch_outside import Outside
 from manyhands.backends.torch_split import split
 from manyhands.backends.torch_trace import Trace
@@ -225,7 +226,7 @@ def _says_nothing(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or tensor.dtype not in _COMMON or tensor.numel() < 2:
         return False
     numbers = tensor.detach()
-    if torch.empty_like(numbers, device="meta").stride() != numbers.stride():  # it may be one number, shown many times
+    if not has_no_gaps(numbers):  # it may be one number, shown many times
         return False
     return bool((numbers == numbers.flatten()[0]).all()) and not (tensor.is_leaf and tensor.grad is not None)
 

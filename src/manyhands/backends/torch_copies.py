@@ -36,6 +36,11 @@ def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
     return [made[id(value)] if isinstance(value, torch.Tensor) else value for value in values]
 
 
+def has_no_gaps(tensor: torch.Tensor) -> bool:
+    """Whether its numbers fill a piece of memory, each once, in whatever order."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 def allocator(values: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """What allocates tensors of the form of these, which are on one GPU, again and again."""
     like = [torch.empty_like(value, device="meta") for value in values]

@@ -1,9 +1,9 @@
 """Copies inside of a CUDA graph between its own memory and memory that is elsewhere at every replay.
 
 A captured graph reads and writes the same addresses for ever, but arguments lie wherever the caller has them, and
-results go to fresh memory, which is the caller's. To copy these before and after a replay takes two more launches, each
-as long for the host as the graph's own. So the copies are nodes of the graph: kernels of ours (``copy_parts.cu``) that
-take addresses as arguments, and these are set in the instantiated graph before it is launched:
+results go to fresh memory, which is the caller's. To copy these before and after a replay takes two more launches. So
+the copies are nodes of the graph: kernels of ours (``copy_parts.cu``) that take addresses as arguments, and these are
+set in the instantiated graph before it is launched:
 
     results = fresh()
     copies.aim(results)
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from manyhands.backends.torch_copies import has_no_gaps
 from manyhands.backends.torch_cuda_source import Kernels, compiled
 from manyhands.errors import CannotCompile
 
@@ -46,7 +47,7 @@ def can_be_copied(tensors: Sequence[torch.Tensor], device: torch.device) -> bool
         one.device == device
         and one.layout is torch.strided
         and not (one.is_conj() or one.is_neg())
-        and torch.empty_like(one, device="meta").stride() == one.stride()  # otherwise it has gaps, or overlaps itself
+        and has_no_gaps(one)
         for one in tensors
     )
 

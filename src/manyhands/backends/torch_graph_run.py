@@ -156,7 +156,7 @@ class GraphRun:
         return outputs
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        fresh = None if self._fresh is None else self._allocated(self._fresh)
+        fresh = None if self._fresh is None else _allocated(self._fresh)
         raw = torch._C._cuda_getCurrentRawStream(self._device.index)  # to ask for the stream itself takes long
         if raw != self._stream.cuda_stream:  # there the replay before may still run, or its results be copied
             stream = torch.cuda.current_stream(self._device)
@@ -185,13 +185,6 @@ class GraphRun:
         if fresh is None:
             return captured.outputs if self._keep is None else self._keep(captured.outputs)
         return fresh if self._again is None else [fresh[number] for number in self._again]
-
-    def _allocated(self, allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        try:
-            return allocate()
-        except torch.OutOfMemoryError as error:
-            error.nothing_was_done = True  # type: ignore[attr-defined]
-            raise
 
     def _copy_in(self, inputs: Sequence[torch.Tensor], copies: Copies | None) -> None:
         """Arguments on the GPU are copied by the graph, if it can; what is where the graph has it is left alone."""
@@ -235,6 +228,15 @@ class GraphRun:
             return False
         again = sum(one.untyped_storage().nbytes() for one in self._own.outputs if isinstance(one, torch.Tensor))
         return again <= _LITTLE * torch.cuda.get_device_properties(self._device).total_memory
+
+
+def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Memory for results, before anything runs."""
+    try:
+        return allocate()
+    except torch.OutOfMemoryError as error:
+        error.nothing_was_done = True  # type: ignore[attr-defined]
+        raise
 
 
 def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

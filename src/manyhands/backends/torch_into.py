@@ -1,8 +1,7 @@
 """Products that write to memory which the lane has just done with, instead of asking for new memory.
 
-A chain of products takes and gives back a matrix at every step. The memory that comes back from the allocator is often
-not the one that is still in the processor's cache; the matrix before the last one is. So where a lane is through with
-a result and its next task is a product of the same form, the product is written there:
+A chain of products takes and gives back a matrix at every step. Where a lane is through with a result and its next task
+is a product of the same form, the product is written there (`docs/performance.md` has what that gives):
 
     b = mm(a, w)                    b = mm(a, w)
     c = mm(b, w)                    c = mm(b, w)

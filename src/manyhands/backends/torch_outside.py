@@ -44,15 +44,19 @@ class Outside:
         self._facts: list[Fact] = []
         self._seen: dict[int, Any] = {}
         self._whole: list[tuple[Any, Any]] = []  # lists and dicts with a copy, to put them back
-        self._optimizer = self._in_module = self._for_all = False
+        self._optimizer = self._in_module = False
         self._recorded = torch.is_grad_enabled()  # otherwise nobody asks for which tensors gradients are wanted
         self._addresses: set[int] = set()
         self._words = {"forward", "__call__"}  # that the code seen so far looks up
-        self._classes: dict[type, str] = {}  # of the user's, whose objects, or which themselves, were seen
+        self._classes: dict[type, None] = {}  # of objects that were seen, and those that were seen themselves
         self._visit(function, getattr(function, "__name__", "function"))
         for number, one in enumerate(arguments):
             self._visit(one, f"argument {number}")
-        self._members()
+        for owner, word, content in members(self._classes, self._words, _is_foreign):
+            self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, content))
+            self._visit(function_behind(content), f"{owner.__name__}.{word}")
+        if any(isinstance(one, nn.Module) for one in self._seen.values()):
+            self._add(Fact("hooks of all modules", "hooks", _OF_ALL, value=sum(map(len, _OF_ALL))))
         self._check: Callable[[], bool] | None = None
 
     # Looking
@@ -161,18 +165,9 @@ class Outside:
                     self._visit(content, f"{name}.{word}")
         self._class(type(value), name)
 
-    def _members(self) -> None:
-        """Methods, and whatever else classes have for all their objects, as far as code that was seen may use them."""
-        done: set[tuple[type, str]] = set()
-        while new := [one for one in members(self._classes, self._words, _is_foreign) if one[:2] not in done]:
-            for owner, word, content in new:
-                done.add((owner, word))
-                self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, content))
-                self._visit(function_behind(content), f"{owner.__name__}.{word}")
-
     def _class(self, one: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
         """The numbers and words that a class of the user has for all its objects."""
-        self._classes.setdefault(one, name)
+        self._classes[one] = None
         for owner in one.__mro__:
             for word, content in list(vars(owner).items()) if not _is_foreign(owner) else ():
                 if isinstance(content, PLAIN) and not word.startswith("__") and wanted(word):
@@ -221,9 +216,6 @@ class Outside:
             self._dict(own[part], name, whole=True)
         self._in_module = before
         self._dict(own["_modules"], name, whole=True)
-        if not self._for_all:
-            self._for_all = True
-            self._add(Fact("hooks of all modules", "hooks", _OF_ALL, value=sum(map(len, _OF_ALL))))
         hooks = [own[word] for word in _HOOKS]
         self._add(Fact(f"the hooks of {name}", "hooks", hooks, value=sum(map(len, hooks))))
         for one in filter(None, hooks):

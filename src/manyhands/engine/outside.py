@@ -51,11 +51,13 @@ class Outside:
         self._opaque: set[int] = set()  # those of the seen that cannot be looked into
         self._parts = parts
         self._words = {"__call__"}  # that the code seen so far looks up
-        self._classes: dict[type, str] = {}  # of the user's, whose objects, or which themselves, were seen
+        self._classes: dict[type, None] = {}  # of objects that were seen, and those that were seen themselves
         self._visit(function, getattr(function, "__name__", type(function).__name__))
         for number, one in enumerate(arguments):
             self._visit(one, f"argument {number}")
-        self._members()
+        for owner, word, content in members(self._classes, self._words, is_foreign):
+            self._fact(f"{owner.__name__}.{word}", functools.partial(vars(owner).get, word, _NOTHING))
+            self._visit(function_behind(content), f"{owner.__name__}.{word}")
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
@@ -139,18 +141,9 @@ class Outside:
             for word in _slots(type(value)):
                 self._fact(f"{name}.{word}", functools.partial(getattr, value, word, _NOTHING))
 
-    def _members(self) -> None:
-        """Methods, and whatever else classes have for all their objects, as far as code that was seen may use them."""
-        done: set[tuple[type, str]] = set()
-        while new := [one for one in members(self._classes, self._words, is_foreign) if one[:2] not in done]:
-            for owner, word, content in new:
-                done.add((owner, word))
-                self._fact(f"{owner.__name__}.{word}", functools.partial(vars(owner).get, word, _NOTHING))
-                self._visit(function_behind(content), f"{owner.__name__}.{word}")
-
     def _class(self, one: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
         """The numbers and words that a class of the user has for all its objects."""
-        self._classes.setdefault(one, name)
+        self._classes[one] = None
         for owner in one.__mro__:
             for word, content in list(vars(owner).items()) if not is_foreign(owner) else ():
                 if isinstance(content, BY_VALUE) and not word.startswith("__") and wanted(word):
