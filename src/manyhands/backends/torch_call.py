@@ -150,7 +150,8 @@ MODES = (
     "flash_sdp()",
     "mem_efficient_sdp()",
     "cudnn_sdp()",
-    "any_autocast() and (is_autocast('cuda') and autocast_dtype('cuda'), is_autocast('cpu') and autocast_dtype('cpu'))",
+    "any_autocast() and (is_autocast('cuda') and autocast_dtype('cuda'), is_autocast('cpu') and autocast_dtype('cpu'), "
+    "remembers_casts())",
     "device.CURRENT_DEVICE",
     "forward_ad._current_level",
     "functorch_level()",
@@ -183,6 +184,7 @@ MODE_NAMES: dict[str, Any] = {
     "any_autocast": torch._C._is_any_autocast_enabled,
     "is_autocast": torch.is_autocast_enabled,
     "autocast_dtype": torch.get_autocast_dtype,
+    "remembers_casts": torch.is_autocast_cache_enabled,
     "device": _device,
     "forward_ad": forward_ad,
     "functorch_level": torch._C._functorch.maybe_current_level,

@@ -53,6 +53,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         torch.clear_autocast_cache()  # of real weights, cast before; and below, of made-up ones
+        self._remembers_casts = torch.is_autocast_cache_enabled()
         self._hook = register_optimizer_step_pre_hook(lambda one, *_: self._outside.optimizer(one))
         self._stack.callback(self._hook.remove)
         place: Any = torch.random
@@ -63,6 +64,9 @@ class Watch:
     def watching(self) -> ExitStack:
         """The modes, for the traced function alone."""
         modes = ExitStack()
+        # Autocast casts a weight once, however often it is used; what traces would have it cast anew at each use.
+        modes.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(self._remembers_casts)
         modes.enter_context(_Functions(self))
         modes.enter_context(_Operations(self))
         return modes
