@@ -175,3 +175,16 @@ def test_arguments_that_stay_where_they_are_are_read_there() -> None:
         assert_same(ours, function(plain_xs, plain_w))
         assert torch.equal(w, plain_w)
     assert "one graph" in fast.explain()
+
+
+def test_calls_that_try_plans_do_not_count() -> None:
+    """They are many, all with the same arguments: whether the caller's stay in their places is not known from them."""
+
+    def function(x: Any, y: Any) -> Any:
+        return [(x @ y).sin(), (y @ x).cos(), (x @ x).tanh()]
+
+    fast = Parallel(function, torch_parallel, compile=True)
+    x, y = (torch.randn(128, 128, device=GPU) for _ in range(2))
+    assert_same([one.shape for one in fast(x, y)], [x.shape] * 3)
+    assert graph_run_of(fast)._times < 2
+    assert graph_run_of(fast)._in_place is None

@@ -7,8 +7,9 @@ are done by the graph itself where they can be (:mod:`torch_graph_copies`); othe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,20 @@ from manyhands.backends.torch_runs import Gpus, as_traced, let_draw_again, strea
 from manyhands.backends.torch_trace import Trace
 from manyhands.errors import CannotCompile
 
-_LIKELY = 32  # calls in a row whose arguments are in the same places; more than those that a plan is tried with
+_LIKELY = 32  # calls in a row whose arguments are in the same places
 _LITTLE = 1 / 100  # of the device's memory: results that may be there twice, once for each graph of a run
+_of_thread = threading.local()
+
+
+@contextmanager
+def only_tried() -> Iterator[None]:
+    """Calls of this thread that try runs out: nothing follows from where their arguments are."""
+    before = getattr(_of_thread, "tries", False)
+    _of_thread.tries = True
+    try:
+        yield
+    finally:
+        _of_thread.tries = before
 
 
 @dataclass(frozen=True)
@@ -214,6 +227,8 @@ class GraphRun:
 
     def _note(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> None:
         """Count the calls whose arguments stay where they are; read them in place when that has become likely."""
+        if getattr(_of_thread, "tries", False):
+            return
         self._times = self._times + 1 if places == self._last else 0
         self._last = places
         if self._times != _LIKELY or self._in_place is not None or not self._pays(places, inputs):

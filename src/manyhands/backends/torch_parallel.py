@@ -27,7 +27,7 @@ from manyhands.backends.torch_facts import (
     written_memories,
 )
 from manyhands.backends.torch_fuse import fuse
-from manyhands.backends.torch_graph_run import GraphRun
+from manyhands.backends.torch_graph_run import GraphRun, only_tried
 from manyhands.backends.torch_lanes import Plan, let_go_at, plan_of
 from manyhands.backends.torch_quick import recogniser
 from manyhands.backends.torch_runs import (
@@ -58,12 +58,13 @@ def device_of(one: Call, found: Trace) -> Gpus | None:
 
 @contextmanager
 def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Trying a function out leaves no trace: what it writes to, and random numbers, are put back."""
+    """Trying a function out leaves no trace: what it writes to, and random numbers, are put back, calls not counted."""
     saved = [(tensor, tensor.detach().clone()) for tensor in _written(found, tensors)]
     gradients = [(tensor, tensor.grad) for tensor, _ in found.gradients]
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        yield
+        with only_tried():
+            yield
     finally:
         with torch.no_grad():
             for tensor, before in saved:

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.engine.planned import PLAIN, Planned
+from manyhands.engine.turns import in_turns
 from manyhands.errors import CannotFuse
 
 _FUSED = "fused, "
-
-
-_TURNS = 3
 
 
 def better(
@@ -50,8 +48,7 @@ def better(
 
 def _is_ahead(one: Planned, other: Planned, seconds_of: Callable[[Planned], float]) -> bool:
     """Whether one takes less time than the other; what was found is what is told of them."""
-    turns = [(seconds_of(one), seconds_of(other)) for _ in range(_TURNS)]
-    one.seconds[one.name], other.seconds[other.name] = (min(times) for times in zip(*turns, strict=True))
+    one.seconds[one.name], other.seconds[other.name] = in_turns(one, other, seconds_of)
     return one.seconds[one.name] < other.seconds[other.name]
 
 
