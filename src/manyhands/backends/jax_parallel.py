@@ -127,9 +127,9 @@ def wait(result: Any) -> Any:
 
 
 @contextmanager
-def untouched(traced: Traced) -> Iterator[None]:
+def untouched(traced: Traced) -> Iterator[Callable[[], None]]:
     """Nothing can be written to."""
-    yield
+    yield lambda: None
 
 
 def outcome(result: Any, traced: Traced) -> list[Any]:

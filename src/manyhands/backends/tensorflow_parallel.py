@@ -104,15 +104,23 @@ def wait(result: Any) -> Any:
 
 
 @contextmanager
-def untouched(traced: Traced) -> Iterator[None]:
-    """Trying a function out leaves no trace: variables are put back, and a tape around the call notes nothing."""
+def untouched(traced: Traced) -> Iterator[Callable[[], None]]:
+    """Trying a function out leaves no trace: variables are put back, and a tape around the call notes nothing.
+
+    Gives what puts them back already before the end: a function that goes on from where it stands must not be tried
+    beyond its data.
+    """
     with _record.stop_recording():
         saved = [(variable, _copy(variable)) for variable in traced.writes]
-        try:
-            yield
-        finally:
+
+        def put_back() -> None:
             for variable, before in saved:
                 variable.assign(before)
+
+        try:
+            yield put_back
+        finally:
+            put_back()
 
 
 def _copy(variable: Any) -> Any:

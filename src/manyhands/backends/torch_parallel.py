@@ -57,20 +57,28 @@ def device_of(one: Call, found: Trace) -> Gpus | None:
 
 
 @contextmanager
-def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Trying a function out leaves no trace: what it writes to, and random numbers, are put back, calls not counted."""
+def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+    """Trying a function out leaves no trace: what it writes to, and random numbers, are put back, calls not counted.
+
+    Gives what puts back what was written to already before the end: a function that goes on from where it stands, with
+    a position in its data say, must not be tried beyond them.
+    """
     saved = [(tensor, tensor.detach().clone()) for tensor in _written(found, tensors)]
     gradients = [(tensor, tensor.grad) for tensor, _ in found.gradients]
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    try:
-        with only_tried():
-            yield
-    finally:
+
+    def put_back() -> None:
         with torch.no_grad():
             for tensor, before in saved:
                 tensor.copy_(before)
         for tensor, gradient in gradients:
             tensor.grad = gradient
+
+    try:
+        with only_tried():
+            yield put_back
+    finally:
+        put_back()
         torch.set_rng_state(state)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
@@ -255,10 +263,16 @@ def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
     return same, worst
 
 
-def seconds(run: Callable[[], object], device: Gpus | None, repeats: int = _REPEATS) -> float:
-    """The median time of one call, the device's work included, after a warm-up; fewer calls where one takes long."""
+def seconds(
+    run: Callable[[], object], device: Gpus | None, put_back: Callable[[], None], repeats: int = _REPEATS
+) -> float:
+    """The median time of one call, the device's work included, after a warm-up; fewer calls where one takes long.
+
+    ``put_back`` is called before each.
+    """
     times: list[float] = []
     for number in range(repeats + 3):
+        put_back()
         _wait(device)
         start = time.perf_counter()
         run()

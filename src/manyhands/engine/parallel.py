@@ -178,7 +178,7 @@ class Parallel:
             planned.again = isinstance(error, NotYet)
             return planned
         try:
-            with self.backend.untouched(found, call.tensors):
+            with self.backend.untouched(found, call.tensors) as put_back:
                 planned = self._choose(call, found, device)
                 if self.compile and not self.synchronous:
                     planned = fused.better(
@@ -186,7 +186,7 @@ class Parallel:
                         self.backend,
                         found,
                         lambda one: self._choose(call, one, device),
-                        lambda one: self.backend.seconds(lambda: one.run(*call.given), device),
+                        lambda one: self.backend.seconds(lambda: one.run(*call.given), device, put_back),
                     )
         except Exception as error:
             if not self.backend.is_out_of_memory(error):

@@ -70,8 +70,8 @@ def choose(
             best.notes.append(f"{name} is not used: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue
         add(name, replaying(run), made, threads, results)
-    with backend.untouched(found, call.tensors):
-        times = race([lambda way=way: way[0](*call.given) for way in ways.values()])  # type: ignore[misc]
+    with backend.untouched(found, call.tensors) as put_back:
+        times = race([lambda way=way: way[0](*call.given) for way in ways.values()], put_back)  # type: ignore[misc]
     best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
     ratios = {name: _ratio(own, times[0]) for name, own in zip(ways, times, strict=True)}
     name = min(ratios, key=ratios.__getitem__)
@@ -127,18 +127,20 @@ def better(measured: Graph, count: int) -> tuple[float, Schedule]:
     return (seconds[0], whole) if seconds[0] <= 1.02 * seconds[1] else (seconds[1], apart)
 
 
-def race(runs: Sequence[Callable[[], object]]) -> list[list[float]]:
-    """Run all of them in turns; the seconds of each in every round."""
+def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> list[list[float]]:
+    """Run all of them in turns; the seconds of each in every round. ``put_back`` is called before each."""
     times: list[list[float]] = [[] for _ in runs]
     least, some, most = _ROUNDS
     start = time.perf_counter()
     for number in range(most + 1):
         for place in range(len(runs)):
             one = (place + number) % len(runs)
+            put_back()
             begin = time.perf_counter()
             runs[one]()
             once = time.perf_counter() - begin
             if once < 5e-3:  # threads of the run before may still be spinning: only the second run counts
+                put_back()
                 begin = time.perf_counter()
                 runs[one]()
                 once = time.perf_counter() - begin

@@ -44,10 +44,12 @@ def choose(
     best.peaks = Peaks(plain, plain)
     best.schedule = one_lane(measured) if alone else schedule(measured, lanes_for(measured, 1))
 
-    def of_call(run: Run) -> Callable[[], Any]:
-        return lambda: run(*call.given)
+    def seconds_of(run: Run, repeats: int) -> float:
+        with backend.untouched(found, call.tensors) as put_back:
+            spent: float = backend.seconds(lambda: run(*call.given), device, put_back, repeats)
+        return spent
 
-    best.seconds[PLAIN] = backend.seconds(of_call(plainly), device, _REPEATS)
+    best.seconds[PLAIN] = seconds_of(plainly, _REPEATS)
     told = backend.telling(call)
     judge = Judge(backend, found, told, backend.expected(found, told, plainly), best.notes)
     for name, made, make in ways(backend, found, measured, best):
@@ -74,8 +76,7 @@ def choose(
                 best.notes.append(f"{name} is not used: {refused}")
                 continue
             again: Run = replaying(run)
-            with backend.untouched(found, call.tensors):
-                ahead = is_ahead(name, again, best, lambda run, times: backend.seconds(of_call(run), device, times))
+            ahead = is_ahead(name, again, best, seconds_of)
         except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
             best.notes.append(f"{name} is not used: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue

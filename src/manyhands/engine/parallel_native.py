@@ -207,8 +207,9 @@ class Parallel:
             how = f"differ by {difference:.1e}" if difference < math.inf else "are of another shape, type or device"
             planned.notes.append(f"{traced.way} is not used: its results {how}")
             return
-        with backend.untouched(traced):
-            plain, own = race([lambda: backend.wait(self._plainly(call)), lambda: backend.wait(compiled(call))])
+        with backend.untouched(traced) as put_back:
+            ways = [lambda: backend.wait(self._plainly(call)), lambda: backend.wait(compiled(call))]
+            plain, own = race(ways, put_back)
         planned.seconds = {PLAIN: statistics.median(plain), traced.way: statistics.median(own)}
         ratio = statistics.median(mine / theirs for mine, theirs in zip(own, plain, strict=True))
         # A load from outside that hits only one of the two may be gone in a minute: the best rounds must agree.

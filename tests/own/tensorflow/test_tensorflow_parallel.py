@@ -49,6 +49,23 @@ def test_operations_are_tasks_and_variables_are_memory() -> None:
     assert np.allclose(found.compiled(call)[0], 4)
 
 
+def test_a_function_is_not_tried_beyond_its_data() -> None:
+    """It goes on at every call, as long as there are rows."""
+    rows, position = tf.reshape(tf.range(12.0), (3, 4)), tf.Variable(0)
+
+    def following(_: Any) -> Any:
+        row = tf.gather(rows, position)
+        position.assign_add(1)
+        return tf.sin(row)
+
+    fast = mh.parallel(following)
+    for number in range(3):
+        assert np.allclose(fast(tf.ones(2)), np.sin(rows[number]))
+        assert "is not used: InvalidArgumentError" not in fast.explain()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not in"):
+        fast(tf.ones(2))
+
+
 def test_a_training_step_updates_once_per_call() -> None:
     weight = tf.Variable(0.0)
 
