@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+# Updates of all weights of an optimizer, in place; their arguments begin with the weights and the gradients.
+FUSED_UPDATES = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_adagrad_.")
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
 _MANY = 4096
 _known: dict[Any, Callable[..., Any]] = {}
@@ -27,6 +29,8 @@ _known: dict[Any, Callable[..., Any]] = {}
 def native(node: Node) -> Callable[..., Any]:
     """What to call for an operation of a trace."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    if str(target).startswith(FUSED_UPDATES):
+        return _of_any_layout(target)
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not _is_simple(node):
         return target
     key = node_key(node)
@@ -35,6 +39,29 @@ def native(node: Node) -> Callable[..., Any]:
             _known.clear()
         _known[key] = next((one for one in _bindings(target) if _is_same(one, node)), target)
     return _known[key]
+
+
+def _of_any_layout(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Such an update takes gradients that lie in memory as their weights do, and nothing else.
+
+    Autograd sees to that when it keeps a gradient, but a trace has seen made-up ones: a library's kernel may lay out
+    its results in another way than its description says.
+    """
+
+    def updated(weights: list[torch.Tensor], gradients: list[torch.Tensor], *others: Any, **named: Any) -> Any:
+        return update(weights, list(map(_laid_out, gradients, weights)), *others, **named)
+
+    return updated
+
+
+def _laid_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same numbers in the weight's layout; copied where that is more than another way to say the same."""
+    here, there = gradient.stride(), weight.stride()
+    if here == there:
+        return gradient
+    if all(size == 1 or one == other for size, one, other in zip(weight.shape, here, there, strict=True)):
+        return gradient.as_strided(weight.shape, there)
+    return torch.empty_like(weight).copy_(gradient)
 
 
 def into_memory(node: Node) -> Callable[..., Any]:

@@ -32,12 +32,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from manyhands.backends.torch_native import FUSED_UPDATES
 from manyhands.backends.torch_trace import Step, Trace, has_effects
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
 # What an operation's name begins with: those with a point after it are in place.
-_FUSED = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_adagrad_.")
-_OVER_LISTS = ("aten._foreach_", *_FUSED)
+_OVER_LISTS = ("aten._foreach_", *FUSED_UPDATES)
 _MOST = 4  # parts of one operation
 _LEAST = 4 << 20  # bytes of a part: moving them takes about as long as the two microseconds of a kernel more
 
@@ -122,7 +122,7 @@ def _can_be_cut(step: Step, kinds: Sequence[str]) -> bool:
         )
         for place, one in enumerate(first)
     ]
-    return str(node.target).startswith(_FUSED) or len(set(alike)) == 1
+    return str(node.target).startswith(FUSED_UPDATES) or len(set(alike)) == 1
 
 
 def _lists(node: Node) -> list[Sequence[Any]]:

@@ -222,3 +222,21 @@ def test_results_of_any_form_are_put_together() -> None:
     for value in ([1, (2, {"b": 3, "a": [4, ()]})], 1, {}, torch.return_types.max((1, 2)), [{"x": 1}, {"x": 2}]):
         leaves, structure = torch_trace.tree_flatten(value)
         assert torch_trace._builder(structure)(leaves) == value
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_an_update_takes_gradients_of_any_layout(kernel: int) -> None:
+    """As a library's kernel gives them: on a GPU the update itself would refuse them."""
+    weight = torch.randn(4, 3, kernel, kernel).to(memory_format=torch.channels_last)
+    gradient = torch.randn(4, 3, kernel, kernel)
+    assert weight.stride() != gradient.stride()
+
+    def update(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        how: Any = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.5, "dampening": 0.0, "nesterov": False}
+        torch._fused_sgd_([w], [g], [], **how, maximize=False, is_first_step=True)
+        return w + 0
+
+    (node,) = (n for n in nodes(update, weight, weight.clone()) if "_fused_sgd_" in str(n.target))
+    expected = weight - 0.5 * gradient
+    native(node)([weight], [gradient], [], **node.kwargs)
+    assert torch.equal(weight, expected)
