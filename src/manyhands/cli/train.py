@@ -37,6 +37,7 @@ def add(commands: Any) -> None:
     option("--batch-stats", choices=["per_device", "global"], help="default: per_device")
     option("--plain", action="store_true", help="plain steps only: no CUDA graph, no compiling")
     option("--compile", action=argparse.BooleanOptionalAction, help="compile kernels; default: where it pays")
+    option("--parallel", action=argparse.BooleanOptionalAction, help="plan the step as a whole; default: where it pays")
     option("--data", type=Path, help="a folder with the four IDX files")
     option("--run", type=Path, help="the run folder; default: a new one under runs/")
     option("--resume", type=Path, metavar="RUN", help="go on with that run from its last checkpoint")
@@ -82,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
         batch_stats=chosen["batch_stats"],
         fast=not options.plain,
         compile=options.compile,
+        parallel=options.parallel,
         run=folder,
         resume="auto",
         checkpoint_every=chosen["checkpoint_every"],

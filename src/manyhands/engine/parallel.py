@@ -112,6 +112,11 @@ class Parallel:
 
     # Telling
 
+    @property
+    def planned(self) -> Planned:
+        """What is known of the way in which the last call was run."""
+        return self._must_have_run()
+
     def explain(self) -> str:
         """How the last call was run, what it took, what bounds it, and why it is not faster."""
         return explain.explain(explain.name_of(self.function), self._must_have_run())

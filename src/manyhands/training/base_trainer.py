@@ -56,6 +56,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         compile: bool | None = None,
         side_lanes: bool = True,
         own_kernels: bool = True,
+        parallel: bool | None = None,
         on_nan: Literal["stop", "continue"] = "stop",
         run: str | Path | None = None,
         resume: str | Path | Literal["auto"] | None = None,

@@ -43,6 +43,9 @@ class Settings:
     side_lanes: bool = True
     # Whether batch normalisation, addition and ReLU are done in one go by kernels of our own (the fast step alone).
     own_kernels: bool = True
+    # Whether the step is planned as a whole, by ``parallel``, and the plan used if it is faster (the fast step alone).
+    # None: where planning pays for the number of steps.
+    parallel: bool | None = None
     # A loss that is no number: "stop" ends the job and names step and samples, "continue" leaves that batch out.
     on_nan: Literal["stop", "continue"] = "stop"
     # Steps between checkpoints; None: at the end of every epoch. Only where there is a run folder.
@@ -71,6 +74,11 @@ class Settings:
             raise BadSettings(f"hang_seconds={self.hang_seconds!r}: give a number of seconds above zero")
         if isinstance(self.shares, str) and self.shares != "measured":
             raise BadSettings(f"shares={self.shares!r}: give one number per device, 'measured', or None")
+        if self.compile and self.parallel:
+            raise BadSettings(
+                "compile=True lets a compiler make the step, parallel=True makes a plan of its operations as they are: "
+                "choose one"
+            )
         if self.batch_stats == "global" and self.accumulate > 1:
             raise BadSettings(
                 "batch_stats='global' takes statistics over the whole batch, accumulate > 1 works it off in parts: "

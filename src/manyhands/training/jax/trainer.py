@@ -44,6 +44,7 @@ class Trainer(BaseTrainer):
         "accumulate": "a step is one compiled program over the whole batch here; give a smaller batch_size",
         "side_lanes": "XLA orders a step's work itself",
         "own_kernels": "XLA fuses normalisation with what is around it by itself",
+        "parallel": "XLA plans a step as a whole already",
     }
 
     def _check_options(self) -> None:

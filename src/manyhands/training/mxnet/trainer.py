@@ -33,6 +33,7 @@ class Trainer(BaseTrainer):
         "ranks_per_device": "MXNet drives all devices from one process: give more devices (mh.virtual_devices(2))",
         "side_lanes": "MXNet's engine runs gradients side by side by itself, there are no lanes to choose",
         "own_kernels": "MXNet chooses the kernels of a step itself",
+        "parallel": "MXNet's engine runs what is independent side by side already",
         "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
     }
 

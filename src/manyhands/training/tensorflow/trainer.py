@@ -35,6 +35,7 @@ class Trainer(BaseTrainer):
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
         "side_lanes": "TensorFlow's executor orders a step's work itself",
         "own_kernels": "TensorFlow chooses the kernels of a step itself",
+        "parallel": "TensorFlow's executor runs what is independent side by side already",
     }
 
     def _check_options(self) -> None:

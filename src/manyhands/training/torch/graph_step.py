@@ -36,10 +36,13 @@ from manyhands.training.torch.capturable import is_compiled, make_capturable
 from manyhands.training.torch.fused_norms import FusedNorms, is_clean
 from manyhands.training.torch.idle_biases import IdleBiases, Search, may_be_idle
 from manyhands.training.torch.own_stream import on, stream_of, waits_fail
+from manyhands.training.torch.planned_step import PlannedStep, as_written, forward
+from manyhands.training.torch.progress import Progress
 from manyhands.training.torch.sources import Arrays
 from manyhands.training.torch.step import EagerStep
 
 _COMPILE_PAYS = 40_000  # steps: compiling takes about 20 seconds, and saves about half a millisecond a step
+_PLAN_PAYS = 20_000  # steps: planning takes 1 to 8 seconds, and saves some tenths of a millisecond a step
 _WARM_UP = 3
 _AS_WRITTEN = 2  # steps before those, where idle biases are searched for: in the last of them
 
@@ -52,7 +55,7 @@ class _Sized:
     forward: Callable[..., Any]
     warm: int = 0
     idle: IdleBiases | None = None
-    graph: torch.cuda.CUDAGraph | None = None
+    replay: Callable[[], object] | None = None  # its graph's, or the step that is tried against it
     told: list[str] = field(default_factory=list)  # what is done in other ways than the model says, in words
 
 
@@ -61,13 +64,16 @@ def fast_step(eager: EagerStep, data: Arrays, settings: Settings, *, changing_ra
 
     It is not where our own kernels do what a compiler would gain most by: there it was 5% slower (ResNet-18).
     """
+    steps = settings.max_epochs * (data.count // settings.batch_size)
     compiled = settings.compile
     if compiled is None:
-        steps = settings.max_epochs * (data.count // settings.batch_size)
         compiled = steps >= _COMPILE_PAYS and not (settings.own_kernels and normalises(eager.model))
+    parallel = settings.parallel
+    if parallel is None:
+        parallel = steps >= _PLAN_PAYS and not compiled and not normalises(eager.model)
     lanes, kernels = settings.side_lanes, settings.own_kernels
     how: Any = {"compiled": compiled, "changing_rate": changing_rate, "side_lanes": lanes, "own_kernels": kernels}
-    return GraphStep(eager, data, settings.batch_size, **how)
+    return GraphStep(eager, data, settings.batch_size, **how, parallel=parallel)
 
 
 class _NothingDone(Exception):
@@ -87,11 +93,11 @@ class GraphStep:
         changing_rate: bool,
         side_lanes: bool = False,
         own_kernels: bool = False,
+        parallel: bool = False,
     ) -> None:
         self._eager, self._data, self._size, self.compiled = eager, data, batch_size, compiled
-        self._order = torch.zeros(data.count, dtype=torch.int64, device=eager.device)
-        self._position = torch.zeros((), dtype=torch.int64, device=eager.device)
-        self._step = torch.zeros((), dtype=torch.int64, device=eager.device)
+        self._progress = Progress(data.count, eager.device)
+        self._parallel = parallel
         self._stream = stream_of(eager.device)
         # Two copies of the gradients beyond what one lane takes: DistributedDataParallel has one in its buckets.
         held = 2 * sum(one.numel() * one.element_size() for one in eager.parameters if one.requires_grad)
@@ -100,6 +106,8 @@ class GraphStep:
         self.no_lanes: str | None = None
         self.not_compiled: str | None = None
         self.no_norms: str | None = None
+        self.no_plan: str | None = None
+        self.planned: PlannedStep | None = None  # the usual size of batch as a plan of the whole step
         self._norms = self._fused_norms() if own_kernels else None
         # A compiler leaves what is called in a dispatch mode as it is, now and from then on.
         self._at_once = AtOnce() if not is_compiled(eager.model) else None
@@ -112,9 +120,7 @@ class GraphStep:
 
     def begin_epoch(self, order: torch.Tensor, sample: int, step: int) -> None:
         """Take the order of an epoch, and where in it to begin."""
-        self._order.copy_(order.pin_memory(), non_blocking=True)
-        self._position.fill_(sample)
-        self._step.fill_(step)
+        self._progress.begin(order, sample, step)
 
     def __call__(self, size: int) -> bool:
         """Make the step of the epoch's next batch; False where this one and all others are to be made in the plain way.
@@ -126,7 +132,7 @@ class GraphStep:
         if size not in self._sized:
             self._sized[size] = self._new(size)
         sized = self._sized[size]
-        if sized.graph is None:
+        if sized.replay is None:
             try:
                 self._without_graph(sized)
                 why = None
@@ -137,8 +143,8 @@ class GraphStep:
                     return self(size)
                 self.ended = f"the graph could not be made ({why})"[:300]
                 return False
-        if sized.graph is not None:
-            sized.graph.replay()
+        if sized.replay is not None:
+            sized.replay()
         return True
 
     def _made_simpler(self, sized: _Sized, why: str) -> bool:
@@ -195,12 +201,16 @@ class GraphStep:
         """What the step of each size of batch is: its graph, its kernels, its lanes."""
         lines = []
         for size, sized in self._sized.items():
-            how = "in one CUDA graph" if sized.graph is not None else "not captured yet"
+            how = "in one CUDA graph" if sized.replay is not None else "not captured yet"
             kernels = "compiled" if self._is_compiled(size) else "as they are"
             lines.append(f"a batch of {size}: {how}, kernels {kernels}")
             lines += [f"  {sized.idle.explain()}"] if sized.idle is not None else []
             lines += [f"  {one}" for one in (*sized.told, self.no_norms) if one is not None]
             lines += [f"  {self.no_lanes or 'all on one lane'}"] if self._beside is None else self._beside.explain(size)
+            if size == self._size and self.planned is not None:
+                lines += self.planned.explain()
+            elif size == self._size and self.no_plan is not None:
+                lines.append(f"  {self.no_plan}")
         return "\n".join(lines)
 
     def _without_graph(self, sized: _Sized) -> None:
@@ -209,7 +219,7 @@ class GraphStep:
             if sized.warm < _WARM_UP:
                 self._warm_up(sized)
             else:
-                sized.graph = self._captured(sized)
+                sized.replay = self._tried(sized, self._captured(sized).replay)
 
     def _warm_up(self, sized: _Sized) -> None:
         eager = self._eager
@@ -240,6 +250,29 @@ class GraphStep:
             raise _NothingDone from error
         return graph
 
+    def _tried(self, sized: _Sized, captured: Callable[[], object]) -> Callable[[], object]:
+        """The captured step; or, where that is asked for, the faster one of it and a plan of the whole step."""
+        if not self._parallel or len(sized.window) != self._size:
+            return captured
+        self.no_plan = self._why_no_plan(sized)
+        if self.no_plan is not None:
+            return captured
+        step = as_written(self._eager, self._data, self._progress, sized.window)
+        self.planned = PlannedStep(step, captured, self._progress)
+        return self.planned
+
+    def _why_no_plan(self, sized: _Sized) -> str | None:
+        """A plan has the operations as they are written: nothing that the captured step does in another way."""
+        if self._is_compiled(self._size):
+            why = "kernels are compiled"
+        elif self._norms is not None or sized.idle is not None:
+            why = "batch normalisation is done in another way than it is written, which is faster"
+        elif self._eager.spared is not None:
+            why = "on_nan='continue' keeps copies of the weights"
+        else:
+            return None
+        return f"no plan of the whole step: {why}"
+
     def _work(self, sized: _Sized) -> None:
         eager = self._eager
         if eager.spared is not None:
@@ -248,14 +281,12 @@ class GraphStep:
         # Up to the update only: what fails behind it cannot be made in the plain way any more.
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             loss, right = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
-            if eager.clip:
-                torch.nn.utils.clip_grad_norm_(eager.parameters, eager.clip, foreach=True)
+            eager.clip_gradients()
         eager.optimizer.step()
         if eager.spared is not None:
             eager.spared.put_back(torch.isfinite(loss.detach()))
-        eager.metrics.add(loss, right, len(sized.window), self._step)
-        self._position += len(sized.window)
-        self._step += 1
+        eager.metrics.add(loss, right, len(sized.window), self._progress.step)
+        self._progress.advance(len(sized.window))
 
     def _passes(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Forward and backward."""
@@ -266,7 +297,7 @@ class GraphStep:
             norms.begin(poison=sized.warm == 0)
         with sized.idle.left_out() if sized.idle is not None else nullcontext():
             with at_once or nullcontext(), norms or nullcontext():
-                loss, right = sized.forward(self._order, self._position + sized.window)
+                loss, right = sized.forward(*self._places(sized))
             with self._lanes(len(sized.window)), norms or nullcontext():
                 loss.backward()
         if sized.idle is not None:
@@ -286,18 +317,18 @@ class GraphStep:
         """Forward and backward as anybody would make them; the last time with a search for idle biases."""
         search = Search(self._eager.model) if sized.warm == -1 else None
         with search if search is not None else nullcontext():
-            loss, right = self._forward(self._order, self._position + sized.window)
+            loss, right = self._forward(*self._places(sized))
             if search is not None:
                 search.trace(loss)
             loss.backward()
         sized.idle = search.found() if search is not None else None
         return loss, right
 
+    def _places(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._progress.order, self._progress.position + sized.window
+
     def _forward(self, order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        eager = self._eager
-        batch = eager.numbers.lay(self._data.take(order.index_select(0, places)))
-        with eager.numbers.scope(eager.device):
-            return eager.objective(eager.model, batch)
+        return forward(self._eager, self._data, order, places)
 
 
 def normalises(model: torch.nn.Module) -> bool:

@@ -145,8 +145,9 @@ class Rank:
     def close(self) -> None:
         """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
         if self.graph is not None:
-            missing = (self.graph.no_norms, self.graph.no_lanes, self.graph.not_compiled)
-            self.notes += [one for one in missing if one is not None]
+            told = (self.graph.no_norms, self.graph.no_lanes, self.graph.not_compiled, self.graph.no_plan)
+            self.notes += [one for one in told if one is not None]
+            self.notes += [self.graph.planned.told] if self.graph.planned is not None else []
         if self.graph is not None and self.job.run is not None:
             with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
                 RunFolder(self.job.run).write_step(self.graph.explain())

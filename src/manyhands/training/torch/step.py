@@ -118,11 +118,14 @@ class EagerStep:
             self.metrics.mark(self.gradients.loss_mark, step)
         if weighed:
             self._divide(whole, step)
-        if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
+        self.clip_gradients()
         self.optimizer.step()
         if self.spared is not None:
             self.spared.put_back(self._is_good())
+
+    def clip_gradients(self) -> None:
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
 
     def _is_good(self) -> torch.Tensor:
         """Whether the loss of this batch is a number, on whichever rank; known on the device."""

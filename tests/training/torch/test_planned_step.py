@@ -1,0 +1,194 @@
+"""A plan of the whole step against the captured one: both make real steps, and the faster one goes on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from graph_step_cases import COUNT, CPU, eager_step
+from torch import nn
+from training_cases import vectors
+
+from manyhands import torch as mh
+from manyhands.engine.parallel import Parallel
+from manyhands.errors import BadSettings
+from manyhands.training.torch import planned_step
+from manyhands.training.torch.planned_step import PlannedStep, as_written
+from manyhands.training.torch.progress import Progress
+from manyhands.training.torch.sources import Arrays
+
+RACE = 1 + 3 * 2 * 9  # planning, and in each of three turns a warm-up and eight timed steps of each
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        features = vectors(1)[0].shape[1]
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(features, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 4)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tower(x) for tower in self.towers]).mean(0)
+
+
+def job() -> tuple[Any, Progress, Callable[[], None]]:
+    torch.manual_seed(0)
+    eager, data = eager_step(Towers().double()), Arrays(vectors(COUNT))
+    eager.clip = 1.0
+    progress = Progress(COUNT, CPU)
+    return eager, progress, as_written(eager, data, progress, torch.arange(4))
+
+
+def test_whoever_makes_a_step_it_is_the_same() -> None:
+    """The real planner: whether its plan is used depends on the machine, what comes of the steps does not."""
+    (eager, progress, step), (plain, _, plainly) = job(), job()
+    for one in (eager, plain):
+        one.optimizer.zero_grad()
+    made = PlannedStep(step, step, progress)
+    for run in (made, plainly):
+        torch.manual_seed(1)
+        for _ in range(20):
+            run()
+    assert int(progress.position) == 80
+    assert int(progress.step) == 20
+    for one, other in zip(eager.parameters, plain.parameters, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(eager.metrics.sums, plain.metrics.sums)
+
+
+def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although what is shown of a job changes while it runs."""
+    planned = []
+    plan = Parallel._plan
+    monkeypatch.setattr(Parallel, "_plan", lambda self, call: planned.append(1) or plan(self, call))
+    eager, progress, step = job()
+    made = PlannedStep(step, step, progress)
+    for _ in range(20):
+        made()
+        eager.metrics.peek()
+    assert len(planned) == 1
+
+
+class Plan:
+    """Stands in for the engine: a plan that is there, or none, or an error."""
+
+    def __init__(self, how: str = "2 lanes, one graph, equal to the bit", notes: tuple[str, ...] = ()) -> None:
+        self.planned = SimpleNamespace(how=how, notes=list(notes), run=lambda *_: self())
+        self.calls = 0
+        self.error: Exception | None = None
+
+    def __call__(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.calls += 1
+
+    def explain(self) -> str:
+        return "step: run as 2 lanes"
+
+
+class Captured:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+
+
+@pytest.fixture
+def race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PlannedStep, Plan, Captured]]:
+    def begin(plan: Plan, planned: float = 1.0, captured: float = 1.0) -> tuple[PlannedStep, Plan, Captured]:
+        """Steps that take so many seconds, by the clock."""
+        one = Captured()
+        monkeypatch.setattr(planned_step, "Parallel", lambda *_, **__: plan)
+        now = 0.0
+
+        def clock() -> Iterator[float]:
+            nonlocal now
+            while True:
+                before = plan.calls
+                yield now
+                now += planned if plan.calls > before else captured
+                yield now
+
+        times = clock()
+        monkeypatch.setattr(PlannedStep, "_mark", lambda _: next(times))
+        return PlannedStep(lambda: None, one, Progress(8, CPU)), plan, one
+
+    return begin
+
+
+def test_the_faster_one_goes_on(race: Any) -> None:
+    made, plan, captured = race(Plan(), planned=1.0, captured=2.0)
+    for _ in range(RACE + 10):
+        made()
+    assert (plan.calls, captured.calls) == (1 + 27 + 10, 27)
+    assert made.told == "the whole step is a plan of parallel: 1000.000 ms, with side lanes alone 2000.000 ms"
+    assert made.explain()[1:] == ["    step: run as 2 lanes"]
+
+
+def test_a_plan_that_is_not_faster_is_left(race: Any) -> None:
+    made, plan, captured = race(Plan(), planned=2.0, captured=1.0)
+    for _ in range(RACE + 10):
+        made()
+    assert (plan.calls, captured.calls) == (1 + 27, 27 + 10)
+    assert "is not faster: 2000.000 ms, as it is 1000.000 ms" in made.told
+    assert made.explain() == [f"  {made.told}"]
+
+
+def test_the_loser_is_let_go(race: Any) -> None:
+    made, _, captured = race(Plan(), planned=1.0, captured=2.0)
+    kept = weakref.ref(captured)
+    del captured
+    for _ in range(RACE + 1):
+        made()
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (Plan("plain execution", ("cannot be traced: it prints",)), "it prints"),
+        (Plan("2 lanes, equal to 2e-10"), "not those of plain execution to the bit"),
+    ],
+)
+def test_without_a_plan_the_captured_step_goes_on(race: Any, plan: Plan, why: str) -> None:
+    made, _, captured = race(plan)
+    for _ in range(5):
+        made()
+    assert (plan.calls, captured.calls) == (1, 4)
+    assert "no plan of the whole step" in made.told
+    assert why in made.told
+
+
+def test_planning_that_fails_costs_no_step(race: Any) -> None:
+    made, plan, captured = race(Plan())
+    plan.error = MemoryError("too much")
+    for _ in range(3):
+        made()
+    assert captured.calls == 3
+    assert "MemoryError: too much" in made.told
+
+
+def test_a_step_that_fails_half_way_is_an_error() -> None:
+    progress = Progress(8, CPU)
+
+    def half() -> None:
+        progress.advance(4)
+        raise ValueError("half way")
+
+    made = PlannedStep(half, lambda: None, progress)
+    with pytest.raises(ValueError, match="half way"):
+        made()
+
+
+def test_one_of_two() -> None:
+    trainer = mh.Trainer(1, compile=True, parallel=True, quiet=True)
+    with pytest.raises(BadSettings, match="choose one"):
+        trainer.fit(nn.Linear(4, 2), ((torch.randn(8, 4), torch.randint(2, (8,))),) * 2)
