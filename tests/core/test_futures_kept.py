@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from typing import Any
@@ -67,3 +68,42 @@ def test_an_error_that_nobody_has_seen_is_kept_although_its_future_is_gone() -> 
 
     with pytest.raises(ArithmeticError):
         body()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_tasks_leave_nothing_to_the_garbage_collector(synchronous: bool) -> None:
+    """Circles would stay until it comes, with all that they hold; and to come is what many tasks cost most."""
+
+    def body() -> None:
+        box: list[int] = []
+        with parallel(None if synchronous else 2, synchronous=synchronous):
+            future: Future[Any] = task(int)(1)
+            for number in range(20):
+                future = task(lambda one, n: one + n)(future, number)
+                task(box.append, writes=(box,))(number)
+            future.result()
+
+    body()
+    gc.collect()
+    gc.disable()
+    try:
+        body()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_who_has_waited_is_forgotten() -> None:
+    with parallel(threads=1) as scope:
+        crew = scope._crew
+        assert crew is not None
+        future = task(time.sleep)(0.05)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                future.result(timeout=0.001)
+        assert not any(crew._bells.values())
+        future.result()
+        waitall()
+        assert not crew._bells
+        assert not crew._to_do
+        assert not crew._done

@@ -33,50 +33,23 @@ process: in a child of ``os.fork`` it is as if there were none, and its unfinish
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import os
-import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from manyhands.engine.arguments import must_be_threads
+from manyhands.engine.call import PLAIN, Call, Future, Objects, call_at_once, filled, here, name_of
 from manyhands.engine.crew import Crew
 from manyhands.engine.job import Job, settle
-from manyhands.engine.ledger import Touched
-from manyhands.errors import EngineError, UndeclaredWrite
+from manyhands.errors import EngineError
 from manyhands.machine import usable_cores
 
+__all__ = ["Future", "at_once", "no_threads", "parallel", "task", "waitall"]
+
 T = TypeVar("T")
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), type, range, slice)
-
-
-class Future(Generic[T]):
-    """The result of a task that may still be running."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def done(self) -> bool:
-        """Whether it is over: it has a result, an error, or was cancelled."""
-        return self._job.over
-
-    def result(self, timeout: float | None = None) -> T:
-        """Its result, waited for; raises the task's error, or ``TimeoutError`` after ``timeout`` seconds."""
-        self._job.wait(timeout)
-        self._job.raise_error()
-        return self._job.value  # type: ignore[no-any-return]
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Its error, waited for; None where there is none. It then counts as seen."""
-        self._job.wait(timeout)
-        self._job.see()
-        return self._job.error
-
-    def __repr__(self) -> str:
-        return f"<Future of {self._job.name}: {self._job.state()}>"
 
 
 class parallel:
@@ -95,15 +68,15 @@ class parallel:
         *,
         synchronous: bool = False,
         memory_of: Callable[[Any], Hashable] = id,
-        parts_of: Callable[[Any], Iterable[Any]] = lambda value: (),
-        version_of: Callable[[Any], int | None] = lambda value: None,
+        parts_of: Callable[[Any], Collection[Any]] = lambda value: (),
+        version_of: Callable[[Any], int | None] | None = None,
         bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         must_be_threads(threads)
         if threads is not None and threads < 1:
             raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
-        self._memory_of, self._parts_of, self._version_of, self._bound = memory_of, parts_of, version_of, bound
+        self._objects = Objects(memory_of, parts_of, version_of, bound)
         self._jobs: dict[Job, None] = {}  # those that are not over, or have failed, and nobody has seen it
         self._crew: Crew | None = None
         self._outer: parallel | None = None
@@ -117,17 +90,15 @@ class parallel:
         elif self._threads is not None or self._synchronous:
             raise EngineError("an inner scope uses the threads of the outer one: write parallel() without arguments")
         else:
-            outer = self._outer
-            self._crew, self._bound = outer._crew, outer._bound
-            self._memory_of, self._parts_of, self._version_of = outer._memory_of, outer._parts_of, outer._version_of
-        _here.scope = self
+            self._crew, self._objects = self._outer._crew, self._outer._objects
+        here.scope = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         crew, self._crew = self._crew, None
-        _here.scope = self._outer
+        here.scope = self._outer
         assert crew is not None
         if crew.process != os.getpid():
             return
@@ -154,74 +125,9 @@ class parallel:
     ) -> Future[T]:
         crew = self._crew
         assert crew is not None
-        given = (arguments, keywords)
-        # A method reads its object, a module that is called its parameters.
-        holder = getattr(function, "__self__", function)
-
-        def look() -> Touched:
-            reads, inputs = self._memories((given, holder))
-            written, more = self._memories(writes) if writes else (set(), [])
-            return Touched(reads, written, [*inputs, *more])
-
-        bound = self._bound(function) if self._bound else function
-        context = contextvars.copy_context()
-        name = _name_of(function)
-
-        def work() -> T:
-            read = self._versions((given, holder), self._memories(writes)[0] if writes else set())
-            value: T = context.run(_at_once, bound, given)
-            if (changed := next((one for one, version in read if self._version_of(one) != version), None)) is not None:
-                raise UndeclaredWrite(_undeclared(name, changed))
-            return value
-
-        job = Job(crew, name, work)
-        job.stored_in = lambda value: self._memories(value)[0]
-        job.really_touched = lambda: self._memories((given, holder, writes))[0]
-        job.really_written = lambda: self._memories(writes)[0]
-        job.unsettled = self._jobs
-        crew.give(job, look)
+        job = Call(crew, self._jobs, self._objects, function, writes, arguments, keywords)
+        crew.give(job)
         return Future(job)
-
-    def _memories(self, value: Any) -> tuple[set[Hashable], list[Job]]:
-        """What a value is, or may be, stored in; and the jobs whose results are in it."""
-        memories: set[Hashable] = set()
-        jobs: list[Job] = []
-        for one in self._inside(value):
-            if isinstance(one, Future):
-                job = one._job
-                memories.add(job)
-                jobs.append(job)
-            elif isinstance(one, (list, dict, set)):  # tuples cannot be written to, only what is in them
-                memories.add(("object", id(one)))
-            elif not isinstance(one, (tuple, frozenset)):
-                memories.add(("memory", self._memory_of(one)))
-        return memories, jobs
-
-    def _versions(self, value: Any, declared: set[Hashable]) -> list[tuple[Any, int]]:
-        """The versions of all objects in a value that have one, and whose memory is not declared to be written."""
-        found = ((one, self._version_of(one)) for one in self._inside(value) if not isinstance(one, Future))
-        return [
-            (one, version)
-            for one, version in found
-            if version is not None and ("memory", self._memory_of(one)) not in declared
-        ]
-
-    def _inside(self, value: Any) -> Iterator[Any]:
-        """A value and all that is in it, down to what is known of results that are there; plain values left out."""
-        stack, seen = [value], {}
-        while stack:
-            one = stack.pop()
-            if isinstance(one, _PLAIN) or id(one) in seen:
-                continue
-            seen[id(one)] = one
-            yield one
-            if isinstance(one, Future):
-                if one._job.over:
-                    stack.append(one._job.value)
-            elif isinstance(one, (list, tuple, dict, set, frozenset)):
-                stack.extend(one.values() if isinstance(one, dict) else one)
-            else:
-                stack.extend(self._parts_of(one))
 
 
 def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callable[..., Future[T]]:
@@ -233,7 +139,7 @@ def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callabl
     if not isinstance(writes, tuple):
         raise TypeError(f"task(..., writes=...) takes a tuple: write writes=(x,), not a {type(writes).__name__}")
     for one in writes:
-        if isinstance(one, _PLAIN):
+        if isinstance(one, PLAIN):
             raise TypeError(f"task(..., writes=...): {one!r} cannot be written to")
 
     @functools.wraps(function)
@@ -241,8 +147,8 @@ def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callabl
         scope = _scope()
         if scope is not None:
             return scope._give(function, writes, arguments, keywords)
-        job = Job(None, _name_of(function), None)
-        job.value = _at_once(function, (arguments, keywords))
+        job = Job(None, name_of(function), {})
+        job.value = call_at_once(function, filled(arguments), filled(keywords))
         job.begun = job.over = True
         return Future(job)
 
@@ -268,66 +174,23 @@ def no_threads(threads: int) -> str:
     )
 
 
-# The scope that is open in this thread. A thread that does a task has none.
-_here = threading.local()
-
-
 @contextmanager
 def at_once() -> Iterator[None]:
     """In this thread tasks are plain calls: while a function is traced, other threads would not be seen."""
-    before, _here.at_once = getattr(_here, "at_once", False), True
+    before, here.at_once = here.at_once, True
     try:
         yield
     finally:
-        _here.at_once = before
+        here.at_once = before
 
 
 def _scope() -> parallel | None:
-    scope: parallel | None = getattr(_here, "scope", None)
-    if scope is None or getattr(_here, "at_once", False) or scope._crew is None or scope._crew.process != os.getpid():
+    scope = here.scope
+    if scope is None or here.at_once or scope._crew is None or scope._crew.process != os.getpid():
         return None
     return scope
 
 
-def _at_once(function: Callable[..., T], given: tuple[tuple[Any, ...], dict[str, Any]]) -> T:
-    """A plain call, with results in place of futures."""
-    arguments, keywords = _filled(given)
-    before, _here.scope = getattr(_here, "scope", None), None
-    try:
-        return function(*arguments, **keywords)
-    finally:
-        _here.scope = before
-
-
-def _filled(value: Any) -> Any:
-    """Results in place of futures; what holds no future stays the object that it is."""
-    if isinstance(value, Future):
-        return value.result()
-    if isinstance(value, dict):
-        filled = {key: _filled(one) for key, one in value.items()}
-        return filled if any(filled[key] is not one for key, one in value.items()) else value
-    if isinstance(value, (list, tuple)):
-        items = [_filled(one) for one in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
 def _wait_for(jobs: Iterable[Job]) -> None:
-    for job in [*jobs]:
+    for job in reversed([*jobs]):  # when the last is over the others mostly are, too, and nobody is woken for them
         job.wait(None)
-
-
-def _undeclared(name: str, changed: Any) -> str:
-    shape = getattr(changed, "shape", None)
-    what = f"a {type(changed).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
-    return (
-        f"{name}: {what} that it reads was written to while it ran, and no task has declared that. Tasks that read it "
-        "may have done so before or after. Where this task changes it (x.add_(1), a layer with running averages), "
-        "write task(fn, writes=(x,))(x); where other code does, let it wait with result() or waitall() first"
-    )
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)

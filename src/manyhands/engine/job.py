@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Set
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from manyhands.errors import TaskCancelled, WaitsForItself
 
@@ -22,23 +22,31 @@ _numbers = itertools.count()
 _circles = threading.Lock()  # held while it is looked who waits for whom, in all crews
 
 
-class Job:
-    """A call that is done once, by some thread, when what it needs is over."""
+# Memories that a job reads, those that it writes, and the jobs whose results it takes; a job stands for its result.
+Touched: TypeAlias = "tuple[Set[Hashable], Set[Hashable], list[Job]]"
 
-    def __init__(self, crew: Crew | None, name: str, work: Callable[[], Any] | None) -> None:
-        self.crew, self.name, self.work = crew, name, work
+NOTHING: Set[Hashable] = frozenset()
+
+
+class Job:
+    """Something that is done once, by some thread, when what it needs is over.
+
+    This one touches nothing and has no work: so is a call that was made at once. Others say what theirs is.
+    """
+
+    __slots__ = (
+        *("_origin", "begun", "crew", "error", "followers", "listed", "missing", "name", "needs", "number"),
+        *("over", "overwritten", "seen_at", "touched", "trace", "unsettled", "value", "waits_for"),
+    )
+
+    def __init__(self, crew: Crew | None, name: str, unsettled: dict[Job, None]) -> None:
+        self.crew, self.name = crew, name
         self.number = next(_numbers)
         # What it touches, as far as it is known; what of that was written since; where it is listed (see the ledger).
-        self.touched: set[Hashable] = set()
-        self.overwritten: set[Hashable] = set()
-        self.listed: set[Hashable] = set()
-        self.stored_in: Callable[[Any], set[Hashable]] = lambda value: set()
-        # What it does touch and write, known when it begins.
-        self.really_touched: Callable[[], Iterable[Hashable]] | None = None
-        self.really_written: Callable[[], Iterable[Hashable]] | None = None
-        self.needs: list[Job] = []
+        self.touched = self.overwritten = self.listed = NOTHING
+        self.needs: tuple[Job, ...] = ()
         self.waits_for: Job | None = None  # the job whose result it has asked for while running
-        self.followers: list[tuple[Job, bool]] = []
+        self.followers: list[tuple[Job, bool]] | None = None  # and whether they take its result
         self.missing = 0
         self.begun = self.over = False
         self.seen_at: int | None = None
@@ -46,7 +54,30 @@ class Job:
         self.error: BaseException | None = None
         self.trace: TracebackType | None = None
         self._origin: Job | None = None
-        self.unsettled: dict[Job, None] = {}  # where its scope keeps it, until it has gone well
+        self.unsettled = unsettled  # where its scope keeps it, until it has gone well
+
+    def look(self) -> Touched:
+        """What it touches, as far as that is known."""
+        return NOTHING, NOTHING, []
+
+    def really_touched(self) -> Set[Hashable]:
+        """What it does touch, known when it begins."""
+        return NOTHING
+
+    def really_written(self) -> Set[Hashable]:
+        """What of that it writes."""
+        return NOTHING
+
+    def stored_in(self, value: Any) -> Set[Hashable]:
+        """The memories that its result is in."""
+        return NOTHING
+
+    def work(self) -> Any:
+        """Do it; gives the result."""
+        return self.value
+
+    def let_go(self) -> None:
+        """It will not be done any more: keep nothing that it needed for that."""
 
     @property
     def origin(self) -> Job:
@@ -100,7 +131,7 @@ def ask(me: Job, wanted: Job) -> None:
         stack = [wanted]
         while stack and me not in reached:
             one = stack.pop()
-            for need in (*one.needs, *([one.waits_for] if one.waits_for else ())):
+            for need in (*one.needs, one.waits_for) if one.waits_for else one.needs:
                 if not need.over and need not in reached:
                     reached[need] = one
                     stack.append(need)

@@ -13,18 +13,9 @@ there, those who took it are listed with the memories that it really is in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Set
 
-from manyhands.engine.job import Job
-
-
-class Touched(NamedTuple):
-    """Memories that a job reads and writes, and the jobs whose results it takes; a job stands for its result."""
-
-    reads: set[Hashable]
-    writes: set[Hashable]
-    inputs: list[Job]
+from manyhands.engine.job import NOTHING, Job, Touched
 
 
 class Ledger:
@@ -36,24 +27,31 @@ class Ledger:
 
     def enter(self, job: Job, touched: Touched) -> dict[Job, bool]:
         """List a job; gives the jobs that it needs, and whether it takes their results."""
-        needs = dict.fromkeys(touched.inputs, True)
-        job.touched = touched.reads | touched.writes
-        written = _may_be(touched.writes)
-        job.listed = _as_written(job.touched) | written
+        reads, written, inputs = touched
+        needs = dict.fromkeys(inputs, True)
+        job.touched = job.listed = only_read = reads | written if written else reads
+        if inputs:  # else nothing in it is unknown
+            written = _may_be(written) if written else written
+            job.listed = only_read = _as_written(job.touched) | written
         for memory in job.listed:
             if (writer := self._writer.get(memory)) is not None:
                 needs.setdefault(writer, False)
-        for one in self._may_share(written):
-            needs.setdefault(one, False)
-            one.overwritten |= written
-        for memory in written:
-            self._readers.pop(memory, None)
-            self._writer[memory] = job
-        for memory in job.listed - written:
-            self._readers.setdefault(memory, set()).add(job)
+        if written:
+            only_read = job.listed - written
+            for one in self._may_share(written):
+                needs.setdefault(one, False)
+                one.overwritten = one.overwritten | written
+            for memory in written:
+                self._readers.pop(memory, None)
+                self._writer[memory] = job
+        for memory in only_read:
+            if memory in self._readers:
+                self._readers[memory].add(job)
+            else:
+                self._readers[memory] = {job}
         return needs
 
-    def _may_share(self, memories: set[Hashable]) -> set[Job]:
+    def _may_share(self, memories: Set[Hashable]) -> set[Job]:
         """The jobs that use one of these memories, or whose results may be in one."""
         stack = [one for memory in memories for one in self._readers.get(memory, ())]
         stack += [one for memory in memories if (one := self._writer.get(memory)) is not None]
@@ -62,7 +60,7 @@ class Ledger:
             one = stack.pop()
             if one not in found:
                 found.add(one)
-                stack.extend(follower for follower, takes in one.followers if takes)
+                stack.extend(follower for follower, takes in one.followers or () if takes)
         return found
 
     def forget(self, job: Job) -> None:
@@ -74,40 +72,42 @@ class Ledger:
                     del self._readers[memory]
             if self._writer.get(memory) is job:
                 del self._writer[memory]
-        job.touched, job.overwritten, job.listed = set(), set(), set()  # they hold other jobs, and those their results
+        job.touched = job.overwritten = job.listed = NOTHING  # they hold other jobs, and those their results
 
     def tell_where(self, job: Job) -> None:
         """Its result is there: list those who use it with the memories that it is in."""
-        takers = {follower for follower, takes in job.followers if takes and not follower.over}
-        readers = takers | self._readers.get(job, set())
+        if not job.followers and job not in self._readers and job not in self._writer:
+            return
+        takers = {follower for follower, takes in job.followers or () if takes and not follower.over}
+        readers = takers.union(self._readers.get(job, ()))
         writer = self._writer.get(job)
         if not readers and writer is None:
             return
         memories = job.stored_in(job.value)
-        for reader in readers:
-            reader.listed |= memories
+        for reader in readers if memories else ():
+            reader.listed = reader.listed | memories
             if reader in takers:
-                reader.touched |= memories
+                reader.touched = reader.touched | memories
         for memory in memories:
             self._readers.setdefault(memory, set()).update(readers)
             if writer is not None:
-                writer.listed.add(memory)
+                writer.listed = writer.listed | {memory}
                 other = self._writer.get(memory)
                 if other is None or other.number < writer.number:
                     self._writer[memory] = writer
 
 
-def _may_be(memories: set[Hashable]) -> set[Hashable]:
+def _may_be(memories: Set[Hashable]) -> Set[Hashable]:
     """These memories, and all that the unknown results among them may be in."""
     return _reached(memories, lambda job: job.touched)
 
 
-def _as_written(memories: set[Hashable]) -> set[Hashable]:
+def _as_written(memories: Set[Hashable]) -> Set[Hashable]:
     """These memories, and those through which the unknown results among them were perhaps written to."""
     return _reached(memories, lambda job: job.overwritten)
 
 
-def _reached(memories: set[Hashable], further: Callable[[Job], set[Hashable]]) -> set[Hashable]:
+def _reached(memories: Set[Hashable], further: Callable[[Job], Set[Hashable]]) -> Set[Hashable]:
     """These memories, those that the results among them are in, and what leads further from unknown ones."""
     stack, found = [*memories], set[Hashable]()
     while stack:
