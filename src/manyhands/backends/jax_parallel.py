@@ -223,7 +223,6 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     device, precision = jax.config.jax_default_device, jax.config.jax_default_matmul_precision
     wide = bool(jax.config.jax_enable_x64)
 
-    @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(jax.default_device(device))

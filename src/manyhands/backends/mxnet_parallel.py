@@ -158,7 +158,6 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """MXNet's modes are a thread's own: the task's thread does as the one that gave it."""
     recording, training, shapes, arrays, context = _modes()
 
-    @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(context)

@@ -234,7 +234,6 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """``with tf.device(...)`` is a thread's own: the task's thread does as the one that gave it."""
     scope = _scope()
 
-    @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
         with tf.device(scope or None):
             return function(*arguments, **keywords)

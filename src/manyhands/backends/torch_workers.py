@@ -8,8 +8,8 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 
@@ -118,16 +118,21 @@ def memory_of(value: Any) -> int:
     return id(value)
 
 
-def parts_of(value: Any) -> Iterator[torch.Tensor]:
+def parts_of(value: Any) -> Sequence[torch.Tensor]:
     """A module is read and written with its parameters and buffers."""
-    if isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
+    return [*value.parameters(), *value.buffers()] if isinstance(value, torch.nn.Module) else ()
 
 
 def version_of(value: Any) -> int | None:
     """PyTorch counts the writes to a tensor, except to one made in inference mode, and those through ``.data``."""
-    return None if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value._version
+    except RuntimeError:
+        if value.is_inference():  # not asked first: it lets other threads go before
+            return None
+        raise
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,35 +142,61 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     with its stream. The random generators are the process's: which of several tasks draws first is not known, so tasks
     that draw take a generator each, or write one object.
     """
-    inference, recorded, device = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_default_device()
-    casts = [(kind, _autocast(kind)) for kind in _AUTOCAST]
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    return functools.partial(_under, _modes(), torch.is_grad_enabled(), function)
 
-    @functools.wraps(function)
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        with ExitStack() as modes:
-            if stream is not None:
-                modes.enter_context(torch.cuda.stream(stream))
-            if torch.is_inference_mode_enabled() != inference:
-                modes.enter_context(torch.inference_mode(inference))
-            modes.enter_context(torch.set_grad_enabled(recorded))
-            for kind, wanted in casts:
-                if _autocast(kind) != wanted:
-                    enabled, dtype, cached = wanted
-                    modes.enter_context(torch.autocast(kind, dtype, enabled, cached))
-            if torch.get_default_device() != device:
-                modes.enter_context(device)
+
+def _under(modes: _Modes, recorded: bool, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    """A call under these modes, with gradients recorded or not."""
+    there, before = _modes(), torch.is_grad_enabled()
+    try:
+        with _SAME if there == modes else _changed(there, modes):
+            torch._C._set_grad_enabled(recorded)
             return function(*arguments, **keywords)
+    finally:  # the function may have called set_grad_enabled or set_stream without a with
+        torch._C._set_grad_enabled(before)
+        if there[-1] is not None:
+            torch.cuda.set_stream(there[-1])
 
-    return run
+
+_SAME = nullcontext()
+# Inference mode; whether there is autocast on the CPU and on GPUs, False where on no device; its dtypes there; whether
+# cast weights are kept; the default device; the GPU's stream.
+_Modes = tuple[
+    bool, tuple[bool, bool] | Literal[False], torch.dtype, torch.dtype, bool, torch.device, torch.cuda.Stream | None
+]
+_CPU = torch.device("cpu")
 
 
-_AUTOCAST = ("cpu", "cuda")
+def _modes() -> _Modes:
+    """This thread's modes, as a tuple: quickly made and compared."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch._C._is_any_autocast_enabled() and (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_cache_enabled(),
+        # A default device is a mode on this stack; to ask which takes longer than all the rest.
+        torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU,
+        torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+    )
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
-    """Whether operations are cast on devices of this kind, to what, and whether cast weights are kept."""
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+@contextmanager
+def _changed(there: _Modes, wanted: _Modes) -> Iterator[None]:
+    """This thread's modes, which are these, made those that are wanted."""
+    inference, casts, cpu_dtype, gpu_dtype, cached, device, stream = wanted
+    on_cpu, on_gpu = casts or (False, False)
+    with ExitStack() as modes:
+        if stream is not None:
+            modes.enter_context(torch.cuda.stream(stream))
+        if there[0] != inference:
+            modes.enter_context(torch.inference_mode(inference))
+        if there[1:5] != wanted[1:5]:
+            modes.enter_context(torch.autocast("cpu", cpu_dtype, on_cpu, cached))
+            modes.enter_context(torch.autocast("cuda", gpu_dtype, on_gpu, cached))
+        if there[5] != device:
+            modes.enter_context(device)
+        yield
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -99,6 +102,27 @@ def test_a_module_is_read_and_written_with_its_parameters_and_buffers() -> None:
         assert mh.task(norm, writes=(norm,))(torch.ones(3, 2)).result().shape == (3, 2)
 
 
+def test_what_is_watched_is_what_a_task_finds_when_it_begins() -> None:
+    """Another tensor was put into a list, another parameter into a module, by tasks that declared it."""
+    layer, box = nn.Linear(2, 2), [torch.zeros(2)]
+
+    def put(new: torch.Tensor) -> None:
+        time.sleep(0.01)
+        box[0] = new
+        layer.bias = nn.Parameter(new, requires_grad=False)
+
+    lesson = pytest.raises(UndeclaredWrite, match=r"of shape \(2,\)")
+    with mh.parallel(threads=2):
+        for write, given in ((lambda held: held[0].add_(1), box), (lambda module: module.bias.add_(1), layer)):
+            mh.task(put, writes=(box, layer))(torch.zeros(2))
+            with lesson:
+                mh.task(write)(given).result()
+        last = torch.zeros(2)
+        mh.task(put, writes=(box, layer))(last)
+        mh.task(lambda held: held[0].add_(1), writes=(last,))(box)
+    assert last.tolist() == [1.0, 1.0]
+
+
 # Modes
 
 
@@ -111,7 +135,18 @@ def modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_cache_enabled(),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
     )
+
+
+@contextmanager
+def for_the_time_being(change: Any, value: Any, back: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(back)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +157,12 @@ def modes() -> tuple[Any, ...]:
         torch.inference_mode,
         torch.no_grad,
         lambda: torch.device("meta"),
+        lambda: for_the_time_being(torch.set_default_device, "meta", None),
+        lambda: for_the_time_being(functools.partial(torch.set_autocast_dtype, "cpu"), torch.float16, torch.bfloat16),
+        lambda: for_the_time_being(functools.partial(torch.set_autocast_dtype, "cuda"), torch.bfloat16, torch.float16),
+        lambda: for_the_time_being(torch.set_autocast_cache_enabled, False, True),
     ],
-    ids=["bfloat16", "float16", "inference", "no_grad", "device"],
+    ids=["bfloat16", "float16", "inference", "no_grad", "device", "default device", "dtype", "cuda dtype", "cache"],
 )
 def test_a_task_has_the_modes_of_the_thread_that_gave_it(mode: Any) -> None:
     plain = modes()
@@ -137,6 +176,18 @@ def test_a_task_has_the_modes_of_the_thread_that_gave_it(mode: Any) -> None:
         assert outside.result() == plain
     with mode(), mh.parallel(threads=1):
         assert mh.task(modes)().result() == expected
+
+
+@pytest.mark.parametrize("under", [torch.enable_grad, torch.no_grad])
+def test_a_task_keeps_its_grad_mode_to_itself(under: Any) -> None:
+    """Also where it sets it without a ``with``."""
+    with mh.parallel(synchronous=True), under():
+        before = torch.is_grad_enabled()
+        mh.task(torch.set_grad_enabled)(not before)
+        assert torch.is_grad_enabled() == before
+    with mh.parallel(threads=1), under():
+        mh.task(torch.set_grad_enabled)(not before)
+        assert mh.task(torch.is_grad_enabled)().result() == before
 
 
 def test_a_task_that_does_another_one_gives_it_that_ones_modes() -> None:
