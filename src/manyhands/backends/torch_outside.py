@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from manyhands.backends.torch_guard import PLAIN, Fact, compiled
-from manyhands.errors import CannotTrace
+from manyhands.errors import CannotTrace, NotYet
 from manyhands.reach import function_behind, members, why_unwatched, words_of
 
 # What PyTorch's layers are made with, and say afterwards: the shapes of their parameters, which are watched.
@@ -103,6 +104,8 @@ class Outside:
         if id(tensor) in self._addresses:
             return
         self._addresses.add(id(tensor))
+        if is_lazy(tensor):
+            raise NotYet(f"{name} gets its form at the first call: the next one is planned")
         if tensor.layout == torch.strided and not _is_odd(tensor):
             form = tensor.numel() if self._in_module else (tensor.shape, tensor.stride())
             wanted = tensor.requires_grad if self._recorded else None

@@ -35,6 +35,9 @@ _READING = (
     "so, make it with fused=True or capturable=True)"
 )
 _FOR_GOOD = "it is run as it is"
+_data: Any = torch.Tensor.data
+_MOVES = {_aten.set_, _aten.resize_, _aten.resize_as_}  # give a tensor other memory: a real one would get a made-up one
+_MOVING = "it gives a tensor other memory (w.data = ..., w.set_(...)): write to the memory that it has, w.copy_(...)"
 
 
 class Watch:
@@ -116,27 +119,22 @@ class Watch:
 
     def sees(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, VirtualTensor):
-            self._refused = CannotTrace("a tensor on a virtual device comes from outside: pass it as an argument")
-            raise self._refused
+            self.refuses("a tensor on a virtual device comes from outside: pass it as an argument")
         if isinstance(tensor, FakeTensor) or not tensor.requires_grad or id(tensor) in self._before:
             return
         if tensor.is_leaf:
             if torch.is_grad_enabled() and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
-                self._refused = CannotTrace(
-                    f"a tensor from outside has hooks, which a plan would not call: {_FOR_GOOD}"
-                )
-                raise self._refused
+                self.refuses(f"a tensor from outside has hooks, which a plan would not call: {_FOR_GOOD}")
             self._before[id(tensor)] = (tensor, tensor.grad)
         elif torch.is_grad_enabled():
             raise CannotTrace(f"gradients would flow into a tensor that was computed outside: {_FOR_GOOD}")
 
     def refuses_reading(self, tensor: object) -> None:
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
-            self._refused = CannotTrace(_READING)
-            raise self._refused
+            self.refuses(_READING)
 
-    def refuses_seeds(self) -> None:
-        self._refused = CannotTrace(f"it seeds the random numbers: {_FOR_GOOD}")
+    def refuses(self, what: str) -> None:
+        self._refused = CannotTrace(what)
         raise self._refused
 
     def keeps(self, tensor: torch.Tensor) -> None:
@@ -157,7 +155,7 @@ class _NoSeeds:
         if name not in ("manual_seed", "seed", "set_state") or self._thread != threading.get_ident():
             return getattr(self._own, name)
         if name != "set_state":
-            self._watch.refuses_seeds()
+            self._watch.refuses(f"it seeds the random numbers: {_FOR_GOOD}")
         self._watch.seeded = True
         return lambda state: self._own
 
@@ -175,6 +173,8 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS and args:
             self._watch.refuses_reading(args[0])
+        if func == _data.__set__:
+            self._watch.refuses(_MOVING)
         if self._watch.refuse_gradients and func in _GRADIENT and isinstance(args[0], FakeTensor):
             raise CannotTrace("it looks at .grad while an argument has a gradient from before")
         with torch._C.DisableTorchFunction():
@@ -196,6 +196,8 @@ class _Operations(TorchDispatchMode):
     ) -> Any:
         if func is _aten._local_scalar_dense.default:
             self._watch.refuses_reading(args[0])
+        if func.overloadpacket in _MOVES:
+            self._watch.refuses(_MOVING)
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         for one in tensors:
             self._watch.sees(one)
