@@ -7,9 +7,8 @@ modes are the same. What a function takes from outside its arguments is watched 
 
 from __future__ import annotations
 
-import enum
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,24 +16,26 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx import Node
 from torch.utils import _device
-from torch.utils._pytree import tree_leaves
 
 from manyhands import tree
 from manyhands.backends import torch_trace
 from manyhands.backends.torch_copies import has_no_gaps
 from manyhands.backends.torch_outside import Outside
+from manyhands.backends.torch_refuse import (
+    BY_VALUE,
+    must_be_done,
+    must_be_fresh,
+    must_be_plain,
+    must_hold_the_same,
+    must_not_be_changed,
+)
 from manyhands.backends.torch_split import split
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks, only_hooks, only_known_functions
 from manyhands.backends.torch_watch import Watch
 from manyhands.backends.torch_why import why
 from manyhands.errors import CannotTrace
-
-_OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
-BY_VALUE = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_SAME_OBJECT = (nn.Module, torch.optim.Optimizer, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ MODES = (
     "cudnn_sdp()",
     "any_autocast() and (is_autocast('cuda') and autocast_dtype('cuda'), is_autocast('cpu') and autocast_dtype('cpu'), "
     "remembers_casts())",
+    "anomaly()",
     "device.CURRENT_DEVICE",
     "forward_ad._current_level",
     "functorch_level()",
@@ -185,6 +187,7 @@ MODE_NAMES: dict[str, Any] = {
     "is_autocast": torch.is_autocast_enabled,
     "autocast_dtype": torch.get_autocast_dtype,
     "remembers_casts": torch.is_autocast_cache_enabled,
+    "anomaly": torch.is_anomaly_enabled,
     "device": _device,
     "forward_ad": forward_ad,
     "functorch_level": torch._C._functorch.maybe_current_level,
@@ -204,6 +207,8 @@ def _why_plain() -> str | None:
         return "it is called by a transformation (torch.func, forward-mode derivatives)"
     if torch._C._get_tracing_state() is not None:
         return "it is called while torch.jit traces"
+    if torch.is_anomaly_enabled():
+        return "torch.autograd.detect_anomaly() is to see every derivative"
     if _capturing():
         return "it is called while a CUDA graph is captured, which has no room for another one"
     return None
@@ -246,7 +251,7 @@ def _drawn(tensor: torch.Tensor) -> torch.Tensor:
 
 def trace(function: Callable[..., Any], one: Call) -> Trace:
     """Trace the function for calls of this signature."""
-    _must_be_plain(one)
+    must_be_plain(one.tensors, one.others, shared=one.signature[2])
     outside = Outside(function, one.others)
     if (reason := _why_plain()) is not None:
         raise CannotTrace(reason)
@@ -255,10 +260,13 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
     recorded = [tensor.requires_grad for tensor in one.tensors]
 
     def flat(*tensors: torch.Tensor) -> Any:
-        arguments, keywords = one.rebuild(tensors)
-        result = function(*arguments, **keywords)
-        _must_be_done(result)
-        _must_not_be_changed(tensors, recorded)
+        given = one.rebuild(tensors)
+        before = tree.flatten(given)
+        with _same_modes():
+            result = function(*given[0], **given[1])
+        must_be_done(result)
+        must_not_be_changed(tensors, recorded)
+        must_hold_the_same(before, tree.flatten(given))
         return result
 
     try:
@@ -273,7 +281,7 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
     found = split(found)
     if watch.seeded and any(step.task.token is not None for step in found.steps):
         raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
-    _must_be_fresh(found)
+    must_be_fresh(found)
     constants = {id(value): value for value in found.constant_values()}
     for tensor in constants.values():
         outside.add_address(tensor, "a tensor from outside")
@@ -283,6 +291,25 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
     return found
 
 
+@contextmanager
+def _same_modes() -> Iterator[None]:
+    """Refuse what changes PyTorch's settings and leaves it at that: a plan would not. They are put back."""
+    before = modes()
+    recorded, threads, dtype = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        if changed := modes() != before:
+            torch.set_grad_enabled(recorded)
+            torch.set_num_threads(threads)
+            torch.set_default_dtype(dtype)
+    if changed:
+        raise CannotTrace(
+            "it changes a setting of PyTorch (torch.set_grad_enabled(...), torch.set_num_threads(...)) that lasts "
+            "longer than the call: it is run as it is; set it outside, or with a 'with' inside"
+        )
+
+
 def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What is traced instead of the arguments; those on virtual devices are fake tensors that say so."""
     mode = FakeTensorMode(allow_non_fake_inputs=True) if any(isinstance(t, VirtualTensor) for t in tensors) else None
@@ -290,6 +317,8 @@ def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in tensors:
         if mode is None:
             made = tensor.detach()
+            if type(tensor) is nn.Parameter:  # the function may ask what it is
+                made = nn.Parameter(made, requires_grad=False)
         elif isinstance(tensor, VirtualTensor):
             form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             made = FakeTensor(mode, form, tensor.device)
@@ -297,48 +326,3 @@ def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             made = mode.from_tensor(tensor.detach())
         found.append(made.requires_grad_(tensor.requires_grad))
     return found
-
-
-def _must_be_plain(one: Call) -> None:
-    if one.signature[2]:
-        raise CannotTrace("two of the arguments share memory")
-    for tensor in one.tensors:
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
-            raise CannotTrace(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
-    for leaf in one.others:
-        if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)):
-            raise CannotTrace(f"an argument is a {type(leaf).__name__}: its content may change without being noticed")
-
-
-def _must_be_done(result: Any) -> None:
-    for leaf in tree_leaves(result):
-        if not isinstance(leaf, (torch.Tensor, *BY_VALUE)):
-            raise CannotTrace(
-                f"a result is a {type(leaf).__name__}, made by the function itself: give back tensors and numbers "
-                "in lists, tuples and dicts"
-            )
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-            raise CannotTrace(
-                "a result carries gradients that are to be computed later: compute them inside the function "
-                "(loss.backward(), torch.autograd.grad), or call it under torch.no_grad()"
-            )
-
-
-def _must_not_be_changed(stand_ins: Sequence[torch.Tensor], recorded: Sequence[bool]) -> None:
-    """``recorded`` says which of the arguments require gradients."""
-    for stand_in, before in zip(stand_ins, recorded, strict=True):
-        if stand_in.requires_grad != before:
-            raise CannotTrace("it changes requires_grad of an argument")
-        if stand_in.is_leaf and stand_in.grad is not None:
-            raise CannotTrace(
-                "backward() reaches an argument and would put a gradient into it: use torch.autograd.grad, or take the "
-                "tensor from outside (a closure, a module)"
-            )
-
-
-def _must_be_fresh(found: Trace) -> None:
-    taken = {memory for node in [*found.inputs, *found.constants] for memory in found.storages[node]}
-    count = len(found.outputs) - sum(there for _, there in found.gradients)
-    for value in found.outputs[:count]:
-        if isinstance(value, Node) and found.storages[value] & taken:
-            raise CannotTrace("a result is one of the arguments or a tensor from outside, or shares its memory")

@@ -37,6 +37,7 @@ from torch._C._dynamo.guards import TensorGuards
 
 from manyhands.backends import torch_call
 from manyhands.backends.torch_call import Call
+from manyhands.backends.torch_refuse import BY_VALUE
 
 Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
 
@@ -106,7 +107,7 @@ class _Writer:
         elif type(value) in _EXACT:
             known = self._name(value)
             self._refuse_if(f"{name} is not {known} and (type({name}) is not type({known}) or {name} != {known})")
-        elif isinstance(value, torch_call.BY_VALUE):
+        elif isinstance(value, BY_VALUE):
             known = self._name(value)
             other = f"type({name}) is not type({known}) or repr({name}) != {self._name(repr(value))}"
             self._refuse_if(f"{name} is not {known} and ({other})")

@@ -35,6 +35,9 @@ _READING = (
     "so, make it with fused=True or capturable=True)"
 )
 _FOR_GOOD = "it is run as it is"
+_TEXTS = {"__repr__", "__format__"}
+_TEXT = f"it makes a text of a tensor's numbers, which are not known yet: {_FOR_GOOD}"
+_OFFSET = f"it asks where in its memory a tensor begins, which may be elsewhere at the next call: {_FOR_GOOD}"
 _data: Any = torch.Tensor.data
 _MOVES = {_aten.set_, _aten.resize_, _aten.resize_as_}  # give a tensor other memory: a real one would get a made-up one
 _MOVING = "it gives a tensor other memory (w.data = ..., w.set_(...)): write to the memory that it has, w.copy_(...)"
@@ -173,6 +176,10 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS and args:
             self._watch.refuses_reading(args[0])
+        if name in _TEXTS:
+            self._watch.refuses(_TEXT)
+        if name == "storage_offset":
+            self._watch.refuses(_OFFSET)
         if func == _data.__set__:
             self._watch.refuses(_MOVING)
         if self._watch.refuse_gradients and func in _GRADIENT and isinstance(args[0], FakeTensor):
@@ -196,6 +203,8 @@ class _Operations(TorchDispatchMode):
     ) -> Any:
         if func is _aten._local_scalar_dense.default:
             self._watch.refuses_reading(args[0])
+        if torch.is_anomaly_enabled():
+            self._watch.refuses(f"torch.autograd.detect_anomaly() is to see every derivative: {_FOR_GOOD}")
         if func.overloadpacket in _MOVES:
             self._watch.refuses(_MOVING)
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]

@@ -67,3 +67,114 @@ def test_a_layer_without_a_form_is_planned_when_it_has_one() -> None:
     for _ in range(3):
         assert torch.equal(fast(X), layer(X))
     assert "synchronous" in fast.explain()
+
+
+# Lists and dicts that are arguments
+
+
+def appends(batch: dict[str, Any]) -> torch.Tensor:
+    batch["log"].append(batch["x"].sum())
+    return batch["x"] * 2
+
+
+def adds(batch: dict[str, Any]) -> torch.Tensor:
+    batch["y"] = batch["x"] + 1
+    return batch["y"] * 2
+
+
+def takes_out(batch: dict[str, Any]) -> torch.Tensor:
+    return batch.pop("x") * 2  # type: ignore[no-any-return]
+
+
+def replaces(batch: dict[str, Any]) -> torch.Tensor:
+    batch["x"] = batch["x"] * 2
+    return batch["x"] + 1
+
+
+@pytest.mark.parametrize("way", [appends, adds, takes_out, replaces])
+def test_what_is_put_into_an_argument_is_there(way: Callable[..., Any]) -> None:
+    fast = planned(way)
+    for number in range(3):
+        own, plain = {"x": X + number, "log": []}, {"x": X + number, "log": []}
+        assert torch.equal(fast(own), way(plain))
+        assert own.keys() == plain.keys()
+        for one, other in zip(own["log"], plain["log"], strict=True):  # type: ignore[arg-type]
+            assert torch.equal(one, other)
+        if "x" in plain:
+            assert torch.equal(own["x"], plain["x"])  # type: ignore[arg-type]
+    assert "a list or dict that it was given" in fast.explain()
+
+
+# What a function asks of tensors, and what its results are
+
+
+def test_results_that_are_to_get_gradients() -> None:
+    for way in (lambda x: (x * 2).requires_grad_(), lambda x: nn.Parameter(x * 2, requires_grad=False)):
+        fast = planned(way)
+        for _ in range(2):
+            own, plain = fast(X), way(X)
+            assert torch.equal(own, plain)
+            assert (type(own), own.requires_grad) == (type(plain), plain.requires_grad)
+
+
+def test_texts_have_numbers_in_them() -> None:
+    for way in (lambda x: (x + 1, str(x.sum())), lambda x: (x + 1, f"{x.sum()}"), lambda x: (x + 1, f"{x.sum():.3f}")):
+        fast = planned(way)
+        for number in range(3):
+            assert fast(X + number)[1] == way(X + number)[1]
+
+
+def test_a_tensor_may_begin_elsewhere_in_its_memory() -> None:
+    numbers = torch.arange(40.0)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.as_strided(x, (2, 2), (1, 1), x.storage_offset() + 1) * 1
+
+    fast = planned(function)
+    for start in (0, 3, 6):
+        assert torch.equal(fast(numbers[start : start + 9]), function(numbers[start : start + 9]))
+
+
+def test_a_parameter_is_a_parameter_inside() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.detach() * (2 if isinstance(x, nn.Parameter) else 3)
+
+    fast = planned(function)
+    for x in (nn.Parameter(X), X, nn.Parameter(X)):
+        assert torch.equal(fast(x), function(x))
+    assert "synchronous" in fast.explain()
+
+
+# Settings of PyTorch
+
+
+@pytest.mark.parametrize("way", [lambda: torch.set_grad_enabled(False), lambda: torch.set_num_threads(1)])
+def test_a_setting_that_lasts_is_made_at_every_call(way: Callable[[], Any]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        way()
+        return x.detach() * 2
+
+    fast, threads = planned(function), torch.get_num_threads()
+    for _ in range(3):
+        torch.set_num_threads(2)
+        with torch.enable_grad():
+            fast(X)
+            assert not torch.is_grad_enabled() or torch.get_num_threads() == 1
+    torch.set_num_threads(threads)
+    assert "a setting of PyTorch" in fast.explain()
+
+
+def test_anomalies_are_found() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad((y.sqrt() * 0).sum(), y)[0]
+
+    fast = planned(function)
+    for _ in range(2):
+        fast(torch.zeros(3))
+    with (
+        pytest.warns(UserWarning, match="nomaly|Error detected"),
+        pytest.raises(RuntimeError, match="nan"),
+        torch.autograd.detect_anomaly(),
+    ):
+        fast(torch.zeros(3))
