@@ -17,6 +17,11 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+# Special methods that no operator, loop or attribute calls on an object that is there already.
+_NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__hash__"}
+_NOT_CALLED |= {"__getstate__", "__setstate__", "__init_subclass__", "__class_getitem__", "__sizeof__", "__dir__"}
+_MAKING = ("__new__", "__init__", "__post_init__")  # what calling a class calls
+
 
 def words_of(code: types.CodeType) -> list[str]:
     """All words that a function's code, and the functions inside it, may look up: globals and attributes."""
@@ -32,7 +37,8 @@ def members(
 ) -> Iterator[tuple[type, str, Any]]:
     """What these classes of the user's, and those that they inherit from, have under these words: (owner, word, it).
 
-    Each once; classes and words that are added meanwhile are followed, too.
+    Methods behind operators (``table[0]`` calls ``__getitem__``), which no word names, are among them. Each once;
+    classes and words that are added meanwhile are followed, too.
     """
     done: set[tuple[type, str]] = set()
     while new := [one for one in _members(classes, words, is_foreign) if one[:2] not in done]:
@@ -46,8 +52,29 @@ def _members(
 ) -> Iterator[tuple[type, str, Any]]:
     for owner in dict.fromkeys(owner for one in classes for owner in one.__mro__ if not is_foreign(owner)):
         for word, content in list(vars(owner).items()):
-            if word in words and not isinstance(content, (type, types.ModuleType)):
+            if (word in words or _is_operator(word, content)) and not isinstance(content, (type, types.ModuleType)):
                 yield owner, word, content
+
+
+def _is_operator(word: str, content: Any) -> bool:
+    special = word.startswith("__") and word.endswith("__") and word not in _NOT_CALLED
+    return special and isinstance(function_behind(content), types.FunctionType)
+
+
+def making(one: type, is_foreign: Callable[[Any], bool]) -> Iterator[tuple[type, str, Any]]:
+    """What is called when an object of this class is made: (owner, word, it)."""
+    for owner in one.__mro__:
+        for word in _MAKING if not is_foreign(owner) else ():
+            if word in vars(owner):
+                yield owner, word, vars(owner)[word]
+
+
+def modules_named(words: Collection[str], package: str | None) -> Iterator[tuple[str, types.ModuleType]]:
+    """The modules that code with these words may import when it runs: ``from settings import SCALE``."""
+    for word in words:
+        for name in (word, f"{package}.{word}"):
+            if (found := sys.modules.get(name)) is not None:
+                yield word, found
 
 
 def function_behind(content: Any) -> Any:

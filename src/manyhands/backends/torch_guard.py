@@ -28,7 +28,7 @@ class Fact:
     """Where to look, what was there, and how to say it."""
 
     name: str
-    kind: str  # item, attribute, cell, length, content, hooks, form, address, gradient
+    kind: str  # item, attribute, cell, length, content, whole, hooks, form, address, gradient
     holder: Any
     key: Any = None
     value: Any = None
@@ -64,6 +64,8 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
         hooks = [name(one) for one in fact.holder]
         counted = " + ".join(f"len({one})" for one in hooks)
         return f"{counted} == {fact.value}" if fact.value else f"not ({' or '.join(hooks)})"
+    if fact.kind == "whole":  # what is the same object is not compared further
+        return f"{holder} == {name(fact.value)}"
     if fact.kind == "content":
         return f"{name(fact.key)}({holder}) == {name(fact.value)}"
     if fact.kind == "form":

@@ -6,8 +6,8 @@ address, the optimizer's ``lr`` is 0.1. Three uses: after tracing, a fact that n
 changes Python state, and it is put back; before every call, all facts together are the guard of the plan (one generated
 expression, tens of nanoseconds a fact); and what changes at every call is named to the user.
 
-Not seen: attributes of installed modules, what PyTorch's own layers know besides plain values, elements of lists and
-arrays longer than ``_LONG``, and what is reached only through C code.
+Not seen: attributes of installed modules, what PyTorch's own layers know besides settings, what is inside the elements
+of lists and dicts longer than ``_LONG`` (that they are the same is seen), and what is reached only through C code.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from manyhands.backends.torch_guard import PLAIN, Fact, compiled
+from manyhands.backends.torch_spaces import Spaces, is_cache
 from manyhands.errors import CannotTrace, NotYet
-from manyhands.reach import function_behind, members, why_unwatched, words_of
+from manyhands.reach import function_behind, making, members, modules_named, why_unwatched, words_of
 
 # What PyTorch's layers are made with, and say afterwards: the shapes of their parameters, which are watched.
 _AS_MADE = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "transposed", "groups"}
 _AS_MADE |= {"affine", "padding_mode", "return_indices", "ceil_mode"}
+_SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
 _OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_ALL = [getattr(nn.modules.module, f"_global{word}") for word in _HOOKS]
+_CALLED = ("forward", "backward", "setup_context", "jvp", "vmap", "__call__")  # by PyTorch
+_WITH_STATE = ("torch.optim.", "torch.distributions.", "torch.amp.")  # PyTorch's objects that users keep and change
 _KNOWN = (sys.stdlib_module_names | {"manyhands"}) - {"__main__"}
 _LONG = 1000
+_MANY = 100_000
 _NOTHING = object()
 
 
@@ -48,7 +53,9 @@ class Outside:
         self._optimizer = self._in_module = False
         self._recorded = torch.is_grad_enabled()  # otherwise nobody asks for which tensors gradients are wanted
         self._addresses: set[int] = set()
-        self._words = {"forward", "__call__"}  # that the code seen so far looks up
+        self.spaces = Spaces()
+        self._words = set(_CALLED)  # and those that the code seen so far looks up
+        self._looked: set[tuple[int, str]] = set()  # what was looked up in which module
         self._classes: dict[type, None] = {}  # of objects that were seen, and those that were seen themselves
         self._visit(function, getattr(function, "__name__", "function"))
         for number, one in enumerate(arguments):
@@ -135,6 +142,11 @@ class Outside:
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self.add_address(value, name)
+            self._dict(vars(value), name)
+            self.spaces.space(vars(value), name)
+        elif is_cache(value):
+            self.spaces.cache(value, name)
+            self._visit(value.__wrapped__, name)
         elif isinstance(value, nn.Module):
             self._module(value, name)
         elif isinstance(value, torch.optim.Optimizer):
@@ -156,6 +168,10 @@ class Outside:
                 self._visit(part, name)
         elif not _is_foreign(type(value)):
             self._object(value, name)
+        elif str(type(value).__module__).startswith(_WITH_STATE):
+            self._dict(vars(value), name, whole=True)
+        elif (inner := getattr(value, "__wrapped__", None)) is not None:  # what parallel made of a function
+            self._visit(inner, name)
 
     def _object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
@@ -163,7 +179,11 @@ class Outside:
         for one in type(value).__mro__:
             slots = vars(one).get("__slots__", ())
             for word in (slots,) if isinstance(slots, str) else slots:
-                if (content := getattr(value, word, _NOTHING)) is not _NOTHING and not word.startswith("__"):
+                if word.startswith("__"):
+                    continue
+                if (content := getattr(value, word, _NOTHING)) is _NOTHING:
+                    self.spaces.empty(value, word, f"{name}.{word}")
+                else:
                     self._add(Fact(f"{name}.{word}", "attribute", value, word, content))
                     self._visit(content, f"{name}.{word}")
         self._class(type(value), name)
@@ -172,6 +192,8 @@ class Outside:
         """The numbers and words that a class of the user has for all its objects."""
         self._classes[one] = None
         for owner in one.__mro__:
+            if not _is_foreign(owner):
+                self.spaces.space(owner, owner.__name__)
             for word, content in list(vars(owner).items()) if not _is_foreign(owner) else ():
                 if isinstance(content, PLAIN) and not word.startswith("__") and wanted(word):
                     self._add(Fact(f"{name}.{word}", "attribute", owner, word, content))
@@ -181,34 +203,49 @@ class Outside:
             return
         names = words_of(function.__code__)
         self._words.update(names)
+        self.spaces.space(function.__globals__, "")
         for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
             except ValueError:  # not bound yet
+                self.spaces.empty(cell, "cell_contents", word)
                 continue
             self._add(Fact(word, "cell", cell, value=content, optimizer=self._optimizer))
             self._named(content, word, names)
         for word in names:
-            content = function.__globals__.get(word, _NOTHING)
-            if content is not _NOTHING and not isinstance(content, (types.ModuleType, type)):
-                self._add(Fact(word, "item", function.__globals__, word, content))
-            self._named(content, word, names)
+            self._item(function.__globals__, word, word, names)
+        for word, module in modules_named(
+            set(names) - function.__globals__.keys(), function.__globals__.get("__package__")
+        ):
+            self._named(module, word, names)
         self._visit(function.__defaults__, f"a default of {name}")
         self._visit(function.__kwdefaults__, f"a default of {name}")
         self._dict(vars(function), name, whole=True)
 
-    def _named(self, content: Any, word: str, names: Sequence[str]) -> None:
-        """What a word of a function's code stands for; of classes and modules, what other words may take from it."""
+    def _item(self, holder: dict[str, Any], word: str, name: str, names: Sequence[str]) -> None:
+        """What a word stands for among a module's globals; a class of the user's may be written anew, too."""
+        content = holder.get(word, _NOTHING)
+        fixed = isinstance(content, types.ModuleType) or (isinstance(content, type) and _is_foreign(content))
+        if content is not _NOTHING and not fixed:
+            self._add(Fact(name, "item", holder, word, content))
+        self._named(content, name, names)
+
+    def _named(self, content: Any, name: str, names: Sequence[str]) -> None:
+        """What a name in a function's code stands for; of classes and modules, what other words may take from it."""
         if isinstance(content, type):
-            self._class(content, word, names.__contains__)
+            self._class(content, name, names.__contains__)
+            for owner, word, method in making(content, _is_foreign):
+                self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, method))
+                self._visit(function_behind(method), f"{owner.__name__}.{word}")
         elif not isinstance(content, types.ModuleType):
-            self._visit(content, word)
+            self._visit(content, name)
         elif not _is_installed(content):
-            for inner in vars(content).keys() & set(names):
-                value = vars(content)[inner]
-                if not isinstance(value, (types.ModuleType, type)):
-                    self._add(Fact(f"{word}.{inner}", "item", vars(content), inner, value))
-                self._visit(value, f"{word}.{inner}")
+            self.spaces.space(vars(content), name)
+            for word in (vars(content).keys() & set(names)) - {
+                word for one, word in self._looked if one == id(content)
+            }:
+                self._looked.add((id(content), word))
+                self._item(vars(content), word, f"{name}.{word}", names)
 
     def _module(self, module: nn.Module, name: str) -> None:
         own = vars(module)
@@ -227,7 +264,7 @@ class Outside:
         if not foreign:
             self._class(type(module), name)
         for word, value in own.items():
-            if word in _OF_MODULES or (foreign and (word in _AS_MADE or not isinstance(value, PLAIN))):
+            if word in _OF_MODULES or (foreign and (word in _AS_MADE or not isinstance(value, _SETTINGS))):
                 continue
             self._add(Fact(f"{name}.{word}", "item", own, word, value))
             self._visit(value, f"{name}.{word}")
@@ -240,8 +277,10 @@ class Outside:
 
     def _sequence(self, value: Any, name: str) -> None:
         self._add(Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
-        if not isinstance(value, tuple) and len(value) <= _LONG:
+        if not isinstance(value, tuple):
             self._whole.append((value, list(value)))
+            if len(value) > _LONG:
+                self._add(Fact(f"the content of {name}", "whole", value, value=value.copy()))
         for number, one in enumerate(value if len(value) <= _LONG else ()):
             if not isinstance(value, tuple):
                 self._add(Fact(f"{name}[{number}]", "item", value, number, one, self._optimizer))
@@ -251,6 +290,8 @@ class Outside:
         if whole:
             self._add(Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
             self._whole.append((value, dict(value)))
+            if len(value) > _LONG:
+                self._add(Fact(f"the content of {name}", "whole", value, value=dict(value)))
         for key, one in list(value.items())[:_LONG]:
             label = f"{name}.{key}" if isinstance(key, str) else name
             self._add(Fact(label, "item", value, key, one, self._optimizer))
@@ -264,7 +305,12 @@ def _content_of(value: Any) -> Callable[[Any], Any] | None:
     if isinstance(value, bytearray):
         return bytes
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and type(value) is numpy.ndarray and value.size <= _LONG and not value.dtype.hasobject:
+    if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
+        if value.size > _MANY:
+            raise CannotTrace(
+                f"it reaches an array of NumPy with {value.size} numbers, too many to look at before every call: it is "
+                "run as it is; make a tensor of it (torch.from_numpy), which is read where it is"
+            )
         return numpy.ndarray.tobytes  # type: ignore[no-any-return]
     return None
 

@@ -52,6 +52,8 @@ class Watch:
         self.refuse_gradients = refuse_gradients
         self.seeded = False  # it sets the state of random numbers, as checkpointing does around what it does again
         self._fact: Any = None
+        self._made: str | None = None
+        self._filled: str | None = None
         self._refused: CannotTrace | None = None
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with their first gradient
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -100,19 +102,25 @@ class Watch:
         self._fact = self._outside.changed() if not self._outside.holds() else None
         if self._fact is not None:
             self._outside.put_back()
+        spaces = self._outside.spaces
+        self._made, self._filled = spaces.changed(), spaces.filled()
+        if self._made is not None or self._filled is not None:
+            spaces.put_back()
 
     def must_not_have_changed(self) -> None:
         """Refuse a function that changes Python state outside itself: replaying would not change it."""
         if self._refused is not None:  # also where the function itself has caught it
             raise self._refused
-        if self._fact is None:
-            return
-        if self._fact.optimizer:
+        if self._fact is not None and self._fact.optimizer:
             raise NotYet(
                 f"the optimizer changed {self._fact.name} in this call: state that is made at the first step is there "
                 "at the next call, which is planned; numbers that change at every step cannot be planned"
             )
-        raise CannotTrace(f"it changes {self._fact.name}, which is outside it: {_FOR_GOOD}")
+        changed = self._made if self._fact is None else self._fact.name
+        if changed is not None:
+            raise CannotTrace(f"it changes {changed}, which is outside it: {_FOR_GOOD}")
+        if self._filled is not None:
+            raise NotYet(f"{self._filled} remembers a result of this call: the next one is planned")
 
     def known(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Leaves from outside that were seen, with the gradient that they had."""

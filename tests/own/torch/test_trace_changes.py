@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections import deque
 from collections.abc import Callable
@@ -42,7 +43,36 @@ class Layer(nn.Module):
         return self.bend(self.inner(x)) * self._scale + self.shift  # type: ignore[no-any-return]
 
 
+class Table:
+    def __getitem__(self, word: str) -> float:
+        return SCALES[word]
+
+    def __getattr__(self, word: str) -> float:
+        if word == "big":
+            return SCALES[word]
+        raise AttributeError(word)
+
+
+class Made:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x * SCALES["made"]
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * SCALES["derived"]
+
+
+SCALES = dict.fromkeys(("item", "big", "made", "derived"), 2.0)
 settings = types.ModuleType("settings")
+settings.part = types.ModuleType("settings.part")  # type: ignore[attr-defined]
+settings.part.scale = 2.0
+sys.modules.setdefault("settings_of_a_test", settings)
 settings.scale = 2.0  # type: ignore[attr-defined]
 
 
@@ -50,9 +80,35 @@ def twice(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 2
 
 
+def imports(x: torch.Tensor) -> torch.Tensor:
+    from settings_of_a_test import part  # type: ignore[import-not-found]
+
+    return x * part.scale  # type: ignore[no-any-return]
+
+
+def derives(x: torch.Tensor) -> torch.Tensor:
+    y = x.detach().requires_grad_()
+    return torch.autograd.grad(Twice.apply(y).sum(), y)[0]  # type: ignore[no-untyped-call, no-any-return]
+
+
+def written_anew() -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """A class that is defined again, as in a notebook."""
+    source = "class Scale:\n    def of(self, x): return x * {}\ndef function(x): return Scale().of(x)"
+    names = {"__name__": "notebook"}
+    exec(source.format(2), names)
+    return names["function"], lambda: exec(source.format(3).partition("def function")[0], names)  # type: ignore[return-value]
+
+
 def cases() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     """For each a function and what changes between two of its calls."""
     array, some, queue, slotted = numpy.array([2.0]), {1}, deque([2.0]), Slotted()
+    long, large, many = [2.0] * 2000, numpy.full(2000, 2.0), dict.fromkeys(range(2000), 2.0)
+    table, convolution, encoder = Table(), nn.Conv2d(1, 1, 3, padding=1), nn.TransformerEncoderLayer(4, 2, 8, 0.0)
+    convolution.requires_grad_(False)
+    encoder.requires_grad_(False)
+    optimizer = torch.optim.SGD([nn.Parameter(X)], lr=2.0)
+    rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    inner = Parallel(lambda x: x * queue[0], torch_parallel)
     one, wide, layer = Settings(), torch.arange(8.0).view(2, 4), Layer().requires_grad_(False)
     return {
         "an array": (lambda x: x * float(array[0]), lambda: array.__setitem__(0, 3.0)),
@@ -68,6 +124,20 @@ def cases() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
         "a layer's class": (layer, lambda: setattr(Layer, "shift", Layer.shift + 1)),
         "a setting of PyTorch's layer": (layer, lambda: setattr(layer.bend, "negative_slope", 0.5)),
         "a hook": (layer, lambda: layer.inner.register_forward_hook(twice)),
+        "what an item is": (lambda x: x * table["item"], lambda: SCALES.update(item=3.0)),
+        "what an attribute is": (lambda x: x * table.big, lambda: SCALES.update(big=3.0)),
+        "what an object is made with": (lambda x: Made(x).x, lambda: SCALES.update(made=3.0)),
+        "a derivative": (derives, lambda: SCALES.update(derived=3.0)),
+        "a module in a module": (lambda x: x * settings.part.scale, lambda: setattr(settings.part, "scale", 3.0)),
+        "a module that is imported inside": (imports, lambda: setattr(settings.part, "scale", 4.0)),
+        "a class that is written anew": written_anew(),
+        "an element of a long list": (lambda x: x * long[1500], lambda: long.__setitem__(1500, 3.0)),
+        "an element of a long dict": (lambda x: x * many[1500], lambda: many.__setitem__(1500, 3.0)),
+        "a large array": (lambda x: x * float(large.sum()), lambda: large.__setitem__(1500, 3.0)),
+        "a layer's stride": (lambda x: convolution(x[None]), lambda: setattr(convolution, "stride", (2, 2))),
+        "a layer's function": (lambda x: encoder(x[None]), lambda: setattr(encoder, "activation", torch.sigmoid)),
+        "a scheduler": (lambda x: x * rates.get_last_lr()[0], lambda: (optimizer.step(), rates.step())),
+        "a planned function's": (lambda x: inner(x) + 1, lambda: queue.__setitem__(0, 4.0)),
     }
 
 

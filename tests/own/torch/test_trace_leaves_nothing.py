@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -178,3 +180,79 @@ def test_anomalies_are_found() -> None:
         torch.autograd.detect_anomaly(),
     ):
         fast(torch.zeros(3))
+
+
+# What a function makes outside itself
+
+
+class Slotted:
+    __slots__ = ("last",)
+
+
+def places() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
+    """For each a function that leaves a sum somewhere, where nothing was, and what is there."""
+    names: dict[str, Any] = {"__name__": "of_the_user"}
+    exec("def function(x):\n    global last\n    last = x.sum()\n    return x * 2", names)
+    kind, module, slotted, tensor = type("Kind", (), {}), types.ModuleType("notes"), Slotted(), torch.ones(4)
+
+    def leaves_in(holder: Any) -> tuple[Callable[..., Any], Callable[[], Any]]:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            holder.last = x.sum()
+            return x * 2
+
+        return function, lambda: getattr(holder, "last", None)
+
+    def leaves_in_a_closure() -> tuple[Callable[..., Any], Callable[[], Any]]:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            nonlocal last
+            last = x.sum()
+            return x * 2
+
+        def look() -> Any:
+            return last
+
+        if X is None:  # it is bound in this function, but to nothing
+            last = None
+        return function, look
+
+    return {
+        "a global": (names["function"], lambda: names.get("last")),
+        "a class": leaves_in(kind),
+        "a module": leaves_in(module),
+        "a slot": leaves_in(slotted),
+        "a tensor": leaves_in(tensor),
+        "a closure": leaves_in_a_closure(),
+    }
+
+
+@pytest.mark.parametrize("name", places())
+def test_what_is_made_outside_is_made_at_every_call(name: str) -> None:
+    function, look = places()[name]
+    fast = planned(function)
+    for number in range(3):
+        assert torch.equal(fast(X + number), function(X + number))
+        fast(X + number)
+        assert type(look()) is torch.Tensor
+        assert torch.equal(look(), (X + number).sum())
+    assert "last" in fast.explain()
+
+
+def test_numbers_that_a_tensor_carries_are_seen() -> None:
+    weight: Any = torch.ones(4)
+    weight.scale = 2.0
+    fast = planned(lambda x: x * weight * weight.scale)
+    for weight.scale in (2.0, 2.0, 3.0):
+        assert torch.equal(fast(X), X * weight.scale)
+    assert "synchronous" in fast.explain()
+
+
+def test_a_cache_never_holds_what_is_made_up() -> None:
+    @functools.lru_cache
+    def mask(size: int) -> torch.Tensor:
+        return torch.tril(torch.ones(size, size))
+
+    fast = planned(lambda x: x * mask(len(x)))
+    for _ in range(3):
+        assert torch.equal(fast(X), X.tril())
+        assert type(mask(4)) is torch.Tensor
+    assert "synchronous" in fast.explain()
