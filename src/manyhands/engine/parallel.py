@@ -12,11 +12,11 @@ import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from manyhands.engine import draw, explain, fused, futures, parallel_cpu, parallel_gpu
+from manyhands.engine import draw, explain, fused, futures, newcomers, parallel_cpu, parallel_gpu
 from manyhands.engine.arguments import must_allow_memory, must_be_function
 from manyhands.engine.costs import costs
 from manyhands.engine.effects import Effects
@@ -66,6 +66,7 @@ class Parallel:
         self.synchronous = synchronous
         self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
         self._plannings: dict[Any, int] = {}
+        self._newcomers = newcomers.Newcomers()
         self._last: Planned | None = None
         self._recent: tuple[Planned, ...] = ()  # those that are asked first whether they know a call
 
@@ -74,11 +75,16 @@ class Parallel:
             tensors = planned.fits(arguments, keywords)  # type: ignore[misc]
             if tensors is not None and planned.holds():
                 self._last = planned
+                planned.used = True
                 return planned.run(tensors, arguments, keywords)
         call = self.backend.call(arguments, keywords)
         variants = self._planned.get(call.signature, ())
-        planned = next((one for one in variants if one.holds()), None) or self._plan_anew(call)
-        self._last = planned
+        known = next((one for one in variants if one.holds()), None)
+        if known is not None:
+            known.used = True
+            with suppress(KeyError):  # another thread may just have thrown it away
+                self._planned.move_to_end(call.signature)
+        self._last = planned = known or self._plan_anew(call)
         if not planned.again:
             self._remember(planned, call)
         return planned.run(*call.given)
@@ -95,6 +101,8 @@ class Parallel:
             self._recent = (planned, *others[: _RECENT - 1])
 
     def _plan_anew(self, call: Any) -> Planned:
+        if call.signature not in self._planned and not self._newcomers.is_worth_it(call.signature):
+            return Planned(self._plainly, notes=[newcomers.REASON], again=True)
         count = self._plannings[call.signature] = self._plannings.get(call.signature, 0) + 1
         if count <= _PLANNINGS:
             planned = self._plan(call)
@@ -106,8 +114,9 @@ class Parallel:
             variants.append(planned)
             del variants[:-_VARIANTS]
             if len(self._planned) > _SIGNATURES:
-                gone, _ = self._planned.popitem(last=False)
-                del self._plannings[gone]
+                gone, plans = self._planned.popitem(last=False)
+                self._plannings.pop(gone, None)
+                self._newcomers.thrown_away(used=any(one.used for one in plans))
         return planned
 
     # Telling

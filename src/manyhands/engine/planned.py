@@ -32,6 +32,7 @@ class Planned:
     # Whether what the function takes from outside its arguments is as it was.
     holds: Callable[[], bool] = lambda: True
     again: bool = False  # plan anew at the next call
+    used: bool = False  # by another call than the one that it was made for
     costed: Costed | None = None
     footprint: Footprint | None = None
     peaks: Peaks | None = None
