@@ -63,12 +63,22 @@ def measured(found: Trace, number: int, device: Gpus | None) -> tuple[float, flo
     try:
         if device is None or step.task.device == "cpu":
             with no_hooks():
-                return _on_cpu(step)
+                return None if _takes_notes(step) else _on_cpu(step)
         if all(0 <= memory < 1 << 20 for memory in step.task.writes):
             return 0.0, 0.0  # a view: it makes a handle (torch_trace), and writes to no memory
         return None if step.task.kind != "compute" else _on_gpu(step, _gpu(step))
     except Exception:  # an operation that does not take made-up numbers
         return None
+
+
+def _takes_notes(step: Step) -> bool:
+    """Whether it reads what another operation has noted for it, in bytes that nobody else understands.
+
+    How many they are is not known to a trace, and with made-up ones an operation (the backward pass of an LSTM) would
+    read where there is no memory.
+    """
+    made = [one.meta.get("val") for one in step.node.all_input_nodes if one.op == "call_function"]
+    return any(isinstance(one, torch.Tensor) and one.dtype is torch.uint8 and not one.numel() for one in made)
 
 
 def _gpu(step: Step) -> torch.device:

@@ -78,7 +78,7 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
     if fact.kind == "gradient":
         now = f"{holder}.grad is not None" if fact.value is ... else f"{holder}.grad is {name(fact.value)}"
         hooked = f"{holder}._backward_hooks or {holder}._post_accumulate_grad_hooks"
-        return f"{now} and {holder}.requires_grad and not ({hooked})"
+        return f"{now} and {holder}.requires_grad is {fact.key} and not ({hooked})"
     inner = {"cell": ".cell_contents", "attribute": f".{fact.key}"}
     now = holder + (inner[fact.kind] if fact.kind in inner else f"[{name(fact.key)}]")
     if isinstance(fact.value, PLAIN) and fact.value is not None and not isinstance(fact.value, bool):

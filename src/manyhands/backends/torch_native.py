@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # Updates of all weights of an optimizer, in place; their arguments begin with the weights and the gradients.
 FUSED_UPDATES = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_adagrad_.")
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
+_aten = torch.ops.aten
 _MANY = 4096
 _known: dict[Any, Callable[..., Any]] = {}
 
@@ -31,6 +32,8 @@ def native(node: Node) -> Callable[..., Any]:
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     if str(target).startswith(FUSED_UPDATES):
         return _of_any_layout(target)
+    if target is _aten.mkldnn_rnn_layer.default:
+        return _recurrent_layer
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not _is_simple(node):
         return target
     key = node_key(node)
@@ -62,6 +65,13 @@ def _laid_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if all(size == 1 or one == other for size, one, other in zip(weight.shape, here, there, strict=True)):
         return gradient.as_strided(weight.shape, there)
     return torch.empty_like(weight).copy_(gradient)
+
+
+def _recurrent_layer(*arguments: Any, **named: Any) -> tuple[Any, ...]:
+    """A layer of an LSTM on the CPU: it notes what its backward pass needs only where gradients are recorded."""
+    with torch.enable_grad():
+        results = _aten.mkldnn_rnn_layer.default(*arguments, **named)
+    return tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in results)
 
 
 def into_memory(node: Node) -> Callable[..., Any]:

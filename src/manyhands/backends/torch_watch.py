@@ -29,10 +29,10 @@ _aten = torch.ops.aten
 # What turns a tensor into Python values without an operation that a trace would see.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _grad: Any = torch.Tensor.grad
-_GRADIENT = (_grad.__get__, _grad.__set__)
+_GRADIENT = (_grad.__get__, _grad.__set__, _grad.__delete__)
 _READING = (
     "it reads numbers of a tensor from outside, as .item() does: they may be others next time (where an optimizer does "
-    "so, make it with fused=True or capturable=True)"
+    "so, as Adam its count of steps, make it with fused=True, or on a GPU with capturable=True)"
 )
 _FOR_GOOD = "it is run as it is"
 _TEXTS = {"__repr__", "__format__"}
@@ -140,6 +140,12 @@ class Watch:
         elif torch.is_grad_enabled():
             raise CannotTrace(f"gradients would flow into a tensor that was computed outside: {_FOR_GOOD}")
 
+    def sees_gradient(self, tensor: torch.Tensor) -> None:
+        """Its gradient is asked for, set or taken away; a frozen weight may have one, too."""
+        self.sees(tensor)
+        if not isinstance(tensor, FakeTensor) and tensor.is_leaf:
+            self._before.setdefault(id(tensor), (tensor, tensor.grad))
+
     def refuses_reading(self, tensor: object) -> None:
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
             self.refuses(_READING)
@@ -193,6 +199,8 @@ class _Functions(TorchFunctionMode):
         if self._watch.refuse_gradients and func in _GRADIENT and isinstance(args[0], FakeTensor):
             raise CannotTrace("it looks at .grad while an argument has a gradient from before")
         with torch._C.DisableTorchFunction():
+            if func in _GRADIENT:
+                self._watch.sees_gradient(args[0])
             for one in tree_leaves((args, kwargs)):
                 if isinstance(one, torch.Tensor):
                     self._watch.sees(one)

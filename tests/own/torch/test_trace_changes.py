@@ -183,6 +183,29 @@ def test_a_frozen_parameter_gets_no_gradient() -> None:
     assert layer.weight.grad is not None
 
 
+def test_a_frozen_parameter_loses_its_old_gradient() -> None:
+    """An optimizer takes it away from all of its weights, and would move one that kept it."""
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = layer(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    fast = Parallel(step, torch_parallel, synchronous=True)
+    for number in range(6):
+        frozen = number % 2 == 1
+        layer.weight.requires_grad_(not frozen)
+        before = layer.weight.detach().clone()
+        fast(X)
+        assert (layer.weight.grad is None) == frozen
+        assert torch.equal(layer.weight, before) == frozen
+    assert "synchronous" in fast.explain()
+
+
 def test_hooks_of_tensors_are_called_at_every_step() -> None:
     layer, fast = training()
     for _ in range(2):
