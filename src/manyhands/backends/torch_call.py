@@ -30,6 +30,7 @@ from manyhands.backends.torch_refuse import (
     must_hold_the_same,
     must_not_be_changed,
 )
+from manyhands.backends.torch_results import opened
 from manyhands.backends.torch_split import split
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks, only_hooks, only_known_functions
@@ -263,7 +264,7 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
         given = one.rebuild(tensors)
         before = tree.flatten(given)
         with _same_modes():
-            result = function(*given[0], **given[1])
+            result = opened(function(*given[0], **given[1]))
         must_be_done(result)
         must_not_be_changed(tensors, recorded)
         must_hold_the_same(before, tree.flatten(given))

@@ -239,7 +239,7 @@ class Outside:
                 self._visit(function_behind(method), f"{owner.__name__}.{word}")
         elif not isinstance(content, types.ModuleType):
             self._visit(content, name)
-        elif not _is_installed(content):
+        elif not is_installed(content):
             self.spaces.space(vars(content), name)
             for word in (vars(content).keys() & set(names)) - {
                 word for one, word in self._looked if one == id(content)
@@ -315,8 +315,10 @@ def _content_of(value: Any) -> Callable[[Any], Any] | None:
     return None
 
 
-def _is_installed(module: types.ModuleType) -> bool:
+def is_installed(module: types.ModuleType | None) -> bool:
     """Whether a module is Python's own or of a package, which nobody changes."""
+    if module is None:
+        return False
     file = str(getattr(module, "__file__", None) or "")
     root = module.__name__.partition(".")[0]
     return root in _KNOWN or "site-packages" in file or "dist-packages" in file

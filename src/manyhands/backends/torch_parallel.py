@@ -30,6 +30,7 @@ from manyhands.backends.torch_fuse import fuse
 from manyhands.backends.torch_graph_run import GraphRun, only_tried
 from manyhands.backends.torch_lanes import Plan, let_go_at, plan_of
 from manyhands.backends.torch_quick import recogniser
+from manyhands.backends.torch_results import opened
 from manyhands.backends.torch_runs import (
     Gpus,
     StreamRun,
@@ -96,7 +97,7 @@ def _written(found: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
 def expected(found: Trace, one: Call, plainly: Run) -> list[Any]:
     """What plain execution gives and leaves behind: results, gradients, what it writes to."""
     with untouched(found, one.tensors):
-        results = tree_flatten(plainly(*one.given))[0]
+        results = tree_flatten(opened(plainly(*one.given)))[0]
         gradients = [tensor.grad for tensor, there in found.gradients if there]
         return _compared([*results, *gradients, *_written(found, one.tensors)])
 

@@ -7,6 +7,8 @@ that its results could be, comes of it.
 from __future__ import annotations
 
 import enum
+import functools
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +19,16 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from manyhands import tree
+from manyhands.backends.torch_outside import is_installed
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_virtual import VirtualTensor
 from manyhands.errors import CannotTrace
 
 _OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
 BY_VALUE = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_SAME_OBJECT = (nn.Module, torch.optim.Optimizer, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_SAME_OBJECT = (nn.Module, torch.optim.Optimizer, *_FUNCTIONS)
+_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is no part of C code
 
 
 def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any], *, shared: bool) -> None:
@@ -34,8 +39,16 @@ def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any], *, sha
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
             raise CannotTrace(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
     for leaf in others:
-        if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)):
+        if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)) and not _is_of_the_user(type(leaf)):
             raise CannotTrace(f"an argument is a {type(leaf).__name__}: its content may change without being noticed")
+
+
+def _is_of_the_user(kind: type) -> bool:
+    """Whether all that an object of this class knows can be watched: attributes, whose class is written in Python."""
+    base = kind
+    while base.__flags__ & _IN_PYTHON and base.__base__ is not None:
+        base = base.__base__
+    return base is object and not is_installed(sys.modules.get(kind.__module__))
 
 
 def must_be_done(result: Any) -> None:
@@ -43,7 +56,7 @@ def must_be_done(result: Any) -> None:
         if not isinstance(leaf, (torch.Tensor, *BY_VALUE)):
             raise CannotTrace(
                 f"a result is a {type(leaf).__name__}, made by the function itself: give back tensors and numbers "
-                "in lists, tuples and dicts"
+                "in lists, tuples, dicts and dataclasses"
             )
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
             raise CannotTrace(

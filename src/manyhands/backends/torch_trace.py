@@ -141,7 +141,7 @@ def _must_be_static(module: GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is _aten._local_scalar_dense.default:
             raise CannotTrace("it takes a number out of a tensor (.item()), which depends on values: leave it a tensor")
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(_tags(node)):
+        if torch.Tag.data_dependent_output in _tags(node) or not _has_known_shape(node.meta.get("val")):
             raise CannotTrace(f"the shape of what {_operation(node)} gives depends on values: {FROM_SHAPE}")
         own = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if any(isinstance(value, torch.Generator) for value in [own, *node.kwargs.values()]):
@@ -149,6 +149,12 @@ def _must_be_static(module: GraphModule) -> None:
         for value in tree_flatten(own)[0]:
             if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
                 raise CannotTrace(f"{_operation(node)} gives a tensor of {value.layout}: its memory is not known")
+
+
+def _has_known_shape(value: Any) -> bool:
+    """Whether results have a shape that is known: ``x[mask]`` has not, ``x[numbers]`` has that of the numbers."""
+    tensors = [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
+    return all(isinstance(size, int) for one in tensors for size in one.shape)
 
 
 def _tags(node: Node) -> Sequence[Any]:

@@ -133,6 +133,8 @@ class Watch:
             self.refuses("a tensor on a virtual device comes from outside: pass it as an argument")
         if isinstance(tensor, FakeTensor) or not tensor.requires_grad or id(tensor) in self._before:
             return
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # torch.func's own, of something made up
+            return
         if tensor.is_leaf:
             if torch.is_grad_enabled() and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
                 self.refuses(f"a tensor from outside has hooks, which a plan would not call: {_FOR_GOOD}")

@@ -37,7 +37,7 @@ class Model(nn.Module):
 class Plain:
     factor = 2.0
 
-    @mh.parallel
+    @mh.parallel(synchronous=True)
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.factor
 
@@ -63,6 +63,20 @@ def test_methods_are_bound_to_their_objects() -> None:
         for _ in range(2):
             for model in (one, other):
                 assert torch.equal(model.scaled(X), make.scaled.function(model, X))
+        assert "synchronous" in make.scaled.explain()
+    assert isinstance(other, Plain)
+    other.factor = 4.0
+    assert torch.equal(other.scaled(X), X * 4)
+
+
+class Numbers(list[float]):
+    """What it holds is held by C code."""
+
+
+def test_objects_that_cannot_be_watched_are_run_as_they_are() -> None:
+    fast, numbers = mh.parallel(lambda numbers, x: x * numbers[0], synchronous=True), Numbers([2.0])
+    for numbers[0] in (2.0, 3.0):
+        assert torch.equal(fast(numbers, X), X * numbers[0])
 
 
 def test_the_same_call_without_a_function_opens_a_scope() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -103,6 +104,34 @@ def test_what_changes_at_every_call_ends_in_plain_execution() -> None:
     assert "different at every call" in fast.explain()
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_trained(kind: Any) -> None:
+    """An LSTM's backward pass on the CPU takes bytes that its forward pass notes: no made-up ones, and not without."""
+
+    def make() -> tuple[nn.Module, Callable[..., Any]]:
+        torch.manual_seed(0)
+        model = kind(4, 4, num_layers=2, bidirectional=True, batch_first=True, dropout=0.5)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            model.zero_grad()
+            loss = model(x)[0].square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return model, step
+
+    (plain, step), (model, ours) = make(), make()
+    fast, batch = planned(ours), torch.randn(2, 3, 4)
+    for number in range(3):
+        torch.manual_seed(number)
+        expected = step(batch)
+        torch.manual_seed(number)
+        assert torch.equal(fast(batch), expected)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+    assert "synchronous" in fast.explain()
+
+
 # What is taken from outside
 
 
@@ -159,3 +188,41 @@ def test_modules_numbers_none_and_trees_are_arguments() -> None:
         assert torch.equal(found["y"], expected["y"])
         assert torch.equal(found["parts"][0], expected["parts"][0])
         assert found["parts"][1:] == [None, "word"]
+
+
+# Results
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: torch.Tensor
+    second: int
+
+
+def test_dataclasses_that_are_results() -> None:
+    fast = planned(lambda x: {"pair": Pair(x + 1, 2), "more": [Pair(x.t() * 2, 3)], "shape": x.shape})
+    for number in range(2):
+        found = fast(X + number)
+        assert torch.equal(found["pair"].first, X + number + 1)
+        assert torch.equal(found["more"][0].first, (X + number).t() * 2)
+        assert [type(found["pair"]), found["more"][0].second, type(found["shape"])] == [Pair, 3, torch.Size]
+    assert "synchronous" in fast.explain()
+    assert torch.equal(Parallel(lambda x: Pair(x.t() @ x, 2), torch_parallel)(X).first, X.t() @ X)  # compared, timed
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x: x[torch.tensor([2, 0])],
+        lambda x: x[torch.arange(4), torch.tensor([1, 0, 3, 2])],
+        lambda x: torch.func.grad(lambda y: y.sin().sum())(x),
+        lambda x: torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x),
+        lambda x: torch.func.jacrev(lambda y: y.sin())(x),
+    ],
+    ids=["rows", "elements", "grad", "grad of each", "jacobian"],
+)
+def test_what_has_a_known_shape_is_planned(way: Callable[..., Any]) -> None:
+    fast = planned(way)
+    for number in range(3):
+        assert torch.equal(fast(X + number), way(X + number))
+    assert "synchronous" in fast.explain()
