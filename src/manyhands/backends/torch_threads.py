@@ -280,10 +280,12 @@ class ThreadRun:
         except IndexError:  # not asked before: another caller may take the last ones in between
             gates = [closed_lock() for _ in range(self._code.gates)]
         stop: list[BaseException] = []
+        inference = torch.is_inference_mode_enabled()  # a thread's own
 
         def done_by(lane: _Lane) -> None:
             try:
-                lane(inputs, box, gates, stop)
+                with torch.inference_mode() if inference else nullcontext():
+                    lane(inputs, box, gates, stop)
             except BaseException as error:
                 stop.append(error)  # the first one counts; what follows from it comes after it
                 for gate in gates:

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from test_parallel_cpu import scheduled, traced
+from test_parallel_cpu import run_on, scheduled, traced
 
 from manyhands.backends import torch_parallel, torch_threads
 from manyhands.backends.torch_threads import ThreadRun
@@ -112,3 +112,19 @@ def test_random_programs_equal_eager_to_the_bit(
         assert [bits(one) for one in results] == [bits(one) for one in expected]
         assert [bits(one) for one in own] == [bits(one) for one in plain]
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_lanes_are_in_inference_mode_where_the_caller_is() -> None:
+    def function(x: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for _ in range(4):
+            sums.add_(x.sin())
+        return x @ x, x.cos() + sums, x.exp().mul_(2)
+
+    with torch.inference_mode():
+        x, sums, own = torch.ones(3, 3), torch.zeros(3, 3), torch.zeros(3, 3)
+        expected = function(x, sums)
+        for lanes in (2, 3):
+            run = run_on(function, lanes, x, own.zero_())
+            for one, other in zip(run.replay([x, own]), expected, strict=True):
+                assert torch.equal(one, other)
+                assert one.is_inference()
