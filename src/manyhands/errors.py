@@ -188,6 +188,10 @@ class NotYet(CannotTrace):
     """A function that cannot be traced at this call, but perhaps at the next."""
 
 
+class ChangesOutside(CannotTrace):
+    """A function that changes something outside itself: at its first call only, as what fills a cache, or at every."""
+
+
 class CannotFuse(EngineError, RuntimeError):
     """A function none of whose operations can be compiled together here."""
 

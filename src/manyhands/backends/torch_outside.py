@@ -261,6 +261,7 @@ class Outside:
         for one in filter(None, hooks):
             self._visit(one, f"the hooks of {name}")
         self._add(Fact(f"the number of {name}'s attributes", "length", own, value=len(own)))
+        self.spaces.space(own, name)
         if not foreign:
             self._class(type(module), name)
         for word, value in own.items():

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.backends.torch_outside import Outside
 from manyhands.backends.torch_virtual import VirtualTensor
-from manyhands.errors import CannotTrace, NotYet
+from manyhands.errors import CannotTrace, ChangesOutside, NotYet
 
 _aten = torch.ops.aten
 # What turns a tensor into Python values without an operation that a trace would see.
@@ -118,7 +118,7 @@ class Watch:
             )
         changed = self._made if self._fact is None else self._fact.name
         if changed is not None:
-            raise CannotTrace(f"it changes {changed}, which is outside it: {_FOR_GOOD}")
+            raise ChangesOutside(f"it changes {changed}, which is outside it: {_FOR_GOOD}")
         if self._filled is not None:
             raise NotYet(f"{self._filled} remembers a result of this call: the next one is planned")
 

@@ -27,7 +27,7 @@ from manyhands.engine.planned import Limit, Planned, Run
 from manyhands.engine.schedule import Schedule
 from manyhands.engine.simulate import simulate, timeline_of
 from manyhands.engine.timeline import Timeline, place
-from manyhands.errors import CannotTrace, EngineError, NotYet
+from manyhands.errors import CannotTrace, ChangesOutside, EngineError, NotYet
 
 _SIGNATURES = 8
 _VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
@@ -189,7 +189,8 @@ class Parallel:
             device = self.backend.device_of(call, found)
         except CannotTrace as error:
             planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
-            planned.again = isinstance(error, NotYet)
+            first = self._plannings[call.signature] == 1  # what is made at the first call may be there at the next
+            planned.again = isinstance(error, NotYet) or (first and isinstance(error, ChangesOutside))
             return planned
         try:
             with self.backend.untouched(found, call.tensors) as put_back:

@@ -246,6 +246,37 @@ def test_numbers_that_a_tensor_carries_are_seen() -> None:
     assert "synchronous" in fast.explain()
 
 
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.angles is None or len(self.angles) < len(x):
+            self.angles = torch.arange(float(len(x)))[:, None]
+        return x * self.angles[: len(x)].sin()
+
+    @functools.cached_property
+    def table(self) -> torch.Tensor:
+        return torch.arange(4.0)
+
+
+def test_what_is_made_at_the_first_call_is_planned_at_the_second() -> None:
+    masks: dict[int, torch.Tensor] = {}
+    rotated = Rotated()
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in masks:
+            masks[len(x)] = torch.tril(torch.ones(len(x), len(x)))
+        return x * masks[len(x)]
+
+    for function in (masked, rotated, lambda x: x * rotated.table):
+        fast = planned(function)
+        for number in range(3):
+            assert torch.equal(fast(X + number), function(X + number))
+        assert "synchronous" in fast.explain()
+
+
 def test_a_cache_never_holds_what_is_made_up() -> None:
     @functools.lru_cache
     def mask(size: int) -> torch.Tensor:
