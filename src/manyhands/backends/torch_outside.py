@@ -13,7 +13,7 @@ of lists and dicts longer than ``_LONG`` (that they are the same is seen), and w
 from __future__ import annotations
 
 import functools
-import sys
+import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from manyhands.backends.torch_guard import PLAIN, Fact, compiled
+from manyhands.backends.torch_kinds import content_of, is_foreign, is_installed, is_odd
 from manyhands.backends.torch_spaces import Spaces, is_cache
 from manyhands.errors import CannotTrace, NotYet
 from manyhands.reach import function_behind, making, members, modules_named, why_unwatched, words_of
@@ -37,9 +38,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _OF_ALL = [getattr(nn.modules.module, f"_global{word}") for word in _HOOKS]
 _CALLED = ("forward", "backward", "setup_context", "jvp", "vmap", "__call__")  # by PyTorch
 _WITH_STATE = ("torch.optim.", "torch.distributions.", "torch.amp.")  # PyTorch's objects that users keep and change
-_KNOWN = (sys.stdlib_module_names | {"manyhands"}) - {"__main__"}
 _LONG = 1000
-_MANY = 100_000
 _NOTHING = object()
 
 
@@ -60,7 +59,7 @@ class Outside:
         self._visit(function, getattr(function, "__name__", "function"))
         for number, one in enumerate(arguments):
             self._visit(one, f"argument {number}")
-        for owner, word, content in members(self._classes, self._words, _is_foreign):
+        for owner, word, content in members(self._classes, self._words, is_foreign):
             self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, content))
             self._visit(function_behind(content), f"{owner.__name__}.{word}")
         if any(isinstance(one, nn.Module) for one in self._seen.values()):
@@ -113,7 +112,7 @@ class Outside:
         self._addresses.add(id(tensor))
         if is_lazy(tensor):
             raise NotYet(f"{name} gets its form at the first call: the next one is planned")
-        if tensor.layout == torch.strided and not _is_odd(tensor):
+        if tensor.layout == torch.strided and not is_odd(tensor):
             form = tensor.numel() if self._in_module else (tensor.shape, tensor.stride())
             wanted = tensor.requires_grad if self._recorded else None
             self._add(Fact(f"the form of {name}", "form", tensor, wanted, form))
@@ -137,6 +136,9 @@ class Outside:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (*PLAIN, type, types.ModuleType)) or id(value) in self._seen:
             return
+        if isinstance(value, logging.Logger):
+            self._logger(value, name)
+            return
         if (kind := why_unwatched(value)) is not None:
             raise CannotTrace(f"it reaches {name}, {kind}: what comes of that cannot be watched, so it is run as it is")
         self._seen[id(value)] = value
@@ -153,7 +155,7 @@ class Outside:
             self._of_optimizer(value, name)
         elif isinstance(value, (list, tuple, deque)):
             self._sequence(value, name)
-        elif (look := _content_of(value)) is not None:
+        elif (look := content_of(value)) is not None:
             self._add(Fact(f"the content of {name}", "content", value, look, look(value)))
             self._whole.append((value, value.copy()))
         elif isinstance(value, dict):
@@ -166,12 +168,22 @@ class Outside:
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._visit(part, name)
-        elif not _is_foreign(type(value)):
+        elif not is_foreign(type(value)):
             self._object(value, name)
         elif str(type(value).__module__).startswith(_WITH_STATE):
             self._dict(vars(value), name, whole=True)
         elif (inner := getattr(value, "__wrapped__", None)) is not None:  # what parallel made of a function
             self._visit(inner, name)
+
+    def _logger(self, value: logging.Logger, name: str) -> None:
+        """Whether it would write something: that a call does is seen when it is traced."""
+        self._seen[id(value)] = value
+        self._add(Fact(f"{name}.manager.disable", "attribute", value.manager, "disable", value.manager.disable))
+        one: logging.Logger | None = value
+        while one is not None:
+            self._add(Fact(f"the level of {name}", "attribute", one, "level", one.level))
+            self._add(Fact(f"{name}.disabled", "attribute", one, "disabled", one.disabled))
+            one = one.parent
 
     def _object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
@@ -192,14 +204,14 @@ class Outside:
         """The numbers and words that a class of the user has for all its objects."""
         self._classes[one] = None
         for owner in one.__mro__:
-            if not _is_foreign(owner):
+            if not is_foreign(owner):
                 self.spaces.space(owner, owner.__name__)
-            for word, content in list(vars(owner).items()) if not _is_foreign(owner) else ():
+            for word, content in list(vars(owner).items()) if not is_foreign(owner) else ():
                 if isinstance(content, PLAIN) and not word.startswith("__") and wanted(word):
                     self._add(Fact(f"{name}.{word}", "attribute", owner, word, content))
 
     def _function(self, function: types.FunctionType, name: str) -> None:
-        if _is_foreign(function):
+        if is_foreign(function):
             return
         names = words_of(function.__code__)
         self._words.update(names)
@@ -225,7 +237,7 @@ class Outside:
     def _item(self, holder: dict[str, Any], word: str, name: str, names: Sequence[str]) -> None:
         """What a word stands for among a module's globals; a class of the user's may be written anew, too."""
         content = holder.get(word, _NOTHING)
-        fixed = isinstance(content, types.ModuleType) or (isinstance(content, type) and _is_foreign(content))
+        fixed = isinstance(content, types.ModuleType) or (isinstance(content, type) and is_foreign(content))
         if content is not _NOTHING and not fixed:
             self._add(Fact(name, "item", holder, word, content))
         self._named(content, name, names)
@@ -234,7 +246,7 @@ class Outside:
         """What a name in a function's code stands for; of classes and modules, what other words may take from it."""
         if isinstance(content, type):
             self._class(content, name, names.__contains__)
-            for owner, word, method in making(content, _is_foreign):
+            for owner, word, method in making(content, is_foreign):
                 self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, method))
                 self._visit(function_behind(method), f"{owner.__name__}.{word}")
         elif not isinstance(content, types.ModuleType):
@@ -249,7 +261,7 @@ class Outside:
 
     def _module(self, module: nn.Module, name: str) -> None:
         own = vars(module)
-        foreign = _is_foreign(type(module))
+        foreign = is_foreign(type(module))
         self._add(Fact(f"{name}.training", "item", own, "training", module.training))
         before, self._in_module = self._in_module, True
         for part in ("_parameters", "_buffers"):
@@ -297,41 +309,3 @@ class Outside:
             label = f"{name}.{key}" if isinstance(key, str) else name
             self._add(Fact(label, "item", value, key, one, self._optimizer))
             self._visit(one, label)
-
-
-def _content_of(value: Any) -> Callable[[Any], Any] | None:
-    """How to write down, and compare, what is in a set or in an array of numbers; None for other things."""
-    if isinstance(value, set):
-        return frozenset
-    if isinstance(value, bytearray):
-        return bytes
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
-        if value.size > _MANY:
-            raise CannotTrace(
-                f"it reaches an array of NumPy with {value.size} numbers, too many to look at before every call: it is "
-                "run as it is; make a tensor of it (torch.from_numpy), which is read where it is"
-            )
-        return numpy.ndarray.tobytes  # type: ignore[no-any-return]
-    return None
-
-
-def is_installed(module: types.ModuleType | None) -> bool:
-    """Whether a module is Python's own or of a package, which nobody changes."""
-    if module is None:
-        return False
-    file = str(getattr(module, "__file__", None) or "")
-    root = module.__name__.partition(".")[0]
-    return root in _KNOWN or "site-packages" in file or "dist-packages" in file
-
-
-def _is_foreign(value: Any) -> bool:
-    """Code that is not the user's: it is not looked into."""
-    module = str(getattr(value, "__module__", "") or "")
-    if module.startswith(("manyhands.engine", "manyhands.backends")):
-        return True
-    return module.partition(".")[0] in ("torch", "numpy", "builtins", "functools", "collections", "optree")
-
-
-def _is_odd(tensor: torch.Tensor) -> bool:
-    return type(tensor) not in (torch.Tensor, nn.Parameter) and not isinstance(tensor, nn.Parameter)

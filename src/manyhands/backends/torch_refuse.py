@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from manyhands import tree
-from manyhands.backends.torch_outside import is_installed
+from manyhands.backends.torch_kinds import is_installed
 from manyhands.backends.torch_trace import Trace
 from manyhands.backends.torch_virtual import VirtualTensor
 from manyhands.errors import CannotTrace

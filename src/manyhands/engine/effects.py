@@ -1,7 +1,8 @@
 """Effects of a call that are seen nowhere but where they happen: what it prints, files it opens, random numbers.
 
-While a call is watched, ``print``, ``open`` and ``input`` of Python are replaced by functions that take a note and do
-the same; the states of Python's and NumPy's random numbers are compared. Not seen: the clock, the network, logging.
+While a call is watched, ``print``, ``open`` and ``input`` of Python, and what writes to a log, become functions
+that take a note and do the same; the states of Python's and NumPy's random numbers are compared. Not seen: the clock,
+the network, ``sys.stdout.write``.
 
 A call that is made only to see what it does (a trace) is to have no effects at all: ``Effects(refuse=True)`` raises
 :class:`CannotTrace` instead of printing, and puts the random numbers back. What installed packages do by the way, as
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import builtins
 import functools
+import io
+import logging
 import random
 import sys
 import threading
@@ -24,7 +27,14 @@ from manyhands.device import FRAMEWORKS
 from manyhands.engine.outside import is_foreign
 from manyhands.errors import CannotTrace
 
-_WATCHED = {"print": "prints", "open": "opens a file", "input": "asks the user"}
+_WATCHED: tuple[tuple[Any, str, str], ...] = (
+    (builtins, "print", "prints"),
+    (builtins, "open", "opens a file"),
+    (io, "open", "opens a file"),  # by this name pathlib knows it
+    (builtins, "input", "asks the user"),
+    (logging.Logger, "handle", "logs"),
+)
+_GO_BETWEENS = ("logging", "pathlib")  # who calls them is the one who prints or writes
 
 
 class Effects:
@@ -42,17 +52,17 @@ class Effects:
         self._random = _random_states()
         with self._lock:  # several threads may plan at once: the first replaces Python's functions
             if not self._watching:
-                for name, what in _WATCHED.items():
-                    setattr(builtins, name, _noting(getattr(builtins, name), what))
+                for owner, name, what in _WATCHED:
+                    setattr(owner, name, _noting(getattr(owner, name), what))
             self._watching.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *unused: object) -> None:
         with self._lock:
             self._watching.remove(self)
             if not self._watching:
-                for name in _WATCHED:
-                    setattr(builtins, name, getattr(builtins, name).__wrapped__)
+                for owner, name, _ in _WATCHED:
+                    setattr(owner, name, getattr(owner, name).__wrapped__)
         if _random_states()[: len(self._random)] != self._random:  # NumPy may have been imported meanwhile
             self.found = self.found or "draws random numbers of Python or NumPy"
             if self._refuse:
@@ -71,7 +81,9 @@ class Effects:
 def _noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def noting(*arguments: Any, **keywords: Any) -> Any:
-        frame = sys._getframe(1)
+        frame: FrameType = sys._getframe(1)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _GO_BETWEENS:
+            frame = frame.f_back
         if not _by_a_framework(frame):
             Effects.note(f"{what} ({function.__name__})", _module(frame))
         return function(*arguments, **keywords)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -107,6 +109,41 @@ def test_what_is_printed_is_printed_at_every_call_once(capsys: pytest.CaptureFix
         fast(X)
     assert capsys.readouterr().out == 3 * "seen\n"
     assert "prints" in fast.explain()
+
+
+log = logging.getLogger("manyhands.tests")
+
+
+def test_what_is_logged_is_logged_at_every_call_once(caplog: pytest.LogCaptureFixture) -> None:
+    def logs(x: torch.Tensor) -> torch.Tensor:
+        log.debug("seen")
+        return x + 1
+
+    fast = planned(logs)
+    with caplog.at_level(logging.INFO, log.name):
+        for _ in range(2):
+            fast(X)
+        assert "synchronous" in fast.explain()  # nobody wants to know it
+    with caplog.at_level(logging.DEBUG, log.name):
+        for _ in range(3):
+            fast(X)
+    assert caplog.messages.count("seen") == 3
+    assert "logs" in fast.explain()
+
+
+def test_a_file_is_written_at_every_call(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.touch()
+
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        file.write_text(file.read_text() + "seen\n")
+        return x + 1
+
+    fast = planned(writes)
+    for _ in range(3):
+        fast(X)
+    assert file.read_text() == 3 * "seen\n"
+    assert "opens a file" in fast.explain()
 
 
 def test_random_numbers_of_python_and_numpy_are_drawn_as_without_it() -> None:
