@@ -276,8 +276,9 @@ class Outside:
         self.spaces.space(own, name)
         if not foreign:
             self._class(type(module), name)
+        known = _AS_MADE | {"kernel_size"} if "weight" in own["_parameters"] else _AS_MADE
         for word, value in own.items():
-            if word in _OF_MODULES or (foreign and (word in _AS_MADE or not isinstance(value, _SETTINGS))):
+            if word in _OF_MODULES or (foreign and (word in known or not isinstance(value, _SETTINGS))):
                 continue
             self._add(Fact(f"{name}.{word}", "item", own, word, value))
             self._visit(value, f"{name}.{word}")
@@ -289,8 +290,8 @@ class Outside:
         self._optimizer = False
 
     def _sequence(self, value: Any, name: str) -> None:
-        self._add(Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
         if not isinstance(value, tuple):
+            self._add(Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
             self._whole.append((value, list(value)))
             if len(value) > _LONG:
                 self._add(Fact(f"the content of {name}", "whole", value, value=value.copy()))
