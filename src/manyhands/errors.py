@@ -51,6 +51,8 @@ asked, why it cannot be, and what to write instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class ManyhandsError(Exception):
     """The root: ``except ManyhandsError`` catches all that this library raises on purpose."""
@@ -182,6 +184,8 @@ class EngineError(ManyhandsError):
 
 class CannotTrace(EngineError, RuntimeError):
     """A function that cannot be traced, most often because it looks at values."""
+
+    holds: Callable[[], bool] | None = None  # whether that is still so, where it may change
 
 
 class NotYet(CannotTrace):

@@ -260,6 +260,13 @@ class Outside:
                 self._item(vars(content), word, f"{name}.{word}", names)
 
     def _module(self, module: nn.Module, name: str) -> None:
+        if isinstance(module, nn.TransformerEncoder) and not module.training and module.use_nested_tensor:
+            error = CannotTrace(
+                f"{name}, in eval mode, leaves out the padded places that a mask tells, so shapes depend on values: it "
+                "is run as it is; nn.TransformerEncoder(..., enable_nested_tensor=False) can be planned"
+            )
+            error.holds = lambda: not module.training
+            raise error
         own = vars(module)
         foreign = is_foreign(type(module))
         self._add(Fact(f"{name}.training", "item", own, "training", module.training))

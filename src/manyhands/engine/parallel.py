@@ -189,6 +189,7 @@ class Parallel:
             device = self.backend.device_of(call, found)
         except CannotTrace as error:
             planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
+            planned.holds = error.holds or planned.holds
             first = self._plannings[call.signature] == 1  # what is made at the first call may be there at the next
             planned.again = isinstance(error, NotYet) or (first and isinstance(error, ChangesOutside))
             return planned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -245,3 +246,22 @@ def test_planning_leaves_a_count_outside_as_it_was(added: Callable[[], Any]) -> 
     fast = Parallel(function, torch_parallel)
     for number in range(1, 4):
         assert torch.equal(fast(torch.ones(3)), torch.full((3,), float(number)))
+
+
+def test_an_encoder_that_leaves_out_padded_places() -> None:
+    """In eval mode PyTorch packs what a mask leaves; a plan that was compared without padding would not."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2).eval()
+    fast = Parallel(
+        torch.no_grad()(lambda x, mask: encoder(x, src_key_padding_mask=mask)), torch_parallel, synchronous=True
+    )
+    whole, padded = torch.zeros(1, 4, dtype=torch.bool), torch.tensor([[False, False, True, True]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are said to be new
+        for mask in (whole, padded):
+            with torch.no_grad():
+                assert torch.equal(fast(X[None], mask), encoder(X[None], src_key_padding_mask=mask))
+    assert "enable_nested_tensor=False" in fast.explain()
+    encoder.train()
+    fast(X[None], padded)
+    assert "synchronous" in fast.explain()
