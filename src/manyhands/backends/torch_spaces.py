@@ -67,6 +67,11 @@ class Spaces:
             if one.cache_info().misses != misses:
                 one.cache_clear()
 
+    def forget(self) -> None:
+        """Let go of the copies: they would keep alive what users delete."""
+        for place in (self._spaces, self._empty, self._caches):
+            place.clear()
+
 
 def _content(holder: Any) -> dict[str, Any]:
     return dict(vars(holder) if isinstance(holder, type) else holder)

@@ -106,6 +106,7 @@ class Watch:
         self._made, self._filled = spaces.changed(), spaces.filled()
         if self._made is not None or self._filled is not None:
             spaces.put_back()
+        spaces.forget()
 
     def must_not_have_changed(self) -> None:
         """Refuse a function that changes Python state outside itself: replaying would not change it."""

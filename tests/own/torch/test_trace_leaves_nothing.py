@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -287,3 +288,14 @@ def test_a_cache_never_holds_what_is_made_up() -> None:
         assert torch.equal(fast(X), X.tril())
         assert type(mask(4)) is torch.Tensor
     assert "synchronous" in fast.explain()
+
+
+def test_a_plan_keeps_nothing_alive_that_it_does_not_use() -> None:
+    names: dict[str, Any] = {"__name__": "of_the_user", "other": torch.ones(3)}
+    exec("def function(x):\n    return x * 2", names)
+    gone = weakref.ref(names["other"])
+    fast = planned(names["function"])
+    for _ in range(2):
+        fast(X)
+    del names["other"]
+    assert gone() is None
