@@ -7,7 +7,8 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -118,21 +119,42 @@ def memory_of(value: Any) -> int:
     return id(value)
 
 
-def parts_of(value: Any) -> Sequence[torch.Tensor]:
-    """A module is read and written with its parameters and buffers."""
-    return [*value.parameters(), *value.buffers()] if isinstance(value, torch.nn.Module) else ()
+_WHOLES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
 
-def version_of(value: Any) -> int | None:
-    """PyTorch counts the writes to a tensor, except to one made in inference mode, and those through ``.data``."""
+def parts_of(value: Any) -> Sequence[Any]:
+    """What is read and written with an object.
+
+    A module has its parameters and buffers, an optimizer the weights that it moves and its notes about them, another
+    object the tensors, modules and optimizers among its attributes.
+    """
+    if isinstance(value, (torch.Tensor, type, types.ModuleType)):
+        return ()
+    if isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, torch.optim.Optimizer):
+        weights = [weight for group in value.param_groups for weight in group["params"]]
+        notes = [one for notes in [*value.state.values()] for one in [*notes.values()] if isinstance(one, torch.Tensor)]
+        return weights + notes
+    return [one for one in [*getattr(value, "__dict__", {}).values()] if isinstance(one, _WHOLES)]
+
+
+def version_of(value: Any) -> Hashable | None:
+    """PyTorch counts the writes to a tensor, except to one made in inference mode, and those through ``.data``.
+
+    The gradient of a weight is a part of it: ``loss.backward()`` adds to that.
+    """
     if not isinstance(value, torch.Tensor):
         return None
     try:
-        return value._version
+        version = value._version
     except RuntimeError:
         if value.is_inference():  # not asked first: it lets other threads go before
             return None
         raise
+    if not value.requires_grad or not value.is_leaf or value.grad is None:
+        return version
+    return version, id(value.grad), value.grad._version
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,12 +9,14 @@ is found, and that is that; in ``task(scale)([x], 2)`` somebody may put another 
 from __future__ import annotations
 
 import contextvars
-import operator
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from manyhands.engine import contents
 from manyhands.engine.job import NOTHING, Job, Touched
 from manyhands.errors import UndeclaredWrite
 
@@ -26,7 +28,7 @@ T = TypeVar("T")
 Function = Callable[..., Any]
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), type, range, slice)  # nobody can write to them
-_PLAIN, _LEAF, _FUNCTION, _FUTURE, _CHANGEABLE, _FIXED = range(6)
+_PLAIN, _LEAF, _FUNCTION, _FUTURE, _CHANGEABLE, _FIXED, _COMPOSED = range(7)
 
 
 class Here(threading.local):
@@ -66,6 +68,9 @@ class Future(Generic[T]):
         self._job.see()
         return self._job.error
 
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self!r} is not its result, and neither true nor false: write .result()")
+
     def __repr__(self) -> str:
         return f"<Future of {self._job.name}: {self._job.state()}>"
 
@@ -82,7 +87,7 @@ class Objects:
         self,
         memory_of: Callable[[Any], Hashable],
         parts_of: Callable[[Any], Collection[Any]],
-        version_of: Callable[[Any], int | None] | None,
+        version_of: Callable[[Any], Hashable | None] | None,
         bound: Callable[[Function], Function] | None,
     ) -> None:
         self.memory_of, self.parts_of, self.version_of, self.bound = memory_of, parts_of, version_of, bound
@@ -122,11 +127,17 @@ class Objects:
                     if kind == _CHANGEABLE:  # the others cannot be written to, only what is in them
                         for_good = False
                         memories.add(id(one))
-                    stack.extend(one.values() if isinstance(one, dict) else one)
+                    stack.extend(contents.contents(one) or ())
+                    if kind == _COMPOSED:  # a framework may have more to say of it
+                        for_good = False
+                        memories.add(memory_of(one))
+                        objects.append(one)
+                        stack.extend(parts_of(one))
         return memories, inputs, objects, for_good
 
     def _kind(self, cls: type) -> int:
-        self._kinds[cls] = next(kind for kind, classes in _KINDS if issubclass(cls, classes))
+        kind = next(kind for kind, classes in _KINDS if issubclass(cls, classes))
+        self._kinds[cls] = _COMPOSED if kind == _LEAF and dataclasses.is_dataclass(cls) else kind
         return self._kinds[cls]
 
 
@@ -135,6 +146,7 @@ _KINDS: tuple[tuple[int, tuple[type, ...]], ...] = (
     (_FUTURE, (Future,)),
     (_CHANGEABLE, (list, dict, set)),
     (_FIXED, (tuple, frozenset)),
+    (_COMPOSED, (functools.partial,)),
     (_FUNCTION, (FunctionType,)),
     (_LEAF, (object,)),
 )
@@ -202,7 +214,7 @@ class Call(Job):
         holder = getattr(self._function, "__self__", self._function)
         return self._objects.look(holder, *self._arguments, *self._keywords.values())
 
-    def _versions(self, known: Iterable[Any]) -> list[tuple[Any, int]]:
+    def _versions(self, known: Iterable[Any]) -> list[tuple[Any, Hashable]]:
         """The versions of all objects that have one, and whose memory is not declared to be written."""
         memory_of, version_of, written = self._objects.memory_of, self._objects.version_of, self.really_written()
         assert version_of is not None
@@ -225,17 +237,7 @@ def call_at_once(function: Callable[..., T], arguments: tuple[Any, ...], keyword
 
 def filled(value: Any) -> Any:
     """Results in place of futures; what holds no future stays the object that it is."""
-    if isinstance(value, Future):
-        return value.result()
-    if isinstance(value, dict):
-        filled_in = {key: filled(one) for key, one in value.items()} if value else value
-        return filled_in if any(filled_in[key] is not one for key, one in value.items()) else value
-    if isinstance(value, (list, tuple)):
-        items = [filled(one) for one in value]
-        if all(map(operator.is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return contents.filled(value, lambda one: one.result() if isinstance(one, Future) else one)
 
 
 def name_of(function: Function) -> str:
@@ -247,6 +249,7 @@ def _undeclared(name: str, changed: Any) -> str:
     what = f"a {type(changed).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
     return (
         f"{name}: {what} that it reads was written to while it ran, and no task has declared that. Tasks that read it "
-        "may have done so before or after. Where this task changes it (x.add_(1), a layer with running averages), "
-        "write task(fn, writes=(x,))(x); where other code does, let it wait with result() or waitall() first"
+        "may have done so before or after. Where this task changes it (x.add_(1), a layer with running averages, "
+        "loss.backward() its gradient), write task(fn, writes=(x,))(x); where other code does, let it wait with "
+        "result() or waitall() first"
     )

@@ -12,12 +12,12 @@
     # here everything is over
 
 What is promised: the results are those of the same calls one after the other. A task *reads* its arguments, whole
-(lists, tuples and dicts with all that is in them), and *writes* what it declares. Of two tasks that touch the same
-object, one of them writing, the earlier one goes first (read after write, write after read, write after write). Which
-objects share memory is asked of ``memory_of``; by default each object is its own. What an object consists of besides
-(a module of its parameters) is asked of ``parts_of``. The result of a task may be, or share memory with, anything that
-the task was given, until it is there and can be looked at. Where the framework counts the writes to an object
-(``version_of``), a task that writes to an argument without having declared it fails with
+(lists, tuples, dicts, dataclasses and partial functions with all that is in them), and *writes* what it declares. Of
+two tasks that touch the same object, one of them writing, the earlier one goes first (read after write, write after
+read, write after write). Which objects share memory is asked of ``memory_of``; by default each object is its own. What
+an object consists of besides (a module of its parameters) is asked of ``parts_of``. The result of a task may be, or
+share memory with, anything that the task was given, until it is there and can be looked at. Where the framework counts
+the writes to an object (``version_of``), a task that writes to an argument without having declared it fails with
 :class:`~manyhands.errors.UndeclaredWrite`: in what order others have read it is not known.
 
 Errors: ``result()`` raises a task's error with its traceback, as often as it is asked. Leaving the scope, and
@@ -58,7 +58,7 @@ class parallel:
     ``threads``: how many at once (by default one per usable core). ``synchronous``: for debugging, every task runs when
     it is given, in the caller's thread; errors surface where they would otherwise. ``memory_of``: gives the same key
     for objects that share memory, so that a write to one is a write to the other. ``parts_of``: what else is read and
-    written with an object. ``version_of``: a number that every write to an object changes, or None. ``bound``: applied
+    written with an object. ``version_of``: something that every write to an object changes, or None. ``bound``: applied
     to each function in the thread that gives the task, to carry along what is that thread's own (a framework's modes).
     """
 
@@ -69,7 +69,7 @@ class parallel:
         synchronous: bool = False,
         memory_of: Callable[[Any], Hashable] = id,
         parts_of: Callable[[Any], Collection[Any]] = lambda value: (),
-        version_of: Callable[[Any], int | None] | None = None,
+        version_of: Callable[[Any], Hashable | None] | None = None,
         bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         must_be_threads(threads)
@@ -136,6 +136,11 @@ def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callabl
     Arguments may be futures, also inside lists, tuples and dicts: the function gets their results. ``writes`` are the
     objects that the call changes, as a tuple: arguments, futures, or things that the function knows from elsewhere.
     """
+    if not callable(function):
+        raise TypeError(
+            f"task(fn) takes a function, not a {type(function).__name__}: write task(fn)(x), which calls it as a task; "
+            "in task(fn(x)) it has been called already"
+        )
     if not isinstance(writes, tuple):
         raise TypeError(f"task(..., writes=...) takes a tuple: write writes=(x,), not a {type(writes).__name__}")
     for one in writes:

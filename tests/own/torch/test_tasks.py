@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -206,3 +207,65 @@ def test_a_task_that_does_another_one_gives_it_that_ones_modes() -> None:
         held.append(mh.task(modes)())
         ready.set()
         assert first.result(timeout=5) == (modes(), expected)
+
+
+class Holder:
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def __call__(self) -> torch.Tensor:
+        return self.table.clone()
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Any
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        lambda table: mh.task(lambda batch: batch.x.clone())(Batch(table)),
+        lambda table: mh.task(functools.partial(torch.clone, table))(),
+        lambda table: mh.task(lambda holder: holder.table.clone())(Holder(table)),
+        lambda table: mh.task(Holder(table))(),
+        lambda table: mh.task(Holder(table).__call__)(),
+    ],
+    ids=["dataclass", "partial", "object", "callable object", "method"],
+)
+def test_what_holds_a_tensor_is_read_with_it(reading: Callable[..., Any]) -> None:
+    table = torch.zeros(3)
+    with mh.parallel(threads=2):
+        mh.task(lambda one: time.sleep(0.03) or one.add_(1), writes=(table,))(table)
+        assert reading(table).result().tolist() == [1.0, 1.0, 1.0]
+        assert mh.task(lambda batch: batch.x.tolist())(Batch(mh.task(torch.ones)(2))).result() == [1.0, 1.0]
+
+
+def test_an_optimizer_is_read_and_written_with_its_weights() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 2)).sum().backward()
+    before = layer.weight.detach().clone()
+    with mh.parallel(threads=2):
+        mh.task(lambda one: time.sleep(0.03) or one.step(), writes=(optimizer,))(optimizer)
+        after = mh.task(lambda module: module.weight.detach().clone())(layer).result()
+        assert torch.equal(after, before - 0.1 * layer.weight.grad)
+        with pytest.raises(UndeclaredWrite, match="step"):
+            mh.task(optimizer.step)().result()
+
+
+def test_a_gradient_is_a_part_of_its_weight() -> None:
+    layer = nn.Linear(2, 2)
+    with mh.parallel(threads=2):
+        with pytest.raises(UndeclaredWrite, match="backward"):
+            mh.task(lambda module: module(torch.ones(1, 2)).sum().backward())(layer).result()
+        mh.task(lambda module: module(torch.ones(1, 2)).sum().backward(), writes=(layer,))(layer)
+        assert mh.task(lambda module: module.bias.grad.tolist())(layer).result() == [2.0, 2.0]
+
+
+def test_what_is_no_function_or_no_result_is_told() -> None:
+    with mh.parallel(threads=1):
+        with pytest.raises(TypeError, match="called already"):
+            mh.task(torch.ones(3).sum())  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="result"):
+            assert not mh.task(int)(0)
