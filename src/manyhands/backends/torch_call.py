@@ -288,7 +288,7 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
         outside.add_address(tensor, "a tensor from outside")
     for tensor, before in watch.known():
         outside.add_gradient(tensor, before, same=id(before) in constants)
-    found.holds = outside.holds
+    found.holds, found.changed = outside.holds, lambda: getattr(outside.changed(), "name", None)
     return found
 
 

@@ -62,6 +62,7 @@ class Trace:
     gradients: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     # Whether everything that the function takes from outside is as it was when it was traced.
     holds: Callable[[], bool] = field(repr=False, default=lambda: True)
+    changed: Callable[[], str | None] = field(repr=False, default=lambda: None)  # what of that is not, in words
     # How far results may be from plain execution's: another kernel may add in another order.
     close: float = 1e-5
     # The trace that this one is of, where parts of it are compiled: it can be run in float64.
@@ -87,7 +88,7 @@ class Trace:
     def rewritten(self, graph: Graph) -> Trace:
         """The same function, with another graph over the same constants."""
         other = described(GraphModule(self.module, graph), self.structure)
-        other.gradients, other.holds = self.gradients, self.holds
+        other.gradients, other.holds, other.changed = self.gradients, self.holds, self.changed
         return other
 
 

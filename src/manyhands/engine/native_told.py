@@ -39,6 +39,7 @@ class Planned:
     missing: str | None = None
     # Whether what the function takes from outside its arguments is as it was.
     holds: Callable[[], bool] = lambda: True
+    changed: Callable[[], str | None] = lambda: None  # what of that is not, in words
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ from manyhands.engine.effects import Effects
 from manyhands.engine.forecast import Forecast, Machine, forecast
 from manyhands.engine.graph import graph
 from manyhands.engine.memory import Footprint
-from manyhands.engine.planned import Limit, Planned, Run
+from manyhands.engine.planned import Limit, Planned, Run, never_the_same
 from manyhands.engine.schedule import Schedule
 from manyhands.engine.simulate import simulate, timeline_of
 from manyhands.engine.timeline import Timeline, place
@@ -107,8 +107,8 @@ class Parallel:
         if count <= _PLANNINGS:
             planned = self._plan(call)
         else:
-            why = "what it takes from outside is different at every call: pass it as an argument"
-            planned = Planned(self._plainly, notes=[f"planned {_PLANNINGS} times already; {why}"])
+            why = never_the_same(_PLANNINGS, [one.changed for one in self._planned.get(call.signature, ())])
+            planned = Planned(self._plainly, notes=[why])
         if not planned.again:
             variants = self._planned.setdefault(call.signature, [])
             variants.append(planned)
@@ -208,7 +208,7 @@ class Parallel:
             if not self.backend.is_out_of_memory(error):
                 raise
             planned = Planned(self._plainly, notes=[f"no memory was left to plan it: {error}"])
-        planned.holds = found.holds
+        planned.holds, planned.changed = found.holds, found.changed
         return planned
 
     def _plainly(self, _: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

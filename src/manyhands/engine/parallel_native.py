@@ -36,7 +36,7 @@ from manyhands.engine.futures import parallel as Scope
 from manyhands.engine.native_told import Planned
 from manyhands.engine.outside import Outside
 from manyhands.engine.parallel_cpu import race
-from manyhands.engine.planned import PLAIN
+from manyhands.engine.planned import PLAIN, never_the_same
 from manyhands.engine.timeline import Timeline
 from manyhands.errors import CannotTrace, EngineError, NotYet
 
@@ -117,8 +117,8 @@ class Parallel:
             return self._plainly(call)
         count = self._plannings[call.signature] = self._plannings.get(call.signature, 0) + 1
         if count > _PLANNINGS:
-            why = "what it takes from outside is different at every call: pass it as an argument"
-            self._keep(call, Planned(self._plainly, notes=[f"planned {_PLANNINGS} times already; {why}"]))
+            why = never_the_same(_PLANNINGS, [one.changed for one in self._planned.get(call.signature, ())])
+            self._keep(call, Planned(self._plainly, notes=[why]))
             return self._plainly(call)
         with Effects() as effects:
             reached = self._reached(call)
@@ -141,7 +141,7 @@ class Parallel:
                 return result
         else:
             self._choose(planned, call, traced, result)
-            planned.holds = outside.holds
+            planned.holds, planned.changed = outside.holds, outside.changed
             planned.recognising = min(self._recognised(call, outside) for _ in range(5))
         self._keep(call, planned)
         return result

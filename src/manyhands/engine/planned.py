@@ -31,6 +31,7 @@ class Planned:
     notes: list[str] = field(default_factory=list)
     # Whether what the function takes from outside its arguments is as it was.
     holds: Callable[[], bool] = lambda: True
+    changed: Callable[[], str | None] = lambda: None  # what of that is not, in words
     again: bool = False  # plan anew at the next call
     used: bool = False  # by another call than the one that it was made for
     costed: Costed | None = None
@@ -70,6 +71,15 @@ def why_too_large(name: str, peak: int, plain: int, limit: Limit) -> str | None:
     return (
         f"{name} is not tried: it would take {megabytes(peak)} at its peak, plain execution {megabytes(plain)} "
         f"(parallel(fn, memory={math.ceil(10 * peak / max(plain, 1) + 0.1) / 10}) allows it)"
+    )
+
+
+def never_the_same(times: int, last: Sequence[Callable[[], str | None]]) -> str:
+    """Why a function is not planned any more, after so many times; ``last``: what says what the last plans miss."""
+    changed = next((what for changed in reversed(last) if (what := changed())), None)
+    return (
+        f"planned {times} times already; what it takes from outside is different at every call"
+        f"{f' (now: {changed})' if changed else ''}: pass it as an argument, or keep it the same object"
     )
 
 
