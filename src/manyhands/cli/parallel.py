@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "parallel",
         help="spread a function's work over lanes; explain it, draw it, show when what runs",
-        description="Plans script.py:function for the arguments that inputs() of the same script gives (none: no "
-        "arguments), runs it, and prints what was chosen and why.",
+        description="Plans script.py:function for the arguments that inputs() of the same script gives (a tuple, or a "
+        "dict of arguments by name; none: no arguments), runs it, and prints what was chosen and why.",
     )
     parser.add_argument("function", metavar="SCRIPT:FUNCTION")
     parser.add_argument(
@@ -45,9 +45,9 @@ def run(options: argparse.Namespace) -> int:
             "in thought; leave it out, or write the function in torch"
         )
     module, function = script.load(options.function)
-    given = _inputs(module, function, options.function)
+    given, named = _inputs(module, function, options.function)
     fast = mh.parallel(function)
-    fast(*given)
+    fast(*given, **named)
     print(fast.explain())
     if options.devices is not None:
         print(fast.forecast(options.devices))
@@ -64,26 +64,33 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _inputs(module: Any, function: Any, text: str) -> Sequence[Any]:
-    """What the function is called with: what ``inputs()`` of its script gives, if it takes anything."""
+def _inputs(module: Any, function: Any, text: str) -> tuple[Sequence[Any], dict[str, Any]]:
+    """What the function is called with: what ``inputs()`` of its script gives, if it takes anything.
+
+    A dict whose keys are what it takes gives arguments by name; another one is an argument.
+    """
     file, _, name = text.partition(":")
     takes = _signature(function)
     if takes is not None and not takes.parameters:
-        return ()
+        return (), {}
     if not callable(make := getattr(module, "inputs", None)):
         if _accepts(takes, ()):
-            return ()
+            return (), {}
         raise BadSettings(
             f"{text} takes arguments: write a function inputs() in the script that gives them, as a tuple"
         )
     if not _accepts(wanted := _signature(make), ()):
         raise BadSettings(f"inputs() of {file} takes {wanted}: it is called without arguments, and makes them itself")
     made = make()
+    if takes is not None and type(made) is dict and _accepts(takes, (), made):
+        return (), made
     given = made if isinstance(made, (tuple, list)) else (made,)
     if not _accepts(takes, given):
         values = "1 value" if len(given) == 1 else f"{len(given)} values"
-        raise BadSettings(f"{name} takes {takes}, but inputs() gives {values}: give a tuple with one for each")
-    return given
+        raise BadSettings(
+            f"{name} takes {takes}, but inputs() gives {values}: give a tuple with one for each, or a dict by name"
+        )
+    return given, {}
 
 
 def _signature(function: Any) -> inspect.Signature | None:
@@ -94,8 +101,8 @@ def _signature(function: Any) -> inspect.Signature | None:
         return None
 
 
-def _accepts(takes: inspect.Signature | None, given: Sequence[Any]) -> bool:
+def _accepts(takes: inspect.Signature | None, given: Sequence[Any], named: Mapping[Any, Any] | None = None) -> bool:
     try:
-        return takes is None or takes.bind(*given) is not None
-    except TypeError:
+        return takes is None or takes.bind(*given, **(named or {})) is not None
+    except TypeError:  # also where a name is no text
         return False

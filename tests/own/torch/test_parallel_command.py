@@ -56,6 +56,21 @@ def test_a_function_without_parameters_is_called_without(tell: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        ("def function(x, *, scale): return x * scale", "{'scale': 2.0, 'x': torch.ones(3)}"),
+        ("def function(batch): return batch['x'] * 2", "{'x': torch.ones(3)}"),
+        ("def function(batch): return batch[1] * 2", "{1: torch.ones(3)}"),
+    ],
+    ids=["by name", "a dict as an argument", "names that are none"],
+)
+def test_arguments_in_a_dict(tell: Any, function: str, given: str) -> None:
+    code, told = tell("function", script=f"import torch\n{function}\ndef inputs(): return {given}\n")
+    assert code == 0, told
+    assert told.startswith("function: run as")
+
+
+@pytest.mark.parametrize(
     ("function", "options", "words"),
     [
         ("one", (), "one takes (x), but inputs() gives 2 values"),
