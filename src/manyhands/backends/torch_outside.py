@@ -121,7 +121,9 @@ class Outside:
     def add_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, same: bool) -> None:
         """Its gradient must be None, or there, or the same tensor as it was."""
         kept = gradient if same or gradient is None else ...
-        self._add(Fact("a gradient", "gradient", tensor, tensor.requires_grad, kept))
+        self._add(
+            Fact("a gradient; zero_grad(set_to_none=False) keeps it", "gradient", tensor, tensor.requires_grad, kept)
+        )
 
     # Walking
 

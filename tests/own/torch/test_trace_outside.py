@@ -226,3 +226,15 @@ def test_what_has_a_known_shape_is_planned(way: Callable[..., Any]) -> None:
     for number in range(3):
         assert torch.equal(fast(X + number), way(X + number))
     assert "synchronous" in fast.explain()
+
+
+def test_a_gradient_that_is_another_one_is_named_with_what_keeps_it() -> None:
+    """Gradients added up over several calls, and then let go: the next ones are elsewhere."""
+    weight = torch.ones(3, 3, requires_grad=True)
+    fast = planned(lambda x: (x @ weight).sum().backward())
+    for number in range(30):
+        fast(torch.ones(2, 3))
+        if number % 3 == 2:
+            assert torch.equal(weight.grad, torch.full((3, 3), 6.0))  # type: ignore[arg-type]
+            weight.grad = None
+    assert "zero_grad(set_to_none=False) keeps it" in fast.explain()
