@@ -13,6 +13,8 @@ of them fails before its update, or the capture does, nothing has happened yet, 
 
 Where the model may have biases that change nothing (:mod:`.idle_biases`), two steps more come before: both as they are
 written, neither compiled nor on lanes, and the second is searched for such biases. They are left out from then on.
+
+The captured step of the usual size may get a rival, a plan of the whole step (:mod:`.planned_step`); the faster stays.
 """
 
 from __future__ import annotations
