@@ -128,7 +128,7 @@ def one_row(name: str, program: Program, inputs: list[torch.Tensor], threads: in
     spread = quarters[2] / quarters[0]
     print(
         f"{name:<40}{medians[0] * 1e3:9.2f}{medians[1] * 1e3:10.2f}{medians[2] * 1e3:9.2f}{medians[3] * 1e3:9.2f}"
-        f"  {ratios[0]:5.2f}  {ratios[1]:6.2f}  {spread:6.2f}  {chosen._must_have_run().how}",
+        f"  {ratios[0]:5.2f}  {ratios[1]:6.2f}  {spread:6.2f}  {chosen.planned.how}",
         flush=True,
     )
     return ratios[1]

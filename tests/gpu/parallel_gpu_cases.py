@@ -46,7 +46,7 @@ class Forced:
 
 def graph_run_of(fast: Parallel) -> Any:
     """The run behind a planned function's last call."""
-    replay: Any = fast._must_have_run().run
+    replay: Any = fast.planned.run
     (run,) = (
         cell.cell_contents for cell in replay.__closure__ if isinstance(cell.cell_contents, torch_graph_run.GraphRun)
     )

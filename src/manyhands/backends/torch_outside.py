@@ -255,11 +255,10 @@ class Outside:
             self._visit(content, name)
         elif not is_installed(content):
             self.spaces.space(vars(content), name)
-            for word in (vars(content).keys() & set(names)) - {
-                word for one, word in self._looked if one == id(content)
-            }:
-                self._looked.add((id(content), word))
-                self._item(vars(content), word, f"{name}.{word}", names)
+            for word in vars(content).keys() & set(names):
+                if (id(content), word) not in self._looked:
+                    self._looked.add((id(content), word))
+                    self._item(vars(content), word, f"{name}.{word}", names)
 
     def _module(self, module: nn.Module, name: str) -> None:
         if isinstance(module, nn.TransformerEncoder) and not module.training and module.use_nested_tensor:

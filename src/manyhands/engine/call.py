@@ -124,14 +124,11 @@ class Objects:
                     if one._job.over:
                         stack.append(one._job.value)
                 else:
-                    if kind == _CHANGEABLE:  # the others cannot be written to, only what is in them
+                    if kind != _FIXED:  # that cannot be written to, only what is in it
                         for_good = False
                         memories.add(id(one))
                     stack.extend(contents.contents(one) or ())
                     if kind == _COMPOSED:  # a framework may have more to say of it
-                        for_good = False
-                        memories.add(memory_of(one))
-                        objects.append(one)
                         stack.extend(parts_of(one))
         return memories, inputs, objects, for_good
 

@@ -133,8 +133,9 @@ class parallel:
 def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callable[..., Future[T]]:
     """A function whose calls are tasks: ``task(fn)(a, b)`` gives a :class:`Future`.
 
-    Arguments may be futures, also inside lists, tuples and dicts: the function gets their results. ``writes`` are the
-    objects that the call changes, as a tuple: arguments, futures, or things that the function knows from elsewhere.
+    Arguments may be futures, also inside lists, tuples, dicts and dataclasses: the function gets their results.
+    ``writes`` are the objects that the call changes, as a tuple: arguments, futures, or things that the function knows
+    from elsewhere.
     """
     if not callable(function):
         raise TypeError(

@@ -18,6 +18,7 @@ from manyhands.engine.check import check
 from manyhands.engine.equal import way
 from manyhands.engine.graph import Graph, graph
 from manyhands.engine.planned import PLAIN
+from manyhands.engine.plans import Standing
 from manyhands.engine.schedule import Lane, Schedule, schedule
 from manyhands.engine.simulate import bounds, simulate
 from manyhands.engine.timeline import Timeline
@@ -25,7 +26,7 @@ from manyhands.errors import EngineError
 
 
 @dataclass
-class Planned:
+class Planned(Standing):
     """What is known of one signature."""
 
     run: Callable[[Call], Any]
@@ -37,9 +38,6 @@ class Planned:
     advice: Sequence[str] = ()
     recognising: float | None = None  # seconds in which a call like the one that was planned is known again
     missing: str | None = None
-    # Whether what the function takes from outside its arguments is as it was.
-    holds: Callable[[], bool] = lambda: True
-    changed: Callable[[], str | None] = lambda: None  # what of that is not, in words
 
     @property
     def name(self) -> str:

@@ -10,29 +10,26 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from manyhands.engine import draw, explain, fused, futures, newcomers, parallel_cpu, parallel_gpu
+from manyhands.engine import draw, explain, fused, futures, parallel_cpu, parallel_gpu
 from manyhands.engine.arguments import must_allow_memory, must_be_function
 from manyhands.engine.costs import costs
 from manyhands.engine.effects import Effects
 from manyhands.engine.forecast import Forecast, Machine, forecast
 from manyhands.engine.graph import graph
 from manyhands.engine.memory import Footprint
-from manyhands.engine.planned import Limit, Planned, Run, never_the_same
+from manyhands.engine.planned import Limit, Planned, Run
+from manyhands.engine.plans import NEVER_AGAIN, Plans
 from manyhands.engine.schedule import Schedule
 from manyhands.engine.simulate import simulate, timeline_of
 from manyhands.engine.timeline import Timeline, place
 from manyhands.errors import CannotTrace, ChangesOutside, EngineError, NotYet
 
-_SIGNATURES = 8
-_VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
 _RECENT = 4  # plans that are asked whether they know a call before its signature is built
-_PLANNINGS = 8  # of one signature; then it is run as it is
 _MEMORY = 1.3  # of plain execution's memory a plan may take
 # Tracing replaces parts of Python and of the framework for a while: one thread at a time.
 _tracing = threading.RLock()
@@ -64,9 +61,7 @@ class Parallel:
         self.memory = memory
         self.compile = compile
         self.synchronous = synchronous
-        self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
-        self._plannings: dict[Any, int] = {}
-        self._newcomers = newcomers.Newcomers()
+        self._plans: Plans[Planned] = Plans()
         self._last: Planned | None = None
         self._recent: tuple[Planned, ...] = ()  # those that are asked first whether they know a call
 
@@ -78,13 +73,7 @@ class Parallel:
                 planned.used = True
                 return planned.run(tensors, arguments, keywords)
         call = self.backend.call(arguments, keywords)
-        variants = self._planned.get(call.signature, ())
-        known = next((one for one in variants if one.holds()), None)
-        if known is not None:
-            known.used = True
-            with suppress(KeyError):  # another thread may just have thrown it away
-                self._planned.move_to_end(call.signature)
-        self._last = planned = known or self._plan_anew(call)
+        self._last = planned = self._plans.of(call.signature) or self._plan_anew(call)
         if not planned.again:
             self._remember(planned, call)
         return planned.run(*call.given)
@@ -101,22 +90,13 @@ class Parallel:
             self._recent = (planned, *others[: _RECENT - 1])
 
     def _plan_anew(self, call: Any) -> Planned:
-        if call.signature not in self._planned and not self._newcomers.is_worth_it(call.signature):
-            return Planned(self._plainly, notes=[newcomers.REASON], again=True)
-        count = self._plannings[call.signature] = self._plannings.get(call.signature, 0) + 1
-        if count <= _PLANNINGS:
-            planned = self._plan(call)
-        else:
-            why = never_the_same(_PLANNINGS, [one.changed for one in self._planned.get(call.signature, ())])
-            planned = Planned(self._plainly, notes=[why])
+        if not self._plans.is_worth_one(call.signature):
+            return Planned(self._plainly, notes=[NEVER_AGAIN], again=True)
+        count = self._plans.count(call.signature)
+        why = self._plans.why_no_more(call.signature)
+        planned = self._plan(call, first=count == 1) if why is None else Planned(self._plainly, notes=[why])
         if not planned.again:
-            variants = self._planned.setdefault(call.signature, [])
-            variants.append(planned)
-            del variants[:-_VARIANTS]
-            if len(self._planned) > _SIGNATURES:
-                gone, plans = self._planned.popitem(last=False)
-                self._plannings.pop(gone, None)
-                self._newcomers.thrown_away(used=any(one.used for one in plans))
+            self._plans.keep(call.signature, planned)
         return planned
 
     # Telling
@@ -124,11 +104,13 @@ class Parallel:
     @property
     def planned(self) -> Planned:
         """What is known of the way in which the last call was run."""
-        return self._must_have_run()
+        if self._last is None:
+            raise EngineError("call the function first: it is planned for the arguments that it gets")
+        return self._last
 
     def explain(self) -> str:
         """How the last call was run, what it took, what bounds it, and why it is not faster."""
-        return explain.explain(explain.name_of(self.function), self._must_have_run())
+        return explain.explain(explain.name_of(self.function), self.planned)
 
     def draw(self, path: str | Path) -> Path:
         """The graph as SVG, coloured by lane."""
@@ -145,9 +127,9 @@ class Parallel:
     def measured(self) -> Timeline:
         """The last call's schedule, run once more: when each task began and ended."""
         made = self._scheduled()
-        timed = self._must_have_run().timed
+        timed = self.planned.timed
         assert timed is not None
-        return timeline_of(made, timed(), f"measured; {self._must_have_run().how}")
+        return timeline_of(made, timed(), f"measured; {self.planned.how}")
 
     def simulated(self) -> Timeline:
         """The last call's schedule in thought."""
@@ -161,26 +143,22 @@ class Parallel:
         ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
         in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
         """
-        made, planned = self._scheduled(), self._must_have_run()
+        made, planned = self._scheduled(), self.planned
         assert planned.footprint is not None
         used = len({lane for lane, task in zip(made.lane_of, made.graph.tasks, strict=True) if task.kind == "compute"})
         machine = Machine(devices, max(1, used) if lanes is None else lanes, bandwidth, latency)
         return forecast(made.graph, planned.footprint, machine)
 
-    def _must_have_run(self) -> Planned:
-        if self._last is None:
-            raise EngineError("call the function first: it is planned for the arguments that it gets")
-        return self._last
-
     def _scheduled(self) -> Schedule:
-        planned = self._must_have_run()
+        planned = self.planned
         if planned.schedule is None:
             raise EngineError(f"there is no schedule: {planned.how}; {'; '.join(planned.notes)}")
         return planned.schedule
 
     # Planning
 
-    def _plan(self, call: Any) -> Planned:
+    def _plan(self, call: Any, *, first: bool) -> Planned:
+        """``first``: of this signature; what is made outside at the first call may be there at the next."""
         try:
             with _tracing, Effects(refuse=True) as effects, futures.at_once():
                 found = self.backend.trace(self.function, call)
@@ -190,7 +168,6 @@ class Parallel:
         except CannotTrace as error:
             planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
             planned.holds = error.holds or planned.holds
-            first = self._plannings[call.signature] == 1  # what is made at the first call may be there at the next
             planned.again = isinstance(error, NotYet) or (first and isinstance(error, ChangesOutside))
             return planned
         try:

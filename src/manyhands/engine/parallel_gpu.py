@@ -23,7 +23,7 @@ _LANES = (2, 3, 4, 8)
 _BESIDE = (1, 2, 3)
 _LONG = 0.4  # of the work: a chain that is worth a lane that waits for nobody
 _WAIT = 1e-6  # seconds that a wait between two lanes costs
-_REPEATS, _REPEATS_OF_A_TURN = 20, 7  # calls that are timed
+_OF_A_TURN = 7  # calls that are timed
 _NEAR = 1.1  # times of two plans that may be the other way round
 _SHORT = 0.05  # seconds; longer than that, the host does not disturb
 _Way = tuple[str, Schedule, Callable[..., Any]]
@@ -44,12 +44,12 @@ def choose(
     best.peaks = Peaks(plain, plain)
     best.schedule = one_lane(measured) if alone else schedule(measured, lanes_for(measured, 1))
 
-    def seconds_of(run: Run, repeats: int) -> float:
+    def seconds_of(run: Run, *repeats: int) -> float:
         with backend.untouched(found, call.tensors) as put_back:
-            spent: float = backend.seconds(lambda: run(*call.given), device, put_back, repeats)
+            spent: float = backend.seconds(lambda: run(*call.given), device, put_back, *repeats)
         return spent
 
-    best.seconds[PLAIN] = seconds_of(plainly, _REPEATS)
+    best.seconds[PLAIN] = seconds_of(plainly)
     told = backend.telling(call)
     judge = Judge(backend, found, told, backend.expected(found, told, plainly), best.notes)
     for name, made, make in ways(backend, found, measured, best):
@@ -85,15 +85,15 @@ def choose(
             best.run, best.schedule, best.peaks = again, made, peaks
 
 
-def is_ahead(name: str, run: Run, best: Planned, seconds_of: Callable[[Run, int], float]) -> bool:
+def is_ahead(name: str, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
     """Whether this takes less time than the best so far; what was found is what is told of them.
 
     The host disturbs what it times, by more than what good plans differ in: those that are near are timed in turns.
     """
     least = best.seconds[best.name]
-    best.seconds[name] = spent = seconds_of(run, _REPEATS)
+    best.seconds[name] = spent = seconds_of(run)
     if min(spent, least) < _SHORT and max(spent, least) < _NEAR * min(spent, least):
-        spent, least = in_turns(run, best.run, lambda one: seconds_of(one, _REPEATS_OF_A_TURN))
+        spent, least = in_turns(run, best.run, lambda one: seconds_of(one, _OF_A_TURN))
         best.seconds[name], best.seconds[best.name] = spent, least
     return spent < least
 

@@ -21,7 +21,6 @@ import math
 import statistics
 import time
 import types
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
@@ -36,14 +35,11 @@ from manyhands.engine.futures import parallel as Scope
 from manyhands.engine.native_told import Planned
 from manyhands.engine.outside import Outside
 from manyhands.engine.parallel_cpu import race
-from manyhands.engine.planned import PLAIN, never_the_same
+from manyhands.engine.planned import PLAIN
+from manyhands.engine.plans import NEVER_AGAIN, Plans
 from manyhands.engine.timeline import Timeline
 from manyhands.errors import CannotTrace, EngineError, NotYet
 
-_SIGNATURES = 8
-_VARIANTS = 4  # plans of one signature, for different states of what the function takes from outside
-_PLANNINGS = 8  # of one signature; then it is run as it is
-_ALL_PLANNINGS = 64  # of all signatures: arguments that are never the same twice are not planned for ever
 _CLEARLY = 0.97  # of plain execution's time
 _CLOSE = 1e-5  # how far results may be from plain execution's (a compiler may add in another order)
 _SETTLING = 3  # calls in which a function may still change what is outside: models are often built by their first call
@@ -57,20 +53,18 @@ class Parallel:
         functools.update_wrapper(self, function, updated=())
         self.function = function
         self.backend = backend
-        self._planned: OrderedDict[Any, list[Planned]] = OrderedDict()
-        self._plannings: dict[Any, int] = {}
-        self._all = 0
+        self._plans: Plans[Planned] = Plans()
         self._last: Planned | None = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         call = self.backend.call(arguments, keywords)
         if call is None:  # the framework is tracing: whoever does that compiles the whole
             return self.function(*arguments, **keywords)
-        for planned in self._planned.get(call.signature, ()):
-            if planned.holds():
-                self._last = planned
-                return planned.run(call)
-        return self._first(call)
+        planned = self._plans.of(call.signature)
+        if planned is None:
+            return self._first(call)
+        self._last = planned
+        return planned.run(call)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a decorator of a method: the instance is its first argument."""
@@ -108,16 +102,11 @@ class Parallel:
 
     def _first(self, call: Call) -> Any:
         """Run plainly, and plan for the calls to come."""
-        self._all += 1
-        if self._all > _ALL_PLANNINGS:
-            why = (
-                "arguments are of another form at every call: numbers that change go into tensors, shapes may be padded"
-            )
-            self._last = Planned(self._plainly, notes=[f"planned {_ALL_PLANNINGS} times already; {why}"])
+        if not self._plans.is_worth_one(call.signature):
+            self._last = Planned(self._plainly, notes=[NEVER_AGAIN])
             return self._plainly(call)
-        count = self._plannings[call.signature] = self._plannings.get(call.signature, 0) + 1
-        if count > _PLANNINGS:
-            why = never_the_same(_PLANNINGS, [one.changed for one in self._planned.get(call.signature, ())])
+        count = self._plans.count(call.signature)
+        if (why := self._plans.why_no_more(call.signature)) is not None:
             self._keep(call, Planned(self._plainly, notes=[why]))
             return self._plainly(call)
         with Effects() as effects:
@@ -169,12 +158,7 @@ class Parallel:
 
     def _keep(self, call: Call, planned: Planned) -> None:
         self._last = planned
-        variants = self._planned.setdefault(call.signature, [])
-        variants.append(planned)
-        del variants[:-_VARIANTS]
-        if len(self._planned) > _SIGNATURES:
-            gone, _ = self._planned.popitem(last=False)
-            self._plannings.pop(gone, None)
+        self._plans.keep(call.signature, planned)
 
     def _plainly(self, call: Call) -> Any:
         return self.function(*call.arguments, **call.keywords)

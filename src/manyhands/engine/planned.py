@@ -10,6 +10,7 @@ from typing import Any
 from manyhands.engine.costs import Costed
 from manyhands.engine.equal import way
 from manyhands.engine.memory import Footprint, Peaks
+from manyhands.engine.plans import Standing
 from manyhands.engine.schedule import Schedule
 
 # How a call is run: its tensors, and the arguments as they were given.
@@ -18,7 +19,7 @@ PLAIN = "plain execution"
 
 
 @dataclass
-class Planned:
+class Planned(Standing):
     """What is known of one signature."""
 
     run: Run
@@ -29,11 +30,7 @@ class Planned:
     seconds: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    # Whether what the function takes from outside its arguments is as it was.
-    holds: Callable[[], bool] = lambda: True
-    changed: Callable[[], str | None] = lambda: None  # what of that is not, in words
     again: bool = False  # plan anew at the next call
-    used: bool = False  # by another call than the one that it was made for
     costed: Costed | None = None
     footprint: Footprint | None = None
     peaks: Peaks | None = None
@@ -71,15 +68,6 @@ def why_too_large(name: str, peak: int, plain: int, limit: Limit) -> str | None:
     return (
         f"{name} is not tried: it would take {megabytes(peak)} at its peak, plain execution {megabytes(plain)} "
         f"(parallel(fn, memory={math.ceil(10 * peak / max(plain, 1) + 0.1) / 10}) allows it)"
-    )
-
-
-def never_the_same(times: int, last: Sequence[Callable[[], str | None]]) -> str:
-    """Why a function is not planned any more, after so many times; ``last``: what says what the last plans miss."""
-    changed = next((what for changed in reversed(last) if (what := changed())), None)
-    return (
-        f"planned {times} times already; what it takes from outside is different at every call"
-        f"{f' (now: {changed})' if changed else ''}: pass it as an argument, or keep it the same object"
     )
 
 

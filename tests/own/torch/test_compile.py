@@ -212,7 +212,7 @@ def test_training_is_the_same(name: str) -> None:
     assert steps(other, torch.compile(other, backend=watching)) == pytest.approx(steps(plain, plain), rel=1e-5)
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(other.state_dict()[key], value, rtol=1e-4, atol=1e-6)
-    forward, backward = (one._must_have_run() for one in watching.made[:2])
+    forward, backward = (one.planned for one in watching.made[:2])
     assert forward.schedule is not None, forward.notes
     assert backward.schedule is not None, backward.notes
 

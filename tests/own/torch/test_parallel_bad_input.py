@@ -73,7 +73,7 @@ def planned_once() -> Parallel:
 
 @pytest.fixture
 def on_lanes(planned_once: Parallel) -> Iterator[Parallel]:
-    planned = planned_once._must_have_run()
+    planned = planned_once.planned
     run, how = planned.run, planned.how
     yield planned_once
     ERRORS.clear()
@@ -167,7 +167,7 @@ def test_an_argument_that_is_also_taken_from_outside() -> None:
 
     fast = mh.parallel(function, synchronous=True)
     fast(torch.ones(4))
-    planned = fast._must_have_run()
+    planned = fast.planned
     assert torch_parallel.mixing(trace := torch_parallel.trace(function, torch_parallel.call((other,), {}))) is not None
     assert [torch_parallel.mixing(trace)([one]) for one in (base, other, torch.ones(4))] == [True, True, False]
     plainly = []
@@ -175,7 +175,7 @@ def test_an_argument_that_is_also_taken_from_outside() -> None:
     assert fast(base)[0].tolist() == [2, 2, 2, 2]
     assert fast(base[1:].clone().new_ones(4))[0].tolist() == [2, 2, 2, 2]
     assert [one is base for one in plainly] == [True]
-    assert fast._must_have_run() is planned
+    assert fast.planned is planned
     assert torch_parallel.mixing(torch_parallel.trace(lambda x: x + base, torch_parallel.call((other,), {}))) is None
 
 
@@ -234,11 +234,11 @@ OUT_OF_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocato
 
 
 def test_out_of_memory_falls_back_to_plain_execution_and_says_so(on_lanes: Parallel) -> None:
-    run = on_lanes._must_have_run().run
+    run = on_lanes.planned.run
     ERRORS.append(OUT_OF_MEMORY)
     assert on_lanes(torch.ones(2), torch.ones(2)).tolist() == [6, 6]
     assert not ERRORS
-    assert on_lanes._must_have_run().run is not run
+    assert on_lanes.planned.run is not run
     assert "ran out of memory: plain execution from then on" in on_lanes.explain()
     CALLS.clear()
     on_lanes(torch.ones(2), torch.ones(2))

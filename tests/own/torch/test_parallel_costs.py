@@ -31,7 +31,7 @@ def test_a_second_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp
     second(x)
     assert not asked
     assert "0 kinds of operations measured now, 4 remembered" in second.explain()
-    for one, other in zip(*(p._must_have_run().schedule.graph.tasks for p in (first, second)), strict=True):  # type: ignore[union-attr]
+    for one, other in zip(*(p.planned.schedule.graph.tasks for p in (first, second)), strict=True):  # type: ignore[union-attr]
         assert one.seconds == other.seconds
 
 

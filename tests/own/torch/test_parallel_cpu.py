@@ -299,7 +299,7 @@ def test_synchronous_runs_the_schedules_order_in_the_callers_thread() -> None:
     assert differences.tolist() == [0, 0]
     assert set(where) == {threading.get_ident()}
     assert "synchronous" in slow.explain()
-    assert slow._must_have_run().schedule is not None
+    assert slow.planned.schedule is not None
 
 
 @pytest.mark.parametrize(

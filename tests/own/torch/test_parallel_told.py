@@ -91,7 +91,7 @@ def test_what_sleeps_at_once_runs_on_lanes_and_the_reason_is_named() -> None:
     result = fast(torch.ones(2), torch.ones(2))
     assert result.tolist() == [2, 2]
     assert fast.explain().startswith("napping: run as 2 lanes, equal to the bit"), fast.explain()
-    planned = fast._must_have_run()
+    planned = fast.planned
     assert "predicted" in fast.explain()
     assert planned.schedule is not None
     assert "longest chain" in why_not_faster(planned, planned.schedule)
@@ -201,10 +201,10 @@ def test_lanes_take_more_memory_and_too_much_is_not_tried(monkeypatch: pytest.Mo
     fast = Parallel(chains, torch_parallel)
     fast(*xs)
     assert "4 lanes is not tried: it would take" in fast.explain()
-    assert "4 lanes" not in fast._must_have_run().seconds
+    assert "4 lanes" not in fast.planned.seconds
     allowed = Parallel(chains, torch_parallel, memory=10.0)
     allowed(*xs)
-    assert "4 lanes" in allowed._must_have_run().seconds
+    assert "4 lanes" in allowed.planned.seconds
 
 
 def four(measured: Any) -> Any:

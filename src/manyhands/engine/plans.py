@@ -1,0 +1,97 @@
+"""The plans of one function: which of them is right for a call, and whether a call is worth another one.
+
+Calls are known by their signatures; of one signature there may be several plans, for different states of what the
+function takes from outside its arguments. Those that were not used for the longest time make room for others.
+
+Planning takes as long as hundreds or thousands of calls, and pays where calls come again. Two things end it:
+
+- a signature was planned many times, because what is outside was different every time: it is run as it is;
+- the function is called with another shape or another number every time, as with a counter of steps: plan after plan is
+  thrown away unused. From then on a call is planned when it comes a third time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+_SIGNATURES = 8
+_VARIANTS = 4  # plans of one signature
+_PLANNINGS = 8  # of one signature
+_WASTED = 8  # plans in a row that no second call used
+_OFTEN = 3  # times that a call has to come then
+_REMEMBERED = 32  # calls that came and were not planned
+
+NEVER_AGAIN = (
+    f"its arguments are of another form at every call: {_WASTED} plans in a row were not used again, so a call is "
+    f"planned when it comes for the {_OFTEN}rd time; a number that changes can be given as a tensor, a shape padded"
+)
+
+
+@dataclass(kw_only=True)
+class Standing:
+    """A plan that stands on what was found outside of the function's arguments."""
+
+    holds: Callable[[], bool] = lambda: True  # whether that is as it was
+    changed: Callable[[], str | None] = lambda: None  # what of it is not, in words
+    used: bool = False  # by another call than the one that it was made for
+
+
+Plan = TypeVar("Plan", bound=Standing)
+
+
+class Plans(Generic[Plan]):
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Any, list[Plan]] = OrderedDict()
+        self._times: dict[Any, int] = {}  # that a signature was planned
+        self._wasted = 0
+        self._came: OrderedDict[Any, int] = OrderedDict()  # how often, without having been planned
+
+    def of(self, signature: Any) -> Plan | None:
+        """The plan that holds."""
+        found = next((one for one in self._kept.get(signature, ()) if one.holds()), None)
+        if found is not None:
+            found.used = True
+            with suppress(KeyError):  # another thread may just have thrown it away
+                self._kept.move_to_end(signature)
+        return found
+
+    def is_worth_one(self, signature: Any) -> bool:
+        """Whether the call is likely to come again; asked once for each that has no plan."""
+        if signature in self._kept or self._wasted < _WASTED:
+            return True
+        count = self._came.pop(signature, 0) + 1
+        if count >= _OFTEN:
+            return True
+        self._came[signature] = count
+        if len(self._came) > _REMEMBERED:
+            self._came.popitem(last=False)
+        return False
+
+    def count(self, signature: Any) -> int:
+        """How often it is planned, this time included."""
+        self._times[signature] = self._times.get(signature, 0) + 1
+        return self._times[signature]
+
+    def why_no_more(self, signature: Any) -> str | None:
+        """Why the signature is not planned once more, after it was counted; None where it may be."""
+        if self._times.get(signature, 0) <= _PLANNINGS:
+            return None
+        last: Sequence[Plan] = self._kept.get(signature, ())
+        changed = next((what for one in reversed(last) if (what := one.changed())), None)
+        return (
+            f"planned {_PLANNINGS} times already; what it takes from outside is different at every call"
+            f"{f' (now: {changed})' if changed else ''}: pass it as an argument, or keep it the same object"
+        )
+
+    def keep(self, signature: Any, plan: Plan) -> None:
+        variants = self._kept.setdefault(signature, [])
+        variants.append(plan)
+        del variants[:-_VARIANTS]
+        if len(self._kept) > _SIGNATURES:
+            gone, plans = self._kept.popitem(last=False)
+            self._times.pop(gone, None)
+            self._wasted = 0 if any(one.used for one in plans) else self._wasted + 1
