@@ -419,6 +419,26 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path,
     assert names(tmp_path) == [f"step-{highest:08d}", f"step-{highest + 1:08d}"]
 
 
+def test_one_set_aside_goes_when_another_comes_in_the_moment_it_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path, 1, {"mark": 1}, {})
+    target = tmp_path / "step-00000001"
+    rename = os.rename
+
+    def meanwhile(source: Path, place: Path) -> None:
+        if place == target and ".replaced." in source.name:  # the other writer is a moment quicker
+            checkpoint.save(tmp_path, 1, {"mark": 2}, {})
+        rename(source, place)
+
+    aside = checkpoint_folder._leftover(target, "replaced")
+    rename(target, aside)
+    monkeypatch.setattr(os, "rename", meanwhile)
+    checkpoint_folder._settle(aside, target)
+    assert names(tmp_path) == ["step-00000001"]
+    assert checkpoint.load(tmp_path).state["mark"] == 2
+
+
 def test_two_writers_of_one_step_leave_one_of_them(tmp_path: Path) -> None:
     def write(mark: int) -> None:
         for _ in range(15):

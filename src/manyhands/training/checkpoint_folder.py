@@ -28,6 +28,7 @@ from pathlib import Path
 from manyhands.training import durable
 
 _OLD = 3600.0  # seconds without a write after which a leftover's maker is taken for dead
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)  # of a rename: there is a folder of that name
 _RACES = 20  # how often another process may come in between
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _LEFTOVER = re.compile(r"\.(step-[0-9]{8,18})\.(writing|replaced|deleted)\.([0-9]{1,10})\.[0-9a-f]{8}\.(.+)")
@@ -75,7 +76,7 @@ def put_in_place(written: Path, target: Path) -> None:
                 durable.sync_folder(target.parent)
                 return
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                if error.errno not in _TAKEN:
                     raise
             aside.append(_leftover(target, "replaced"))
             with contextlib.suppress(FileNotFoundError):  # another writer of this step was faster: try again
@@ -108,11 +109,14 @@ def sweep(folder: Path) -> None:
 
 def _settle(aside: Path, target: Path) -> None:
     """Delete a checkpoint that was set aside if another took its place, else put it back."""
-    if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
+    if not target.exists():
+        try:
             os.rename(aside, target)
+            return
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                return  # it stays, and counts as the checkpoint of its step
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _entries(folder: Path) -> list[Path]:
