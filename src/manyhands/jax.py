@@ -21,6 +21,7 @@ from manyhands.training.jax.figures import accuracy, evaluate_accuracy_gpu, eval
 from manyhands.training.jax.models import Residual, lenet, resnet18  # noqa: E402
 from manyhands.training.jax.recipes import load_model  # noqa: E402
 from manyhands.training.jax.trainer import Trainer, train  # noqa: E402
+from manyhands.training.loss_sum import LossSum  # noqa: E402
 from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
 from manyhands.training.vocabulary import (  # noqa: E402
@@ -70,6 +71,7 @@ __all__ = [
     "DataModule",
     "Future",
     "HyperParameters",
+    "LossSum",
     "Module",
     "Parallel",
     "Residual",

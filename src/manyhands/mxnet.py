@@ -17,6 +17,7 @@ from manyhands.backends import mxnet as _backend  # noqa: E402
 from manyhands.backends import mxnet_parallel as _parallel_backend  # noqa: E402
 from manyhands.engine.futures import Future, task  # noqa: E402
 from manyhands.engine.parallel_native import Offer, Parallel  # noqa: E402
+from manyhands.training.loss_sum import LossSum  # noqa: E402
 from manyhands.training.mxnet.book import DataModule, Module  # noqa: E402
 from manyhands.training.mxnet.datasets import load_data_fashion_mnist  # noqa: E402
 from manyhands.training.mxnet.figures import (  # noqa: E402
@@ -75,6 +76,7 @@ __all__ = [
     "DataModule",
     "Future",
     "HyperParameters",
+    "LossSum",
     "Module",
     "Parallel",
     "Residual",

@@ -14,6 +14,7 @@ from manyhands.backends import tensorflow as _backend  # noqa: E402
 from manyhands.backends import tensorflow_parallel as _parallel_backend  # noqa: E402
 from manyhands.engine.futures import Future, task  # noqa: E402
 from manyhands.engine.parallel_native import Offer, Parallel  # noqa: E402
+from manyhands.training.loss_sum import LossSum  # noqa: E402
 from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
 from manyhands.training.tensorflow.book import DataModule, Module  # noqa: E402
@@ -72,6 +73,7 @@ __all__ = [
     "DataModule",
     "Future",
     "HyperParameters",
+    "LossSum",
     "Module",
     "Parallel",
     "Residual",

@@ -22,6 +22,7 @@ from manyhands.engine.futures import no_threads as _no_threads  # noqa: E402
 from manyhands.engine.futures import parallel as _Scope  # noqa: E402
 from manyhands.engine.parallel import Parallel  # noqa: E402
 from manyhands.errors import EngineError as _EngineError  # noqa: E402
+from manyhands.training.loss_sum import LossSum  # noqa: E402
 from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
 from manyhands.training.torch.book import DataModule, Module  # noqa: E402
@@ -167,6 +168,7 @@ __all__ = [
     "DataModule",
     "Future",
     "HyperParameters",
+    "LossSum",
     "Module",
     "Parallel",
     "Residual",
