@@ -14,7 +14,7 @@ done within :func:`hooks`.
 ``torch.device("cpu:0")`` is then virtual device 0; as a *name* for our verbs, ``"cpu:0"`` is the host, as everywhere.
 
 What it is not: fast (an operation costs some microseconds more). A tensor keeps the shape that it was born with:
-``x.t_()``, ``x.resize_(...)``, an ``out=`` of another size and ``x.data = y`` of another shape are refused.
+``x.t_()``, ``x.resize_(...)`` and an ``out=`` of another size are refused. A lazy module is moved after its first call.
 ``torch.load(map_location="cpu:1")`` is refused by PyTorch: load to ``"cpu"``, then ``mh.to``.
 """
 
@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
@@ -40,6 +41,7 @@ _HOST = torch.device("cpu")
 _aten = torch.ops.aten
 # Operations that take tensors of two devices on GPUs too.
 _ACROSS_DEVICES = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 
 
@@ -47,9 +49,7 @@ def start(number: int) -> None:
     """Make the devices ``cpu:0`` to ``cpu:<number - 1>``."""
     global _count
     _count = number
-    # Module.to() then swaps parameters in place on the way back to the host too, so that an optimizer made before
-    # still holds them; on the way to a virtual device PyTorch does so by itself.
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.utils.swap_tensors = _swap_tensors  # Module.to() calls it by this name
     for hook in (_Births(), _FromData()):  # type: ignore[no-untyped-call]
         hook.__enter__()  # type: ignore[no-untyped-call]
 
@@ -157,10 +157,11 @@ class VirtualTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, VirtualTensor) or value.device != self.device or value.shape != self.shape:
-            raise RuntimeError(f"x.data = y on {self.device} needs a y of the same shape and device: use x.copy_(y)")
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._inner = value._inner
+        if isinstance(value, VirtualTensor) and (value.device, value.shape) == (self.device, self.shape):
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            self._inner = value._inner
+        else:
+            _become(self, value)
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
@@ -196,6 +197,62 @@ class VirtualTensor(torch.Tensor):
         return memo[id(self)]  # type: ignore[no-any-return]
 
 
+_swap_plain_tensors = torch.utils.swap_tensors
+
+
+def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    """``torch.utils.swap_tensors`` that also swaps virtual tensors with weak references to them or views of them.
+
+    PyTorch refuses those. But ``Module.to`` swaps parameters on their way to a virtual device, and on their way to a
+    GPU, where it sets ``parameter.data``, it takes them: after ``torch.compile`` or with ``weight_norm``, for example.
+    """
+    if not isinstance(t1, VirtualTensor) and not isinstance(t2, VirtualTensor):
+        _swap_plain_tensors(t1, t2)  # type: ignore[no-untyped-call]
+        return
+    _end_graph(t1, t2.device)
+    hooks, after_hooks = t1._backward_hooks, t1._post_accumulate_grad_hooks
+    t1.__class__, t2.__class__ = t2.__class__, t1.__class__
+    t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+    torch._C._swap_tensor_impl(t1, t2)
+    if hooks is not None:
+        t1._backward_hooks = hooks
+    if after_hooks is not None:
+        t1._post_accumulate_grad_hooks = after_hooks
+
+
+def _end_graph(leaf: torch.Tensor, device: torch.device) -> None:
+    """Let a backward pass through what was computed from this parameter fail: its gradient would reach nobody."""
+    if not (leaf.requires_grad and leaf.is_leaf):
+        return
+    source, shape = leaf.device, tuple(leaf.shape)
+
+    def refuse(*unused: object) -> None:
+        raise RuntimeError(
+            f"a parameter of shape {shape} was moved from {source} to {device} between the forward and the backward "
+            "pass: call backward() before the move, or repeat the forward pass after it"
+        )
+
+    torch.autograd.graph.get_gradient_edge(leaf).node.register_prehook(refuse)
+
+
+def _become(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor other contents, perhaps on another device; its gradient goes with it where that is possible."""
+    gradient, requires_grad = tensor.grad, tensor.requires_grad
+    if gradient is not None and gradient.shape != value.shape:
+        raise RuntimeError(
+            f"x.data = y: y has another shape, {tuple(value.shape)}, than x.grad, {tuple(gradient.shape)}: set "
+            "x.grad = None before"
+        )
+    made = value.detach()
+    _swap_tensors(tensor, torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made)
+    tensor.requires_grad_(requires_grad)
+    if gradient is None:
+        return
+    if (gradient.device, gradient.dtype) != (tensor.device, tensor.dtype):
+        _swap_tensors(gradient, place(gradient.detach(), tensor.device).to(tensor.dtype))
+    tensor.grad = gradient
+
+
 class _Place(torch.autograd.Function):
     """A move between the host and a virtual device, or between two; the gradient moves back."""
 
@@ -218,11 +275,15 @@ class _Births(TorchDispatchMode):
         device = kwargs.get("device")
         if device is None or device.type != "cpu" or device.index is None:
             return func(*args, **kwargs)
+        if args and isinstance(args[0], UninitializedTensorMixin):
+            raise RuntimeError(
+                f"a lazy module has no weights yet that could go to {device}: call it once on the host, then move it"
+            )
         return _compute(func, args, kwargs)
 
 
 class _FromData(TorchFunctionMode):
-    """Sees ``torch.tensor(data, device=...)``: made on the host, then placed."""
+    """Sees ``torch.tensor(data, device=...)``: made on the host, then placed; and ``x.data = y`` of a host's x."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -234,6 +295,8 @@ class _FromData(TorchFunctionMode):
                 requires_grad = kwargs.pop("requires_grad", False)
                 made = place(func(*args, **{**kwargs, "device": _HOST}), device)
                 return made.detach().requires_grad_() if requires_grad else made
+        elif func == _SET_DATA and isinstance(args[1], VirtualTensor) and not isinstance(args[0], VirtualTensor):
+            return _become(*args)
         return func(*args, **kwargs)
 
 

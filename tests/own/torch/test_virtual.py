@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -206,9 +207,70 @@ def test_data_is_read_and_replaced() -> None:
     assert (weight.tolist(), weight.data.requires_grad) == ([[2.0, 2.0], [2.0, 2.0]], False)
     weight.sum().backward()
     assert weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    for wrong in (torch.ones(2, 2), torch.ones(2, 2, device=mh.gpu(0)), torch.ones(3, device=mh.gpu(1))):
-        with pytest.raises(RuntimeError, match="same shape and device"):
-            weight.data = wrong
+    for other in (torch.ones(2, 2), torch.ones(2, 2, device=mh.gpu(0)), torch.ones(2, 2, device=mh.gpu(1))):
+        weight.data = other
+        assert weight.device == weight.grad.device == other.device
+        assert isinstance(weight, torch.nn.Parameter)
+    with pytest.raises(RuntimeError, match=r"another shape, \(3,\), than x.grad"):
+        weight.data = torch.ones(3, device=mh.gpu(1))
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda layer: layer.weight.view(-1),
+        lambda layer: weakref.ref(layer.weight),
+        lambda layer: layer(torch.ones(1, 3)),
+        lambda layer: torch.nn.utils.weight_norm(layer),
+        lambda layer: layer(torch.ones(1, 3)).sum().backward(),
+    ],
+    ids=["a view", "a weak reference", "a graph", "weight_norm", "a gradient"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_modules_are_converted_whatever_else_holds_their_parameters(hold: Any) -> None:
+    """On the host and on a GPU PyTorch sets ``parameter.data``, which takes all of these."""
+    layer = torch.nn.Linear(3, 2)
+    held = hold(layer)
+    before = list(layer.parameters())
+    expected = layer(torch.ones(1, 3))
+    layer.double().to("cpu").float()
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()})
+    layer.to(mh.gpu(1)).half().float()
+    found = layer(torch.ones(1, 3, device=mh.gpu(1)))
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-3, rtol=1e-3)  # the weights were float16 for a while
+    layer.to("cpu")
+    assert all(one is other for one, other in zip(before, layer.parameters(), strict=True))
+    assert {one.grad.device for one in before if one.grad is not None} <= {torch.device("cpu")}
+    del held
+
+
+def test_hooks_of_a_parameter_go_with_it() -> None:
+    layer = torch.nn.Linear(3, 2)
+    fired: list[str] = []
+    layer.weight.register_hook(lambda gradient: fired.append("hook"))
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: fired.append("after"))
+    for device in (mh.gpu(1), mh.gpu(0), mh.cpu()):
+        layer.to(device)(torch.ones(1, 3, device=device)).sum().backward()
+    assert fired == ["hook", "after"] * 3
+
+
+def test_a_backward_pass_over_a_move_is_refused() -> None:
+    layer = torch.nn.Linear(3, 2)
+    loss = layer(torch.ones(1, 3)).sum()
+    layer.to(mh.gpu(1))
+    with pytest.raises(RuntimeError, match=r"moved from cpu to cpu:1 between the forward and the backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("make", [lambda: torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_module_is_placed_after_its_first_call(make: Any) -> None:
+    layer = make().to("cpu").double().float()
+    with pytest.raises(RuntimeError, match="call it once on the host, then move it"):
+        layer.to(mh.gpu(1))
+    x = torch.ones(4, 3)
+    layer(x)
+    assert layer.to(mh.gpu(1))(x.to(mh.gpu(1))).device == mh.gpu(1)
 
 
 def test_new_tensors_follow_their_model_and_the_default() -> None:
