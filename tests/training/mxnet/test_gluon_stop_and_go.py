@@ -20,6 +20,7 @@ from safetensors.numpy import load
 from manyhands.errors import WrongCheckpoint
 from manyhands.training import blobs, checkpoint
 from manyhands.training.mxnet import state
+from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.parity import largest_difference
 from manyhands.training.run_folder import RunFolder
 
@@ -79,6 +80,26 @@ def test_resumed_on_another_number_of_devices(tmp_path: Path, before: int, after
     assert largest_difference(weights, expected) <= 1e-12
     assert [row["samples"] for row in resumed.rows] == [96, 96]
     assert resumed.rows[0]["train_loss"] == pytest.approx(result.rows[0]["train_loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("initialised", [True, False])
+def test_convolutions(tmp_path: Path, initialised: bool) -> None:
+    """oneDNN lays their weights out anew in a forward pass, as in the trial on a few samples before the job begins."""
+    generator = np.random.default_rng(0)
+    data = generator.random((16, 1, 9, 9), dtype=np.float32), generator.integers(10, size=16)
+
+    def train(run: Path, epochs: int, **options: Any) -> Any:
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(16, 3), nn.Conv2D(16, 3), nn.Dense(10))
+        if initialised:
+            mx.random.seed(1)
+            net.initialize()
+        result = Trainer(epochs, batch_size=8, precision="fp32", quiet=True, run=run, **options).fit(net, data)
+        return state.model_tensors(net), result
+
+    whole, _ = train(tmp_path / "whole", 2)
+    train(tmp_path / "run", 1)
+    assert same(train(tmp_path / "run", 2, resume="auto")[0], whole)
 
 
 def test_a_loader_that_shuffles_by_itself(tmp_path: Path) -> None:

@@ -156,4 +156,6 @@ def initialise(net: Any, seed: int | None = None, *, only: Sequence[gluon.Parame
 def set_values(parameter: gluon.Parameter, values: np.ndarray[Any, Any]) -> None:
     """The same values on every device where the parameter is."""
     for array in parameter.list_data():
-        array[:] = np.asarray(values, dtype=array.dtype)
+        module = mx.np if isinstance(array, mx.np.ndarray) else mx.nd
+        # From array to array: MXNet refuses to write NumPy's into weights that a forward pass has laid out for oneDNN.
+        module.array(np.asarray(values), dtype=array.dtype, ctx=array.ctx).copyto(array)
