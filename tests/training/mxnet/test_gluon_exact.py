@@ -68,6 +68,22 @@ def test_clipping_is_by_the_norm_of_all_gradients() -> None:
     assert moved == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_that_are_added_up_are_those_of_one_batch(accumulate: int) -> None:
+    def adding() -> Any:
+        net = mlp()
+        for parameter in net.collect_params().values():
+            parameter.grad_req = "add"
+        return net
+
+    expected, _ = fit(mlp(), vectors(), 1)
+    for devices in (1, 3):
+        net = adding()
+        weights, _ = fit(net, vectors(), devices, accumulate=accumulate)
+        assert largest_difference(weights, expected) <= CLOSE
+        assert {parameter.grad_req for parameter in net.collect_params().values()} == {"add"}
+
+
 @pytest.mark.parametrize("optimizer", [nesterov, "adam"])
 def test_parameters_that_are_not_used(optimizer: Any) -> None:
     """A parameter that no device used has no gradient; not zero, for weight decay and momentum would move it."""

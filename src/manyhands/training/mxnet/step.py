@@ -47,24 +47,26 @@ class Step:
         self.trainer, self.objective, self.metrics = trainer, objective, metrics
         self.clip, self.accumulate, self.together, self.spared = clip, accumulate, together, spared
         self.parameters: list[gluon.Parameter] = list(trainer._params)
-        for parameter in self.parameters if accumulate > 1 else ():
+        self._written = [one for one in self.parameters if one.grad_req == "write" and accumulate > 1]
+        for parameter in self._written:
             parameter.grad_req = "add"
+        # Also those that the user made so: the update is that of one batch.
+        self._added_to = [one for one in self.parameters if one.grad_req == "add"]
 
     def close(self) -> None:
         for parameter in self.parameters:
             parameter._set_trainer(None)  # it would keep this job's memory
         if self.together is not None:
             self.together.close()
-        for parameter in self.parameters if self.accumulate > 1 else ():
+        for parameter in self._written:
             parameter.grad_req = "write"
 
     def __call__(self, shards: Shards, whole: int, step: int) -> None:
         """Make the update of a batch of ``whole`` samples."""
         if self.spared is not None:
             self.spared.keep()
-        if self.accumulate > 1:
-            for parameter in self.parameters:
-                parameter.zero_grad()
+        for parameter in self._added_to:
+            parameter.zero_grad()
         present = [shard for shard in shards if shard is not None]
         if self.together is not None:
             self._work_together(self.together, present, whole)
