@@ -28,6 +28,26 @@ from manyhands.errors import CannotTrace
 from manyhands.task import Task
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None))
+# What Python asks of MXNet's library beside operations, by the name there: none of it would be done by a CachedOp.
+_BESIDE = {
+    "MXAutogradSetIsRecording": "it uses autograd.record(), and gradients would not flow",
+    "MXAutogradSetIsTraining": "it uses autograd's train_mode(), in which layers keep statistics",
+    "MXAutogradMarkVariables": "it attaches gradients to arrays",
+    "MXAutogradBackwardEx": "it runs a backward pass, which writes gradients",
+    "MXCustomFunctionRecord": "it has a gradient of its own (autograd.Function)",
+    "MXNDArraySyncCopyFromCPU": "it copies values from NumPy or Python into an array",
+    "MXNDArraySyncCopyFromNDArray": "it copies parts of a sparse array",
+    "MXNDArraySave": "it writes a file (mx.nd.save)",
+    "MXNDArrayToDLPack": "it gives an array's memory away (to_dlpack)",
+    "MXRandomSeed": "it seeds MXNet's random numbers",
+    "MXRandomSeedContext": "it seeds MXNet's random numbers",
+    "MXKVStoreInitEx": "it uses a key-value store",
+    "MXKVStorePushEx": "it uses a key-value store",
+    "MXKVStorePullEx": "it uses a key-value store",
+    "MXKVStorePushPullEx": "it uses a key-value store",
+    "MXKVStoreBroadcastEx": "it uses a key-value store",
+}
+_SWITCHES = ("MXAutogradSetIsRecording", "MXAutogradSetIsTraining")  # switching them off does nothing
 _RANDOM = ("random", "sample", "shuffle", "uniform", "normal", "multinomial")
 
 
@@ -56,6 +76,7 @@ class Recording:
     def __init__(self) -> None:
         self.operations: list[_Operation] = []
         self.reads = False  # whether Python looked at values
+        self.beside: str | None = None  # what it did beside operations
         self.result: Any = None
         self.complete = False
 
@@ -74,14 +95,28 @@ class Recording:
         mx.nd.waitall()
         _register._imperative_invoke = self._noting
         mx.nd.NDArray.asnumpy = asnumpy
+        self._library = {name: getattr(mx.base._LIB, name) for name in _BESIDE if hasattr(mx.base._LIB, name)}
+        for name, function in self._library.items():
+            setattr(mx.base._LIB, name, self._noting_beside(name, function))
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self.complete:
             return
+        for name, function in self._library.items():
+            setattr(mx.base._LIB, name, function)
         _register._imperative_invoke = self._invoke
         mx.nd.NDArray.asnumpy = self._read
         self._one.release()
+
+    def _noting_beside(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any) -> Any:
+            off = name in _SWITCHES and not arguments[0].value
+            if self.beside is None and not off and threading.get_ident() == self._thread:
+                self.beside = _BESIDE[name]
+            return function(*arguments)
+
+        return noting
 
     def _noting(
         self, handle: Any, inputs: Any, keys: Any, values: Any, out: Any, is_numpy: bool, gives_list: bool
@@ -154,14 +189,18 @@ def why_not_one(recording: Recording, modes: Sequence[Any]) -> str | None:
     """Why what was noted cannot stand for other calls, or None."""
     if modes[0] or modes[1]:
         return "under autograd.record() MXNet notes operations itself, for backward()"
+    if recording.beside is not None:
+        return recording.beside
     contexts = {str(array.ctx) for one in recording.operations for array in [*one.inputs, *one.outputs]}
     if len(contexts) > 1:
         return f"it computes on one context, and this function uses {', '.join(sorted(contexts))}"
     if recording.reads:
         return "it reads values, and what it does may depend on them"
     for one in recording.operations:
-        if one.in_place:
+        if one.in_place or not one.outputs:
             return f"{one.name} writes in place"
+        if one.name == "Custom":
+            return "it has an operator of its own (mx.operator), which runs Python"
         always = one.name == "Dropout" and "always" in map(str, one.values)
         if always or any(word in one.name.lower() for word in _RANDOM):
             return f"{one.name} draws random numbers"
@@ -182,7 +221,11 @@ def one_operation(call: Call, recording: Recording, is_outside: Callable[[Any], 
                     raise CannotTrace(f"{one.name} takes an array that came about in a way that MXNet does not show")
                 label = f"outside{len(given)}"
                 symbols[id(array)], given[label] = _variable(label, array), array
-        made = _composed(one, [symbols[id(array)] for array in one.inputs], f"op{place}")
+        inputs = [symbols[id(array)] for array in one.inputs]
+        made = _composed(one, inputs, f"op{place}")
+        # BatchNorm writes its statistics in training alone, which has been refused.
+        if "BatchNorm" not in one.name and _written(made) - set().union(*map(_written, inputs)):
+            raise CannotTrace(f"{one.name} writes in place")
         parts = list(made) if len(one.outputs) > 1 or isinstance(made, list) else [made]
         symbols.update({id(array): part for array, part in zip(one.outputs, parts, strict=False)})
     computed, outputs = _taken_apart(recording.result, call.tensors, symbols)
@@ -200,6 +243,10 @@ def _composed(one: _Operation, inputs: list[Any], name: str) -> Any:
         if "num_args" not in str(error):
             raise
         return compose([*one.keys, "num_args"], [*one.values, len(inputs)])
+
+
+def _written(symbol: Any) -> set[str]:
+    return set() if isinstance(symbol, list) else set(symbol.list_auxiliary_states())
 
 
 def _variable(name: str, array: Any) -> Any:
