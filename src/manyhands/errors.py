@@ -22,6 +22,7 @@
      |   +- DataNotFound         data files that are not where they were said to be  (FileNotFoundError)
      +- NotJson                  a value that JSON cannot hold exactly             (ValueError)
      +- BadRunFolder             a folder that is no run, or a run with bad files  (ValueError)
+     +- RunInUse                 another job writes to the run's folder            (RuntimeError)
      +- CheckpointError
      |   +- BadCheckpoint        something that cannot be saved as a checkpoint    (ValueError)
      |   +- NoCheckpoint         nothing to load                                   (FileNotFoundError)
@@ -132,6 +133,10 @@ class NotJson(ManyhandsError, ValueError):
 
 class BadRunFolder(ManyhandsError, ValueError):
     """A folder that is not a run's, or a file in a run's folder that cannot be read."""
+
+
+class RunInUse(ManyhandsError, RuntimeError):
+    """Another job, that still runs, writes to the run's folder."""
 
 
 class CheckpointError(ManyhandsError):

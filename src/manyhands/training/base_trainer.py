@@ -5,18 +5,19 @@ from __future__ import annotations
 import abc
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from manyhands.errors import BadRunFolder, BadSettings, NoCheckpoint
+from manyhands.errors import BadSettings, NoCheckpoint
 from manyhands.placement import Placement
 from manyhands.training import checkpoint, launcher
 from manyhands.training.display import Display
 from manyhands.training.learner import Schedule
 from manyhands.training.result import Result
-from manyhands.training.run_folder import RunFolder
+from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import BatchStats, Precision, Settings
 from manyhands.training.vocabulary import HyperParameters
 
@@ -74,6 +75,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
             if given is not None and not callable(given):
                 raise BadSettings(f"{name}={given!r} is a {type(given).__name__}: give a function")
         self._check_options()
+        self._check_settings()
         if isinstance(num_gpus, bool) or not isinstance(num_gpus, Integral) or num_gpus < 0:
             raise BadSettings(f"num_gpus={num_gpus!r}: give a whole number, 0 for the CPU")
         if devices is None:
@@ -86,6 +88,12 @@ class BaseTrainer(HyperParameters, abc.ABC):
 
     gpus: list[Any]
     result: Result | None = None
+
+    def _check_settings(self) -> None:
+        """Refuse what no job can have, whatever its model and data."""
+        self._settings_with(self._option("lr"), self._option("batch_size"))
+        if self._option("resume") == "auto" and self._option("run") is None:
+            raise BadSettings("resume='auto' goes on with the run in run=...: give run, or a run's folder as resume")
 
     def _check_options(self) -> None:
         """Refuse what a framework cannot take; called when a trainer is made."""
@@ -131,17 +139,27 @@ class BaseTrainer(HyperParameters, abc.ABC):
         """
         self.train_source, self.test_source = self._sources(data)
         settings = self._settings(model)
-        run = Path(self._option("run")).absolute() if self._option("run") is not None else None
-        resume = None
+        run, resume = self._run_plan(), None
         if launcher.is_first():
             if run is not None:
-                _open_run(run, settings, resumes=self._option("resume") is not None)
+                run.check()
             resume = _resume(self._option("resume"), run)  # it is sent to the other processes
         with Display(settings.max_epochs, quiet=self._option("quiet") or not launcher.is_first()) as display:
             result = self._train(model, settings, display, run=run, resume=resume)
-        result.run = str(run) if run else None
+        result.run = str(run.path) if run else None
         self.result = result
         return result
+
+    # What config.json of the run says besides the settings.
+    run_config: Mapping[str, Any] = MappingProxyType({})
+
+    def _run_plan(self) -> RunPlan | None:
+        run, resume = self._option("run"), self._option("resume")
+        if run is None:
+            return None
+        path = Path(run).absolute()
+        resumes = resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(path.resolve()))
+        return RunPlan(path, resumes, dict(self.run_config))
 
     @abc.abstractmethod
     def _sources(self, data: Any) -> tuple[Any, Any]:
@@ -149,7 +167,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
 
     @abc.abstractmethod
     def _train(
-        self, model: Any, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+        self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         """Train on the devices; the result's ``devices`` are named."""
 
@@ -157,13 +175,18 @@ class BaseTrainer(HyperParameters, abc.ABC):
     test_source: Any
 
     def _settings(self, model: Any) -> Settings:
-        names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size", "lr"}
         rate, size = self._option("lr"), self._option("batch_size")
-        if rate is None:
-            rate = getattr(model, "lr", _DEFAULT_RATE)
-        if size is None:
-            size = self.train_source.batch_size or _DEFAULT_BATCH
-        return Settings(batch_size=size, lr=rate, **{name: self._option(name) for name in names})
+        return self._settings_with(
+            getattr(model, "lr", None) if rate is None else rate, self.train_source.batch_size if size is None else size
+        )
+
+    def _settings_with(self, rate: float | None, size: int | None) -> Settings:
+        names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size", "lr"}
+        return Settings(
+            batch_size=_DEFAULT_BATCH if size is None else size,
+            lr=_DEFAULT_RATE if rate is None else rate,
+            **{name: self._option(name) for name in names},
+        )
 
 
 # As written here: a reader of the book may put in another __init__.
@@ -179,20 +202,11 @@ def two_parts(data: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
     return data, None
 
 
-def _open_run(path: Path, settings: Settings, *, resumes: bool) -> None:
-    run = RunFolder.at(path)
-    if not resumes and checkpoint.latest(run.checkpoints) is not None:
-        raise BadRunFolder(
-            f"{path} holds checkpoints of a run: give resume='auto' to go on with it, or another folder to begin anew"
-        )
-    run.config = {**(run.config if run.config_path.exists() else {}), "settings": settings.as_dict()}
-
-
-def _resume(resume: str | Path | None, run: Path | None) -> Path | None:
+def _resume(resume: str | Path | None, run: RunPlan | None) -> Path | None:
     if resume is None:
         return None
     if resume == "auto":
-        folder = None if run is None else run / "checkpoints"
+        folder = None if run is None else run.path / "checkpoints"
         return folder if folder is not None and checkpoint.latest(folder) is not None else None
     path = Path(resume)
     found = path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -59,7 +59,7 @@ def save(folder: Path, step: int, state: Mapping[str, Any], blobs: Mapping[str, 
     except OSError as error:
         refused = CheckpointNotWritten(
             f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}. "
-            "The older checkpoints are still there. Make room, or choose another folder."
+            f"{_what_is_left(folder)} Make room, or choose another folder."
         )
         refused.errno = error.errno
         raise refused from error
@@ -87,6 +87,13 @@ def drop_after(folder: Path, step: int) -> None:
     for other, path in checkpoint_folder.checkpoints(Path(folder)):
         if other > step:
             checkpoint_folder.delete(path)
+
+
+def _what_is_left(folder: Path) -> str:
+    newest = latest(folder)
+    if newest is None:
+        return "There is no older one."
+    return f"The last one that is there is of step {checkpoint_folder.step_of(newest)}."
 
 
 def _check_arguments(step: int, blobs: Mapping[str, bytes], keep: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from manyhands.errors import LossIsNotANumber
 from manyhands.training import saving
@@ -15,7 +16,7 @@ from manyhands.training.figures import Figures, or_none, together
 from manyhands.training.learner import Learner, Say, Schedule
 from manyhands.training.order import Cursor, Window, epoch_order
 from manyhands.training.result import Result
-from manyhands.training.run_folder import RunFolder
+from manyhands.training.run_folder import RunFolder, RunPlan
 from manyhands.training.settings import Settings
 
 _SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
@@ -32,7 +33,7 @@ class Loop:
         say: Say,
         *,
         schedule: Schedule | None = None,
-        run: Path | None = None,
+        run: RunPlan | None = None,
         resume: Path | None = None,
     ) -> None:
         """``resume`` is a checkpoint, or a folder of them, that the first process can read."""
@@ -40,13 +41,34 @@ class Loop:
         self.result = Result()
         self.cursor = Cursor()
         self.keeps_checkpoints = run is not None
-        self.run = RunFolder.open(run) if run is not None and self.first else None
+        self.run = RunFolder(run.path) if run is not None and self.first else None
+        self._unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._shown = time.perf_counter()
         try:
-            saving.restore(self, resume)
+            self._begin(run, resume)
         except BaseException:
-            learner.close()
+            self._close()
             raise
+
+    def _begin(self, run: RunPlan | None, resume: Path | None) -> None:
+        """Restore, and only then write to the run's folder: a job that is refused leaves it as it was."""
+        if self.run is not None and self.run.path.is_dir():
+            self.run.lock()  # also for reading: nobody shall write meanwhile
+        resumed = saving.restore(self, resume)
+        if self.run is not None and run is not None:
+            note = self.run.begin(run, self.settings.as_dict())
+            if note is not None:
+                self.say({"kind": "warning", "text": note})
+            saving.rewind(self)
+        if resumed:
+            saving.share_rows(self)
+
+    def _close(self) -> None:
+        try:
+            self.learner.close()
+        finally:
+            if self.run is not None:
+                self.run.release()
 
     @property
     def first(self) -> bool:
@@ -67,9 +89,10 @@ class Loop:
                 self._end_epoch(figures, seconds, whole=whole)
             self.result.notes = self.learner.notes
             self.result.shares = self.learner.shares
+            self.result.unsaved = self._unsaved()
             return self.result
         finally:
-            self.learner.close()
+            self._close()
 
     def _train_epoch(self) -> None:
         first = self.cursor.step
@@ -171,7 +194,31 @@ class Loop:
         }
         self.result.rows.append(row)
         if self.run is not None:
-            self.run.append_metrics(row)
+            self._write_row(self.run, row)
         self.say({"kind": "epoch", **row})
         if not self.settings.checkpoint_every or self.cursor.epoch == self.settings.max_epochs:
             saving.save(self)
+
+    def _write_row(self, run: RunFolder, row: dict[str, Any]) -> None:
+        """Append to metrics.jsonl. Rows that a full disk refuses are tried again at the end of the next epoch."""
+        self._unwritten.append(row)
+        try:
+            while self._unwritten:
+                run.append_metrics(self._unwritten[0])
+                del self._unwritten[0]
+        except OSError as error:
+            self.say(
+                {
+                    "kind": "warning",
+                    "text": f"the figures of epoch {row['epoch']} could not be written to {run.metrics_path}: "
+                    f"{error.strerror or error}. The training goes on",
+                }
+            )
+
+    def _unsaved(self) -> list[str]:
+        """What the run's folder lacks at the end of the job."""
+        if self.run is None:
+            return []
+        rows = ", ".join(str(row["epoch"]) for row in self._unwritten)
+        figures = [f"{self.run.metrics_path.name} lacks the figures of epoch {rows}"] if rows else []
+        return figures + saving.unsaved_weights(self.run, self.cursor.step)

@@ -16,6 +16,8 @@ class Result:
     devices: list[str] = field(default_factory=list)
     shares: list[float] | None = None
     run: str | None = None
+    # What could not be written to the run's folder (a full disk); empty: all is there.
+    unsaved: list[str] = field(default_factory=list)
 
     @property
     def test_accuracy(self) -> float:
@@ -31,5 +33,6 @@ class Result:
 
     def __str__(self) -> str:
         """The book's line."""
-        accuracy = f"test acc {self.test_accuracy:.3f}, " if not math.isnan(self.test_accuracy) else ""
-        return f"{accuracy}{self.seconds_per_epoch:.2f} sec/epoch on [{', '.join(self.devices)}]"
+        accuracy = [] if math.isnan(self.test_accuracy) else [f"test acc {self.test_accuracy:.3f}"]
+        seconds = [] if math.isnan(self.seconds_per_epoch) else [f"{self.seconds_per_epoch:.2f} sec/epoch"]
+        return f"{', '.join(accuracy + seconds) or 'trained'} on [{', '.join(self.devices)}]"

@@ -8,19 +8,44 @@
         checkpoints/     see checkpoint.py
         curves.png
         step.txt         what a step was made of, where it was a fast one
+        job.lock         while a job trains here (see run_lock.py)
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from manyhands.errors import BadRunFolder
-from manyhands.training import durable
+from manyhands.training import checkpoint, durable, run_lock
+from manyhands.training.run_lock import RunLock
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The folder that a job will write to. Nothing is written before the job has passed all its checks."""
+
+    path: Path
+    resumes: bool  # whether a run that is there may be continued
+    # What config.json says besides the settings.
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuse a path that cannot be this job's folder; reads only."""
+        run = RunFolder(self.path)
+        with _as_bad_folder(self.path):
+            run.check_is_run_or_new()
+            if not self.resumes and run.is_begun():
+                raise BadRunFolder(
+                    f"{self.path} holds a run already: give resume='auto' to go on with it, or another folder to "
+                    "begin anew"
+                )
 
 
 class RunFolder:
@@ -29,6 +54,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._may_be_torn = True
+        self._lock: RunLock | None = None
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -40,28 +66,24 @@ class RunFolder:
         wanted = time.strftime("%Y-%m-%d-%H%M%S") if name is None else name
         if wanted in ("", ".", "..") or Path(wanted).name != wanted or "\\" in wanted or "\0" in wanted:
             raise BadRunFolder(f"name={name!r} is not a folder's name. Put the path before it into root.")
-        root.mkdir(parents=True, exist_ok=True)
         path, number = root / wanted, 1
-        while True:
-            try:
-                path.mkdir()  # one call both asks and takes, so two runs at once never share a folder
-                return cls(path)
-            except FileExistsError:
-                number += 1
-                path = root / f"{wanted}-{number}"
+        with _as_bad_folder(root):
+            root.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    path.mkdir()  # one call both asks and takes, so two runs at once never share a folder
+                    return cls(path)
+                except FileExistsError:
+                    number += 1
+                    path = root / f"{wanted}-{number}"
 
     @classmethod
     def at(cls, path: Path) -> RunFolder:
         """The run at this very path: the one that is there, or a new one if there is nothing, or an empty folder."""
-        path = Path(path)
-        run = cls(path)
-        if run.config_path.exists():
-            return run
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise BadRunFolder(
-                f"{path} holds other things than a run (no {run.config_path.name}): name another folder."
-            )
+        run = cls(Path(path))
+        with _as_bad_folder(run.path):
+            run.check_is_run_or_new()
+            run.path.mkdir(parents=True, exist_ok=True)
         return run
 
     @classmethod
@@ -73,6 +95,45 @@ class RunFolder:
         if not run.config_path.is_file():
             raise BadRunFolder(f"there is no run in {run.path}: it has no {run.config_path.name}.")
         return run
+
+    def check_is_run_or_new(self) -> None:
+        """Refuse a file, and a folder with other things than a run in it."""
+        if self.config_path.exists() or not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise BadRunFolder(f"{self.path} is a file: a run needs a folder. Name another path.")
+        if any(entry.name != run_lock.NAME for entry in self.path.iterdir()):
+            raise BadRunFolder(
+                f"{self.path} holds other things than a run (no {self.config_path.name}): name another folder."
+            )
+
+    def is_begun(self) -> bool:
+        """Whether there is anything of a run that another one would destroy."""
+        return checkpoint.latest(self.checkpoints) is not None or bool(self.metrics())
+
+    def lock(self) -> str | None:
+        """Keep other jobs out until `release`; a note where this file system has no locks."""
+        if self._lock is None:
+            with _as_bad_folder(self.path):
+                self._lock = RunLock(self.path)
+        return self._lock.note
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def begin(self, plan: RunPlan, settings: Mapping[str, Any]) -> str | None:
+        """Make the folder if need be, lock it, and write down how the job was started; the lock's note."""
+        with _as_bad_folder(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            note = self.lock()
+            plan.check()  # again: another job may have been here meanwhile
+            before = self.config if self.config_path.exists() else {}
+            after = {**before, **plan.config, "settings": dict(settings)}
+            if after != before:
+                self.config = after
+        return note
 
     @property
     def config_path(self) -> Path:
@@ -132,9 +193,10 @@ class RunFolder:
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the rows of later steps: for a run that goes on from an earlier one."""
-        kept = [line for line, row in self._rows() if not _is_after(row.get("step"), step)]
-        if self.metrics_path.exists():
-            durable.replace(self.metrics_path, b"".join(kept))
+        kept = b"".join(line for line, row in self._rows() if not _is_after(row.get("step"), step))
+        if self.metrics_path.exists() and self.metrics_path.stat().st_size != len(kept):
+            with _as_bad_folder(self.path):
+                durable.replace(self.metrics_path, kept)
         self._may_be_torn = False
 
     def _rows(self) -> list[tuple[bytes, dict[str, Any]]]:
@@ -161,6 +223,17 @@ class RunFolder:
         if self.metrics_path.exists() and self.metrics_path.stat().st_size > whole:
             with open(self.metrics_path, "r+b") as file:
                 file.truncate(whole)
+
+
+@contextlib.contextmanager
+def _as_bad_folder(path: Path) -> Iterator[None]:
+    """A refusal of the system, as an error that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise BadRunFolder(
+            f"{path} cannot be a run's folder: {error.strerror or error}. Name a folder that can be written to."
+        ) from error
 
 
 def _or_null(value: Any) -> Any:

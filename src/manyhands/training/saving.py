@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
-from manyhands.training import checkpoint
+from manyhands.training import checkpoint, checkpoint_folder
 from manyhands.training.figures import Figures, of_one, together
 from manyhands.training.learner import Learner
 from manyhands.training.order import Cursor
+from manyhands.training.run_folder import RunFolder
 from manyhands.training.settings import Settings
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ def save(loop: Loop) -> None:
             loop.run.checkpoints, loop.cursor.step, content, saved.blobs, keep=loop.settings.keep_checkpoints
         )
     except CheckpointNotWritten as error:
-        loop.say({"kind": "warning", "text": f"{error}; the training goes on, the older checkpoint stays"})
+        loop.say({"kind": "warning", "text": f"{error} The training goes on"})
     loop.say_alive()
 
 
-def restore(loop: Loop, path: Path | None) -> None:
-    """Go on where a checkpoint stands, if there is one; on another number of devices too.
+def restore(loop: Loop, path: Path | None) -> bool:
+    """Go on where a checkpoint stands, if there is one; on another number of devices too. Writes no file.
 
     The first process reads it and sends it to the others, which may be on machines that do not have the file.
     """
@@ -60,19 +61,40 @@ def restore(loop: Loop, path: Path | None) -> None:
     header = {"state": found.state, "blobs": list(found.blobs)} if found is not None else {}
     header = json.loads(learner.from_first(json.dumps(header).encode()))
     if not header:
-        return
+        return False
     blobs = {name: learner.from_first(found.blobs[name] if found else b"") for name in header["blobs"]}
     state = header["state"]
     check_fits(state, loop.settings, learner)
     figures = [Figures.from_json(one) for one in state["figures"]]
     learner.restore(state, blobs, of_one(figures, learner.rank, learner.size))
     loop.cursor = Cursor(**state["cursor"])
-    if loop.run is not None:
-        # A row stands at the last step of its epoch: if that epoch is not over yet, it will come again.
-        loop.run.truncate_metrics(loop.cursor.step - (1 if loop.cursor.sample else 0))
-        loop.result.rows = [row for row in loop.run.metrics() if "epoch" in row]
-        checkpoint.drop_after(loop.run.checkpoints, loop.cursor.step)
-    loop.result.rows = json.loads(learner.from_first(json.dumps(loop.result.rows).encode()))
+    return True
+
+
+def rewind(loop: Loop) -> None:
+    """Drop what a run's folder holds of later steps than the one that the job begins at."""
+    if loop.run is None:
+        return
+    # A row stands at the last step of its epoch: if that epoch is not over yet, it will come again.
+    loop.run.truncate_metrics(loop.cursor.step - (1 if loop.cursor.sample else 0))
+    loop.result.rows = [row for row in loop.run.metrics() if "epoch" in row]
+    checkpoint.drop_after(loop.run.checkpoints, loop.cursor.step)
+
+
+def share_rows(loop: Loop) -> None:
+    """The epochs that are done already, for every process's result."""
+    loop.result.rows = json.loads(loop.learner.from_first(json.dumps(loop.result.rows).encode()))
+
+
+def unsaved_weights(run: RunFolder, step: int) -> list[str]:
+    """Whether the last step's checkpoint is missing in a run, in words."""
+    newest = checkpoint.latest(run.checkpoints)
+    if newest is None:
+        return [f"there is no checkpoint: the weights after step {step} are not saved"]
+    last = checkpoint_folder.step_of(newest)
+    return (
+        [] if last == step else [f"the last checkpoint is of step {last}: the weights after step {step} are not saved"]
+    )
 
 
 def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -> None:

@@ -20,6 +20,11 @@ _CHOICES = {
 }
 
 
+# What other libraries call a precision, and ours for it. There is no fp16: it needs the loss scaled.
+_PRECISIONS = {"fp32": ("32", "32-true", "float32"), "fp64": ("64", "64-true", "float64", "double")}
+_PRECISIONS["bf16"] = ("bf16-mixed", "bf16-true", "bfloat16", "16", "16-mixed", "16-true", "fp16", "float16", "half")
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Everything about a job but its model, its data and its devices."""
@@ -65,7 +70,10 @@ class Settings:
             _check_positive("checkpoint_every", self.checkpoint_every)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise BadSettings(f"{name}={getattr(self, name)!r} is not known: choose one of {', '.join(choices)}")
+                raise BadSettings(
+                    f"{name}={getattr(self, name)!r} is not known: choose one of {', '.join(choices)}"
+                    f"{_meant(getattr(self, name)) if name == 'precision' else ''}"
+                )
         if not _is_from_zero(self.lr):
             raise BadSettings(f"lr={self.lr!r} is not a learning rate: give a number of zero or more")
         if not _is_from_zero(self.gradient_clip_val):
@@ -108,6 +116,11 @@ class Settings:
         if self.shares is not None and not isinstance(self.shares, str):
             plain["shares"] = [float(share) for share in self.shares]
         return plain
+
+
+def _meant(precision: object) -> str:
+    ours = next((name for name, others in _PRECISIONS.items() if str(precision) in others), None)
+    return "" if ours is None else f". Did you mean {ours!r}?"
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -28,6 +28,7 @@ from manyhands.training.jax.objective import check_shares, objective_for
 from manyhands.training.jax.skeleton import Skeleton, evaluating
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
+from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.sources import is_array, source
 
@@ -77,7 +78,7 @@ class Trainer(BaseTrainer):
         return source(train), None if test is None else source(test, shuffle=False)
 
     def _train(
-        self, model: nnx.Module, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+        self, model: nnx.Module, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         world.check()
         double = settings.precision == "fp64"

@@ -21,6 +21,7 @@ from manyhands.training.mxnet import checks, modes, optimizers, replicas
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
 from manyhands.training.result import Result
+from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.sources import Source
 
@@ -73,7 +74,7 @@ class Trainer(BaseTrainer):
         return _source(train, shuffle=True), None if test is None else _source(test, shuffle=False)
 
     def _train(
-        self, model: Any, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+        self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         checks.refuse_launcher()
         devices = self._natives()

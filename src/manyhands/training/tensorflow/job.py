@@ -8,6 +8,7 @@ from typing import Any
 
 from manyhands.training.labels import ClassLabels
 from manyhands.training.learner import Schedule
+from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.sources import Source
 from manyhands.training.tensorflow.objective import Objective
@@ -24,5 +25,5 @@ class Job:
     settings: Settings
     labels: ClassLabels | None = None
     schedule: Schedule | None = None
-    run: Path | None = None
+    run: RunPlan | None = None
     resume: Path | None = None

@@ -16,6 +16,7 @@ from manyhands.training.base_trainer import BaseTrainer, two_parts
 from manyhands.training.display import Display
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
+from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.sources import Source, is_array, source
 from manyhands.training.tensorflow import checks, meeting, optimizers, precision, world
@@ -54,7 +55,7 @@ class Trainer(BaseTrainer):
         return source(train), None if test is None else source(test, shuffle=False)
 
     def _train(
-        self, model: Any, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+        self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         settings.check_devices(here.replicas)
@@ -70,7 +71,7 @@ class Trainer(BaseTrainer):
             result.devices = ["cpu"] if self._natives() == [backend.cpu()] else self.device_names
         return result
 
-    def _job(self, model: Any, settings: Settings, run: Path | None, resume: Path | None) -> Job:
+    def _job(self, model: Any, settings: Settings, run: RunPlan | None, resume: Path | None) -> Job:
         checks.check_model(model)
         checks.materialise(model, self.train_source)
         schedule = self._option("schedule")

@@ -11,6 +11,7 @@ import torch
 
 from manyhands.errors import BadSettings
 from manyhands.training.learner import Schedule
+from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.sources import Source
@@ -30,7 +31,7 @@ class Job:
     optimizer: torch.optim.Optimizer | MakeOptimizer
     # The learning rate's factor, given how much of the training is done (0 to 1).
     schedule: Schedule | None = None
-    run: Path | None = None
+    run: RunPlan | None = None
     resume: Path | None = None
 
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:

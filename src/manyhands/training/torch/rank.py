@@ -150,7 +150,7 @@ class Rank:
             self.notes += [self.graph.planned.told] if self.graph.planned is not None else []
         if self.graph is not None and self.job.run is not None:
             with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
-                RunFolder(self.job.run).write_step(self.graph.explain())
+                RunFolder(self.job.run.path).write_step(self.graph.explain())
         if self.plain_step.gradients is not None:
             self.plain_step.gradients.close()
         batch_norm.localise(self.model)

@@ -22,6 +22,7 @@ from manyhands.training import launcher
 from manyhands.training.base_trainer import BaseTrainer, two_parts
 from manyhands.training.display import Display
 from manyhands.training.result import Result
+from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.torch import checks, lessons, pool, randomness, state, world
 from manyhands.training.torch.figures import modes_kept
@@ -57,7 +58,7 @@ class Trainer(BaseTrainer):
         return source(train), None if test is None else source(test, shuffle=False)
 
     def _train(
-        self, model: torch.nn.Module, settings: Settings, display: Display, *, run: Path | None, resume: Path | None
+        self, model: torch.nn.Module, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         _check_model(model)
         with modes_kept(model):
@@ -85,7 +86,7 @@ class Trainer(BaseTrainer):
         result.devices = self.device_names
         return result
 
-    def _job(self, model: torch.nn.Module, settings: Settings, run: Path | None, resume: Path | None) -> Job:
+    def _job(self, model: torch.nn.Module, settings: Settings, run: RunPlan | None, resume: Path | None) -> Job:
         return Job(
             model=model,
             objective=objective_for(model, self._option("loss")),

@@ -1,0 +1,113 @@
+"""The folder of a run, in every framework: refused jobs leave it alone, and two jobs never share it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_bench import Bench
+
+from manyhands.errors import BadRunFolder, BadSettings, RunInUse, WrongCheckpoint
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_refused_job_leaves_every_byte(bench: Bench) -> None:
+    run = bench.new_run()
+    bench.fit(epochs=1, run=run)
+    before = contents(run)
+    cases: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"resume": "auto", "seed": 1}, WrongCheckpoint),
+        ({"resume": "auto", "model": "lenet"}, WrongCheckpoint),
+        ({"resume": "auto", "shares": [1, 2, 3]}, ValueError),
+        ({"model": "lenet"}, BadRunFolder),
+    ]
+    for options, error in cases:
+        with pytest.raises(error):
+            bench.fit(epochs=2, run=run, **options)
+        assert contents(run) == before, options
+    assert [row["epoch"] for row in bench.fit(epochs=2, run=run, resume="auto").rows] == [1, 2]
+
+
+def test_a_refused_job_makes_no_folder(bench: Bench) -> None:
+    run = bench.new_run()
+    with pytest.raises(ValueError):
+        bench.fit(epochs=1, run=run, data=bench.data(label=11))
+    assert not run.exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from manyhands.training.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_two_jobs_never_share_a_run(bench: Bench) -> None:
+    """The second is told who holds it; a job that is killed holds nothing."""
+    run = bench.new_run()
+    bench.fit(epochs=1, run=run)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(RunInUse, match=f"process {holder.pid} on "):
+            bench.fit(2, epochs=2, run=run, resume="auto")
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert (run / "job.lock").exists(), "a killed job leaves the file, and no lock"
+    bench.fit(epochs=2, run=run, resume="auto")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert not (run / "job.lock").exists()
+
+
+def test_a_path_that_cannot_be_a_run(bench: Bench) -> None:
+    file = bench.folder / "file"
+    file.write_text("dear")
+    with pytest.raises(BadRunFolder, match="is a file"):
+        bench.fit(epochs=1, run=file)
+    with pytest.raises(BadRunFolder, match="cannot be a run's folder"):
+        bench.fit(epochs=1, run=file / "below")
+    assert file.read_text() == "dear"
+
+
+def test_a_folder_that_nobody_can_write_to(bench: Bench) -> None:
+    with pytest.raises(BadRunFolder, match="cannot be a run's folder"):
+        bench.fit(epochs=1, run=Path("/proc/x"))
+    if os.getuid():  # root may write anywhere
+        folder = bench.folder / "read-only"
+        folder.mkdir(mode=0o500)
+        with pytest.raises(BadRunFolder, match="Permission denied"):
+            bench.fit(epochs=1, run=folder)
+
+
+# Options that no job can have, when the trainer is made
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_epochs": -1}, "max_epochs=-1"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"lr": -0.1}, "lr=-0.1"),
+        ({"precision": "16-mixed"}, "precision='16-mixed'.*'bf16'"),
+        ({"precision": "32-true"}, "Did you mean 'fp32'"),
+        ({"resume": "auto"}, "resume='auto'.*run="),
+    ],
+)
+def test_wrong_options_are_refused_when_the_trainer_is_made(bench: Bench, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadSettings, match=words):
+        bench.mh.Trainer(**options)
