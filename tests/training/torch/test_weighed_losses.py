@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-from training_cases import CLASSES, Rows, convnet, difference, fit, images, mlp, vectors
+from training_cases import CLASSES, convnet, difference, fit, images, mlp, vectors
 
 from manyhands.errors import BadSettings
+from manyhands.training.loss_sum import LossSum
 
 WEIGHT = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
 
@@ -106,12 +107,158 @@ def test_statistics_over_the_whole_batch() -> None:
 
 
 class Own(nn.CrossEntropyLoss):
-    """What it divides by is its own business."""
+    """A class of the user's own around one of PyTorch's."""
 
     def forward(self, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return super().forward(scores * 2, y)
 
 
-def test_a_class_of_ones_own_is_refused() -> None:
-    with pytest.raises(BadSettings, match="the loss Own has weights of classes"):
-        fit(mlp(), Rows(), 2, loss=Own(weight=WEIGHT))
+# Losses of the user's own code: known by what they call, or given as a sum and its count.
+
+
+def total_and_count(scores: torch.Tensor, y: torch.Tensor) -> LossSum:
+    return LossSum(functional.cross_entropy(scores, y, weight=WEIGHT, reduction="sum"), WEIGHT[y].sum())
+
+
+CODE: dict[str, Any] = {
+    "a class": Own(weight=WEIGHT),
+    "a lambda": lambda scores, y: functional.cross_entropy(scores, y, weight=WEIGHT),
+    "smoothed": lambda scores, y: functional.cross_entropy(scores, y, WEIGHT, label_smoothing=0.1),
+    "likelihood": lambda scores, y: functional.nll_loss(scores.log_softmax(1), y, WEIGHT, ignore_index=1),
+    "a sum": total_and_count,
+    "samples": lambda scores, y: LossSum(functional.cross_entropy(scores, y, reduction="sum"), len(y)),
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_is_exact_in_parts(name: str) -> None:
+    close(mlp, (vectors(), vectors(37)), loss=CODE[name], on_nan="continue")
+
+
+def test_a_lambda_on_three_devices() -> None:
+    alone, _ = fit(mlp(), vectors(), loss=CODE["a lambda"])
+    several, _ = fit(mlp(), vectors(), 3, loss=CODE["a lambda"], batch_size=16)
+    assert difference(alone, several) < 1e-12
+
+
+TEXTS, LENGTH, WORDS = 60, 12, 7
+
+
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Token numbers, and the next one as the label; the first four are equally long, the others end earlier."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(1, WORDS, (TEXTS, LENGTH + 1), generator=generator)
+    lengths = torch.randint(1, LENGTH, (TEXTS, 1), generator=generator)
+    lengths[:4] = LENGTH
+    X, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    beyond = torch.arange(LENGTH) >= lengths
+    X[beyond], y[beyond] = 0, -100
+    return X, y
+
+
+def steps(kind: str, scores: torch.Tensor, y: torch.Tensor) -> Any:
+    """The loss of a language model, written in the ways in which people write it."""
+    flat, labels = scores.flatten(0, 1), y.flatten()
+    if kind == "known":
+        return functional.cross_entropy(flat, labels, ignore_index=-100)
+    if kind == "sum":
+        total = functional.cross_entropy(flat, labels, ignore_index=-100, reduction="sum")
+        return LossSum(total, (labels != -100).sum())
+    if kind == "masked":
+        each, mask = functional.cross_entropy(flat, labels, reduction="none"), labels != -100
+        return (each * mask).sum() / mask.sum()
+    return functional.cross_entropy(flat, labels) + 0.1 * scores.square().mean()
+
+
+class Language(nn.Module):
+    def __init__(self, kind: str, *, zeros: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.kind = kind
+        self.net = nn.Sequential(nn.Embedding(WORDS, 5), nn.Linear(5, WORDS)).double()
+        if zeros:
+            nn.init.zeros_(self.net[1].weight)
+            nn.init.zeros_(self.net[1].bias)
+
+    def training_step(self, batch: Any) -> Any:
+        return steps(self.kind, self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("kind", ["known", "sum"])
+def test_a_padded_language_model_on_three_devices(kind: str) -> None:
+    data = (texts(), tuple(part[:31] for part in texts()))
+    alone, expected = fit(Language(kind), data)
+    several, result = fit(Language(kind), data, 3)
+    assert difference(alone, several) < 1e-12
+    for one, other in zip(expected.rows, result.rows, strict=True):
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
+        assert one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["masked", "with another"])
+@pytest.mark.parametrize("options", [{"ranks": 3}, {"accumulate": 2}])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_mean_over_tokens_is_refused(kind: str, options: Any, zeros: bool) -> None:
+    """Not by the first texts, which are equally long; nor by values alone, which are equal with a layer of zeros."""
+    with pytest.raises(BadSettings, match=r"not a mean over the samples.*training_step: mh.LossSum\(total, count\)"):
+        fit(Language(kind, zeros=zeros), texts(), **options)
+    fit(Language(kind, zeros=zeros), texts(), max_epochs=1)
+
+
+def test_one_rare_text_is_enough() -> None:
+    X, y = texts()
+    y[y == -100] = 1
+    y[47, 3:] = -100
+    with pytest.raises(BadSettings, match="not a mean over the samples"):
+        fit(Language("masked"), (X, y), accumulate=2)
+    with pytest.raises(BadSettings, match="not a mean over the samples"):
+        fit(Language("masked"), DataLoader(TensorDataset(X, y), 60, drop_last=True), accumulate=2)
+
+
+def test_losses_that_pass() -> None:
+    """Means over samples, with terms that do not depend on the batch; equally long texts; a loss in float32."""
+    whole = texts()[0][:40], texts()[0][:40]
+    for model, data, loss in (
+        (Language("with another"), whole, None),
+        (mlp(), vectors(), lambda scores, y: functional.cross_entropy(scores, y) * 2),
+        (mlp(dropout=0.3, norm=True), vectors(), lambda scores, y: functional.multi_margin_loss(scores, y)),
+    ):
+        _, result = fit(model, data, accumulate=2, max_epochs=1, loss=loss)
+        assert not any("not checked" in note for note in result.notes)
+
+
+def test_what_is_not_checked_is_noted() -> None:
+    def noisy(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(scores + torch.randn_like(scores), y) * 2
+
+    _, result = fit(mlp(), vectors(), accumulate=2, max_epochs=1, loss=noisy)
+    assert any("draws random numbers" in note for note in result.notes)
+
+
+def test_a_generator_keeps_its_first_batch() -> None:
+    X, y = vectors(48)
+    seen: list[int] = []
+
+    def counted(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(len(labels))
+        return functional.cross_entropy(scores, labels) * 2
+
+    batches = ((X[start : start + 16], y[start : start + 16]) for start in range(0, 48, 16))
+    fit(mlp(), batches, accumulate=2, max_epochs=1, loss=counted)
+    assert seen == [8] * 6
+
+
+def test_two_kinds_of_loss_are_refused() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.steps = mlp(), 0
+
+        def training_step(self, batch: Any) -> Any:
+            self.steps += 1
+            loss = functional.cross_entropy(self.net(batch[0]), batch[1])
+            return LossSum(loss * len(batch[1]), len(batch[1])) if self.steps < 3 else loss * 1
+
+    with pytest.raises(BadSettings, match="for one batch and a plain number for another"):
+        fit(Changing(), vectors(), accumulate=2)
+    fit(Changing(), vectors())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Job:
     schedule: Schedule | None = None
     run: RunPlan | None = None
     resume: Path | None = None
+    # What was found out before the job began, for its result.
+    notes: list[str] = field(default_factory=list)
 
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """The optimizer of this model: the one that the user has, or a new one."""

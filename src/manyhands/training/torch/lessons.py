@@ -22,9 +22,9 @@ import torch
 
 from manyhands import tree
 from manyhands.training.torch import randomness
-from manyhands.training.torch.checks import can_be_read, few_samples
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Supervised
+from manyhands.training.torch.samples import can_be_read, few_samples
 from manyhands.training.torch.sources import Batch, Samples
 
 _FEW = 4

@@ -2,102 +2,133 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from manyhands import tree
-from manyhands.errors import BadBatch
+from manyhands.errors import BadBatch, BadSettings
+from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch.book import Module
+from manyhands.training.torch.known_means import KnownMeans
+from manyhands.training.torch.label_range import LabelRange
 from manyhands.training.torch.sources import Batch, rows
 
-_OF_CLASSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
-IGNORED = -100  # the label that these losses leave out, where nothing else is said
 
+class Objective(abc.ABC):
+    """What a step minimises.
 
-class Objective(Protocol):
-    def __call__(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The loss as a mean over the samples of the batch, and how many were answered rightly."""
-
-
-@dataclass
-class Supervised:
-    """A loss of the model's answer and the last part of the batch: ``loss(model(*inputs), target)``."""
-
-    loss: Callable[[Any, Any], torch.Tensor]
-
-    def __call__(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        inputs, target = inputs_and_target(batch)
-        answer = model(*inputs)
-        value = in_full(self.loss, answer, target)
-        return mean_loss(self.loss, value, target), right_answers(answer, target)
-
-
-@dataclass
-class Weighed(Supervised):
-    """A mean over classes in which labels weigh differently: class weights, or labels that are left out.
-
-    Such a mean divides by what the labels of the batch weigh. In parts of a batch that is not what it is in the whole,
-    so a part gives its sum and its weight, and the sums are divided by all weights together: with labels that weigh
-    1 + 1 on one device and 1 + 3 on the other, by 6 on both, not by 2 on one and by 4 on the other.
+    ``sums`` says how the parts of a batch are put together, on several ranks or with ``accumulate``. True: each part
+    gives a sum and its count (:class:`LossSum`), and all sums are divided by all counts, once. False: the loss is a
+    mean over samples. None: not known, because no batch is processed in parts.
     """
 
-    def in_parts(self, model: torch.nn.Module, part: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The sum of the losses of a part of a batch, what its labels weigh, and how many were answered rightly."""
-        inputs, target = inputs_and_target(part)
-        answer = model(*inputs)
-        function, options = parts_of_mean(self.loss)
-        total = in_full(functools.partial(function, **{**options, "reduction": "sum"}), answer, target)
-        return total, _weight(answer, target, options), right_answers(answer, target)
+    sums: bool | None = None
+
+    @abc.abstractmethod
+    def value(
+        self, model: torch.nn.Module, batch: Batch, known: KnownMeans | None = None
+    ) -> tuple[Any, torch.Tensor | None]:
+        """What the user's loss gives for the batch, and how many samples were answered rightly.
+
+        ``known``, where it is given, is entered around the code that computes the loss.
+        """
+
+    def __call__(
+        self, model: torch.nn.Module, batch: Batch, *, part: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The mean loss of the batch, and how many samples were answered rightly; ``part``: there are other parts."""
+        value, right = self.value(model, batch)
+        if not isinstance(value, LossSum):
+            return value, right
+        if part:
+            raise BadSettings(_TWO_KINDS)
+        count = value.count.detach().to(value.total.dtype) if isinstance(value.count, torch.Tensor) else value.count
+        return value.total / count, right
+
+    def in_parts(self, model: torch.nn.Module, part: Batch) -> tuple[LossSum, torch.Tensor | None]:
+        """The loss of a part of a batch as a sum and its count; for an objective with ``sums``."""
+        found, _, right = self.as_sum(model, part)
+        if found is None:
+            raise BadSettings(_TWO_KINDS)
+        return found, right
+
+    def as_sum(self, model: torch.nn.Module, batch: Batch) -> tuple[LossSum | None, Any, torch.Tensor | None]:
+        """The loss as a sum and its count, where these are known; the loss itself; and the right answers."""
+        known = KnownMeans()
+        value, right = self.value(model, batch, known)
+        found = value if isinstance(value, LossSum) else known.sum_of(value)
+        return None if found is None else _checked(found), value, right
 
 
-def parts_of_mean(loss: Any) -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
-    """The function that a mean over classes calls, and with what; PyTorch's own ones only."""
-    if type(loss) is torch.nn.CrossEntropyLoss:
-        names = ("weight", "ignore_index", "reduction", "label_smoothing")
-        return torch.nn.functional.cross_entropy, {name: getattr(loss, name) for name in names}
-    if type(loss) is torch.nn.NLLLoss:
-        return torch.nn.functional.nll_loss, {n: getattr(loss, n) for n in ("weight", "ignore_index", "reduction")}
-    if isinstance(loss, functools.partial) and not loss.args:
-        return loss.func, loss.keywords
-    return loss, {}
+_TWO_KINDS = (
+    "the loss was a LossSum (or one of PyTorch's means over classes) for one batch and a plain number for another: on "
+    "several devices, or with accumulate, each batch must give the same kind. Return mh.LossSum(total, count) always"
+)
 
 
-def is_mean_of_classes(loss: Any) -> bool:
-    function, options = parts_of_mean(loss)
-    named = options.keys() <= {"weight", "ignore_index", "reduction", "label_smoothing"}
-    return function in _OF_CLASSES and named and options.get("reduction", "mean") == "mean"
-
-
-def _weight(answer: torch.Tensor, target: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    """What PyTorch divides by: the weights of all labels that count; for probabilities, their number."""
-    if target.is_floating_point():
-        number = answer.numel() // answer.shape[1 if answer.dim() > 1 else 0]
-        return torch.full((), number, dtype=torch.float64, device=answer.device)
-    counts: torch.Tensor = target != options.get("ignore_index", IGNORED)
-    if (weight := options.get("weight")) is None:
-        return counts.sum(dtype=torch.float64)
-    of_labels: torch.Tensor = weight.to(target.device)[torch.where(counts, target, 0)]
-    return torch.where(counts, of_labels, 0).sum(dtype=torch.float64)
+def _checked(given: LossSum) -> LossSum:
+    """The same with tensors of no dimensions: the count in float64, without a gradient."""
+    total, count = given.total, given.count
+    if not isinstance(total, torch.Tensor) or total.dim():
+        shape = f" of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else ""
+        raise BadSettings(f"the total of a LossSum is a {type(total).__name__}{shape}: give a tensor with one number")
+    if isinstance(count, torch.Tensor):
+        return LossSum(total, count.detach().to(total.device, torch.float64).reshape(()))
+    return LossSum(total, torch.full((), float(count), dtype=torch.float64, device=total.device))
 
 
 @dataclass
-class OwnStep:
-    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss."""
+class Supervised(Objective):
+    """A loss of the model's answer and the last part of the batch: ``loss(model(*inputs), target)``."""
 
-    def __call__(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        own: Any = model
-        if isinstance(model, Module) and type(model).training_step is Module.training_step:
+    loss: Callable[[Any, Any], Any]
+    sums: bool | None = None
+    # Learns from the first answer how many classes there are, before the loss sees a label that it has no output for.
+    labels: LabelRange | None = None
+
+    def value(
+        self, model: torch.nn.Module, batch: Batch, known: KnownMeans | None = None
+    ) -> tuple[Any, torch.Tensor | None]:
+        inputs, target = inputs_and_target(batch)
+        answer = model(*inputs)
+        if self.labels is not None and self.labels.classes is None:
+            self.labels.learn(answer)
+        with known or nullcontext():
+            value = in_full(self.loss, answer, target)
+        if not isinstance(value, LossSum):
+            value = mean_loss(self.loss, value, target)
+        return value, right_answers(answer, target)
+
+
+@dataclass
+class OwnStep(Objective):
+    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a ``LossSum``."""
+
+    sums: bool | None = None
+    # Whether it is to be training_step, or validation_step; None: as the model's mode says.
+    training: bool | None = None
+
+    def value(
+        self, model: torch.nn.Module, batch: Batch, known: KnownMeans | None = None
+    ) -> tuple[Any, torch.Tensor | None]:
+        user: Any = model
+        trains = (model.training if self.training is None else self.training) or not hasattr(model, "validation_step")
+        name = "training_step" if trains else "validation_step"
+        if isinstance(model, Module) and getattr(type(model), name) is getattr(Module, name):
             inputs, target = inputs_and_target(batch)  # the same step, but with the answers at hand
-            answer = own(*inputs)
-            return in_full(own.loss, answer, target), right_answers(answer, target)
-        step = own.training_step if model.training else getattr(own, "validation_step", own.training_step)
-        return step(batch), None
+            answer = user(*inputs)
+            with known or nullcontext():
+                return in_full(user.loss, answer, target), right_answers(answer, target)
+        with known or nullcontext():
+            return getattr(user, name)(batch), None
 
 
 def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:
@@ -134,7 +165,7 @@ def inputs_and_target(batch: Batch) -> tuple[Sequence[Any], Any]:
     return batch[:-1], batch[-1]
 
 
-def in_full(loss: Callable[[Any, Any], torch.Tensor], answer: Any, target: Any) -> torch.Tensor:
+def in_full(loss: Callable[[Any, Any], Any], answer: Any, target: Any) -> Any:
     """The loss in full precision: autocast is for the model (some losses refuse it, all lose by it)."""
     leaves = [answer] if isinstance(answer, torch.Tensor) else tree.flatten(answer)[0]
     kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
@@ -166,7 +197,7 @@ def right_answers(answer: Any, target: Any) -> torch.Tensor | None:
     return (answer.detach().argmax(1) == target).sum()
 
 
-def objective_for(model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None) -> Objective:
+def objective_for(model: torch.nn.Module, loss: Callable[[Any, Any], Any] | None) -> Objective:
     if loss is None and hasattr(model, "training_step"):
         return OwnStep()
     return Supervised(loss or torch.nn.functional.cross_entropy)

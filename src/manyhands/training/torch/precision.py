@@ -17,7 +17,7 @@ import time
 import torch
 
 from manyhands import machine
-from manyhands.training.torch import batch_norm, checks, randomness
+from manyhands.training.torch import batch_norm, randomness, samples
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.sources import Arrays, Batch
@@ -63,11 +63,11 @@ def bf16_numbers(model: torch.nn.Module) -> Numbers:
 
 def tried(job: Job, model: torch.nn.Module, objective: Objective, size: int) -> tuple[float, float]:
     """Seconds of a pass in float32 and in bfloat16; zeros where that could not be tried."""
-    if not checks.can_be_read(job.train):
+    if not samples.can_be_read(job.train):
         return 0.0, 0.0
     count = size if isinstance(job.train, Arrays) else min(size, _FEW)
     try:
-        batch = checks.few_samples(job.train, count)
+        batch = samples.few_samples(job.train, count)
         ways = [_Way(model, objective, batch, numbers) for numbers in (Numbers(), bf16_numbers(model))]
         with randomness.Own(0):
             shortest = [way.seconds() for way in ways]  # kernels and caches are cold
@@ -92,11 +92,11 @@ def refused(job: Job, model: torch.nn.Module, objective: Objective, world: World
 def _refusal(
     job: Job, model: torch.nn.Module, objective: Objective, device: torch.device, numbers: Numbers
 ) -> str | None:
-    if numbers.autocast is None or job.settings.precision != "auto" or not checks.can_be_read(job.train):
+    if numbers.autocast is None or job.settings.precision != "auto" or not samples.can_be_read(job.train):
         return None
     with randomness.kept(device):
         try:
-            batch = checks.few_samples(job.train, _TWO)
+            batch = samples.few_samples(job.train, _TWO)
             _Way(model, objective, batch, numbers).seconds()
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -117,7 +117,7 @@ class _Way:
         batch_norm.localise(self.model)  # the other ranks are not asked
         if numbers.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.batch = numbers.lay(checks.as_the_model(self.model, batch))
+        self.batch = numbers.lay(samples.as_the_model(self.model, batch))
 
     def seconds(self) -> float:
         start = time.perf_counter()

@@ -58,7 +58,7 @@ class Rank:
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
-        self.notes: list[str] = []
+        self.notes: list[str] = [*job.notes]
         self.metrics = Metrics(world.device)
         self.shares = self._first_shares()
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
@@ -276,9 +276,9 @@ class Rank:
             all_of_them = list(windows(Cursor(), self.test.count, size))
             batches = feed.shards(self.test, np.arange(self.test.count), all_of_them, self.world)
         with modes_kept(self.model):
-            weight = evaluate(self.model, self.objective, _watched(batches, alive), sums, self.numbers)
+            count = evaluate(self.model, self.objective, _watched(batches, alive), sums, self.numbers)
         figures = together(self._of_all_ranks(sums))
-        return figures.weighed(sum(float(one) for one in self.world.gather(weight))) if weight is not None else figures
+        return figures.weighed(sum(float(one) for one in self.world.gather(count)))
 
     # Checkpoints
 

@@ -267,14 +267,19 @@ def cut(batch: Batch, start: int, stop: int) -> Batch:
     return batch if (start, stop) == (0, size) else _cut(batch, size, slice(start, stop))
 
 
-def _cut(part: Any, size: int, where: slice) -> Any:
+def pick(batch: Batch, numbers: list[int]) -> Batch:
+    """The samples of the batch with these numbers."""
+    return _cut(batch, rows(batch), numbers)
+
+
+def _cut(part: Any, size: int, where: slice | list[int]) -> Any:
     if isinstance(part, PackedSequence):
         raise BadBatch("a PackedSequence cannot be cut into shards: give padded tensors, and pack them in the model")
     if isinstance(part, (torch.Tensor, np.ndarray)):
         return _cut_rows(part, size, where)
     if isinstance(part, (list, tuple)):
         if type(part) in (list, tuple) and len(part) == size and not _has_tensors(part):
-            return part[where]
+            return part[where] if isinstance(where, slice) else type(part)(part[number] for number in where)
         parts = [_cut(one, size, where) for one in part]
         return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
     changed: Any = copy.copy(part)
@@ -288,7 +293,7 @@ def _cut(part: Any, size: int, where: slice) -> Any:
     return changed
 
 
-def _cut_rows(part: Any, size: int, where: slice) -> Any:
+def _cut_rows(part: Any, size: int, where: slice | list[int]) -> Any:
     if part.ndim and part.shape[0] != size:
         raise BadBatch(
             f"the batch has {size} samples, and one of its tensors has the shape {tuple(part.shape)}: to be cut into "

@@ -1,9 +1,9 @@
 """One training step, as everybody would write it, exact on any number of ranks.
 
 The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and
-summed over the ranks it is the mean over the batch, and so are the gradients. A mean in which labels weigh differently
-(:class:`Weighed`) is taken apart: sums first, divided by the weight of the whole batch at the end. Nothing here makes
-the host wait.
+summed over the ranks it is the mean over the batch, and so are the gradients. A loss whose divisor is not the
+number of samples (:class:`LossSum`) comes in parts: sums first, divided by the counts of the whole batch at the end.
+Nothing here makes the host wait.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 
 from manyhands import tree
 from manyhands.errors import BadBatch, BadSettings
+from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch import sources
 from manyhands.training.torch.clock import Clock
 from manyhands.training.torch.metrics import Metrics
-from manyhands.training.torch.objective import Objective, Weighed
+from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.reduce import GradientSum
 from manyhands.training.torch.sources import Batch
 from manyhands.training.torch.spared import Spared
@@ -91,13 +92,14 @@ class EagerStep:
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
         self.clock, self.spared = clock, spared
         self._losses: list[torch.Tensor] = []
-        # Of a weighed mean: the sum of each part, its weight, its right answers and its samples.
-        self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = []
+        # The sum and count of each part, its right answers and its samples.
+        self._sums: list[tuple[LossSum, torch.Tensor | None, int]] = []
+        self.in_parts = gradients is not None or accumulate > 1
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def __call__(self, batch: Batch | None, whole: int, step: int) -> None:
         """Work off one shard of a batch of ``whole`` samples."""
-        weighed = isinstance(self.objective, Weighed) and (self.gradients is not None or self.accumulate > 1)
+        in_sums = self.in_parts and self.objective.sums is True
         self._sums, self._losses = [], []
         if self.spared is not None:
             self.spared.keep()
@@ -108,15 +110,15 @@ class EagerStep:
         if batch is not None:
             if self.clock is not None:
                 self.clock.start()
-            self._work(batch, whole, step, weighed=weighed)
+            self._work(batch, whole, step, in_sums=in_sums)
             if self.clock is not None:
                 self.clock.stop(sources.rows(batch))
         if self.gradients is not None:
-            if weighed and batch is None:
-                self.gradients.sum_weight(self._no_weight())
+            if in_sums and batch is None:
+                self.gradients.sum_weight(self._no_count())
             self.gradients.finish()
             self.metrics.mark(self.gradients.loss_mark, step)
-        if weighed:
+        if in_sums:
             self._divide(whole, step)
         self.clip_gradients()
         self.optimizer.step()
@@ -132,7 +134,7 @@ class EagerStep:
         marks = self._losses if self.gradients is None else [*self._losses, self.gradients.loss_mark]
         return torch.stack([torch.isfinite(mark) for mark in marks]).all()
 
-    def _work(self, batch: Batch, whole: int, step: int, *, weighed: bool) -> None:
+    def _work(self, batch: Batch, whole: int, step: int, *, in_sums: bool) -> None:
         size = sources.rows(batch)
         parts = min(self.accumulate, size) or 1
         for number in range(parts):
@@ -140,8 +142,8 @@ class EagerStep:
             part = self.numbers.lay(batch if parts == 1 else sources.cut(batch, start, stop))
             if self.gradients is not None:
                 self.gradients.arm(number == parts - 1)
-            if weighed:
-                self._work_weighed(part, stop - start, last=number == parts - 1)
+            if in_sums:
+                self._work_in_sums(part, stop - start, last=number == parts - 1)
                 continue
             with self.numbers.scope(self.device):
                 loss, right = self._loss(part, stop - start)
@@ -150,19 +152,22 @@ class EagerStep:
             if stop > start:
                 self.metrics.add(loss, right, stop - start, step)
 
-    def _work_weighed(self, part: Batch, size: int, *, last: bool) -> None:
-        """A part of a mean in which labels weigh differently: its sum now, the division when all weights are known."""
-        objective: Any = self.objective
+    def _work_in_sums(self, part: Batch, size: int, *, last: bool) -> None:
+        """A part whose loss is a sum and a count: its sum now, the division when all counts are known."""
         with self.numbers.scope(self.device):
             if size:
-                total, weight, right = objective.in_parts(self.model, part)
+                both, right = self.objective.in_parts(self.model, part)
             else:
-                (total, right), weight = self._loss(part, 0), self._no_weight()
-        self._sums.append((total.detach(), weight, right, size))
-        self._note(total)
+                total, right = self._loss(part, 0)
+                both = LossSum(total, self._no_count())
+        self._sums.append((LossSum(both.total.detach(), both.count), right, size))
+        self._note(both.total)
         if self.gradients is not None and last:
-            self.gradients.sum_weight(torch.stack([one[1] for one in self._sums]).sum())
-        total.backward()
+            self.gradients.sum_weight(self._count())
+        both.total.backward()
+
+    def _count(self) -> torch.Tensor:
+        return torch.stack([both.count for both, _, _ in self._sums]).sum()
 
     def _note(self, loss: torch.Tensor) -> None:
         """Remember whether this loss is a number, for all ranks."""
@@ -171,25 +176,25 @@ class EagerStep:
         elif self.spared is not None:
             self._losses.append(loss.detach())
 
-    def _no_weight(self) -> torch.Tensor:
+    def _no_count(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _divide(self, whole: int, step: int) -> None:
         if self.gradients is not None:
-            weight = self.gradients.divide()
+            count = self.gradients.divide()
         else:
-            weight = torch.stack([one[1] for one in self._sums]).sum()
+            count = self._count()
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            torch._foreach_div_(gradients, weight.to(gradients[0].dtype))
-        self._losses.append(1 / weight)
-        self.metrics.mark(1 / weight, step)  # of a batch in which no label counts there is no mean
-        for total, _, right, size in self._sums:
+            torch._foreach_div_(gradients, count.to(gradients[0].dtype))
+        self._losses.append(1 / count)
+        self.metrics.mark(1 / count, step)  # of a batch in which nothing counts there is no mean
+        for both, right, size in self._sums:
             if size:
-                self.metrics.add(total / weight, right, size, step, weight=whole / size)
+                self.metrics.add(both.total / count, right, size, step, weight=whole / size)
 
     def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if size:
-            return self.objective(self.model, part)
+            return self.objective(self.model, part, part=self.in_parts)
         if not isinstance(part, (tuple, list)):
             raise BadBatch(
                 "batch_stats='global' needs every rank in every layer, also one without samples, and the trainer "
@@ -220,27 +225,30 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None
 @torch.no_grad()
 def evaluate(
     model: torch.nn.Module, objective: Objective, batches: Iterator[Batch | None], metrics: Metrics, numbers: Numbers
-) -> torch.Tensor | None:
-    """Add every batch to the metrics, in evaluation mode.
+) -> torch.Tensor:
+    """Add the sum of every batch's losses to the metrics, in evaluation mode; gives what they are to be divided by.
 
-    Of a mean in which labels weigh differently sums are added; it gives their weight, by which all is to be divided.
+    That is the number of samples, or what a loss counts instead: tokens, say.
     """
     device = metrics.sums.device
-    weights = metrics.sums.new_zeros(())
+    counts = metrics.sums.new_zeros(())
     training = model.training
+    watched = objective.sums is not False
     model.eval()
     try:
         for batch in batches:
             if batch is None or not (size := sources.rows(batch)):
                 continue
+            laid, both = numbers.lay(batch), None
             with numbers.scope(device):
-                if isinstance(objective, Weighed):
-                    total, weight, right = objective.in_parts(model, numbers.lay(batch))
-                    weights += weight
-                    metrics.add(total, right, size, 0, weight=1 / size)
+                if watched:
+                    both, loss, right = objective.as_sum(model, laid)
+                    watched = both is not None  # a loss that is not known now will not be later
                 else:
-                    loss, right = objective(model, numbers.lay(batch))
-                    metrics.add(loss, right, size, 0)
+                    loss, right = objective(model, laid)
+            both = both or LossSum(loss.double() * size, size)
+            counts += both.count
+            metrics.add(both.total, right, size, 0, weight=1 / size)
     finally:
         model.train(training)
-    return weights if isinstance(objective, Weighed) else None
+    return counts

@@ -64,7 +64,7 @@ class Trainer(BaseTrainer):
         with modes_kept(model):
             checks.materialise(model, self.train_source)
             job = self._job(model, settings, run, resume)
-            checks.check_labels(model, job)
+            checks.check_labels(job)
             checks.check_loss(model, job, launcher.size() or len(self.ranks))
         try:
             return self._fit(job, display)
