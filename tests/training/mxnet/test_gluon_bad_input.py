@@ -124,6 +124,41 @@ def test_a_loss_that_is_no_mean() -> None:
         fit(mlp(), vectors(), 1, loss=lambda answer, target: answer.sum(axis=0))
 
 
+class Twice(gluon.Block):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, X: Any) -> Any:
+        return self.net(X), self.net(X)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Twice, {}, "answers with a tuple, and SoftmaxCrossEntropyLoss takes one array"),
+        (lambda: sequential(nn.Dense(3, in_units=5)), {}, r"samples of shape \(6,\): Shape inconsistent"),
+        (lambda: sequential(nn.Conv2D(3, 3, in_channels=1)), {}, r"samples of shape \(6,\): .*should be 4D"),
+        (mlp, {"loss": gluon.loss.L2Loss()}, r"answers of shape \(16, 3\) with targets of shape \(16,\)"),
+        (mlp, {"loss": lambda answer, target: answer.detach().mean()}, "does not depend on the model's parameters"),
+    ],
+)
+def test_what_mxnet_would_say_in_its_own_words(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadBatch, match=message):
+        fit(model(), vectors(), **options)
+
+
+def test_weights_of_samples_are_no_part_of_a_batch() -> None:
+    with pytest.raises(TypeError) as raised:
+        fit(mlp(), (*vectors(), np.ones(90)))
+    assert "returns mh.LossSum(total, count)" in raised.value.__notes__[0]
+
+
+def test_a_scheduler_of_rates_is_no_schedule() -> None:
+    with pytest.raises(BadSettings, match=r"FactorScheduler gives learning rates.*lr_scheduler="):
+        Trainer(1, schedule=mx.lr_scheduler.FactorScheduler(10))
+
+
 def test_devices_that_are_not_there() -> None:
     with pytest.raises(DuplicateDevices):
         Trainer(devices=[mx.cpu(), mx.cpu(0)])

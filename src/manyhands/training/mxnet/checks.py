@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from manyhands.training.settings import Settings
 from manyhands.training.sources import Arrays, Batch, Source, Stream
 
 _FEW = 2
-_HALVES = 4  # samples that a loss is tried on, as a whole and in halves
+_TRIED = 16  # samples that a loss is tried on, as a whole and in parts
 _CLOSE = 1e-3
 
 
@@ -85,30 +86,37 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
 
 
 def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> None:
-    """Refuse a loss that is no mean over samples where a batch is worked off in parts: the parts would not add up."""
-    if parts == 1 or not can_be_read(data):
+    """Refuse a loss that is no mean over samples where a batch is processed in parts: the parts would not add up."""
+    if parts == 1 or objective.is_gluons or not can_be_read(data):
         return
     try:
-        batch = laid_for(model, few_samples(data, _HALVES))
-        size = min(len(batch[0]), _HALVES)
-        half = [(0, size // 2), (size // 2, size)] if size > 1 else [(0, size)]
-        whole, again, *halves = [_loss(objective, batch, *part) for part in [(0, size), (0, size), *half]]
+        batch = laid_for(model, few_samples(data, _TRIED, spread=True))
+        size = min(len(batch[0]), _TRIED)
+        cuts = sorted({0, min(1, size // 2), size // 2, size})
+        whole, again = (_loss(objective, batch, 0, size) for _ in range(2))
+        of_parts = [_loss(objective, batch, *part) for part in itertools.pairwise(cuts)]
     except Exception:  # the first step will say it, with all that belongs to it
         return
-    # A loss that draws random numbers says nothing.
-    if math.isfinite(whole) and whole == again and not math.isclose(whole, sum(halves), rel_tol=_CLOSE, abs_tol=1e-6):
-        raise BadSettings(
-            f"the loss of {size} samples is {whole / size:.6g}, but that of their two halves is "
-            f"{sum(halves) / size:.6g} on average: on several devices, or with accumulate, the batch is worked off in "
-            "parts, and this loss would then train another model than one device does. Give a loss of one number per "
-            "sample, or their mean"
-        )
+    if whole != again or not all(map(math.isfinite, whole)):  # a loss that draws random numbers says nothing
+        return
+    total, count = (sum(values) for values in zip(*of_parts, strict=True))
+    if math.isclose(whole[0], total, rel_tol=_CLOSE, abs_tol=1e-6) and math.isclose(whole[1], count, rel_tol=_CLOSE):
+        return
+    raise BadSettings(
+        f"the loss of {size} samples is {whole[0] / whole[1]:.6g}, but put together from {len(of_parts)} parts of them "
+        f"it is {total / count:.6g}: on several devices, or with accumulate, the batch is processed in parts, and this "
+        "loss would then train another model than one device does. Give a loss of one number per sample, or their "
+        "mean; if it is divided by something else, as by the tokens that are not padding, return "
+        "mh.LossSum(total, count)"
+    )
 
 
-def _loss(objective: Objective, batch: Batch, start: int, stop: int) -> float:
+def _loss(objective: Objective, batch: Batch, start: int, stop: int) -> tuple[float, float]:
+    """A sum of losses, and what it is divided by."""
     with autograd.pause():
-        loss, _ = objective(tuple(part[start:stop] for part in batch), training=True)
-    return float(loss.asnumpy().reshape(()))
+        loss = objective(tuple(part[start:stop] for part in batch), training=True)
+    count = stop - start if loss.count is None else float(loss.count.asnumpy().reshape(()))
+    return float(loss.total.asnumpy().reshape(())), count
 
 
 def can_be_read(data: Source) -> bool:
@@ -116,10 +124,11 @@ def can_be_read(data: Source) -> bool:
     return not (isinstance(data, Stream) and isinstance(data.loader, Iterator))
 
 
-def few_samples(data: Source, count: int) -> Batch:
-    """The first samples, or for a stream its first batch, as the model will get them."""
+def few_samples(data: Source, count: int, *, spread: bool = False) -> Batch:
+    """The first samples, or some from everywhere; for a stream its first batch. As the model will get them."""
     if isinstance(data, Arrays):
-        return data.prepare(tuple(map(modes.native, data.rows(slice(count)))))
+        rows = np.unique(np.linspace(0, data.count - 1, count).astype(int)) if spread else slice(count)
+        return data.prepare(tuple(map(modes.native, data.rows(rows))))
     first = next(data.batches(0, seed=0), None)
     if first is None:
         raise BadBatch("the loader gave no batch: there is nothing to train on")

@@ -123,7 +123,7 @@ class GluonLearner:
         self._share_statistics()
         if self.test_feed is None:
             return None
-        sums, source = Metrics(self.devices[0]), self.test_feed.source
+        sums, source = Metrics(self.devices[0], over_all=True), self.test_feed.source
         if isinstance(source, Stream):
             batches = self.test_feed.stream(Cursor(), None, self.settings.seed)
         else:

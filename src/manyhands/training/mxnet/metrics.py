@@ -18,19 +18,23 @@ import mxnet as mx
 
 from manyhands.training.figures import Figures
 from manyhands.training.mxnet.modes import numpy_like
+from manyhands.training.mxnet.objective import Loss
 
 _IN_FLIGHT = 2  # steps that may be issued and not done
 
 
 class Metrics:
-    """Three numbers on a device: sum of losses, right answers, first bad step (or infinity); samples are counted here.
+    """Four numbers on a device: sum of losses, right answers, first bad step (or infinity), and a divisor.
+
+    Samples are counted here. A LossSum is divided by its count step by step; with ``over_all``, as in a test, all sums
+    are divided by all counts, the divisor.
 
     The shards of a step are added up before they go into the sums: so a job that goes on from a checkpoint's sums adds
     the same numbers in the same order.
     """
 
-    def __init__(self, device: mx.Context) -> None:
-        self.device = device
+    def __init__(self, device: mx.Context, *, over_all: bool = False) -> None:
+        self.device, self.over_all = device, over_all
         self.counts_right = False
         with numpy_like():
             self._never = mx.np.full((), math.inf, dtype="float64", ctx=device)
@@ -47,23 +51,31 @@ class Metrics:
             self._loss = mx.np.full((), figures.loss_sum, dtype="float64", ctx=self.device)
             self._right = mx.np.full((), figures.right, dtype="float64", ctx=self.device)
             self._bad = self._never
-        self._shards: list[tuple[Any, Any | None]] = []
+            self._divisor = mx.np.zeros((), dtype="float64", ctx=self.device)
+        self._weighed = False
+        self._shards: list[Loss] = []
         self._coming: deque[tuple[int, Any]] = deque()
         self._arrived: tuple[int, Any] | None = None
 
-    def add(self, loss: Any, right: Any | None, count: int) -> None:
-        """A shard of the step: the sum of its samples' losses, and the right answers among them."""
-        self.counts_right = self.counts_right or right is not None
-        self._count += count
-        self._shards.append((loss, right))
+    def add(self, loss: Loss) -> None:
+        """A part of the step."""
+        self.counts_right = self.counts_right or loss.right is not None
+        self._shards.append(loss)
 
-    def add_up(self, step: int) -> Any:
-        """Add the step's shards to the sums; whether its loss is a number, on the device."""
+    def add_up(self, step: int, count: int) -> Any:
+        """Add the step's parts, of so many samples, to the sums; whether its loss is a number, on the device."""
+        self._count += count
         with numpy_like():
-            loss = self._together([loss for loss, _ in self._shards])
+            loss = self._together([one.total for one in self._shards])
+            if counts := [one.count for one in self._shards if one.count is not None]:
+                divisor = self._together(counts)
+                if self.over_all:
+                    self._divisor, self._weighed = self._divisor + divisor, True
+                else:
+                    loss = loss / divisor * count
             good = mx.np.isfinite(loss)
             self._loss = self._loss + loss
-            if rights := [right for _, right in self._shards if right is not None]:
+            if rights := [one.right for one in self._shards if one.right is not None]:
                 self._right = self._right + self._together(rights)
             now = mx.np.full((), float(step), dtype="float64", ctx=self.device)
             self._bad = mx.np.minimum(self._bad, mx.np.where(good, self._never, now))
@@ -94,8 +106,9 @@ class Metrics:
     def _on_the_way(self) -> Any:
         """The sums as they are after what was issued so far, on their way to the host."""
         with numpy_like():
-            return mx.np.stack([self._loss, self._right, self._bad]).as_in_ctx(mx.cpu())
+            return mx.np.stack([self._loss, self._right, self._bad, self._divisor]).as_in_ctx(mx.cpu())
 
     def _figures(self, count: int, sums: Any) -> Figures:
-        loss, right, bad = sums.asnumpy().tolist()
-        return Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)
+        loss, right, bad, divisor = sums.asnumpy().tolist()
+        figures = Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)
+        return figures.weighed(divisor) if self._weighed else figures

@@ -3,43 +3,91 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mxnet import gluon
+import mxnet as mx
+from mxnet import autograd, gluon
 
-from manyhands.errors import BadBatch
+from manyhands.errors import BadBatch, BadSettings
+from manyhands.training.loss_sum import LossSum
 from manyhands.training.mxnet.book import Module
 from manyhands.training.mxnet.figures import right_answers
 
 Batch = Sequence[Any]
 
 
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a batch or of a part of it, as arrays of one number on its device.
+
+    ``total`` is the sum over the samples. Where the user's loss is a :class:`LossSum`, it is that one's total, and
+    ``count`` is what all totals of the batch are divided by. ``right``: the right answers.
+    """
+
+    total: Any
+    count: Any | None = None
+    right: Any | None = None
+
+
 @dataclass
 class Objective:
     """The loss of a model's answer, or the model's own ``training_step``.
 
-    ``loss(answer, target)`` gives one number per sample, as Gluon's losses do, or their mean.
+    ``loss(answer, target)`` gives one number per sample, as Gluon's losses do, their mean, or a :class:`LossSum`.
     """
 
     model: Any
     loss: Callable[[Any, Any], Any] | None
 
-    def __call__(self, batch: Batch, *, training: bool) -> tuple[Any, Any | None]:
-        """The sum of the losses of the batch's samples, and how many were answered rightly."""
+    def __call__(self, batch: Batch, *, training: bool) -> Loss:
         size = len(batch[0])
         if self.loss is None:
-            own = self.model.training_step if training else getattr(self.model, "validation_step", None)
-            return total(own(batch) if own else self.model.training_step(batch), size), None
-        answer = self.model(*batch[:-1])
-        return total(self.loss(answer, batch[-1]), size), right_answers(answer, batch[-1], anyhow=self.of_classes)
+            name = "training_step" if training or not hasattr(self.model, "validation_step") else "validation_step"
+            return _loss(getattr(self.model, name)(batch), size, name)
+        answer = self._answer(batch[:-1])
+        if isinstance(self.loss, gluon.loss.Loss) and not isinstance(answer, mx.nd.NDArray):
+            raise BadBatch(
+                f"the model answers with a {type(answer).__name__}, and {type(self.loss).__name__} takes one array: "
+                "give loss=lambda answer, target: ..., which chooses what is compared with the target"
+            )
+        try:
+            value = self.loss(answer, batch[-1])
+        except mx.MXNetError as error:
+            if not (isinstance(self.loss, gluon.loss.Loss) and isinstance(batch[-1], mx.nd.NDArray)):
+                raise
+            raise BadBatch(
+                f"{type(self.loss).__name__} cannot compare answers of shape {answer.shape} with targets of shape "
+                f"{batch[-1].shape}: {_reason(error)}"
+            ) from error
+        return _loss(value, size, "loss", right_answers(answer, batch[-1], anyhow=self.of_classes))
+
+    def _answer(self, inputs: Batch) -> Any:
+        try:
+            return self.model(*inputs)
+        except mx.MXNetError as error:
+            shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
+            raise BadBatch(f"the model does not take samples of shape {shapes}: {_reason(error)}") from error
+        except TypeError as error:
+            if len(inputs) > 1 and "positional argument" in str(error):
+                error.add_note(
+                    f"A batch has {len(inputs) + 1} parts, and all but the last go to the model. For weights of "
+                    "samples write a training_step(batch) that returns mh.LossSum(total, count)."
+                )
+            raise
 
     @property
     def of_classes(self) -> bool:
         """Whether targets are numbers of classes for certain: Gluon's may be floating-point numbers, too."""
         softmax = gluon.loss.SoftmaxCrossEntropyLoss
         return isinstance(self.loss, softmax) and self.loss._sparse_label and self.loss._axis in (-1, 1)
+
+    @property
+    def is_gluons(self) -> bool:
+        """Whether the loss is one of Gluon's own, with one number per sample: its parts add up."""
+        return type(self.loss).__module__ == gluon.loss.__name__ and getattr(self.loss, "_batch_axis", 0) == 0
 
 
 def objective_for(model: Any, loss: Callable[[Any, Any], Any] | None) -> Objective:
@@ -50,12 +98,55 @@ def objective_for(model: Any, loss: Callable[[Any, Any], Any] | None) -> Objecti
     return Objective(model, loss or gluon.loss.SoftmaxCrossEntropyLoss())
 
 
-def total(value: Any, size: int) -> Any:
-    """The sum over the samples; one number is their mean (MXNet's older arrays have no scalars, but a length of 1)."""
-    if math.prod(value.shape) == 1:
-        return value.reshape((1,)).sum() * size
+def _loss(value: Any, size: int, name: str, right: Any | None = None) -> Loss:
+    """What the user's code gave for so many samples; MXNet's older arrays have no scalars, but a length of 1."""
+    if isinstance(value, LossSum):
+        total, count = value.total, value.count
+        if not _is_scalar(total) or not (_is_scalar(count) or isinstance(count, numbers.Real)):
+            raise BadBatch(
+                f"{name} returned a LossSum of {_told(total)} and {_told(count)}: total has to be an array of one "
+                "number, count too, or a plain number"
+            )
+        with autograd.pause():
+            if not isinstance(count, mx.nd.NDArray):
+                count = mx.nd.full((1,), float(count), ctx=total.ctx, dtype="float64")
+            count = count.detach().reshape((1,)).astype("float64")
+        return Loss(total.reshape((1,)), count, right)
+    if not isinstance(value, mx.nd.NDArray):
+        raise BadBatch(
+            f"{name} returned {_told(value)}: it has to return the loss, an array of one number per sample, their "
+            "mean, or a LossSum"
+        )
+    if _is_scalar(value):
+        return Loss(value.reshape((1,)).sum() * size, None, right)
     if value.shape[0] != size:
         raise BadBatch(
             f"the loss of {size} samples has the shape {tuple(value.shape)}: give one number per sample, or their mean"
         )
-    return value.sum()
+    return Loss(value.sum(), None, right)
+
+
+def check_same_kind(losses: Sequence[Loss]) -> bool:
+    """Whether the parts of a batch are sums with counts; all of them have to be, or none."""
+    kinds = {loss.count is not None for loss in losses}
+    if len(kinds) > 1:
+        raise BadSettings(
+            "the loss is a LossSum for some parts of a batch and a mean for others, which cannot be put together: "
+            "return a LossSum for each"
+        )
+    return True in kinds
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, mx.nd.NDArray) and math.prod(value.shape) == 1
+
+
+def _reason(error: Exception) -> str:
+    """The last line of MXNet's error: those above are of its C++ code."""
+    return str(error).strip().splitlines()[-1].removeprefix("MXNetError: ")
+
+
+def _told(value: Any) -> str:
+    if value is None:
+        return "None"
+    return f"an array of shape {value.shape}" if isinstance(value, mx.nd.NDArray) else f"a {type(value).__name__}"

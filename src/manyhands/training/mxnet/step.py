@@ -6,24 +6,29 @@ the batch, however unequal the shards are. Three samples on one device and one o
 
     (l1 + l2 + l3) / 4   +   l4 / 4   =   (l1 + l2 + l3 + l4) / 4
 
+Where the loss is a sum with a count of its own (:class:`~manyhands.training.loss_sum.LossSum`), the count of the whole
+batch is known only after all forward passes: each device minimises its total, and the summed gradients are divided.
+
 A device without samples has zeros for gradients. Every device then makes the same update of its own replica. Nothing
 here waits: each call hands work to MXNet's engine, which runs the devices side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import mxnet as mx
 from mxnet import autograd, gluon
 
+from manyhands.errors import BadBatch
 from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Shards
 from manyhands.training.mxnet.metrics import Metrics
 from manyhands.training.mxnet.modes import numpy_like
-from manyhands.training.mxnet.objective import Objective
+from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
 from manyhands.training.mxnet.spared import Spared
 
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
@@ -69,43 +74,47 @@ class Step:
             parameter.zero_grad()
         present = [shard for shard in shards if shard is not None]
         if self.together is not None:
-            self._work_together(self.together, present, whole)
+            losses = self._work_together(self.together, present, whole)
         else:
-            for shard in present:
-                self._work(shard, whole)
+            losses = [loss for shard in present for loss in self._work(shard, whole)]
+        counts = [loss.count for loss in losses] if check_same_kind(losses) else None
+        for loss in losses:
+            self.metrics.add(loss)
         self._fill_gaps()
         self.trainer.allreduce_grads()
+        if counts is not None:
+            self._divide(len(shards), counts)
         if self.clip:
             self._clip(len(shards))
         # Stale: no device used it, so it has no gradient. Not zero, for weight decay and momentum would move it.
         self.trainer.update(1, ignore_stale_grad=True)
-        good = self.metrics.add_up(step)
+        good = self.metrics.add_up(step, whole)
         if self.spared is not None:
             self.spared.put_back(good)
         self.metrics.set_out()
 
-    def _work(self, shard: Sequence[Any], whole: int) -> None:
+    def _work(self, shard: Sequence[Any], whole: int) -> Iterator[Loss]:
         size = len(shard[0])
         parts = min(self.accumulate, size)
         for part in range(parts):
             start, stop = size * part // parts, size * (part + 1) // parts
             batch = shard if parts == 1 else tuple(one[start:stop] for one in shard)
-            loss, right, mean = self._forward(batch, whole)
-            mean.backward()
-            self.metrics.add(loss, right, stop - start)
+            loss, minimised = self._forward(batch, whole)
+            _backward([minimised])
+            yield loss
 
-    def _work_together(self, together: Together, shards: Sequence[Any], whole: int) -> None:
+    def _work_together(self, together: Together, shards: Sequence[Any], whole: int) -> list[Loss]:
         """One backward pass for all: gradients go from device to device."""
         passed = together.run([partial(self._forward, shard, whole) for shard in shards])
-        autograd.backward([mean for _, _, mean in passed])
-        for shard, (loss, right, _) in zip(shards, passed, strict=True):
-            self.metrics.add(loss, right, len(shard[0]))
+        _backward([minimised for _, minimised in passed])
+        return [loss for loss, _ in passed]
 
-    def _forward(self, batch: Sequence[Any], whole: int) -> tuple[Any, Any | None, Any]:
-        """The sum of the losses and the right answers, both for the figures; and what is minimised."""
+    def _forward(self, batch: Sequence[Any], whole: int) -> tuple[Loss, Any]:
+        """The loss, for the figures; and what is minimised."""
         with autograd.record():
-            loss, right = self.objective(batch, training=True)
-            return loss.detach(), right, loss / whole
+            loss = self.objective(batch, training=True)
+            minimised = loss.total / whole if loss.count is None else loss.total
+        return replace(loss, total=loss.total.detach()), minimised
 
     def _fill_gaps(self) -> None:
         """Zeros where a device did not use a parameter that another one used."""
@@ -121,23 +130,51 @@ class Step:
 
     def _clip(self, devices: int) -> None:
         """Scale all gradients together, on each device for itself: they are the same everywhere."""
+
+        def scale(gradients: Sequence[Any]) -> Any:
+            squares = mx.np.stack([mx.np.square(one).sum() for one in gradients])
+            return mx.np.minimum(self.clip / (mx.np.sqrt(squares.sum()) + _TINY), 1.0)
+
+        self._scale(devices, scale)
+
+    def _divide(self, devices: int, counts: Sequence[Any]) -> None:
+        """Divide all gradients by the sum of the counts."""
+
+        def scale(gradients: Sequence[Any]) -> Any:
+            here = [one.as_np_ndarray().reshape(()).as_in_ctx(gradients[0].ctx) for one in counts]
+            return 1.0 / sum(here[1:], here[0])
+
+        self._scale(devices, scale)
+
+    def _scale(self, devices: int, factor: Callable[[Sequence[Any]], Any]) -> None:
         used = [one for one in self.parameters if one.list_data()[0]._fresh_grad]
         if not used:
             return
         with numpy_like():
             for number in range(devices):
                 gradients = [one.list_grad()[number].as_np_ndarray() for one in used]
-                squares = mx.np.stack([mx.np.square(one).sum() for one in gradients])
-                scale = mx.np.minimum(self.clip / (mx.np.sqrt(squares.sum()) + _TINY), 1.0)
+                scale = factor(gradients)
                 for gradient in gradients:
-                    gradient *= scale
+                    gradient *= scale.astype(gradient.dtype)
+
+
+def _backward(losses: list[Any]) -> None:
+    try:
+        autograd.backward(losses)
+    except mx.MXNetError as error:
+        if "not in a computational graph" not in str(error):
+            raise
+        raise BadBatch(
+            "the loss does not depend on the model's parameters: compute it from the model's answer with MXNet's "
+            "operations, without asnumpy(), detach() or autograd.pause()"
+        ) from error
 
 
 def evaluate(objective: Objective, shards: Shards, metrics: Metrics) -> None:
     """Add a batch to the metrics; outside of ``record`` layers are in their way of predicting."""
-    for shard in shards:
-        if shard is not None:
-            loss, right = objective(shard, training=False)
-            metrics.add(loss, right, len(shard[0]))
-    metrics.add_up(step=0)
+    losses = [objective(shard, training=False) for shard in shards if shard is not None]
+    check_same_kind(losses)
+    for loss in losses:
+        metrics.add(loss)
+    metrics.add_up(step=0, count=sum(len(shard[0]) for shard in shards if shard is not None))
     metrics.set_out()

@@ -43,6 +43,11 @@ class Trainer(BaseTrainer):
 
     def _check_options(self) -> None:
         optimizers.check(self._option("optimizer"))
+        if isinstance(self._option("schedule"), mx.lr_scheduler.LRScheduler):
+            raise BadSettings(
+                f"schedule: a {type(self._option('schedule')).__name__} gives learning rates, and a schedule factors "
+                "of them: give the optimizer mx.optimizer.SGD(lr_scheduler=...), or a function of the part that is done"
+            )
         if self._option("precision") == "bf16":
             raise BadSettings(
                 "precision='bf16': MXNet 1.9 has no training in bfloat16; give 'fp32', or 'auto' for the model's own"

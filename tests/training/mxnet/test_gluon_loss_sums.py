@@ -1,0 +1,184 @@
+"""A loss whose mean is not over samples: its sums and counts are put together over devices and micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
+
+import mxnet as mx
+import numpy as np
+from gluon_cases import CLASSES, fit, mlp, rows, sequential, vectors
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+from manyhands.errors import BadBatch, BadSettings
+from manyhands.mxnet import LossSum
+from manyhands.training.mxnet import state
+from manyhands.training.mxnet.modes import numpy_like
+from manyhands.training.parity import largest_difference
+
+CLOSE = 1e-12
+WEIGHTS = np.array([1.0, 5.0, 0.2])
+softmax = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def weights_of(target: Any) -> Any:
+    return mx.nd.array(WEIGHTS, dtype="float64", ctx=target.ctx).take(target.astype("int32"))
+
+
+def weighted_mean(answer: Any, target: Any) -> Any:
+    weights = weights_of(target)
+    return (softmax(answer, target) * weights).sum() / weights.sum()
+
+
+def weighted_sum(answer: Any, target: Any) -> LossSum:
+    weights = weights_of(target)
+    return LossSum((softmax(answer, target) * weights).sum(), weights.sum())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate": 3},
+    "shares": {"shares": [0.1, 0.6, 0.3]},
+    "an empty shard": {"shares": [0.5, 0, 0.5]},
+    "clipping and Adam": {"gradient_clip_val": 0.1, "optimizer": "adam"},
+    "on_nan": {"on_nan": "continue", "accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_n_devices_are_one_device(name: str) -> None:
+    """The update is that of the mean over the whole batch, and a test's figure that of the whole test set."""
+    options = OPTIONS[name]
+    data = (vectors(90), vectors(37))
+    alone = {key: value for key, value in options.items() if key not in ("shares", "accumulate")}
+    expected, plain = fit(mlp(), data, 1, loss=weighted_mean, **alone)
+    for devices in (1, 3):
+        given = options if devices == 3 else {key: value for key, value in options.items() if key != "shares"}
+        weights, result = fit(mlp(), data, devices, loss=weighted_sum, **given)
+        assert largest_difference(weights, expected) <= CLOSE
+        for row, other in zip(rows(result), rows(plain), strict=True):
+            for figure in ("train_loss", "train_acc", "test_loss", "test_acc"):
+                assert row[figure] == pytest.approx(other[figure], rel=1e-9)
+
+
+def test_a_test_loss_is_divided_once() -> None:
+    """In many batches, too: not the mean of the batches' means."""
+    _, result = fit(mlp(), (vectors(90), vectors(700)), 3, loss=weighted_sum, lr=0.0, max_epochs=1)
+    X, y = (mx.nd.array(part, dtype="float64") for part in vectors(700))
+    net = mlp()
+    net.cast("float64")
+    assert result.rows[0]["test_loss"] == pytest.approx(float(weighted_mean(net(X), y).asscalar()), rel=1e-9)
+
+
+class Tokens(gluon.Block):  # type: ignore[misc]
+    """Texts of unlike lengths, padded with -1; the loss is the mean over the tokens that are not padding."""
+
+    def __init__(self, count: str) -> None:
+        super().__init__()
+        self.count = count
+        self.net = sequential(nn.Dense(CLASSES, in_units=2, flatten=False))
+
+    def forward(self, X: Any) -> Any:
+        return self.net(X.reshape((len(X), 3, 2)))
+
+    def training_step(self, batch: Any) -> Any:
+        X, labels = batch
+        there = labels != -1
+        each = -mx.nd.pick(mx.nd.log_softmax(self(X)), mx.nd.maximum(labels, 0)) * there
+        if self.count == "mean":
+            return each.sum() / there.sum()
+        return LossSum(each.sum(), there.sum() if self.count == "array" else int(there.sum().asscalar()))
+
+
+def texts() -> Any:
+    X, _ = vectors()
+    labels = np.random.default_rng(2).integers(CLASSES, size=(90, 3))
+    for row in range(4, 90):
+        labels[row, 3 - row % 3 :] = -1
+    return X, labels.astype("float64")
+
+
+@pytest.mark.parametrize("count", ["array", "plain number"])
+def test_padded_texts_in_a_training_step(count: str) -> None:
+    expected, _ = fit(Tokens("mean"), texts(), 1)
+    for devices, accumulate in ((1, 4), (3, 1)):
+        found, _ = fit(Tokens(count), texts(), devices, accumulate=accumulate)
+        assert largest_difference(found, expected) <= CLOSE
+
+
+def test_a_mean_over_something_else_is_refused_in_parts() -> None:
+    """Although the first texts are equally long; the advice is to return a LossSum."""
+    for options in ({"devices": 3}, {"accumulate": 2}):
+        with pytest.raises(BadSettings, match=r"return mh\.LossSum\(total, count\)"):
+            fit(Tokens("mean"), texts(), **options)
+        with pytest.raises(BadSettings, match=r"return mh\.LossSum\(total, count\)"):
+            fit(mlp(), vectors(), loss=weighted_mean, **options)
+
+
+def test_batch_statistics_over_all_devices() -> None:
+    expected, _ = fit(mlp(norm=True), vectors(), 1, loss=weighted_mean)
+    found, _ = fit(mlp(norm=True), vectors(), 3, loss=weighted_sum, batch_stats="global")
+    assert largest_difference(found, expected) <= 1e-9
+
+
+def test_in_numpys_mode() -> None:
+    def summed(answer: Any, target: Any) -> LossSum:
+        weights = target.astype("float64") + 1
+        each = (answer - target.reshape(-1, 1)) ** 2
+        return LossSum((each.mean(axis=1) * weights).sum(), weights.sum())
+
+    found = []
+    with numpy_like():
+        for devices in (1, 3):
+            net = nn.Dense(2, in_units=6)
+            net.initialize(mx.init.One())
+            found.append(fit(net, vectors(), devices, loss=summed)[0])
+    assert largest_difference(*found) <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda each: LossSum(each, 3), r"LossSum of an array of shape \(8,\) and a int"),
+        (lambda each: LossSum(each.sum(), None), "LossSum of an array of shape .* and None"),
+        (lambda each: {"loss": each}, "returned a dict"),
+        (lambda each: None, "returned None"),
+        (lambda each: 1.5, "returned a float"),
+        (lambda each: (each, each), "returned a tuple"),
+    ],
+)
+def test_what_is_no_loss(value: Any, message: str) -> None:
+    class Stepping(gluon.Block):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def training_step(self, batch: Any) -> Any:
+            return value(softmax(self.net(batch[0]), batch[1]))
+
+    with pytest.raises(BadBatch, match=f"training_step returned .*{message.removeprefix('returned ')}"):
+        fit(Stepping(), vectors(), batch_size=8)
+    with pytest.raises(BadBatch, match=f"loss returned .*{message.removeprefix('returned ')}"):
+        fit(mlp(), vectors(), batch_size=8, loss=lambda answer, target: value(softmax(answer, target)))
+
+
+def test_two_kinds_in_one_batch() -> None:
+    def either(answer: Any, target: Any) -> Any:
+        if not autograd.is_training() or answer.ctx == mx.cpu(0):
+            return weighted_sum(answer, target)
+        return softmax(answer, target)
+
+    with pytest.raises(BadSettings, match="return a LossSum for each"):
+        fit(mlp(), vectors(), 2, loss=either)
+
+
+def test_the_weights_stay_finite_where_nothing_counts() -> None:
+    """A batch without a token has no mean: a NaN, which is left out if that is asked for."""
+    before = state.model_tensors(mlp())
+    with pytest.warns(UserWarning, match="not a number"):
+        after, _ = fit(mlp(), vectors(16), 2, on_nan="continue", loss=lambda a, t: LossSum((a * 0).sum(), 0))
+    assert largest_difference(before, after) < 1e-6
