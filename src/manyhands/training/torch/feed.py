@@ -20,6 +20,7 @@ from manyhands import tree
 from manyhands.backend import Arrival
 from manyhands.backends import torch as backend
 from manyhands.training.order import Cursor, Window
+from manyhands.training.torch.randomness import mixed_seed
 from manyhands.training.torch.sources import Arrays, Batch, Samples, Source, Stream, cut, rows
 from manyhands.training.torch.world import World
 
@@ -50,8 +51,9 @@ def shards(
     empty: bool = False,
     least: int = 1,
 ) -> Iterator[Batch | None]:
-    """This rank's shard of every window, on its device; for an empty one None, or a batch of no samples.
+    """This rank's shard of every window of an epoch, on its device; for an empty one None, or a batch of no samples.
 
+    ``seed``: the job's; what a dataset draws follows from it.
     ``least``: no shard has fewer samples than that, unless it has none (normalisation over a shard needs two).
     """
     parts = [window.part(world.rank, world.size, shares, least=least) for window in windows]
@@ -68,10 +70,11 @@ def shards(
         lists = [order[start:stop] for start, stop in parts]
         # Worker processes send pageable memory: PyTorch pins what they sent in a thread of its own.
         pin = world.device.type == "cuda" and source.workers > 0
-        picked = source.batches(lists, seed=seed, pin=pin, empty=empty)
+        first = windows[0] if windows else Window(0, 0, 0, 0)
+        seeds = {"seed": mixed_seed(seed, first.step, world.rank), "draws": mixed_seed(seed, first.epoch)}
+        picked = source.batches(lists, **seeds, pin=pin, empty=empty)
         if world.device.type == "cpu" and not source.workers:
-            # Read in this thread: a dataset that draws random numbers draws them in the same order each time.
-            return picked
+            return picked  # read in this thread: while the dataset draws random numbers, the model must not
     else:
         raise TypeError("a stream has no order: see stream_shards")
     return on_device(ahead(picked, world.device), world.device)

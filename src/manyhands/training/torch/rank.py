@@ -30,13 +30,14 @@ from manyhands.training.torch import (
     randomness,
     state,
 )
+from manyhands.training.torch.drawn_samples import generator_of
 from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.graph_step import GraphStep, fast_step
 from manyhands.training.torch.job import Job, numbers_for
 from manyhands.training.torch.metrics import Metrics
 from manyhands.training.torch.objective import placed
 from manyhands.training.torch.reduce import GradientSum
-from manyhands.training.torch.sources import Arrays, Batch, Source, Stream
+from manyhands.training.torch.sources import Arrays, Batch, Samples, Source, Stream
 from manyhands.training.torch.spared import Spared
 from manyhands.training.torch.step import EagerStep, evaluate
 from manyhands.training.torch.world import World
@@ -141,6 +142,12 @@ class Rank:
         else:
             self.notes.append(f"plain steps: {reason}")
         self._count_good_steps()
+        generator = generator_of(self.data.dataset) if isinstance(self.data, Samples) else None
+        if generator is not None:
+            self.notes.append(
+                f"{generator} is a random generator of the dataset's own: a resumed job does not find it as it was. "
+                "Draw from torch, numpy.random or random, which are seeded for every sample"
+            )
 
     def close(self) -> None:
         """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
@@ -177,8 +184,7 @@ class Rank:
         chunk = _MEASURE_EVERY if self.settings.shares == "measured" else len(left)
         for begin in range(0, len(left), max(1, chunk)):
             part = left[begin : begin + chunk]
-            seed = randomness.mixed_seed(self.settings.seed, part[0].step, self.world.rank)
-            how: Any = {"seed": seed, "empty": self.all_take_part, "least": self.least}
+            how: Any = {"seed": self.settings.seed, "empty": self.all_take_part, "least": self.least}
             shards = feed.shards(self.data, order, part, self.world, self.shares, **how)
             yield from zip(part, shards, strict=True)
             self._measure()

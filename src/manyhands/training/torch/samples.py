@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from manyhands import tree
-from manyhands.training.torch import randomness
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.sources import Arrays, Batch, Samples, Source, Stream
 
@@ -36,8 +35,7 @@ def take(data: Arrays | Samples, numbers: np.ndarray[Any, np.dtype[np.int64]]) -
     if isinstance(data, Arrays):
         return data.take(torch.from_numpy(numbers).to(data.tensors[0].device))
     plain = dataclasses.replace(data, workers=0, look=None)
-    with randomness.Own(0):
-        (batch,) = plain.batches([numbers], seed=0, pin=False, empty=False)
+    (batch,) = plain.batches([numbers], seed=0, draws=0, pin=False, empty=False)
     return batch
 
 

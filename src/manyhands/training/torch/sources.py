@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from manyhands import tree
 from manyhands.errors import BadBatch, NotATensor
 from manyhands.training.sources import check_lengths
 from manyhands.training.torch import randomness
+from manyhands.training.torch.drawn_samples import DrawnSamples, StartWorker, draws_nothing
 
 Batch = Any  # what the user's loader gives: as a rule a tuple of tensors, but a dict or a dataclass is as good
 Prepare = Callable[[Batch], Batch]
@@ -98,27 +100,35 @@ class Samples:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def batches(
-        self, parts: Sequence[np.ndarray[Any, Any]], *, seed: int, pin: bool, empty: bool
+        self, parts: Sequence[np.ndarray[Any, Any]], *, seed: int, draws: int, pin: bool, empty: bool
     ) -> Iterator[Batch | None]:
-        """A batch for each list of numbers; for an empty list None, or (``empty``) a batch of no samples."""
+        """A batch for each list of numbers; for an empty list None, or (``empty``) a batch of no samples.
+
+        ``seed`` is that of the loader's worker processes, ``draws`` that of what each sample draws.
+        """
         wanted = [part.tolist() or [0] for part in parts if len(part) or empty]
+        plain = draws_nothing(self.dataset, self.collate)
         loader = DataLoader(
-            self.dataset,
+            self.dataset if plain else DrawnSamples(self.dataset, draws),
             batch_sampler=wanted,
             collate_fn=self.collate,
             num_workers=self.workers,
             pin_memory=pin,
-            worker_init_fn=self.start_worker,
+            worker_init_fn=self.start_worker if plain or self.start_worker is None else StartWorker(self.start_worker),
             # Its own, or it would draw from the numbers that dropout uses, and a job that was resumed once more.
             generator=torch.Generator().manual_seed(seed),
             **(self.options if self.workers else {}),
         )
         loaded = iter(loader)
+        # Samples that are read in this process leave its random numbers as they are.
+        own = nullcontext() if plain or self.workers else randomness.Own(draws)
         for part in parts:
-            if len(part):
-                yield self._looked_at(next(loaded), len(part))
-            else:
-                yield cut(self._looked_at(next(loaded), 1), 0, 0) if empty else None
+            if not len(part) and not empty:
+                yield None
+                continue
+            with own:
+                batch = next(loaded)
+            yield self._looked_at(batch, len(part)) if len(part) else cut(self._looked_at(batch, 1), 0, 0)
 
     def _looked_at(self, batch: Batch, asked: int) -> Batch:
         if (given := rows(batch)) != asked:

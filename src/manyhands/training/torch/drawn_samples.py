@@ -1,0 +1,107 @@
+"""Datasets that draw random numbers (augmentation): the same ones for a sample, wherever and whenever it is read.
+
+PyTorch seeds each worker process of a loader once, so that what a sample draws depends on which worker reads it and on
+all that this one has read before. A job that is resumed within an epoch would go on with other numbers, and so would
+one with another number of workers or devices. Here the random numbers of PyTorch, NumPy and Python begin anew for every
+sample, from (seed, epoch, number of the sample). For example with two workers, where "n:e" is what sample n draws in
+epoch e::
+
+    from the start     worker 0: 7:0 1:0, 3:0 4:0     worker 1: 5:0 2:0
+    resumed at batch 2 worker 0: 5:0 2:0              worker 1: 3:0 4:0
+
+Generators that a dataset holds itself are its own business; :func:`generator_of` finds them, to say so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_PLAIN = (list, tuple, TensorDataset)  # they give what they hold
+_WORD = 2**64 - 1
+_DEPTH = 3  # a transform of a list of transforms of a dataset
+
+
+def draws_nothing(dataset: Any, collate: Any) -> bool:
+    """Whether neither a dataset nor its collate function runs code of the user's."""
+    return type(dataset) in _PLAIN and collate in (None, default_collate)
+
+
+class DrawnSamples(Dataset[Any]):
+    """The same samples, each of which draws its own random numbers."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        self._begin(number)
+        return self.dataset[number]
+
+    def __getitems__(self, numbers: list[int]) -> Sequence[Any]:
+        """What PyTorch's loader asks for: all samples of a batch."""
+        self._begin(numbers[0])  # a collate function may draw, too
+        if type(self.dataset) in _PLAIN:
+            return [self.dataset[number] for number in numbers]
+        if _reads_at_once(self.dataset):
+            samples: Sequence[Any] = self.dataset.__getitems__(numbers)
+            return samples
+        return [self[number] for number in numbers]
+
+    def _begin(self, number: int) -> None:
+        seed = _mixed(self.seed, number)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that would reset those of the GPUs
+        np.random.seed(seed & 0xFFFFFFFF)
+        random.seed(seed)
+
+
+def _reads_at_once(dataset: Any) -> bool:
+    """Whether a dataset has a way of its own to read several samples; a Subset has one only if its dataset has."""
+    if type(dataset) is Subset:
+        return _reads_at_once(dataset.dataset)
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _mixed(seed: int, number: int) -> int:
+    """One seed of two, well mixed (splitmix64): NumPy's SeedSequence would take longer than many a sample."""
+    word = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return (word ^ (word >> 31)) >> 1
+
+
+class StartWorker:
+    """Starts a worker process of a loader: the user's function sees the dataset that the user has."""
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self.function = function
+
+    def __call__(self, number: int) -> None:
+        information: Any = get_worker_info()
+        object.__setattr__(information, "dataset", information.dataset.dataset)  # it refuses to be changed otherwise
+        self.function(number)
+
+
+def generator_of(dataset: Any) -> str | None:
+    """The name of a random generator that a dataset, or what it is made of, holds itself."""
+    return _search(dataset, "dataset", _DEPTH)
+
+
+def _search(value: Any, name: str, depth: int) -> str | None:
+    if isinstance(value, _GENERATORS):
+        return name
+    if not depth or isinstance(value, (torch.Tensor, np.ndarray, str, bytes, type)):
+        return None
+    if isinstance(value, (list, tuple)):
+        parts = [(f"{name}[{number}]", part) for number, part in enumerate(value[:64])]
+    else:
+        parts = [(f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items()]
+    return next((found for key, part in parts if (found := _search(part, key, depth - 1)) is not None), None)

@@ -1,0 +1,79 @@
+"""Datasets that draw random numbers: the same for a sample on any number of workers and devices, and when resumed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, get_worker_info
+from training_cases import Rows, difference, fit, mlp, same
+
+from manyhands.training import checkpoint
+from manyhands.training.torch.drawn_samples import DrawnSamples
+
+
+class Augmented(Rows):
+    """Adds noise from all three generators, as often as a coin says."""
+
+    shift = 0.0
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        X, y = super().__getitem__(number)
+        for _ in range(random.randrange(3)):
+            X = X + np.random.normal() * torch.randn(6, dtype=X.dtype)
+        return X + self.shift, y
+
+
+def start(_: int) -> None:
+    """What people write to give each worker its part: they set something on the worker's dataset."""
+    information: Any = get_worker_info()
+    assert type(information.dataset) is Augmented
+    information.dataset.shift = 0.5
+
+
+def train(ranks: int = 1, workers: int = 2, **options: Any) -> Any:
+    dataset = Augmented(40)
+    dataset.shift = 0.0 if workers else 0.5
+    loader = DataLoader(dataset, 8, shuffle=True, num_workers=workers, worker_init_fn=start if workers else None)
+    return fit(mlp(dropout=options.pop("dropout", 0.0)), loader, ranks, max_epochs=2, **options)
+
+
+def test_resumed_within_an_epoch_to_the_bit(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"checkpoint_every": 1, "keep_checkpoints": 20, "dropout": 0.5}
+    whole, _ = train(run=tmp_path / "whole", **options)
+    for step in (2, 8):
+        killed = tmp_path / f"killed-{step}"
+        shutil.copytree(tmp_path / "whole", killed)
+        checkpoint.drop_after(killed / "checkpoints", step)
+        assert same(whole, train(run=killed, resume="auto", **options)[0])
+
+
+def test_the_same_samples_on_any_number_of_workers_and_devices() -> None:
+    alone, _ = train(workers=0)
+    assert same(alone, train(workers=2)[0])
+    assert difference(alone, train(ranks=2, workers=0)[0]) < 1e-12
+
+
+def test_every_epoch_draws_anew() -> None:
+    dataset = Augmented(4)
+    one, again, other = (DrawnSamples(dataset, seed).__getitems__([2, 3]) for seed in (5, 5, 6))
+    assert torch.equal(one[1][0], again[1][0])
+    assert not torch.equal(one[1][0], other[1][0])
+    subset = DrawnSamples(Subset(dataset, [3, 2]), 5)
+    assert torch.equal(subset.__getitems__([0, 1])[1][0], subset[1][0])
+
+
+@pytest.mark.parametrize("generator", [np.random.default_rng(0), random.Random(0), torch.Generator()])
+def test_a_generator_of_its_own_is_noted(generator: Any) -> None:
+    class Holding(Rows):
+        transforms = None
+
+    dataset = Holding(16)
+    dataset.transforms = [generator]  # type: ignore[assignment]
+    _, result = fit(mlp(), dataset, max_epochs=1)
+    assert any("dataset.transforms[0] is a random generator of the dataset's own" in note for note in result.notes)
