@@ -74,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
     trainer = mh.Trainer(
         chosen["epochs"],
         **where,
-        lr=chosen["lr"],
         optimizer=recipes.nesterov(chosen["lr"]),
         schedule=_recipes.one_cycle,
         shares=parse_shares(options.shares),

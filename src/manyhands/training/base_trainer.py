@@ -22,7 +22,6 @@ from manyhands.training.settings import BatchStats, Precision, Settings
 from manyhands.training.vocabulary import HyperParameters
 
 _DEFAULT_BATCH = 256
-_DEFAULT_RATE = 0.1
 
 
 class BaseTrainer(HyperParameters, abc.ABC):
@@ -30,6 +29,12 @@ class BaseTrainer(HyperParameters, abc.ABC):
 
     The book's arguments come first: ``max_epochs``, ``num_gpus`` (as many as there are of them; 0 is the CPU) and
     ``gradient_clip_val`` (the global norm of the gradients; 0 does not clip). All others are by name.
+
+    ``lr`` is the learning rate of an optimizer that the trainer makes: SGD by default (0.1), one given by name
+    (``optimizer="adamw"``), as a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``) or as a function that takes a
+    rate (``optax.adamw``). Without ``lr`` those have their own default. A finished optimizer, or a function that takes
+    no rate, has its own: giving ``lr`` as well is an error. ``batch_size`` counts all devices together; a loader that
+    has another one is an error.
     """
 
     # Of each framework: its adapter, and the options that have no meaning there, with the reason.
@@ -91,7 +96,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
 
     def _check_settings(self) -> None:
         """Refuse what no job can have, whatever its model and data."""
-        self._settings_with(self._option("lr"), self._option("batch_size"))
+        self._settings_with(self._option("batch_size"))
         if self._option("resume") == "auto" and self._option("run") is None:
             raise BadSettings("resume='auto' goes on with the run in run=...: give run, or a run's folder as resume")
 
@@ -138,7 +143,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         ``val_dataloader``; or a pair of two such, for training and testing.
         """
         self.train_source, self.test_source = self._sources(data)
-        settings = self._settings(model)
+        settings = self._settings()
         run, resume = self._run_plan(), None
         if launcher.is_first():
             if run is not None:
@@ -174,18 +179,19 @@ class BaseTrainer(HyperParameters, abc.ABC):
     train_source: Any
     test_source: Any
 
-    def _settings(self, model: Any) -> Settings:
-        rate, size = self._option("lr"), self._option("batch_size")
-        return self._settings_with(
-            getattr(model, "lr", None) if rate is None else rate, self.train_source.batch_size if size is None else size
-        )
+    def _settings(self) -> Settings:
+        size, of_data = self._option("batch_size"), self.train_source.batch_size
+        if None not in (size, of_data) and size != of_data:
+            raise BadSettings(
+                f"batch_size={size} was given to the trainer, and the data come in batches of {of_data}: give one of "
+                "them, or both alike. A batch is divided over all devices"
+            )
+        return self._settings_with(of_data if size is None else size)
 
-    def _settings_with(self, rate: float | None, size: int | None) -> Settings:
-        names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size", "lr"}
+    def _settings_with(self, size: int | None) -> Settings:
+        names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size"}
         return Settings(
-            batch_size=_DEFAULT_BATCH if size is None else size,
-            lr=_DEFAULT_RATE if rate is None else rate,
-            **{name: self._option(name) for name in names},
+            batch_size=_DEFAULT_BATCH if size is None else size, **{name: self._option(name) for name in names}
         )
 
 

@@ -31,7 +31,8 @@ class Settings:
 
     max_epochs: int = 10
     batch_size: int = 256
-    lr: float = 0.1
+    # The rate of an optimizer that the trainer makes; None: the optimizer's own, or the default's.
+    lr: float | None = None
     seed: int = 0
     # How the samples of a batch are divided: None (evenly), one number per device, or "measured".
     shares: Sequence[float] | Literal["measured"] | None = None
@@ -74,7 +75,7 @@ class Settings:
                     f"{name}={getattr(self, name)!r} is not known: choose one of {', '.join(choices)}"
                     f"{_meant(getattr(self, name)) if name == 'precision' else ''}"
                 )
-        if not _is_from_zero(self.lr):
+        if self.lr is not None and not _is_from_zero(self.lr):
             raise BadSettings(f"lr={self.lr!r} is not a learning rate: give a number of zero or more")
         if not _is_from_zero(self.gradient_clip_val):
             raise BadSettings(f"gradient_clip_val={self.gradient_clip_val!r}: give a norm, or 0 for no clipping")

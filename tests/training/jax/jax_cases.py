@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -49,7 +50,10 @@ def devices(count: int) -> list[Any]:
 
 def fit(model: nnx.Module, data: Any, count: int = 1, **options: Any) -> tuple[dict[str, np.ndarray], Result]:
     """Train on a number of devices; gives copies of all numbers, and the result. In double precision, if asked."""
-    given = {"max_epochs": 2, "batch_size": 16, "lr": 0.1, "quiet": True, **options}
+    given = {"max_epochs": 2, "batch_size": 16, "quiet": True, **options}
+    has_rate = isinstance(given.get("optimizer"), optax.GradientTransformation)
+    if not has_rate and not hasattr(model, "configure_optimizers"):
+        given.setdefault("lr", 0.1)
     with jax.enable_x64(given.get("precision") == "fp64"):
         if given.get("precision") == "fp64":
             doubled(model)

@@ -62,7 +62,9 @@ def contexts(count: int) -> list[mx.Context]:
 
 def fit(model: Any, data: Any, devices: int = 1, **options: Any) -> tuple[dict[str, NDArray[Any]], Result]:
     """Train on a number of devices; gives copies of the weights, and the result."""
-    given = {"max_epochs": 2, "batch_size": 16, "lr": 0.1, "quiet": True, **options}
+    given = {"max_epochs": 2, "batch_size": 16, "quiet": True, **options}
+    if not isinstance(given.get("optimizer"), (mx.optimizer.Optimizer, gluon.Trainer)):
+        given.setdefault("lr", 0.1)
     model.cast("float64")
     result = Trainer(devices=contexts(devices), **given).fit(model, data)
     return state.model_tensors(model), result

@@ -134,8 +134,11 @@ def test_the_books_module_says_its_optimizer() -> None:
 def test_the_optimizer_in_four_ways() -> None:
     expected, _ = fit(mlp(), vectors(), 1, optimizer="adam", lr=0.02)
     adam = mx.optimizer.Adam(learning_rate=0.02)
-    for given in (adam, adam, lambda rate: mx.optimizer.Adam(learning_rate=rate)):  # twice: a job has its own copy
-        assert largest_difference(fit(mlp(), vectors(), 2, optimizer=given, lr=0.02)[0], expected) <= CLOSE
+    of_rate = lambda rate: mx.optimizer.Adam(learning_rate=rate)  # noqa: E731
+    ways: list[dict[str, Any]] = [{"optimizer": adam}] * 2  # twice: a job has its own copy
+    ways += [{"optimizer": one, "lr": 0.02} for one in (of_rate, mx.optimizer.Adam)]
+    for way in ways:
+        assert largest_difference(fit(mlp(), vectors(), 2, **way)[0], expected) <= CLOSE
     net = mlp()
     own = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.02})
     own._optimizer.rescale_grad = 1 / 64  # as a step of its own leaves it

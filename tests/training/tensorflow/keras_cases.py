@@ -56,7 +56,9 @@ def momentum(rate: float) -> Any:
 
 
 def fit(model: Any, data: Any, devices: int = 1, **how: Any) -> Result:
-    how = {"lr": 0.05, "batch_size": 16, "optimizer": momentum, "quiet": True, **how}
+    how = {"batch_size": 16, "optimizer": momentum, "quiet": True, **how}
+    if callable(how["optimizer"]):  # a finished one has its own rate
+        how.setdefault("lr", 0.05)
     epochs = how.pop("epochs", 2)
     return Trainer(epochs, devices=[f"virtual:{i}" for i in range(devices)], **how).fit(model, data)
 

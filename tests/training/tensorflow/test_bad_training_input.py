@@ -22,7 +22,7 @@ from manyhands.training.tensorflow.trainer import Trainer
         ({"shares": "measured"}, BadSettings, "one number per device"),
         ({"ranks_per_device": 2}, BadSettings, "virtual_devices"),
         ({"compile": True}, BadSettings, "XLA"),
-        ({"optimizer": "adam"}, BadSettings, "function of the learning rate"),
+        ({"optimizer": 3}, BadSettings, "function of the learning rate"),
         ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)}, BadSettings, "accumulate"),
         ({"loss": "mse"}, BadSettings, "function"),
         ({"batch_size": 2}, BadSettings, "at least 3"),

@@ -121,7 +121,7 @@ def test_a_model_that_keras_has_compiled_is_trained_with_its_loss_and_optimizer(
     model = mlp(dtype="float32")
     model.compile(keras.optimizers.Adam(0.01), "mse")
     X, _ = vectors()
-    fit(model, (X, X[:, :CLASSES].astype(np.float32)), epochs=1, optimizer=None)
+    fit(model, (X, X[:, :CLASSES].astype(np.float32)), epochs=1, optimizer=None, lr=None)
     assert int(model.optimizer.iterations) == 4
 
 

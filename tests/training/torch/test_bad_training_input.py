@@ -175,7 +175,7 @@ def test_settings_that_do_not_fit_two_devices(options: dict[str, Any], error: ty
         {"lr": -1}, {"lr": float("nan")}, {"lr": "fast"}, {"seed": -1}, {"seed": "x"}, {"precision": "fp8"},
         {"accumulate": 0}, {"batch_stats": "none"}, {"on_nan": "ignore"}, {"gradient_clip_val": -1},
         {"gradient_clip_val": "x"}, {"checkpoint_every": 0}, {"keep_checkpoints": 0}, {"hang_seconds": 0},
-        {"hang_seconds": "x"}, {"accumulate": 2, "batch_stats": "global"}, {"loss": "mse"}, {"optimizer": "sgd"},
+        {"hang_seconds": "x"}, {"accumulate": 2, "batch_stats": "global"}, {"loss": "mse"}, {"optimizer": "sdg"},
         {"schedule": 0.1},
     ],
 )  # fmt: skip

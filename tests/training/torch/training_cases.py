@@ -179,7 +179,12 @@ class Harm:
 
 def fit(model: nn.Module, data: Any, ranks: int = 1, **options: Any) -> tuple[dict[str, torch.Tensor], Result]:
     """Train on a number of ranks; gives copies of the weights, and the result."""
-    given = {"max_epochs": 2, "batch_size": 16, "lr": 0.1, "precision": "fp64", "quiet": True, **options}
+    given = {"max_epochs": 2, "precision": "fp64", "quiet": True, **options}
+    loader = data[0] if isinstance(data, tuple) else data
+    if getattr(loader, "batch_size", None) is None:  # a loader has one already
+        given.setdefault("batch_size", 16)
+    if given.get("optimizer") is None and not isinstance(model, WithOptimizer):
+        given.setdefault("lr", 0.1)
     result = Trainer(devices=["cpu"], ranks_per_device=ranks, **given).fit(model, data)
     return {name: value.clone() for name, value in model.state_dict().items()}, result
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from manyhands import tree
@@ -21,7 +20,7 @@ from manyhands.device import Device
 from manyhands.errors import BadSettings
 from manyhands.training.base_trainer import BaseTrainer, two_parts
 from manyhands.training.display import Display
-from manyhands.training.jax import checks, world
+from manyhands.training.jax import checks, optimizers, world
 from manyhands.training.jax.datasets import load_data_fashion_mnist
 from manyhands.training.jax.learner import JaxLearner, Job
 from manyhands.training.jax.objective import check_shares, objective_for
@@ -56,12 +55,7 @@ class Trainer(BaseTrainer):
             )
         if self._option("compile") is False:
             raise BadSettings("compile=False: a step in JAX is always compiled")
-        optimizer = self._option("optimizer")
-        if optimizer is not None and not callable(optimizer) and not _is_optimizer(optimizer):
-            raise BadSettings(
-                f"optimizer={optimizer!r} is a {type(optimizer).__name__}: give one of Optax's, as optax.adam(1e-3), "
-                "or a function of the rate that makes one (of an nnx.Optimizer: its tx)"
-            )
+        optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
 
     @property
     def device_names(self) -> list[str]:
@@ -101,7 +95,9 @@ class Trainer(BaseTrainer):
                 lambda: evaluating(skeleton.model(skeleton.numbers(model))),
                 lambda: checks.few_samples(self.train_source, _FEW),
             )
-        optimizer, name = _optimizer(model, self._option("optimizer"), settings.lr)
+        optimizer, name = optimizers.optimizer_for(
+            model, self._option("optimizer"), settings.lr, scheduled=self._option("schedule") is not None
+        )
         return Job(
             model=model,
             skeleton=skeleton,
@@ -122,35 +118,6 @@ def train(net: nnx.Module, num_gpus: int, batch_size: int, lr: float, num_epochs
     result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
     print(result)
     return result
-
-
-def _optimizer(model: Any, given: Any, rate: float) -> tuple[optax.GradientTransformation, str]:
-    """The optimizer, and a name for it: Optax's have none, so it is told by the parts of their state."""
-    if given is None and hasattr(model, "configure_optimizers"):
-        given = model.configure_optimizers()
-    made = optax.sgd(rate) if given is None else given if _is_optimizer(given) else given(rate)
-    if not _is_optimizer(made):
-        raise BadSettings(
-            f"optimizer= gave a {type(made).__name__} for the rate {rate}: a function of the rate has to make one of "
-            "Optax's optimizers, as lambda rate: optax.adam(rate)"
-        )
-    parts: list[str] = []
-    _state_names(jax.eval_shape(made.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)}), parts)
-    return made, "+".join(parts) or "sgd"
-
-
-def _state_names(state: Any, found: list[str]) -> None:
-    """The names of all parts of an optimizer's state that hold something, as TraceState or ScaleByAdamState."""
-    if not isinstance(state, tuple):
-        return
-    if hasattr(state, "_fields") and state._fields:
-        found.append(type(state).__name__)
-    for part in state:
-        _state_names(part, found)
-
-
-def _is_optimizer(value: object) -> bool:
-    return isinstance(value, optax.GradientTransformation)
 
 
 def _dtype(settings: Settings, device: jax.Device) -> Any:

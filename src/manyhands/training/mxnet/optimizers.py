@@ -11,33 +11,39 @@ from mxnet import gluon
 
 from manyhands.errors import BadSettings
 from manyhands.training.mxnet import replicas
+from manyhands.training.mxnet.book import Module
+from manyhands.training.optimizer_choice import Optimizers
 
 Optimizer = mx.optimizer.Optimizer
-
 # These keep a number of their own beside the state of each parameter, or draw random ones: replicas would drift apart.
 _FOR_ONE_DEVICE = (mx.optimizer.Nadam, mx.optimizer.LBSGD, mx.optimizer.SGLD)
 
 
-def check(given: Any) -> None:
-    """Refuse what cannot be an optimizer: said when a trainer is made, not when it is used."""
-    if isinstance(given, str) and given.lower() not in Optimizer.opt_registry:
-        known = ", ".join(sorted(set(Optimizer.opt_registry) - {"test", "ccsgd"}))
-        raise BadSettings(f"optimizer={given!r}: Gluon has no such optimizer, it has {known}")
-    if given is not None and not callable(given) and not isinstance(given, (str, Optimizer, gluon.Trainer)):
-        raise BadSettings(
-            f"optimizer={given!r} is a {type(given).__name__}: give an optimizer of mx.optimizer, its name, or a "
-            "function of the learning rate that makes one"
-        )
+def _by_name() -> dict[str, Any]:
+    """MXNet's optimizers and those that the user has registered with it."""
+    return {name: kind for name, kind in sorted(Optimizer.opt_registry.items()) if name not in ("test", "ccsgd")}
 
 
-def trainer_for(model: Any, given: Any, rate: float, *, scheduled: bool, devices: Sequence[mx.Context]) -> Any:
+OPTIMIZERS = Optimizers(
+    where="mx.optimizer",
+    example="mx.optimizer.Adam",
+    finished=(Optimizer, gluon.Trainer),
+    by_name=_by_name,
+    sgd=mx.optimizer.SGD,
+    rate="learning_rate",
+    of_parameters=False,
+    default_configure=Module.configure_optimizers,
+)
+
+
+def trainer_for(model: Any, given: Any, lr: float | None, *, scheduled: bool, devices: Sequence[mx.Context]) -> Any:
     """Gluon's trainer for a model that is on its devices.
 
     ``given``: an optimizer, its name, a function of the rate that makes one, a ``gluon.Trainer`` of some of the model's
     parameters; None is what the model's ``configure_optimizers`` says, or plain SGD. The job has a copy of it.
     """
-    if given is None:
-        given = model.configure_optimizers() if hasattr(model, "configure_optimizers") else "sgd"
+    if given is None and OPTIMIZERS.configured_by(model, lr):
+        given = model.configure_optimizers()
     trained, scale = replicas.distinct(model), None
     if isinstance(given, gluon.Trainer):
         own = set(map(id, trained))
@@ -46,12 +52,14 @@ def trainer_for(model: Any, given: Any, rate: float, *, scheduled: bool, devices
             raise BadSettings("the optimizer has parameters that are not of this model: make it of its own")
         # Its own steps divide by the number of samples; here the loss has been divided already.
         given, scale = given.optimizer, given._scale
-    elif isinstance(given, str):
-        given = mx.optimizer.create(given, learning_rate=rate)
-    elif callable(given) and not isinstance(given, Optimizer):
-        given = given(rate)
     if not isinstance(given, Optimizer):
-        raise BadSettings(f"optimizer: a {type(given).__name__} is none, give one of mx.optimizer")
+        make, rate = OPTIMIZERS.maker(model, given, lr)
+        given = make(**rate)
+    if not isinstance(given, Optimizer):
+        raise BadSettings(
+            f"optimizer= gave a {type(given).__name__}: a function of the learning rate has to make one of "
+            "mx.optimizer, as lambda rate: mx.optimizer.Adam(learning_rate=rate)"
+        )
     _check_fits(given, scheduled=scheduled, devices=devices)
     # Without the statistics: at its first step the trainer sends the first device's of all that it has to the others.
     trained = [one for one in trained if one.grad_req != "null"]

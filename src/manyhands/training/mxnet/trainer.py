@@ -42,7 +42,7 @@ class Trainer(BaseTrainer):
     model: Any = None
 
     def _check_options(self) -> None:
-        optimizers.check(self._option("optimizer"))
+        optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
         if isinstance(self._option("schedule"), mx.lr_scheduler.LRScheduler):
             raise BadSettings(
                 f"schedule: a {type(self._option('schedule')).__name__} gives learning rates, and a schedule factors "

@@ -8,6 +8,7 @@ one with the neutral methods again: ``SGD -> Optimizer -> Stateless -> TFOptimiz
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from manyhands.errors import BadSettings
+from manyhands.training.optimizer_choice import Optimizers
+from manyhands.training.tensorflow.book import Module
 
 _neutral = {
     name: vars(BaseOptimizer)[name]
@@ -24,6 +27,25 @@ _neutral = {
     if name in vars(BaseOptimizer) and not name.startswith("__")
 }
 Stateless: Any = type("Stateless", (TFOptimizer,), _neutral)
+
+
+def _by_name() -> dict[str, type]:
+    base = keras.optimizers.Optimizer
+    kinds = [kind for kind in vars(keras.optimizers).values() if isinstance(kind, type) and issubclass(kind, base)]
+    takes_rate = [kind for kind in kinds if "learning_rate" in inspect.signature(kind).parameters]
+    return {kind.__name__.lower(): kind for kind in takes_rate if kind is not base}
+
+
+OPTIMIZERS = Optimizers(
+    where="keras.optimizers",
+    example="keras.optimizers.AdamW",
+    finished=(keras.optimizers.Optimizer,),
+    by_name=_by_name,
+    sgd=keras.optimizers.SGD,
+    rate="learning_rate",
+    of_parameters=False,
+    default_configure=Module.configure_optimizers,
+)
 
 # What Keras does in a branch of the graph: values of a function cannot leave one.
 _BRANCHES = {
@@ -85,22 +107,23 @@ def rate_value(optimizer: Any) -> float:
     return float(optimizer.learning_rate.numpy())
 
 
-def optimizer_for(given: Any, model: Any, rate: float) -> Any:
-    """The optimizer that a user means: an instance, a function of the rate, the model's own, or plain SGD."""
-    if given is None and hasattr(model, "configure_optimizers"):
-        given = model.configure_optimizers()
-    if given is None and getattr(model, "compiled", False):
-        given = model.optimizer
-    if given is None:
-        given = keras.optimizers.SGD(rate)
-    if not isinstance(given, keras.optimizers.Optimizer) and callable(given):
-        given = given(rate)
-    if not isinstance(given, keras.optimizers.Optimizer):
+def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
+    """The optimizer that a user means: see :mod:`manyhands.training.optimizer_choice`."""
+    if optimizer is None and OPTIMIZERS.configured_by(model, lr):
+        optimizer = model.configure_optimizers()
+    if optimizer is None and getattr(model, "compiled", False) and model.optimizer is not None:
+        optimizer = model.optimizer
+        OPTIMIZERS.refuse_rate(lr, f"a model that was compiled with {type(optimizer).__name__}")
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return optimizer
+    make, rate = OPTIMIZERS.maker(model, optimizer, lr)
+    made = make(**rate)
+    if not isinstance(made, keras.optimizers.Optimizer):
         raise BadSettings(
-            f"optimizer={given!r} is a {type(given).__name__}: give an optimizer of Keras's, or a function of the "
-            "learning rate that makes one"
+            f"optimizer= gave a {type(made).__name__}: a function of the learning rate has to make an optimizer of "
+            "Keras, as lambda rate: keras.optimizers.Adam(rate)"
         )
-    return given
+    return made
 
 
 @keras.saving.register_keras_serializable("manyhands")

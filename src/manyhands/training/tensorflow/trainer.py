@@ -45,6 +45,7 @@ class Trainer(BaseTrainer):
                 f"shares={self._option('shares')!r}: TensorFlow does not tell how long each device works at its part "
                 "of a step. Give one number per device, as shares=[0.7, 0.3]"
             )
+        optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
         meeting.read_tf_config()
         if launcher.size() > 1:  # now: TensorFlow sets up a job of several processes before its first tensor or never
             devices = self._option("devices")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from manyhands.training.learner import Schedule
 from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.optimizers import MakeOptimizer
 from manyhands.training.torch.sources import Source
 from manyhands.training.torch.step import Numbers
-
-MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
 @dataclass

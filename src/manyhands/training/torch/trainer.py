@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +23,7 @@ from manyhands.training.display import Display
 from manyhands.training.result import Result
 from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
-from manyhands.training.torch import checks, lessons, pool, randomness, state, world
+from manyhands.training.torch import checks, lessons, optimizers, pool, randomness, state, world
 from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import objective_for
@@ -38,11 +37,10 @@ class Trainer(BaseTrainer):
     backend: ClassVar[Any] = backend
 
     def _check_options(self) -> None:
-        ranks, optimizer = self._option("ranks_per_device"), self._option("optimizer")
+        ranks = self._option("ranks_per_device")
         if isinstance(ranks, bool) or not isinstance(ranks, Integral) or ranks < 1:
             raise BadSettings(f"ranks_per_device={ranks!r}: give a whole number of at least 1")
-        if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-            raise BadSettings(f"optimizer={optimizer!r} is a {type(optimizer).__name__}: give a function")
+        optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
 
     def _natives(self) -> list[torch.device]:
         """The device of each rank, as the backend knows it."""
@@ -93,7 +91,7 @@ class Trainer(BaseTrainer):
             train=self.train_source,
             test=self.test_source,
             settings=settings,
-            optimizer=_optimizer(model, self._option("optimizer"), settings.lr),
+            optimizer=optimizers.optimizer_for(model, self._option("optimizer"), settings.lr),
             schedule=self._option("schedule"),
             run=run,
             resume=resume,
@@ -188,42 +186,6 @@ def _take_home(job: Job, home: dict[str, Any]) -> None:
 def _own_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """All tensors of a model, those that it does not save too."""
     return [*model.named_parameters(), *model.named_buffers()]
-
-
-def _optimizer(model: Any, given: Any, rate: float) -> Any:
-    if isinstance(given, torch.optim.Optimizer):
-        own = {id(parameter) for parameter in model.parameters()}
-        if any(id(parameter) not in own for group in given.param_groups for parameter in group["params"]):
-            raise BadSettings("the optimizer has parameters that are not of this model: make it of model.parameters()")
-        return given
-    if given is not None:
-        return _FromParameters(given)
-    if hasattr(model, "configure_optimizers"):
-        return _Configured()
-    return _Sgd(rate)
-
-
-class _FromParameters:
-    """A function of the parameters, as ``lambda p: torch.optim.AdamW(p, lr=1e-3)``."""
-
-    def __init__(self, function: Callable[[Any], torch.optim.Optimizer]) -> None:
-        self.function = function
-
-    def __call__(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return self.function(model.parameters())
-
-
-class _Configured:
-    def __call__(self, model: Any) -> torch.optim.Optimizer:
-        return model.configure_optimizers()  # type: ignore[no-any-return]
-
-
-class _Sgd:
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-
-    def __call__(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.rate)
 
 
 def _on_host(job: Job) -> Job:

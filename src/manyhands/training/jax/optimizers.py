@@ -1,0 +1,71 @@
+"""Which optimizer a job has: see :mod:`manyhands.training.optimizer_choice` for whose learning rate counts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from manyhands.errors import BadSettings
+from manyhands.training.jax.book import Module
+from manyhands.training.optimizer_choice import Optimizers
+
+
+def _by_name() -> dict[str, Any]:
+    functions = {name: one for name, one in vars(optax).items() if inspect.isfunction(one) and not name.startswith("_")}
+    return {name: one for name, one in functions.items() if _is_maker(name, one)}
+
+
+def _is_maker(name: str, function: Any) -> bool:
+    return not name.startswith("scale_by") and next(iter(inspect.signature(function).parameters), "") == "learning_rate"
+
+
+OPTIMIZERS = Optimizers(
+    where="optax",
+    example="optax.adamw",
+    finished=(optax.GradientTransformation,),
+    by_name=_by_name,
+    sgd=optax.sgd,
+    rate="learning_rate",
+    of_parameters=False,
+    default_configure=Module.configure_optimizers,
+)
+
+
+def optimizer_for(
+    model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
+) -> tuple[optax.GradientTransformation, str]:
+    """The optimizer, and a name for it: Optax's have none, so it is told by the parts of their state."""
+    if optimizer is None and OPTIMIZERS.configured_by(model, lr):
+        optimizer = model.configure_optimizers()
+    if isinstance(optimizer, optax.GradientTransformation):
+        made = optimizer
+    else:
+        make, rate = OPTIMIZERS.maker(model, optimizer, lr)
+        made = make(**rate)
+    if not isinstance(made, optax.GradientTransformation):
+        raise BadSettings(
+            f"optimizer= gave a {type(made).__name__}: a function of the rate has to make one of Optax's optimizers, "
+            "as lambda rate: optax.adam(rate)"
+        )
+    parts: list[str] = []
+    _state_names(jax.eval_shape(made.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)}), parts)
+    if scheduled and "ScaleByScheduleState" in parts:
+        raise BadSettings(
+            "schedule= and an optimizer whose learning rate is a schedule of Optax: both would be applied. Give the "
+            "optimizer a plain number, or leave out schedule="
+        )
+    return made, "+".join(parts) or "sgd"
+
+
+def _state_names(state: Any, found: list[str]) -> None:
+    """The names of all parts of an optimizer's state that hold something, as TraceState or ScaleByAdamState."""
+    if not isinstance(state, tuple):
+        return
+    if hasattr(state, "_fields") and state._fields:
+        found.append(type(state).__name__)
+    for part in state:
+        _state_names(part, found)

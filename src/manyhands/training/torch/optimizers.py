@@ -1,0 +1,59 @@
+"""Which optimizer a job has: see :mod:`manyhands.training.optimizer_choice` for whose learning rate counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from manyhands.errors import BadSettings
+from manyhands.training.optimizer_choice import Optimizers
+from manyhands.training.torch.book import Module
+
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+def _by_name() -> dict[str, type]:
+    base = torch.optim.Optimizer
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    return {kind.__name__.lower(): kind for kind in kinds if issubclass(kind, base) and kind is not base}
+
+
+OPTIMIZERS = Optimizers(
+    where="torch.optim",
+    example="torch.optim.AdamW",
+    finished=(torch.optim.Optimizer,),
+    by_name=_by_name,
+    sgd=torch.optim.SGD,
+    rate="lr",
+    of_parameters=True,
+    default_configure=Module.configure_optimizers,
+)
+
+
+def optimizer_for(model: Any, optimizer: Any, lr: float | None) -> torch.optim.Optimizer | MakeOptimizer:
+    """The optimizer that the user has, or what makes one of a model (a job that is sent away makes it there)."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise BadSettings("the optimizer has parameters that are not of this model: make it of model.parameters()")
+        return optimizer
+    if optimizer is None and OPTIMIZERS.configured_by(model, lr):
+        return _Configured()
+    return _OfParameters(*OPTIMIZERS.maker(model, optimizer, lr))
+
+
+class _OfParameters:
+    """A class, or a function of the parameters, as ``lambda p: torch.optim.AdamW(p, lr=1e-3)``."""
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer], rate: dict[str, float]) -> None:
+        self.make, self.rate = make, rate
+
+    def __call__(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return self.make(model.parameters(), **self.rate)
+
+
+class _Configured:
+    def __call__(self, model: Any) -> torch.optim.Optimizer:
+        return model.configure_optimizers()  # type: ignore[no-any-return]

@@ -1,0 +1,116 @@
+"""Options that contradict each other are refused by name, in every framework; none is dropped silently."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from training_bench import Bench
+
+from manyhands.errors import BadSettings
+from manyhands.training.parity import largest_difference
+
+RATES = {"torch": "lr", "jax": "learning_rate", "tensorflow": "learning_rate", "mxnet": "learning_rate"}
+
+
+def adam(framework: str) -> Any:
+    """The framework's own class, or function, that makes an Adam."""
+    if framework == "torch":
+        import torch
+
+        return torch.optim.Adam
+    if framework == "jax":
+        import optax
+
+        return optax.adam
+    if framework == "tensorflow":
+        import keras
+
+        return keras.optimizers.Adam
+    import mxnet as mx
+
+    return mx.optimizer.Adam
+
+
+# The learning rate
+
+
+def test_lr_is_the_rate_of_an_optimizer_that_the_trainer_makes(bench: Bench) -> None:
+    """By name, as a class, and as a partial with other options: the same Adam, and none with another rate."""
+    make = adam(bench.framework)
+    results = [
+        bench.fit(epochs=1, optimizer=optimizer, lr=0.01)
+        for optimizer in ("adam", "Adam", make, functools.partial(make, **{}))
+    ]
+    first, *others = [bench.weights(result.run) for result in results]
+    assert [largest_difference(first, other) for other in others] == [0, 0, 0]
+    slower = bench.weights(bench.fit(epochs=1, optimizer="adam", lr=0.001).run)
+    assert largest_difference(first, slower) > 1e-3
+
+
+def test_without_lr_an_optimizer_has_its_own_default(bench: Bench) -> None:
+    if bench.framework == "jax":  # those of Optax have none
+        with pytest.raises(BadSettings, match="optimizer=adam has no default learning rate: give lr="):
+            bench.fit(epochs=1, optimizer="adam")
+        return
+    by_default, as_given = bench.fit(epochs=1, optimizer="adam"), bench.fit(epochs=1, optimizer="adam", lr=0.001)
+    assert largest_difference(bench.weights(by_default.run), bench.weights(as_given.run)) == 0
+
+
+def test_the_rate_of_plain_sgd(bench: Bench) -> None:
+    by_default, as_given = bench.fit(epochs=1, optimizer=None), bench.fit(epochs=1, optimizer=None, lr=0.1)
+    assert largest_difference(bench.weights(by_default.run), bench.weights(as_given.run)) == 0
+
+
+def test_a_finished_optimizer_has_its_own_rate(bench: Bench) -> None:
+    with pytest.raises(BadSettings, match=r"lr=0\.3 and optimizer=.*its own learning rate\. Leave out lr, or give"):
+        bench.mh.Trainer(1, optimizer=bench.recipes.nesterov(0.05), lr=0.3)
+    fixed = functools.partial(adam(bench.framework), **{RATES[bench.framework]: 0.05})
+    with pytest.raises(BadSettings, match=r"lr=0\.3 and optimizer=partial"):
+        bench.mh.Trainer(1, optimizer=fixed, lr=0.3)
+
+
+def test_so_has_one_that_the_model_makes(bench: Bench) -> None:
+    class Configured(bench.mh.Module):  # type: ignore[misc, name-defined]
+        def configure_optimizers(self) -> Any:
+            return super().configure_optimizers()
+
+    trainer, model = bench.mh.Trainer(1, lr=0.3, quiet=True, **bench.on(1)), with_net(bench, Configured())
+    with pytest.raises(BadSettings, match=r"lr=0\.3 and configure_optimizers of Configured"):
+        trainer.fit(model, bench.data())
+
+
+def test_the_books_module_leaves_its_rate_to_the_trainer(bench: Bench) -> None:
+    """Without a rate of its own; with one, two that differ contradict each other."""
+    how: dict[str, Any] = {"quiet": True, "precision": "fp32", **bench.on(1)}
+    plain = bench.fit(epochs=1, optimizer=None, lr=0.3).rows[-1]["train_loss"]
+    for own, lr in ((None, 0.3), (0.3, None), (0.3, 0.3)):
+        model = with_net(bench, bench.mh.Module())
+        if own is not None:
+            model.lr = own
+        loss = bench.mh.Trainer(1, lr=lr, **how).fit(model, bench.data()).rows[-1]["train_loss"]
+        assert loss == pytest.approx(plain, rel=1e-5)
+    model.lr = 0.1
+    with pytest.raises(BadSettings, match=r"lr=0\.3 was given to the trainer, and the model has lr=0\.1"):
+        bench.mh.Trainer(1, lr=0.3, **how).fit(model, bench.data())
+
+
+def with_net(bench: Bench, module: Any) -> Any:
+    module.net = bench.recipes.model("mlp", 0)
+    return module
+
+
+def test_a_name_that_no_optimizer_has(bench: Bench) -> None:
+    with pytest.raises(BadSettings, match=r"optimizer='adamm': .* Did you mean 'adam.*'\? It has .*sgd"):
+        bench.mh.Trainer(1, optimizer="adamm")
+
+
+# The size of a batch
+
+
+def test_two_sizes_of_a_batch(bench: Bench) -> None:
+    with pytest.raises(BadSettings, match="batch_size=32 was given to the trainer, and the data come in batches of 16"):
+        bench.fit(epochs=1, batch_size=32, data=bench.data(batch_size=16))
+    assert bench.fit(epochs=1, batch_size=np.int64(16), data=bench.data(batch_size=16)).rows[-1]["samples"] == 50
