@@ -155,6 +155,13 @@ class RunFolder:
     def step_path(self) -> Path:
         return self.path / "step.txt"
 
+    def record_precision(self, precision: str, why: str) -> None:
+        """Keep in config.json what ``precision="auto"`` was, and why; a resumed run keeps its first reason."""
+        config = self.config
+        if config.get("chosen", {}).get("precision") != precision:
+            with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
+                self.config = {**config, "chosen": {"precision": precision, "why": why}}
+
     def write_step(self, words: str) -> None:
         """Keep what a step of the run was made of."""
         durable.replace(self.step_path, (words + "\n").encode())

@@ -237,7 +237,7 @@ def test_devices_of_several_kinds() -> None:
         ({"accumulate": 2}, "whole batch"),
         ({"ranks_per_device": 2}, "virtual_devices"),
         ({"compile": False}, "always compiled"),
-        ({"optimizer": "adma"}, "Did you mean 'adam'"),
+        ({"optimizer": "adma"}, "Did you mean 'adamax'"),
         ({"optimizer": lambda rate: rate}, "has to make one"),
     ],
 )

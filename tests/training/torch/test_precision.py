@@ -1,72 +1,125 @@
-"""bfloat16 on a CPU that is made for it: tried, and taken where it is faster."""
+"""``precision="auto"``: decided by the hardware and the model, the same at every start."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from training_cases import convnet, difference, fit, images, mlp, same, vectors
+from torch import nn
+from training_cases import difference, fit, images, mlp, same, vectors
 
 from manyhands import machine
 from manyhands.training.settings import Settings
 from manyhands.training.torch import precision
 from manyhands.training.torch.job import Job
+from manyhands.training.torch.models import MODELS
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.rank import Rank
 from manyhands.training.torch.sources import source
 from manyhands.training.torch.step import Numbers
 from manyhands.training.torch.world import World
 
+AMX = ("amx_bf16", "avx512f")
+
+
+def convolving(channels: int = 64) -> nn.Sequential:
+    torch.manual_seed(5)
+    widths = [nn.Conv2d(1, channels, 3), nn.ReLU(), nn.Conv2d(channels, channels, 3), nn.Flatten()]
+    return nn.Sequential(*widths, nn.Linear(4 * channels, channels), nn.ReLU(), nn.Linear(channels, 3))
+
+
+def layers(*channels: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(channels)))
+
+
+# Which layers there are alone decides
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (MODELS["resnet18"](num_classes=10), "bf16"),
+        (MODELS["lenet"](num_classes=10), "fp32"),
+        (MODELS["mlp"](num_classes=10), "fp32"),
+        (layers(64, 64, 64, 10), "bf16"),
+        (layers(64, 64, 10), "fp32"),
+        (layers(63, 64, 63, 64), "fp32"),
+        (nn.Conv2d(64, 64, 3, groups=64), "fp32"),
+        (nn.TransformerEncoderLayer(128, 4), "bf16"),
+        (nn.LSTM(128, 128), "fp32"),
+        (layers(64, 64).double(), "float64"),
+        (layers(64, 64).half(), "float16"),
+    ],
+)
+def test_the_model_decides_where_the_cpu_has_amx(model: nn.Module, expected: str) -> None:
+    assert precision.on_cpu(model, AMX).precision == expected
+    assert not precision.on_cpu(model, ("avx512_bf16", "avx2")).bf16
+
+
+def test_the_reason_is_given() -> None:
+    assert str(precision.on_cpu(convolving(), AMX)) == (
+        "precision fp32: the CPU has AMX, and 2 of 4 convolutions and linear layers have 64 channels or more"
+    )
+    assert str(precision.on_cpu(convolving(), ())) == "precision fp32: the CPU has no AMX"
+
+
+# What a job makes of it
+
 
 @pytest.fixture
 def _amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "host_features", lambda: ("amx_bf16",))
+    monkeypatch.setattr(machine, "host_features", lambda: AMX)
 
 
 def trained(**options: Any) -> tuple[dict[str, torch.Tensor], Any]:
     X, y = images()
-    return fit(convnet().float(), (X.float(), y), **{"precision": "auto", **options})
-
-
-def as_fast(monkeypatch: pytest.MonkeyPatch, single: float, half: float) -> None:
-    def tried(job: Job, *_: object) -> tuple[float, float]:
-        return single, half
-
-    monkeypatch.setattr(precision, "tried", tried)
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Flatten(), layers(36, 64, 64, 64, 3))
+    return fit(net, (X.float(), y), **{"precision": "auto", **options})
 
 
 @pytest.mark.usefixtures("_amx")
-def test_both_are_tried() -> None:
-    net = convnet().float()
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    X, y = images()
-    _, result = fit(net, (X.float(), y), precision="auto", lr=0.0, max_epochs=1)
-    (note,) = [note for note in result.notes if "AMX" in note]
-    assert note.startswith(("bf16: a pass takes", "fp32: a pass takes"))
-    assert all(torch.equal(before[n], v) for n, v in net.state_dict().items() if n.endswith(("weight", "bias")))
-    assert int(net[1].num_batches_tracked) == 4  # the passes that were only tried do not count
-
-
-@pytest.mark.usefixtures("_amx")
-def test_the_faster_one_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    as_fast(monkeypatch, single=1.0, half=2.0)
-    assert same(trained()[0], trained(precision="fp32")[0])
-    as_fast(monkeypatch, single=2.0, half=1.0)
+def test_the_choice_is_kept_in_the_run_and_by_a_resumed_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    whole, result = trained()
+    assert "precision fp32: the CPU has AMX, and 2 of 4" in result.notes[0]
+    assert same(whole, trained(precision="fp32")[0])
+    monkeypatch.setattr(precision, "_WIDE", 36)
     half, result = trained()
-    assert any(note.startswith("bf16: a pass takes 1e+03 ms, in fp32 2e+03 ms") for note in result.notes)
     assert same(half, trained(precision="bf16")[0])
-    assert 0 < difference(half, trained(precision="fp32")[0]) < 0.1
+    assert 0 < difference(half, whole) < 0.1
 
-    trained(max_epochs=1, run=tmp_path / "run")
-    as_fast(monkeypatch, single=1.0, half=2.0)
-    assert same(half, trained(run=tmp_path / "run", resume="auto")[0])
+    trained(max_epochs=1, run=run)
+    chosen = json.loads((run / "config.json").read_text())["chosen"]
+    assert chosen["precision"] == "bf16"
+    assert "3 of 4 convolutions and linear layers" in chosen["why"]
+    monkeypatch.setattr(machine, "host_features", lambda: ())
+    resumed, result = trained(run=run, resume="auto")
+    assert same(half, resumed)
+    assert "precision bf16: as in the checkpoint that this job continues" in result.notes
+    assert json.loads((run / "config.json").read_text())["chosen"] == chosen, "the first reason stays"
 
 
-def test_nothing_is_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "host_features", lambda: ("asimd",))
-    assert not any("AMX" in note for note in trained()[1].notes)
+def test_what_the_user_gives_is_not_decided(tmp_path: Path) -> None:
+    _, result = trained(precision="fp32", max_epochs=1, run=tmp_path / "run")
+    assert not any("precision" in note for note in result.notes)
+    assert "chosen" not in json.loads((tmp_path / "run" / "config.json").read_text())
+
+
+def test_all_ranks_compute_alike() -> None:
+    gpu, cpu = precision.Choice("bf16", "the GPU has bfloat16"), precision.Choice("fp32", "the CPU has no AMX")
+    assert precision.agreed([gpu, gpu]) == gpu
+    assert precision.agreed([gpu, cpu]) == precision.agreed([cpu, gpu]) == cpu
+
+
+def test_ranks_in_processes_of_their_own_agree() -> None:
+    _, result = trained(ranks=2, max_epochs=1)
+    (note,) = [note for note in result.notes if note.startswith("precision")]
+    assert note == str(precision.on_cpu(layers(36, 64, 64, 64, 3), machine.host_features()))
 
 
 class Laid(torch.nn.Module):
@@ -86,7 +139,6 @@ class Laid(torch.nn.Module):
 
 
 def rank_of(model: torch.nn.Module, **settings: Any) -> Rank:
-    """A rank that has chosen bfloat16, as one on a GPU does."""
     X, y = vectors()
     settings = {"max_epochs": 1, "batch_size": 8, **settings}
     job = Job(
@@ -97,26 +149,30 @@ def rank_of(model: torch.nn.Module, **settings: Any) -> Rank:
         Settings(**settings),
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    rank = Rank(job, World(0, 1, torch.device("cpu")))
-    rank.numbers.autocast = torch.bfloat16
-    return rank
+    return Rank(job, World(0, 1, torch.device("cpu")))
 
 
-def test_a_model_that_cannot_do_with_bfloat16_is_given_float32() -> None:
+@pytest.mark.usefixtures("_amx")
+def test_a_model_that_cannot_do_with_bfloat16_is_given_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_WIDE", 1)
     rank = rank_of(Laid())
     drawn = torch.get_rng_state()
     rank._choose_precision()
     assert rank.plain_step.numbers == Numbers()
-    assert "the model cannot compute in bf16" in rank.notes[0]
+    assert "precision fp32: the model cannot compute in bf16" in rank.notes[0]
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(parameter.grad is None for parameter in rank.model.parameters())
 
 
+@pytest.mark.usefixtures("_amx")
 @pytest.mark.parametrize(
     ("model", "settings"), [(mlp().float(), {}), (Laid(fails=True), {}), (Laid(), {"precision": "bf16"})]
 )
-def test_all_others_keep_bfloat16(model: torch.nn.Module, settings: dict[str, Any]) -> None:
+def test_all_others_compute_in_bfloat16(
+    model: torch.nn.Module, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it can be computed with; where float32 would not do either; and where it was asked for."""
+    monkeypatch.setattr(precision, "_WIDE", 1)
     rank = rank_of(model, **settings)
     rank._choose_precision()
     assert rank.numbers.autocast is torch.bfloat16

@@ -27,7 +27,7 @@ from manyhands.training.jax.objective import check_shares, objective_for
 from manyhands.training.jax.skeleton import Skeleton, evaluating
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
-from manyhands.training.run_folder import RunPlan
+from manyhands.training.run_folder import RunFolder, RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.sources import is_array, source
 
@@ -81,6 +81,8 @@ class Trainer(BaseTrainer):
             settings.check_devices(len(here.devices))
             learner = JaxLearner(self._job(model, settings, here), here)
             loop = Loop(learner, settings, display.event, schedule=self._option("schedule"), run=run, resume=resume)
+            if run is not None and loop.first and settings.precision == "auto":
+                RunFolder(run.path).record_precision(*_chosen(learner.job.dtype))
             result = loop.fit()
         result.devices = self.device_names if here.size == 1 else _names(here)
         return result
@@ -127,6 +129,13 @@ def _dtype(settings: Settings, device: jax.Device) -> Any:
     if settings.precision != "auto" or not settings.fast or device.platform == "cpu":
         return None
     return jnp.bfloat16 if float(getattr(device, "compute_capability", 0) or 0) >= _WITH_BF16 else None
+
+
+def _chosen(dtype: Any) -> tuple[str, str]:
+    """What ``precision="auto"`` was, and why, for the run's folder."""
+    if dtype is None:
+        return "the model's own", "no GPU with bfloat16, or fast=False"
+    return "bf16", "the GPU has bfloat16"
 
 
 def _names(here: world.World) -> list[str]:

@@ -46,11 +46,9 @@ class Job:
 
 
 def numbers_for(job: Job, device: torch.device) -> Numbers:
-    """Precision and memory format: chosen where the user leaves it to us (on a CPU later, see :mod:`.precision`)."""
+    """Precision and memory format, as far as the user has given them; :mod:`.precision` chooses the rest later."""
     on_gpu = device.type == "cuda"
     precision = job.settings.precision
-    if precision == "auto":
-        precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() and job.settings.fast else "fp32"
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
     autocast = torch.bfloat16 if precision == "bf16" else None
     laid = images and job.settings.fast and (on_gpu or autocast is not None)

@@ -114,13 +114,14 @@ class Rank:
         )
 
     def _choose_precision(self) -> None:
-        """Take bfloat16 on CPUs where it was faster when tried, on all of them alike; or what a resumed job had."""
-        refusal = precision.refused(self.job, self.model, self.objective, self.world, self.numbers)
-        if refusal is not None:
-            self.numbers.autocast = None
-        half, note = precision.chosen(self.job, self.model, self.objective, self.world, self.half_before)
-        self.notes += [one for one in (refusal, note) if one]
-        if half:
+        """bfloat16 or float32, where the user leaves it to us; all ranks alike, and as a resumed job had it."""
+        if self.settings.precision != "auto":
+            return
+        choice = precision.choose(self.job, self.model, self.objective, self.world, self.half_before)
+        self.notes.append(str(choice))
+        if self.job.run is not None and self.world.first:
+            RunFolder(self.job.run.path).record_precision(choice.precision, choice.why)
+        if choice.bf16:
             taken = precision.bf16_numbers(self.model)
             self.numbers.autocast, self.numbers.channels_last = taken.autocast, taken.channels_last
             if taken.channels_last:
@@ -329,8 +330,7 @@ class Rank:
         else:
             step = saved["cursor"]["step"]
             randomness.seed_all(randomness.mixed_seed(self.settings.seed, here.rank, step))
-        if set(before) == {"cpu"}:
-            self.half_before = saved.get("half")
+        self.half_before = saved.get("half")
         if devices == before and self.settings.shares == "measured":
             self.shares = saved["shares"]
         self.metrics.restore(figures.loss_sum, figures.right, figures.count, counted=figures.counted)
