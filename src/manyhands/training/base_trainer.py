@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -11,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from manyhands.errors import BadSettings, NoCheckpoint
+from manyhands.errors import BadBatch, BadSettings, NoCheckpoint
 from manyhands.placement import Placement
-from manyhands.training import checkpoint, launcher
+from manyhands.training import checkpoint, launcher, streams
 from manyhands.training.display import Display
 from manyhands.training.learner import Schedule
 from manyhands.training.result import Result
@@ -140,10 +141,13 @@ class BaseTrainer(HyperParameters, abc.ABC):
         """Train the model, in place; gives what came of it (also as ``trainer.result``).
 
         ``data``: (X, y) arrays, a data set or a loader of the framework, an object with ``train_dataloader`` and
-        ``val_dataloader``; or a pair of two such, for training and testing.
+        ``val_dataloader``, or a function that makes the batches of an epoch, ``batches()`` or ``batches(epoch)``; or a
+        pair of two such, for training and testing.
         """
         self.train_source, self.test_source = self._sources(data)
         settings = self._settings()
+        for source in (self.train_source, self.test_source):
+            streams.check(source, 1 if self._option("resume") is not None else settings.max_epochs)
         run, resume = self._run_plan(), None
         if launcher.is_first():
             if run is not None:
@@ -202,10 +206,28 @@ _DEFAULTS = {name: one.default for name, one in inspect.signature(BaseTrainer.__
 def two_parts(data: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
     """The training and the test part (or None) of what a user gives; ``is_array`` knows the framework's arrays."""
     if hasattr(data, "train_dataloader"):
-        return data.train_dataloader(), data.val_dataloader() if hasattr(data, "val_dataloader") else None
-    if isinstance(data, (tuple, list)) and len(data) == 2 and not is_array(data[0]):
-        return data[0], data[1]
-    return data, None
+        train, test = data.train_dataloader(), data.val_dataloader() if hasattr(data, "val_dataloader") else None
+    elif isinstance(data, (tuple, list)) and len(data) == 2 and not is_array(data[0]):
+        if isinstance(data, list) and all(_is_batch(part, is_array) for part in data):
+            raise BadBatch(
+                "a list of two (X, y) can be two batches, or data to train on and data to test with: give a tuple, "
+                "((X, y), (X_test, y_test)), for the latter; of two batches, give the loader that made them, or "
+                "(X, y) with the samples of both"
+            )
+        train, test = data
+    else:
+        train, test = data, None
+    return _loader_of(train), _loader_of(test)
+
+
+def _is_batch(part: Any, is_array: Callable[[Any], bool]) -> bool:
+    return isinstance(part, (tuple, list)) and bool(part) and all(map(is_array, part))
+
+
+def _loader_of(part: Any) -> Any:
+    """What the user gave; of a function that makes batches a loader that calls it for each epoch."""
+    makes = inspect.isroutine(part) or isinstance(part, functools.partial)
+    return streams.MadeAnew(part) if makes else part
 
 
 def _resume(resume: str | Path | None, run: RunPlan | None) -> Path | None:

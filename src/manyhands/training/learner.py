@@ -83,5 +83,8 @@ class Learner(Protocol):
     def from_first(self, data: bytes) -> bytes:
         """The bytes that the first process has."""
 
+    def all_have(self, number: int) -> bool:
+        """Whether every process has this number (32 bits); may wait."""
+
     def close(self) -> None:
         """Leave model and optimizer as the caller's own."""

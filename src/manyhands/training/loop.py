@@ -7,11 +7,12 @@ host waits at the end of an epoch and for a checkpoint.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import LossIsNotANumber
-from manyhands.training import saving
+from manyhands.errors import BadSettings, LossIsNotANumber
+from manyhands.training import saving, streams
 from manyhands.training.figures import Figures, or_none, together
 from manyhands.training.learner import Learner, Say, Schedule
 from manyhands.training.order import Cursor, Window, epoch_order
@@ -40,6 +41,7 @@ class Loop:
         self.learner, self.settings, self.say, self.schedule = learner, settings, say, schedule
         self.result = Result()
         self.cursor = Cursor()
+        self.batches_before: int | None = None  # that a loader gave in the epoch before
         self.keeps_checkpoints = run is not None
         self.run = RunFolder(run.path) if run is not None and self.first else None
         self._unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
@@ -55,6 +57,7 @@ class Loop:
         if self.run is not None and self.run.path.is_dir():
             self.run.lock()  # also for reading: nobody shall write meanwhile
         resumed = saving.restore(self, resume)
+        self._check_schedule()
         if self.run is not None and run is not None:
             note = self.run.begin(run, self.settings.as_dict())
             if note is not None:
@@ -80,6 +83,8 @@ class Loop:
             self.say_alive()
             if self.cursor.epoch >= self.settings.max_epochs:
                 self.learner.notes.append("this run was at its end already: nothing was trained, its figures are shown")
+            else:
+                self._check_repeats()
             while self.cursor.epoch < self.settings.max_epochs:
                 whole = self.cursor.sample == 0
                 start = time.perf_counter()
@@ -96,21 +101,60 @@ class Loop:
 
     def _train_epoch(self) -> None:
         first = self.cursor.step
-        for window, batch in self.learner.batches(self.cursor):
-            self.learner.step(window, batch, self._factor(window))
+        loader = getattr(self.learner.data, "loader", None)
+        for window, batch in streams.agreed(self.learner.batches(self.cursor), self.learner.all_have, loader):
+            self.learner.step(window, batch, self._factor())
             self.cursor = self.cursor.after(window)
             self._look(window)
+            if self.cursor.batch == streams.MANY and self._batches() is None:
+                self._warn(f"epoch {window.epoch + 1} has not ended after {streams.MANY} batches. {streams.END_IT}")
             every = self.settings.checkpoint_every
             if every and self.cursor.step % every == 0 and self.cursor.step > first:
                 saving.save(self)
 
-    def _factor(self, window: Window) -> float | None:
-        """The learning rate's factor at this batch; None where there is no schedule."""
+    def _factor(self) -> float | None:
+        """The learning rate's factor at the next batch; None where there is no schedule."""
         if self.schedule is None:
             return None
+        batches = self._batches()
+        done = min(self.cursor.batch / batches, 1.0) if batches else 0.0
+        return self.schedule((self.cursor.epoch + done) / self.settings.max_epochs)
+
+    def _batches(self) -> int | None:
+        """The batches of an epoch; of a loader those of the epoch before, or what its ``len`` says; None: not known."""
         count = self.learner.data.count
-        done = window.epoch + (window.start / count if count else 0.0)
-        return self.schedule(done / self.settings.max_epochs)
+        if count is not None:
+            return -(-count // self.settings.batch_size)
+        return self.batches_before or streams.length(self.learner.data)
+
+    def _check_schedule(self) -> None:
+        """A schedule has to know how far an epoch is."""
+        if self.schedule is None or self._batches() is not None or self.cursor.epoch >= self.settings.max_epochs:
+            return
+        if self.settings.max_epochs == 1:
+            raise BadSettings(
+                "schedule= follows how much of the training is done, and the loader does not say how many batches an "
+                "epoch has: give a loader with __len__, or (X, y) arrays"
+            )
+        self.learner.notes.append(
+            "the loader does not say how many batches an epoch has (it has no __len__): the schedule stands still in "
+            "the first epoch and moves with every batch from the second on"
+        )
+
+    def _check_repeats(self) -> None:
+        """Say so where a job goes on at the start of an epoch and its loader is in another order than before."""
+        before, data = self.cursor.first_batch, self.learner.data
+        loader = getattr(data, "loader", None)
+        if self.cursor.batch or not self.cursor.epoch or before is None or isinstance(loader, Iterator):
+            return
+        windows = (window for window, _ in self.learner.batches(Cursor(self.cursor.epoch - 1)))
+        first = next(windows, None)
+        windows.close()
+        if (first is None or first.digest != before) and self.first:
+            self._warn(streams.not_repeated_epoch(loader, self.cursor.epoch))
+
+    def _warn(self, text: str) -> None:
+        self.say({"kind": "warning", "text": text})
 
     def _look(self, window: Window) -> None:
         """Now and then: say how far this process is, with the figures that have arrived by themselves."""
@@ -121,14 +165,13 @@ class Loop:
         figures = self.learner.peek()
         if figures is not None:
             self.check_numbers(figures)
-        count = self.learner.data.count
         self.say(
             {
                 "kind": "progress",
                 "epoch": window.epoch,
                 "step": self.cursor.step,
                 "batch": self.cursor.batch,
-                "batches": -(-count // self.settings.batch_size) if count else None,
+                "batches": self._batches(),
                 "samples": self.cursor.sample,
                 "loss": figures.loss if figures and figures.count else None,
                 "accuracy": or_none(figures.accuracy) if figures else None,
@@ -166,12 +209,21 @@ class Loop:
 
     # The end of an epoch
 
+    def _count_batches(self) -> None:
+        says = streams.length(self.learner.data)
+        if self.batches_before is None and says not in (None, self.cursor.batch):
+            self.learner.notes.append(
+                f"the loader's len is {says}, and it gave {self.cursor.batch} batches: progress and schedule go by the "
+                "batches of the epoch before"
+            )
+        self.batches_before = self.cursor.batch
+
     def _read_figures(self) -> Figures:
         """The epoch's figures over all processes; waits."""
         figures = together(self.learner.read())
         self.check_numbers(figures)
         if figures.bad_step is not None and self.first:
-            self.say({"kind": "warning", "text": f"{self._bad_step_in_words(figures.bad_step)}; going on, as asked"})
+            self._warn(f"{self._bad_step_in_words(figures.bad_step)}; going on, as asked")
         return figures
 
     def _end_epoch(self, figures: Figures, seconds: float, *, whole: bool) -> None:
@@ -179,6 +231,8 @@ class Loop:
         self.say_alive()
         tested = self.learner.evaluate(self._say_alive_now_and_then)
         self.say_alive()
+        if self.learner.data.count is None:
+            self._count_batches()
         self.cursor = self.cursor.next_epoch()
         self.learner.reset()
         row = {

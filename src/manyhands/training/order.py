@@ -32,29 +32,40 @@ def epoch_order(seed: int, epoch: int, count: int, *, shuffle: bool = True) -> N
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How far a job is: the epoch, the samples and batches of it that are done, and all steps so far."""
+    """How far a job is: the epoch, the samples and batches of it that are done, and all steps so far.
+
+    With a loader also the digest of the batches that are done, and that of the newest epoch's first batch
+    (:mod:`.streams`).
+    """
 
     epoch: int = 0
     sample: int = 0
     batch: int = 0
     step: int = 0
+    digest: int | None = None
+    first_batch: int | None = None
 
     def after(self, window: Window) -> Cursor:
         """Where the job stands when that batch is done."""
-        return Cursor(self.epoch, window.stop, self.batch + 1, window.step + 1)
+        first = self.first_batch if self.batch else window.digest
+        return Cursor(self.epoch, window.stop, self.batch + 1, window.step + 1, window.digest, first)
 
     def next_epoch(self) -> Cursor:
-        return Cursor(self.epoch + 1, 0, 0, self.step)
+        return Cursor(self.epoch + 1, 0, 0, self.step, None, self.first_batch)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One batch: the samples at ``start`` to ``stop`` of an epoch's order, and the cursor after it."""
+    """One batch: the samples at ``start`` to ``stop`` of an epoch's order, and the number of its step.
+
+    Of a loader's batch also the digest of the epoch's batches up to this one (:mod:`.streams`).
+    """
 
     epoch: int
     start: int
     stop: int
     step: int
+    digest: int | None = None
 
     @property
     def size(self) -> int:

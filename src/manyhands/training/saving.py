@@ -40,6 +40,7 @@ def save(loop: Loop) -> None:
         "optimizer_type": learner.optimizer_name,
         "figures": [one.as_json() for one in figures],
         "shares": learner.shares,
+        "batches_before": loop.batches_before,
     }
     loop.say_alive()
     try:
@@ -68,6 +69,7 @@ def restore(loop: Loop, path: Path | None) -> bool:
     figures = [Figures.from_json(one) for one in state["figures"]]
     learner.restore(state, blobs, of_one(figures, learner.rank, learner.size))
     loop.cursor = Cursor(**state["cursor"])
+    loop.batches_before = state.get("batches_before")
     return True
 
 

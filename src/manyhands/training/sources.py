@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch, NotATensor
-from manyhands.training.order import epoch_order
+from manyhands.training import streams
+from manyhands.training.order import Cursor, Window, epoch_order
 from manyhands.training.randomness import with_own_numbers
 
 Batch = tuple[Any, ...]
@@ -100,19 +101,21 @@ class Stream:
     shuffle: bool = False
     count: None = None
 
-    def batches(self, skip: int, seed: int | None = None) -> Iterator[tuple[Array, ...]]:
-        """The batches after the first few, in NumPy's arrays, without empty ones.
+    def windows(self, cursor: Cursor, seed: int) -> Iterator[tuple[Window, tuple[Array, ...]]]:
+        """The batches that are left of the cursor's epoch, in NumPy's arrays, each with its window.
 
-        With a seed, a loader that shuffles by NumPy's or Python's random numbers gives the same order each time.
+        A loader that shuffles by NumPy's or Python's random numbers gives an epoch the same order each time: the
+        numbers are seeded with the job's seed and the epoch while it works.
         """
-        number = 0
-        for batch in self.loader if seed is None else with_own_numbers(self.loader, seed):
-            parts = _parts(batch)
-            if not len(parts[0]):
-                continue
-            if number >= skip:
-                yield parts
-            number += 1
+        mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
+        batches = map(_parts, with_own_numbers(self.loader, mixed))
+        full = (parts for parts in batches if len(parts[0]))
+        yield from streams.windows(self.loader, full, cursor, lambda parts: len(parts[0]), _pieces)
+
+    def first_batch(self) -> tuple[Array, ...]:
+        """The first batch, for a look at it."""
+        _, parts = next(self.windows(Cursor(), 0))
+        return parts
 
 
 Source = Arrays | Stream
@@ -141,6 +144,13 @@ def is_array(part: Any) -> bool:
 def as_numpy(part: Any) -> Array:
     """An array of a framework in the host's memory; MXNet's has its own word for it."""
     return np.asarray(part.asnumpy() if hasattr(part, "asnumpy") else part)
+
+
+def _pieces(parts: tuple[Array, ...]) -> Iterator[bytes]:
+    """What the digest of a batch is made of."""
+    for part in parts:
+        yield f"{part.dtype} {part.shape}".encode()
+        yield part.flat[streams.sampled(part.size)].tobytes()
 
 
 def _parts(batch: Any) -> tuple[Array, ...]:

@@ -80,6 +80,18 @@ class Chunks:
         return iter([(self.X[i : i + 16], self.y[i : i + 16]) for i in range(0, len(self.y), 16)])
 
 
+class Shuffles(Chunks):
+    """In an order that a generator draws: NumPy's own, or the one that is given."""
+
+    def __init__(self, generator: Any = np.random) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def __iter__(self) -> Any:
+        order = self.generator.permutation(len(self.y))
+        return iter([(self.X[part], self.y[part]) for part in np.split(order, [16, 32, 48])])
+
+
 def test_a_loader_with_an_order_of_its_own() -> None:
     alone, first = fit(Net(norm=True), (Chunks(), Chunks()), 1, precision="fp64")
     for shares in (None, [1, 2]):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from jax_cases import Net, difference, fit, rows, vectors
+from test_jax_exact import Shuffles
 
 SCRIPT = f"""
 import json, sys
@@ -18,6 +19,8 @@ from manyhands import jax as mh  # joins the other processes
 import jax
 import numpy as np
 from jax_cases import Net, fit, rows, vectors
+from test_jax_exact import Shuffles
+from manyhands.errors import BadBatch
 from manyhands.training.jax import recipes
 
 out = sys.argv[1]
@@ -29,6 +32,12 @@ fit(net, (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=1, **options)
 options = {{**options, "resume": "auto"}}
 found, result = fit(Net(norm=True), (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=3, **options)
 np.savez(f"{{out}}/{{jax.process_index()}}.npz", **found)
+found, _ = fit(Net(), (Shuffles(), Shuffles()), int(sys.argv[3]), precision="fp64")
+np.savez(f"{{out}}/shuffled{{jax.process_index()}}.npz", **found)
+try:
+    fit(Net(), Shuffles(np.random.default_rng(jax.process_index())), int(sys.argv[3]))
+except BadBatch as error:
+    print("refused:", error)
 print(json.dumps([rows(result), result.devices]))
 """
 
@@ -82,6 +91,13 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     assert outputs[0][0].strip().splitlines()[-1] == outputs[1][0].strip().splitlines()[-1]
     assert len(rows(result)) == 3
     assert difference(found[0], alone) <= 1e-12
+    shuffled, _ = fit(Net(), (Shuffles(), Shuffles()), 1, precision="fp64")
+    for rank in range(2):
+        assert difference(dict(np.load(tmp_path / f"shuffled{rank}.npz")), shuffled) <= 1e-12
+        assert (
+            "refused: the processes of this job are given different batches (noticed after sample 16"
+            in outputs[rank][0]
+        )
 
 
 TOO_LATE = """

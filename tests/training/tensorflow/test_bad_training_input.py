@@ -50,7 +50,7 @@ def test_labels_that_the_model_has_no_output_for() -> None:
     with pytest.raises(BadLabels, match="from 0 to 3, but the model has 3 outputs"):
         fit(mlp(), (X, np.where(y == 2, 3, y)))
     with pytest.raises(BadLabels, match="from -1"):
-        fit(mlp(), [(X[:8], y[:8]), (X[8:], y[8:] - 1)])
+        fit(mlp(), [(X[:8], y[:8]), (X[8:16], y[8:16]), (X[16:], y[16:] - 1)])
     with pytest.raises(BadLabels, match="float32, and class numbers are whole"):
         fit(mlp(), (X, y.astype(np.float32)))
     with pytest.raises(BadLabels, match="from 0 to 7"):
@@ -99,6 +99,13 @@ def test_data_that_is_none() -> None:
         fit(mlp(), [])
     with pytest.raises(NotATensor, match="no data to train on"):
         fit(mlp(), 5)
+
+
+def test_a_dataset_without_an_end() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(vectors()).batch(16)
+    with pytest.raises(BadBatch, match=r"without an end was given.*take\(1000\)"):
+        fit(mlp(), dataset.repeat())
+    fit(mlp(), dataset.repeat(2), epochs=1)
 
 
 def test_devices_that_are_not_there() -> None:

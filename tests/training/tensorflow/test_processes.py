@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras_cases import fit, mixed, mlp, tensors, vectors
 
 from manyhands.errors import BadSettings, WorkerFailed
@@ -25,7 +27,9 @@ import sys
 from pathlib import Path
 from keras_cases import mixed, momentum, tensors, vectors
 import numpy as np
+import tensorflow as tf
 from manyhands import tensorflow as mh
+from manyhands.errors import BadBatch
 folder = Path(sys.argv[1])
 how = dict(lr=0.05, batch_size=16, optimizer=momentum, quiet=True, shares=[3, 1], run=folder / "run", resume="auto")
 trainer = mh.Trainer(2, checkpoint_every=3, **how)
@@ -35,6 +39,15 @@ if trainer_rank := int(__import__("os").environ["RANK"]):
 result = trainer.fit(model, (vectors(), vectors(9)))
 np.savez(folder / f"{trainer_rank}.npz", **tensors(model))
 (folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['test_acc']} {result}")
+
+data = tf.data.Dataset.from_tensor_slices(vectors())
+model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, shares=[3, 1])
+trainer.fit(model, lambda epoch: data.shuffle(50, seed=epoch).batch(16))
+np.savez(folder / f"shuffled{trainer_rank}.npz", **tensors(model))
+try:
+    trainer.fit(mixed(), data.shuffle(50).batch(16))
+except BadBatch as error:
+    (folder / f"refused{trainer_rank}.txt").write_text(str(error))
 """
 
 
@@ -80,6 +93,15 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
         assert float(accuracy) == result.rows[-1]["test_acc"]
         assert "cpu of process 1" in line
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
+    shuffled, dataset = mixed(), tf.data.Dataset.from_tensor_slices(vectors())
+    fit(shuffled, lambda epoch: dataset.shuffle(50, seed=epoch).batch(16), 2, shares=[3, 1])
+    for rank in range(2):
+        found = dict(np.load(tmp_path / f"shuffled{rank}.npz"))
+        assert parity.largest_difference(found, tensors(shuffled)) < 1e-5
+        refused = (tmp_path / f"refused{rank}.txt").read_text()
+        assert re.search(
+            r"different batches \(noticed after sample 16 of epoch 1.*shuffle\(1000, seed=epoch\)", refused
+        )
 
 
 def test_a_trainer_that_comes_after_the_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,12 +307,6 @@ def test_what_is_no_data(data: Any) -> None:
         Trainer(1, quiet=True).fit(mlp(), data)
 
 
-def test_batches_that_are_gone() -> None:
-    X, y = vectors(40)
-    with pytest.raises(BadBatch, match="no batch left for epoch 2: a generator can be gone through once"):
-        fit(mlp(), ((X[start : start + 8], y[start : start + 8]) for start in range(0, 40, 8)), max_epochs=2)
-
-
 @pytest.mark.parametrize("model", [nn.Linear, torch.relu])
 def test_what_is_no_model(model: Any) -> None:
     with pytest.raises(BadSettings, match=r"cannot be trained: give a torch\.nn\.Module"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from training_cases import (
     vectors,
 )
 
+from manyhands.errors import BadBatch
 from manyhands.training.recipes import one_cycle
 
 CLOSE = 1e-12
@@ -194,6 +196,19 @@ def test_a_loader_that_drops_the_last_batch_and_shuffles() -> None:
     for ranks in (1, 2):
         trained, _ = fit(SumsUp(COUNT), loader, ranks, max_epochs=1, lr=1.0, loss=answer_itself)
         assert sorted(trained["seen"].tolist()) == pytest.approx([0.0] * 3 + [1 / 8] * 40)
+
+
+class Unseeded(Chunks):
+    """It shuffles by a generator of its own, which is another one on every rank."""
+
+    def __iter__(self) -> Any:
+        order = torch.from_numpy(np.random.default_rng().permutation(len(self.y)))
+        return zip(self.X[order].split(self.size), self.y[order].split(self.size), strict=True)
+
+
+def test_ranks_that_are_given_different_batches() -> None:
+    with pytest.raises(BadBatch, match=r"different batches \(noticed after sample 8 of epoch 1"):
+        fit(mlp(), Unseeded(*vectors(), 8), 2)
 
 
 def test_an_iterable_dataset() -> None:

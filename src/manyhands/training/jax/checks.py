@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
@@ -68,4 +67,4 @@ def few_samples(source: Source, count: int) -> tuple[Any, ...] | None:
         return source.prepare(jax.device_put(source.rows(slice(count))))
     if isinstance(source.loader, Iterator):
         return None
-    return tuple(jax.device_put(np.asarray(part)[:count]) for part in next(iter(source.loader)))
+    return tuple(jax.device_put(part[:count]) for part in source.first_batch())

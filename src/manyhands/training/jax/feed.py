@@ -5,7 +5,6 @@ Sending is not waited for: the host gathers the next batch while the devices wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,11 +13,10 @@ from numpy.typing import NDArray
 
 from manyhands import machine
 from manyhands.backends import jax as backend
-from manyhands.errors import BadBatch
 from manyhands.training.jax.division import Division
 from manyhands.training.jax.world import World
-from manyhands.training.order import Cursor, Window
-from manyhands.training.sources import Arrays, Source, Stream
+from manyhands.training.order import Window
+from manyhands.training.sources import Arrays, Source
 
 _MOST = 0.25  # of the memory that is free
 
@@ -47,14 +45,3 @@ def rows_of(source: Arrays, order: NDArray[np.int64], window: Window, division: 
 def sent(parts: tuple[NDArray[Any], ...], division: Division, world: World) -> Any:
     """A batch of a loader's, sent in parts."""
     return tuple(world.put(part[division.places], in_parts=True) for part in parts)
-
-
-def stream(source: Stream, cursor: Cursor) -> Iterator[tuple[Window, tuple[NDArray[Any], ...]]]:
-    """The batches that a loader gives after those that are done, each with its window."""
-    start = cursor.sample
-    for step, parts in enumerate(source.batches(cursor.batch), cursor.step):
-        window = Window(cursor.epoch, start, start + len(parts[0]), step)
-        start = window.stop
-        yield window, parts
-    if not start:
-        raise BadBatch("the loader gave no batch: there is nothing to train on")

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from manyhands.training import blobs
+from manyhands.training import blobs, streams
 from manyhands.training.figures import Figures
 from manyhands.training.jax import feed, sums
 from manyhands.training.jax.checks import Labels
@@ -119,7 +119,7 @@ class JaxLearner:
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         data = self.job.train
         if isinstance(data, Stream):
-            for window, parts in feed.stream(data, cursor):
+            for window, parts in data.windows(cursor, self.settings.seed):
                 if self.job.labels is not None:
                     self.job.labels.check(parts)
                 yield window, feed.sent(parts, self._divided(window.size), self.world)
@@ -191,7 +191,8 @@ class JaxLearner:
         total = self.world.put_anew(sums.from_figures(Figures()))
         prepare, state = self._prepare(data), self.state
         if isinstance(data, Stream):
-            for window, parts in feed.stream(data, Cursor()):
+            batches = data.windows(Cursor(), self.settings.seed)
+            for window, parts in streams.agreed(batches, self.all_have, data.loader):
                 how = division(window.size, len(self.world.devices), None)
                 total = self.steps.test_on(state, total, feed.sent(parts, how, self.world), how, prepare)
                 self._evaluated(total, alive)
@@ -249,6 +250,12 @@ class JaxLearner:
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.from_first(data)
+
+    def all_have(self, number: int) -> bool:
+        if self.size == 1:
+            return True
+        jax.block_until_ready(self.sums)  # on CPU devices, steps under way could take the threads that this one needs
+        return self.world.all_have(number)
 
     def close(self) -> None:
         """Bring the numbers home, each to where it was and in its kind."""

@@ -121,6 +121,10 @@ class World:
         """The bytes that the first process has."""
         return from_first(data)
 
+    def all_have(self, number: int) -> bool:
+        """Whether every process has this number (32 bits)."""
+        return bool((np.asarray(multihost_utils.process_allgather(np.uint32(number))) == number).all())
+
 
 def from_first(data: bytes) -> bytes:
     if jax.process_count() == 1:

@@ -129,10 +129,7 @@ def few_samples(data: Source, count: int, *, spread: bool = False) -> Batch:
     if isinstance(data, Arrays):
         rows = np.unique(np.linspace(0, data.count - 1, count).astype(int)) if spread else slice(count)
         return data.prepare(tuple(map(modes.native, data.rows(rows))))
-    first = next(data.batches(0, seed=0), None)
-    if first is None:
-        raise BadBatch("the loader gave no batch: there is nothing to train on")
-    return tuple(map(modes.native, first))
+    return tuple(map(modes.native, data.first_batch()))
 
 
 def first_answer(model: Any, batch: Batch) -> Any:

@@ -64,17 +64,15 @@ class Feed:
     def stream(self, cursor: Cursor, shares: Sequence[float] | None, seed: int) -> Iterator[tuple[Window, Shards]]:
         """The batches that a loader gives, cut into shards, each with its window."""
         assert isinstance(self.source, Stream)
-        start = cursor.sample
-        for step, batch in enumerate(self.source.batches(cursor.batch, seed), cursor.step):
+        for window, batch in self.source.windows(cursor, seed):
             if self.look is not None:
                 self.look(batch)
-            window = Window(cursor.epoch, start, start + len(batch[0]), step)
             found: Shards = []
             for index, device in enumerate(self.devices):
-                begin, end = (at - start for at in window.part(index, len(self.devices), shares, least=self.least))
-                cut = tuple(modes.native(part[begin:end], device) for part in batch)
+                begin, end = window.part(index, len(self.devices), shares, least=self.least)
+                rows = slice(begin - window.start, end - window.start)
+                cut = tuple(modes.native(part[rows], device) for part in batch)
                 found.append(self._cast(cut) if end > begin else None)
-            start = window.stop
             yield window, found
 
     def _prepared(self, rows: Batch) -> Batch:

@@ -12,7 +12,6 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from manyhands.errors import BadBatch
 from manyhands.training import blobs as _blobs
 from manyhands.training.figures import Figures
 from manyhands.training.learner import Saved
@@ -78,19 +77,11 @@ class GluonLearner:
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         if isinstance(self.data, Stream):
-            yield from self._stream(cursor)
+            yield from self.feed.stream(cursor, self.shares, self.settings.seed)
             return
         order = epoch_order(self.settings.seed, cursor.epoch, self.data.count, shuffle=self.data.shuffle)
         left = list(windows(cursor, self.data.count, self.settings.batch_size))
         yield from self.feed.shards(left, order, self.shares)
-
-    def _stream(self, cursor: Cursor) -> Iterator[tuple[Window, Shards]]:
-        any_given = False
-        for given in self.feed.stream(cursor, self.shares, _mixed(self.settings.seed, cursor.epoch)):
-            any_given = True
-            yield given
-        if not any_given and not cursor.sample:
-            raise BadBatch("the loader gave no batch: there is nothing to train on")
 
     def step(self, window: Window, batch: Shards, factor: float | None) -> None:
         if factor is not None and self.base_rate is not None:
@@ -158,6 +149,9 @@ class GluonLearner:
 
     def from_first(self, data: bytes) -> bytes:
         return data
+
+    def all_have(self, number: int) -> bool:
+        return True
 
     def _share_statistics(self) -> None:
         """Running statistics differ from device to device; those of the (first) largest share count."""

@@ -121,5 +121,4 @@ def few_samples(data: Source, count: int) -> Batch | None:
         return data.prepare(tuple(tf.convert_to_tensor(one) for one in data.rows(slice(count))))
     if isinstance(data, Stream) and isinstance(data.loader, Iterator):
         return None
-    first = next(data.batches(0), None)
-    return None if first is None else tuple(tf.convert_to_tensor(one[:count]) for one in first)
+    return tuple(tf.convert_to_tensor(one[:count]) for one in data.first_batch())

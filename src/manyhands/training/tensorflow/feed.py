@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from manyhands import shares as _shares
 from manyhands.backends import tensorflow as backend
-from manyhands.errors import BadBatch
 from manyhands.training.order import Cursor, Window, epoch_order, windows
 from manyhands.training.sources import Array, Arrays, Source, Stream
 
@@ -59,17 +58,12 @@ class Feed:
     def _from_stream(
         self, source: Stream, cursor: Cursor, seed: int, shares: Sequence[float] | None, least: int
     ) -> Iterator[tuple[Window, Given]]:
-        start, replicas = cursor.sample, self.strategy.num_replicas_in_sync
-        drawn = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
-        for step, arrays in enumerate(source.batches(cursor.batch, drawn), cursor.step):
-            window = Window(cursor.epoch, start, start + len(arrays[0]), step)
-            start = window.stop
+        replicas: int = self.strategy.num_replicas_in_sync
+        for window, arrays in source.windows(cursor, seed):
             if self.check is not None:
                 self.check(arrays)
             data = tuple(map(self._placed, (*arrays, np.arange(window.size))))
             yield window, Given(data[:-1], data[-1], _bounds(window, 0, replicas, shares, least))
-        if start == 0:
-            raise BadBatch("the loader gave no batch: there is nothing to train on")
 
     def _placed(self, array: Array) -> Any:
         with tf.device(backend.cpu()):

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from manyhands.backends import tensorflow as backend
-from manyhands.training import blobs
+from manyhands.training import blobs, streams
 from manyhands.training.figures import Figures, together
 from manyhands.training.learner import Saved
 from manyhands.training.order import Cursor, Window
@@ -135,7 +135,8 @@ class KerasLearner:
             return None
         self._set_sums(self.step_of.test_sums, Figures())
         size = max(self.settings.batch_size, _TEST_BATCH)
-        for _, batch in self.test_feed.batches(Cursor(), size, 0, None, 1):
+        batches = self.test_feed.batches(Cursor(), size, 0, None, 1)
+        for _, batch in streams.agreed(batches, self.all_have, getattr(self.test_feed.source, "loader", None)):
             self._test(batch.data, batch.order, batch.bounds)
             alive()
         return together(self._of_all(self.step_of.test_sums))
@@ -160,6 +161,9 @@ class KerasLearner:
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.from_first(data)
+
+    def all_have(self, number: int) -> bool:
+        return all(row == [number] for row in self.world.gather([number]))
 
     def _share_statistics(self) -> None:
         """Running statistics differ from device to device; those of the (first) largest share count."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from manyhands import tree
 from manyhands.backend import Arrival
 from manyhands.backends import torch as backend
+from manyhands.training import streams
 from manyhands.training.order import Cursor, Window
 from manyhands.training.torch.randomness import mixed_seed
 from manyhands.training.torch.sources import Arrays, Batch, Samples, Source, Stream, cut, rows
@@ -82,11 +83,22 @@ def shards(
 
 def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator[tuple[Window, Batch]]:
     """The batches that a loader gives from the cursor on, each with its window."""
-    start = cursor.sample
-    for step, batch in enumerate(source.batches(cursor.batch, seed), cursor.step):
-        window = Window(cursor.epoch, start, start + rows(batch), step)
-        start = window.stop
-        yield window, batch
+    return streams.windows(source.loader, source.batches(seed), cursor, rows, _pieces)
+
+
+def _pieces(batch: Batch) -> Iterator[bytes]:
+    """What the digest of a batch is made of; of tensors on a GPU only their form, for reading them would wait."""
+    for leaf in tree.flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield f"{leaf.dtype} {tuple(leaf.shape)}".encode()
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided and not leaf.is_nested:
+                few = leaf.detach().resolve_conj().reshape(-1)[streams.sampled(leaf.numel())]
+                yield few.contiguous().view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, (str, bytes, int, float)):
+            yield repr(leaf).encode()
+        elif isinstance(leaf, np.ndarray):
+            yield f"{leaf.dtype} {leaf.shape}".encode()
+            yield leaf.flat[streams.sampled(leaf.size)].tobytes()
 
 
 def stream_shards(

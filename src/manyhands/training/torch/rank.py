@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyhands.training import streams
 from manyhands.training.figures import Figures, together
 from manyhands.training.learner import Saved, Say
 from manyhands.training.loop import Loop
@@ -200,10 +201,7 @@ class Rank:
             for one in feed.stream_shards(itertools.islice(whole, chunk), self.world, self.shares, **how):
                 given = True
                 yield one
-                cursor = cursor.after(one[0])
             self._measure()
-        if not cursor.sample:
-            raise stream.nothing_left(cursor.epoch)
 
     def _order(self, source: Source, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         assert source.count is not None
@@ -277,7 +275,8 @@ class Rank:
         batches: Iterator[Batch | None]
         if isinstance(self.test, Stream):
             whole = feed.stream_windows(self.test, Cursor())
-            batches = (batch for _, batch in feed.stream_shards(whole, self.world))
+            shards = feed.stream_shards(whole, self.world)
+            batches = (batch for _, batch in streams.agreed(shards, self.all_have, self.test.loader))
         else:
             size = max(self.settings.batch_size, 512)
             all_of_them = list(windows(Cursor(), self.test.count, size))
@@ -337,6 +336,9 @@ class Rank:
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.bytes_from_first(data)
+
+    def all_have(self, number: int) -> bool:
+        return self.size == 1 or all(int(one) == number for one in self.world.gather(torch.tensor([number])))
 
     def _device_types(self) -> list[str]:
         """The kind of device of each rank."""

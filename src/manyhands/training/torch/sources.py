@@ -152,12 +152,11 @@ class Stream:
     count: int | None = None
     look: Look | None = None
 
-    def batches(self, skip: int, seed: int) -> Iterator[Batch]:
-        """The batches after the first few; the loader draws the same random numbers on every rank."""
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """All batches of an epoch; the loader draws the same random numbers on every rank."""
         own = randomness.Own(seed, getattr(self.loader, "generator", None))
         with own:
             loaded = iter(self.loader)
-        number = 0
         while True:
             with own:
                 batch = next(loaded, None)
@@ -165,20 +164,9 @@ class Stream:
                 return
             if not rows(batch):
                 continue
-            if number >= skip:
-                if self.look is not None:
-                    self.look(batch)
-                yield batch
-            number += 1
-
-    def nothing_left(self, epoch: int) -> BadBatch:
-        """The error for an epoch without a batch."""
-        if not epoch or not isinstance(self.loader, Iterator):
-            return BadBatch("the loader gave no batch: there is nothing to train on")
-        return BadBatch(
-            f"there is no batch left for epoch {epoch + 1}: a {type(self.loader).__name__} can be gone through once. "
-            "Give max_epochs=1, a DataLoader, or an object whose __iter__ begins anew"
-        )
+            if self.look is not None:
+                self.look(batch)
+            yield batch
 
 
 Source = Arrays | Samples | Stream

@@ -1,0 +1,210 @@
+"""Data that come from a loader with an order of its own: what is repeated, what moves the schedule, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training_bench import Bench, StopAt, Stopped, same
+
+from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint
+from manyhands.training import streams
+from manyhands.training.order import Cursor, Window
+from manyhands.training.parity import largest_difference
+
+
+class Loader:
+    """Batches of the framework's own arrays, in the order that a function gives."""
+
+    def __init__(self, bench: Bench, order: Any = range) -> None:
+        self.batches = list(bench.data(tested=64)[1])
+        self.order = order
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batches[number] for number in self.order(len(self.batches))])
+
+
+class WithLength(Loader):
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Seen:
+    """A schedule that remembers how far the training was at each step, and can stop it."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.done: list[float] = []
+        self.stop = stop
+
+    def __call__(self, done: float) -> float:
+        if len(self.done) == self.stop:
+            raise Stopped
+        self.done.append(done)
+        return 1 - done / 2
+
+
+def stopped(bench: Bench, data: Any, step: int, **options: Any) -> Path:
+    """A run of three epochs of four batches that was stopped at a step."""
+    run = bench.new_run()
+    with pytest.raises(Stopped):
+        bench.fit(epochs=3, data=data, schedule=StopAt(step), run=run, **{"checkpoint_every": 1, **options})
+    return run
+
+
+# The schedule
+
+
+def test_the_schedule_moves_with_every_batch(bench: Bench) -> None:
+    arrays, with_length = Seen(), Seen()
+    bench.fit(epochs=1, schedule=arrays, data=bench.data(samples=64)[0])
+    bench.fit(epochs=1, schedule=with_length, data=WithLength(bench))
+    assert with_length.done == arrays.done == [0, 0.25, 0.5, 0.75]
+
+
+def test_the_schedule_of_a_loader_without_a_length(bench: Bench) -> None:
+    """It learns from the first epoch, and still knows when it is resumed in the middle of the second."""
+    whole, run = Seen(), bench.new_run()
+    straight = bench.fit(epochs=2, schedule=whole, data=Loader(bench))
+    assert whole.done == [0] * 4 + [0.5, 0.625, 0.75, 0.875]
+    assert any("no __len__" in note for note in straight.notes)
+    with pytest.raises(Stopped):
+        bench.fit(epochs=2, schedule=Seen(6), data=Loader(bench), run=run, checkpoint_every=1)
+    rest = Seen()
+    bench.fit(epochs=2, schedule=rest, data=Loader(bench), run=run, resume="auto")
+    assert rest.done == whole.done[6:]
+    assert largest_difference(bench.weights(run), bench.weights(straight.run)) == 0
+    with pytest.raises(BadSettings, match="a loader with __len__"):
+        bench.fit(epochs=1, schedule=same, data=Loader(bench))
+
+
+def test_a_length_that_is_wrong_is_corrected(bench: Bench) -> None:
+    class Wrong(Loader):
+        def __len__(self) -> int:
+            return 2
+
+    seen = Seen()
+    result = bench.fit(epochs=2, schedule=seen, data=Wrong(bench))
+    assert seen.done == [0, 0.25, 0.5, 0.5, 0.5, 0.625, 0.75, 0.875]
+    assert any("len is 2, and it gave 4 batches" in note for note in result.notes)
+
+
+# Stop and go on
+
+
+def shuffled(count: int) -> list[int]:
+    """By the generators of the whole program, which the trainer seeds."""
+    numbers = np.random.permutation(count).tolist()
+    random.shuffle(numbers)
+    return numbers
+
+
+def test_a_loader_that_shuffles_goes_on_in_its_order(bench: Bench) -> None:
+    whole = bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same)
+    for step, every in ((6, 1), (9, None)):  # in the middle of an epoch, and at the start of one
+        run = stopped(bench, Loader(bench, shuffled), step, checkpoint_every=every)
+        bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same, resume="auto", run=run)
+        assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
+
+
+def test_an_order_that_cannot_be_repeated_is_said(bench: Bench) -> None:
+    drawn = itertools.cycle([[0, 1, 2, 3], [1, 0, 2, 3], [2, 0, 1, 3], [3, 0, 1, 2], [0, 2, 1, 3]])
+    data = Loader(bench, lambda count: next(drawn))
+    run = stopped(bench, data, 6)
+    with pytest.raises(WrongCheckpoint, match=r"after 2 batches .32 samples. of epoch 2.*default_rng\(\(0, epoch\)\)"):
+        bench.fit(epochs=3, data=data, schedule=same, resume="auto", run=run)
+    for every in (4, None):  # the last batch of an epoch is done, or the next epoch is begun
+        run = stopped(bench, data, 9, checkpoint_every=every)
+        with pytest.warns(UserWarning, match="does not give epoch 2 again in the order"):
+            bench.fit(epochs=3, data=data, schedule=same, resume="auto", run=run)
+
+
+def test_a_function_makes_the_batches_of_each_epoch(bench: Bench) -> None:
+    batches = Loader(bench).batches
+    epochs = []
+
+    def of(epoch: int) -> Iterator[Any]:
+        epochs.append(epoch)
+        for number in np.random.default_rng((0, epoch)).permutation(len(batches)):
+            yield batches[number]
+
+    whole = bench.fit(epochs=3, data=of, schedule=same)
+    assert sorted(set(epochs)) == [0, 1, 2]
+    run = stopped(bench, of, 6)
+    bench.fit(epochs=3, data=of, schedule=same, resume="auto", run=run)
+    assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
+    result = bench.fit(epochs=2, data=(lambda: iter(batches), lambda: iter(batches[:2])))
+    assert [row["samples"] for row in result.rows] == [64, 64]
+    with pytest.raises(BadBatch, match="2 parameters"):
+        bench.fit(epochs=1, data=lambda one, two: batches)
+
+
+# What is refused
+
+
+def test_batches_that_are_gone(bench: Bench) -> None:
+    batches = Loader(bench).batches
+    with pytest.raises(BadBatch, match=r"generator can be iterated only once, and max_epochs is 2.*instead of batches"):
+        bench.fit(epochs=2, data=(batch for batch in batches))
+    with pytest.raises(BadBatch, match="list_iterator can be iterated only once"):
+        bench.fit(epochs=2, data=(WithLength(bench), iter(batches)))
+    used = (batch for batch in batches)
+    assert bench.fit(epochs=1, data=used).rows[0]["samples"] == 64
+    with pytest.raises(BadBatch, match=r"no batch left for epoch 1: a generator.*is used up"):
+        bench.fit(epochs=1, data=used)
+
+
+def test_an_epoch_without_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Loader(bench).batches
+    with pytest.raises(BadBatch, match="cycle without an end"):
+        bench.fit(epochs=1, data=itertools.cycle(batches))
+    monkeypatch.setattr(streams, "MANY", 3)
+    with pytest.warns(UserWarning, match=r"epoch 1 has not ended after 3 batches.*islice"):
+        bench.fit(epochs=1, data=Loader(bench))
+
+
+def test_a_list_of_two_batches_is_not_taken_for_two_sets(bench: Bench) -> None:
+    first, second = Loader(bench).batches[:2]
+    with pytest.raises(BadBatch, match="can be two batches, or data to train on and data to test with"):
+        bench.fit(epochs=1, data=[first, second])
+    result = bench.fit(epochs=1, data=(first, second), batch_size=8)
+    assert result.rows[0]["samples"] == 16
+    assert result.rows[0]["test_acc"] is not None
+
+
+# Several processes, without any
+
+
+def test_processes_that_are_given_different_batches() -> None:
+    pairs = [(Window(0, at, at + 1, at, digest=100 + at), None) for at in range(11)]
+    asked: list[int] = []
+
+    def all_have(number: int) -> bool:
+        asked.append(number - 99)
+        return number < 105
+
+    with pytest.raises(BadBatch, match=r"different batches \(noticed after sample 8 of epoch 1\).*default_rng"):
+        list(streams.agreed(pairs, all_have, None))
+    assert asked == [1, 2, 4, 8]
+    asked.clear()
+    assert len(list(streams.agreed(pairs[:5], all_have, None))) == 5
+    assert asked == [1, 2, 4, 5]
+
+
+def test_a_digest_sees_the_order_of_large_batches(framework: str) -> None:
+    from manyhands.training.sources import Stream
+
+    X = np.zeros((200, 28, 28), np.float32)
+    X[:, 14, 14] = np.arange(200)  # most of every sample is the same
+    X[:, 3] = np.arange(200)[:, None] % 7
+
+    def digest(order: Any) -> int | None:
+        return next(Stream([(X[order], X[:, 0, 0])]).windows(Cursor(), 0))[0].digest
+
+    swapped = np.arange(200)
+    swapped[[5, 6]] = 6, 5
+    assert digest(np.arange(200)) == digest(np.arange(200)) != digest(swapped)
