@@ -31,6 +31,7 @@
      |   +- WrongCheckpoint      a checkpoint of another model, data set or job    (ValueError)
      +- TrainingError
      |   +- BadSettings          settings that no job can have                     (ValueError)
+     |   |   +- UnknownOption    an option that a trainer does not have            (TypeError)
      |   +- LossIsNotANumber     a loss that is infinite or no number              (ArithmeticError)
      |   +- NotSendable          something that cannot be sent to a worker         (TypeError)
      |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
@@ -169,6 +170,10 @@ class TrainingError(ManyhandsError):
 
 class BadSettings(TrainingError, ValueError):
     """Settings that no job can have."""
+
+
+class UnknownOption(BadSettings, TypeError):
+    """An option that a trainer does not have; the message names the one that is meant."""
 
 
 class LossIsNotANumber(TrainingError, ArithmeticError):

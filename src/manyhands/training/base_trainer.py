@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from manyhands.errors import BadBatch, BadSettings, NoCheckpoint
 from manyhands.placement import Placement
-from manyhands.training import checkpoint, launcher, streams
+from manyhands.training import checkpoint, launcher, option_names, streams
 from manyhands.training.display import Display
 from manyhands.training.learner import Schedule
 from manyhands.training.result import Result
@@ -42,6 +42,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
     backend: ClassVar[Any]
     refused: ClassVar[dict[str, str]] = {}
 
+    @option_names.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
     def __init__(
         self,
         max_epochs: int = 10,
@@ -86,8 +87,13 @@ class BaseTrainer(HyperParameters, abc.ABC):
             raise BadSettings(f"num_gpus={num_gpus!r}: give a whole number, 0 for the CPU")
         if devices is None:
             self.gpus = [self.backend.gpu(i) for i in range(min(num_gpus, self.backend.num_gpus()))]
-        else:
-            self.gpus = [one for one in self._natives() if self.backend.neutral(one).kind != "cpu"]
+            return
+        self.gpus = [one for one in self._natives() if self.backend.neutral(one).kind != "cpu"]
+        if num_gpus not in (0, len(self.gpus)):
+            raise BadSettings(
+                f"num_gpus={num_gpus} and devices={list(devices)!r}, of which {len(self.gpus)} are GPUs: give one of "
+                "the two options"
+            )
 
     # The book lets readers write __init__ themselves, with its three arguments and self.gpus: nothing below relies on
     # more than that.
@@ -100,6 +106,11 @@ class BaseTrainer(HyperParameters, abc.ABC):
         self._settings_with(self._option("batch_size"))
         if self._option("resume") == "auto" and self._option("run") is None:
             raise BadSettings("resume='auto' goes on with the run in run=...: give run, or a run's folder as resume")
+        if self._option("checkpoint_every") is not None and self._option("run") is None:
+            raise BadSettings(
+                f"checkpoint_every={self._option('checkpoint_every')} without a folder for the checkpoints: give run=, "
+                "as run='runs/mine'"
+            )
 
     def _check_options(self) -> None:
         """Refuse what a framework cannot take; called when a trainer is made."""
@@ -137,6 +148,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
 
     # Training
 
+    @option_names.explained(too_many="fit takes a model and its data: give (X, y), or ((X, y), (X_test, y_test))")
     def fit(self, model: Any, data: Any) -> Result:
         """Train the model, in place; gives what came of it (also as ``trainer.result``).
 

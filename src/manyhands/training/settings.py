@@ -83,6 +83,9 @@ class Settings:
             raise BadSettings(f"hang_seconds={self.hang_seconds!r}: give a number of seconds above zero")
         if isinstance(self.shares, str) and self.shares != "measured":
             raise BadSettings(f"shares={self.shares!r}: give one number per device, 'measured', or None")
+        for name in ("compile", "parallel"):
+            if getattr(self, name) and not self.fast:
+                raise BadSettings(f"{name}=True is a faster way to run a step, fast=False allows none: choose one")
         if self.compile and self.parallel:
             raise BadSettings(
                 "compile=True lets a compiler make the step, parallel=True makes a plan of its operations as they are: "

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_bench import Bench
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, UnknownOption
 from manyhands.training.parity import largest_difference
 
 RATES = {"torch": "lr", "jax": "learning_rate", "tensorflow": "learning_rate", "mxnet": "learning_rate"}
@@ -114,3 +114,47 @@ def test_two_sizes_of_a_batch(bench: Bench) -> None:
     with pytest.raises(BadSettings, match="batch_size=32 was given to the trainer, and the data come in batches of 16"):
         bench.fit(epochs=1, batch_size=32, data=bench.data(batch_size=16))
     assert bench.fit(epochs=1, batch_size=np.int64(16), data=bench.data(batch_size=16)).rows[-1]["samples"] == 50
+
+
+# Other options
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_gpus": 2, "devices": ["cpu"]}, r"num_gpus=2 and devices=\['cpu'\], of which 0 are GPUs"),
+        ({"checkpoint_every": 5}, "checkpoint_every=5 without a folder for the checkpoints: give run="),
+        ({"learning_rate": 0.1}, "Trainer has no option learning_rate: it is called lr here"),
+        ({"epochs": 3}, "epochs: it is called max_epochs here"),
+        ({"accelerator": "gpu"}, "accelerator: it is called devices here"),
+        ({"callbacks": []}, r"callbacks: there are none\. result\.rows and metrics\.jsonl"),
+        ({"max_steps": 100}, "max_steps: a training has a number of epochs: give max_epochs"),
+        ({"weight_decay": 0.1}, "weight_decay: it belongs to the optimizer"),
+        ({"bach_size": 16}, r"bach_size: did you mean batch_size\?"),
+        ({"banana": 1}, "banana: there are max_epochs, num_gpus"),
+    ],
+)
+def test_options_that_are_not_there_or_contradict(bench: Bench, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadSettings, match=said) as raised:
+        bench.mh.Trainer(**{"max_epochs": 1, **options})
+    assert isinstance(raised.value, UnknownOption) == ("option" in str(raised.value).split(":")[0])
+
+
+def test_fit_as_other_trainers_have_it(bench: Bench) -> None:
+    trainer, X = bench.mh.Trainer(1), np.zeros((4, 2), dtype=np.float32)
+    with pytest.raises(TypeError, match=r"fit takes a model and its data: give \(X, y\)"):
+        trainer.fit(None, X, X)
+    with pytest.raises(TypeError, match=r"Trainer\.fit has no option epochs: it is called max_epochs of Trainer here"):
+        trainer.fit(None, (X, X), epochs=3)
+    with pytest.raises(TypeError, match=r"train_dataloaders: data are given to fit: trainer\.fit\(model, "):
+        trainer.fit(None, train_dataloaders=X)
+
+
+def test_a_trainer_of_the_users_own_is_told_the_same(bench: Bench) -> None:
+    class Mine(bench.mh.Trainer):  # type: ignore[misc, name-defined]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(2, **options)
+
+    assert Mine(seed=3).seed == 3
+    with pytest.raises(UnknownOption, match="Mine has no option learning_rate"):
+        Mine(learning_rate=0.1)

@@ -64,7 +64,7 @@ def test_a_batch_that_is_left_out_leaves_no_trace(bad: tuple[int, ...], optimize
     without = [one for number, one in enumerate(batches) if number not in bad]
     broken = [(X * np.nan, y) if number in bad else (X, y) for number, (X, y) in enumerate(batches)]
     nets = [mlp(norm=True) for _ in range(2)]
-    options: Any = {"devices": contexts(2), "lr": 0.1, "quiet": True, "optimizer": optimizer}
+    options: Any = {"devices": contexts(2), "quiet": True, "optimizer": optimizer}
     Trainer(1, **options).fit(nets[0], without)
     with pytest.warns(UserWarning, match="going on"):
         Trainer(1, on_nan="continue", **options).fit(nets[1], broken)
@@ -96,7 +96,7 @@ def test_labels_out_of_range(label: int, numpy_like: bool) -> None:
             fit(mlp(), (X, y))
         with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
             fit(mlp(), (vectors(), (X, y)), 2)
-        loader = gluon.data.DataLoader(gluon.data.ArrayDataset(X, y.astype(np.float32)), batch_size=30)
+        loader = gluon.data.DataLoader(gluon.data.ArrayDataset(X, y.astype(np.float32)), batch_size=16)
         with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
             fit(mlp(), loader, 2)
 

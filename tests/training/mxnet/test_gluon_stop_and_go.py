@@ -28,7 +28,15 @@ STEPS = 12  # of 96 samples in batches of 16, in two epochs
 
 
 def with_dropout(devices: int, run: Path | None, optimizer: Any = "adam", **options: Any) -> Any:
-    given = {"run": run, "optimizer": optimizer, "checkpoint_every": 1, "keep_checkpoints": 100, "lr": 0.01, **options}
+    given = {
+        "run": run,
+        "optimizer": optimizer,
+        "checkpoint_every": 1 if run else None,
+        "keep_checkpoints": 100,
+        **options,
+    }
+    if isinstance(optimizer, str):
+        given.setdefault("lr", 0.01)
     return fit(mlp(dropout=0.5, norm=True), (vectors(96), vectors(20)), devices, **given)
 
 
@@ -69,7 +77,13 @@ def test_the_state_of_optimizers(tmp_path: Path, optimizer: str) -> None:
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
 def test_resumed_on_another_number_of_devices(tmp_path: Path, before: int, after: int) -> None:
     def train(run: Path | None, devices: int, **options: Any) -> Any:
-        given = {"optimizer": "adam", "checkpoint_every": 4, "keep_checkpoints": 100, "run": run, **options}
+        given = {
+            "optimizer": "adam",
+            "checkpoint_every": 4 if run else None,
+            "keep_checkpoints": 100,
+            "run": run,
+            **options,
+        }
         return fit(mlp(), (vectors(96), vectors(20)), devices, **given)
 
     expected, result = train(None, 1)
