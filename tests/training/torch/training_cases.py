@@ -186,7 +186,8 @@ def fit(model: nn.Module, data: Any, ranks: int = 1, **options: Any) -> tuple[di
     if given.get("optimizer") is None and not isinstance(model, WithOptimizer):
         given.setdefault("lr", 0.1)
     result = Trainer(devices=["cpu"], ranks_per_device=ranks, **given).fit(model, data)
-    return {name: value.clone() for name, value in model.state_dict().items()}, result
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: value.clone() for name, value in tensors.items()}, result
 
 
 def difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

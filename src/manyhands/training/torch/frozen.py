@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -77,7 +77,7 @@ class Watch:
             f"{path}.{name}": look
             for path, module in self._modules
             for name, value in vars(module).items()
-            if name not in _OF_EVERY_MODULE and (look := _look(value)) is not None
+            if name not in OF_EVERY_MODULE and (look := _look(value)) is not None
         }
         for number, group in enumerate(self._optimizer.param_groups if self._optimizer is not None else ()):
             looks = {f"{name!r} of the optimizer's group {number}": _look(value) for name, value in group.items()}

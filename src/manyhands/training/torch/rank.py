@@ -36,6 +36,7 @@ from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.graph_step import GraphStep, fast_step
 from manyhands.training.torch.job import Job, numbers_for
 from manyhands.training.torch.metrics import Metrics
+from manyhands.training.torch.module_state import ModuleState
 from manyhands.training.torch.objective import placed
 from manyhands.training.torch.reduce import GradientSum
 from manyhands.training.torch.sources import Arrays, Batch, Samples, Source, Stream
@@ -61,6 +62,7 @@ class Rank:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
         self.notes: list[str] = [*job.notes]
+        self.module_state = ModuleState(job.model)
         self.metrics = Metrics(world.device)
         self.shares = self._first_shares()
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
@@ -300,8 +302,11 @@ class Rank:
             for number, all_ in enumerate(generators)
             for name, one in state.unpack(all_).items()
         }
+        held, held_tensors, notes = self.module_state.save()
+        self.notes += [note for note in notes if note not in self.notes]
         return Saved(
             state={
+                "module_state": held,
                 "world": self.world.size,
                 "devices": devices,
                 "half": self.numbers.autocast is not None,
@@ -312,11 +317,14 @@ class Rank:
                 "model": state.pack(state.model_tensors(self.model)),
                 "optimizer": state.pack(tensors),
                 "random": state.pack(random),
+                "module_state": state.pack(held_tensors),
             },
         )
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
         state.restore_model(self.model, blobs["model"])
+        if "module_state" in saved:
+            self.module_state.restore(saved["module_state"], state.unpack(blobs["module_state"]))
         if "optimizer" in blobs:  # weights from another framework come alone
             state.restore_optimizer(
                 self.optimizer, blobs["optimizer"], saved["optimizer"], saved.get("optimizer_groups", ())

@@ -39,11 +39,13 @@ def pickled(job: Job) -> bytes:
 
 def dumps(value: Any) -> bytes:
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    Pickler(file).dump(value)
     return file.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Functions and classes of a notebook by value, parametrised modules by what they are made of."""
+
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.nn.Module) and type(value).__module__ == parametrize.__name__:
             made_of = type(value).__base__

@@ -23,7 +23,7 @@ from manyhands.training.display import Display
 from manyhands.training.result import Result
 from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
-from manyhands.training.torch import checks, lessons, optimizers, pool, randomness, state, world
+from manyhands.training.torch import checks, lessons, module_state, optimizers, pool, randomness, state, world
 from manyhands.training.torch.figures import modes_kept
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import objective_for
@@ -179,6 +179,7 @@ def _fit_here(job: Job, here: world.World, display: Display) -> Result:
 def _take_home(job: Job, home: dict[str, Any]) -> None:
     """Put what a worker sent into the caller's model and optimizer."""
     state.restore_model(job.model, home["weights"])
+    module_state.take_home(job.model, home["module_state"])
     if isinstance(job.optimizer, torch.optim.Optimizer):
         state.restore_optimizer(job.optimizer, home["optimizer"], home["optimizer_numbers"], home["optimizer_groups"])
 

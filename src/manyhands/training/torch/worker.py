@@ -24,6 +24,7 @@ import torch
 from manyhands.training.learner import Say
 from manyhands.training.torch import state, world
 from manyhands.training.torch.job import Job, set_torch_settings
+from manyhands.training.torch.outside import Outside
 from manyhands.training.torch.rank import Rank, loop_of
 from manyhands.training.torch.sending import COME_HOME
 
@@ -90,20 +91,24 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
         seconds=place["seconds"],
     )
     try:
+        outside = Outside(job) if here.first else None
         loop, worker = loop_of(job, here, say)
         try:
             result = loop.fit()
         except _AskedHome:
             return {"kind": "home", "step": loop.cursor.step, **_luggage(job, worker)}
         home = _luggage(job, worker) if here.first else {}
+        result.notes = [*worker.notes, *(outside.notes() if outside is not None else ())]
         return {"kind": "done", "step": loop.cursor.step, "result": result, **home}
     finally:
         world.leave(here)
 
 
 def _luggage(job: Job, worker: Rank) -> dict[str, Any]:
-    """What a rank sends home: the weights, and the state of the optimizer where the caller has one, too."""
+    """What a rank sends home: the weights, what else the model holds, and the state of the caller's optimizer."""
     home: dict[str, Any] = {"weights": state.pack(state.model_tensors(worker.model))}
+    home["module_state"], notes = worker.module_state.luggage()
+    worker.notes += notes
     if isinstance(job.optimizer, torch.optim.Optimizer):
         tensors, home["optimizer_numbers"] = state.optimizer_state(worker.optimizer)
         home["optimizer"], home["optimizer_groups"] = state.pack(tensors), state.optimizer_groups(worker.optimizer)
