@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -243,7 +244,7 @@ def test_an_error_that_nobody_has_seen_surfaces_at_the_end_of_the_scope() -> Non
         with parallel(threads=2):
             task(fails)()
             task(fails)()
-            task(lambda: slowly(ran.append(1)))()
+            task(lambda: slowly(ran.append(1)), writes=(ran,))()
 
     with pytest.raises(ArithmeticError, match="on purpose") as caught:
         body()
@@ -341,8 +342,8 @@ def test_an_error_in_the_scope_cancels_what_has_not_begun() -> None:
 
     def body() -> None:
         with parallel(threads=1):
-            futures.append(task(lambda: slowly(ran.append(1), 0.05))())
-            futures.extend(task(ran.append)(2) for _ in range(5))
+            futures.append(task(lambda: slowly(ran.append(1), 0.05), writes=(ran,))())
+            futures.extend(task(ran.append, writes=(ran,))(2) for _ in range(5))
             while repr(futures[0]).endswith("waiting>"):
                 time.sleep(0.001)
             raise KeyError("body")
@@ -496,7 +497,8 @@ def test_a_task_that_does_what_it_waits_for_cannot_be_waited_for_there() -> None
 
     with parallel(threads=1):
         held.append(task(impatient)())
-        held.append(task(lambda: held[0].result())())
+        first = weakref.ref(held[0])  # with the future itself in reach it would begin only after that one
+        held.append(task(lambda: first().result())())  # type: ignore[union-attr]
         ready.set()
         assert held[0].result(timeout=5) == "went on"
 
@@ -521,7 +523,7 @@ def test_nested_scopes_share_order_and_wait_for_their_own() -> None:
 def test_synchronous_scopes_run_in_the_callers_thread_when_given() -> None:
     here: list[int] = []
     with parallel(synchronous=True):
-        task(lambda: here.append(threading.get_ident()))()
+        task(lambda: here.append(threading.get_ident()), writes=(here,))()
         assert here == [threading.get_ident()]
         bad = task(fails)()
         with pytest.raises(TaskCancelled):
@@ -554,7 +556,7 @@ def test_an_interrupt_cancels_and_waits(inside: bool) -> None:
 
     def body() -> None:
         with parallel(threads=1):
-            futures.extend(task(lambda: slowly(ran.append(1), 0.1))() for _ in range(20))
+            futures.extend(task(lambda: slowly(ran.append(1), 0.1), writes=(ran,))() for _ in range(20))
             if inside:
                 futures[-1].result()
 

@@ -158,7 +158,7 @@ def test_tasks_that_wait_and_threads_do_not_do_one_twice() -> None:
                 return [one.result() for one in later]
 
             waiting = [task(asks)() for _ in range(2)]
-            later += [task(done.append)(number) for number in range(6)]
+            later += [task(done.append, writes=(done,))(number) for number in range(6)]
             given.set()
             assert [one.result() for one in waiting] == [[None] * 6] * 2
             assert sorted(done) == list(range(6))

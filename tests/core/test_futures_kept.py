@@ -30,10 +30,10 @@ def test_a_result_lives_as_long_as_its_future(synchronous: bool) -> None:
         return large
 
     with parallel(None if synchronous else 2, synchronous=synchronous):
-        kept = task(make)()
+        kept = task(make, writes=(made,))()
         waitall()
         for _ in range(5):
-            future = task(make)(task(make)(kept, Large()))
+            future = task(make, writes=(made,))(task(make, writes=(made,))(kept, Large()))
             future.result()
         del future
         waitall()

@@ -25,6 +25,7 @@ from manyhands import machine, tree
 from manyhands.backends.jax_graph import Graph
 from manyhands.backends.native import Call, Outputs, Same, Traced, compared, content_of, refuse_unknown, told
 from manyhands.errors import CannotTrace
+from manyhands.spans import Held
 
 name = "jax"
 PLAINLY = "JAX issues operations one by one and does not wait for them"
@@ -216,6 +217,21 @@ def _compiled(closed: ClosedJaxpr, outputs: Outputs) -> Callable[[Call], Any]:
 # What explicit tasks need of JAX (manyhands.engine.futures)
 
 memory_of = id  # an array never changes, so none needs to be known by its memory
+_REFERENCES: Any = getattr(jax, "Ref", ())
+
+
+def parts_of(value: Any) -> Sequence[Any] | None:
+    """What is read and written with an object of Flax: with a variable its value, with a module its attributes."""
+    if isinstance(value, (jax.Array, _REFERENCES)):
+        return ()
+    return [look() for _, look in parts(value) or ()] if _is_nnx(value) else None
+
+
+def version_of(value: Any) -> Any:
+    """A variable and a module of Flax are what they hold; arrays never change, references to them do."""
+    if isinstance(value, _REFERENCES):
+        return np.asarray(value[...]).tobytes()
+    return Held([*(parts_of(value) or ())]) if _is_nnx(value) else None
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:

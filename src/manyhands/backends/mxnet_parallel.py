@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from manyhands import tree
 from manyhands.backends.mxnet_recording import Recording, one_operation, tasks, why_not_one
 from manyhands.backends.native import Call, Same, Traced, compared, content_of, refuse_unknown, told
 from manyhands.errors import CannotTrace, NotYet
+from manyhands.spans import Held
 
 name = "mxnet"
 PLAINLY = "MXNet's engine runs operations as soon as what they touch is free"
@@ -149,9 +151,54 @@ def trace(function: Callable[..., Any], one: Call, outside: Any, seen: Recording
 # What explicit tasks need of MXNet (manyhands.engine.futures)
 
 
+_WHOLE = 1 << 20  # bytes of an array that are kept for comparison
+
+
 def memory_of(value: Any) -> Any:
     """MXNet does not tell which arrays share memory: all of one context may, so a task that writes waits for all."""
     return ("context", value.ctx) if isinstance(value, mx.nd.NDArray) else id(value)
+
+
+def parts_of(value: Any) -> Sequence[Any] | None:
+    """What is read and written with an object.
+
+    An array has its gradient, a parameter its arrays, a block its parameters, attributes and hooks and those of the
+    blocks in it, a trainer the parameters that it moves and its notes about them.
+    """
+    if isinstance(value, mx.nd.NDArray):
+        return () if (gradient := value.grad) is None else (gradient,)
+    if isinstance(value, mx.gluon.Parameter):
+        return [*(value._data or ())]
+    if isinstance(value, mx.gluon.Block):
+        return [*value.collect_params().values(), *(part for block in _blocks(value) for part in _attributes(block))]
+    if isinstance(value, mx.gluon.Trainer):
+        return [*value._params, *(updater.states for updater in value._updaters)]
+    return None
+
+
+def _blocks(block: Any) -> Iterator[Any]:
+    yield block
+    for child in block._children.values():
+        yield from _blocks(child)
+
+
+def _attributes(block: Any) -> list[Any]:
+    """What a block holds besides its parameters and blocks; of MXNet's own blocks only hooks."""
+    own = vars(block)
+    hooks = [*block._forward_hooks.values(), *block._forward_pre_hooks.values()]
+    if type(block).__module__.startswith("mxnet."):
+        return hooks
+    return hooks + [one for name, one in own.items() if not name.startswith("_")]
+
+
+def version_of(value: Any) -> Any:
+    """MXNet does not count writes: an array is its content, which is waited for; a large one's is summed up."""
+    if isinstance(value, mx.nd.NDArray):
+        content = value.asnumpy()
+        return content.tobytes() if content.nbytes <= _WHOLE else zlib.adler32(np.ascontiguousarray(content).data)
+    if isinstance(value, mx.gluon.Parameter):
+        return Held([*(value._data or ())])
+    return Held([*(parts_of(value) or ())]) if isinstance(value, mx.gluon.Block) else None
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ function stays as it is; ``tf.random.stateless_*`` and Keras's seed generators g
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from manyhands.backends import tensorflow as adapter
 from manyhands.backends.native import Call, Outputs, Same, Traced, compared, content_of, refuse_unknown, told
 from manyhands.backends.tensorflow_graph import ASSIGNS, Graph
 from manyhands.errors import CannotTrace
+from manyhands.spans import Held
 
 name = "tensorflow"
 PLAINLY = "TensorFlow runs operations one by one"
@@ -226,8 +226,94 @@ def _is_harmless(kind: str) -> bool:
 
 
 def memory_of(value: Any) -> int:
-    """Tensors never change; a Keras variable is the TensorFlow variable in it."""
-    return id(value.value if "keras" in sys.modules and adapter._is_keras(value, "Variable") else value)
+    """Tensors never change; a variable is known by the resource behind it, a Keras variable by the one in it."""
+    variable = _variable(value)
+    return id(value if variable is None else variable.handle)
+
+
+def _variable(value: Any) -> Any:
+    """The variable that it is, None if it is none; one that is mirrored on several devices consists of several."""
+    if adapter._is_keras(value, "Variable"):
+        value = value.value
+    is_one = isinstance(value, tf.Variable) and not isinstance(value, tf.distribute.DistributedValues)
+    return value if is_one else None
+
+
+def parts_of(value: Any) -> Sequence[Any] | None:
+    """What is read and written with an object.
+
+    A module or a layer has its variables and attributes and those of the layers in it; an optimizer the weights that it
+    moves and its notes about them; a metric its counts; a ``tf.function`` the function that it was made of.
+    """
+    if isinstance(value, tf.Tensor) or _variable(value) is not None:
+        return ()
+    if isinstance(value, tf.distribute.DistributedValues):
+        return value.values  # type: ignore[no-any-return]
+    if adapter._is_keras(value, "Variable"):
+        return (value.value,)
+    if isinstance(value, tf.types.experimental.PolymorphicFunction):
+        return (value.python_function,)
+    if isinstance(value, tf.types.experimental.ConcreteFunction):
+        return value.variables  # type: ignore[no-any-return]
+    if adapter._is_keras(value, "Optimizer"):
+        return [*value.variables, *value._trainable_variables]
+    if adapter._is_keras(value, "Metric"):
+        return [*value.variables]
+    layers = _layers(value)
+    return [*value.variables, *(part for layer in layers for part in _attributes(layer))] if layers else None
+
+
+def _layers(value: Any) -> list[Any]:
+    """A module or layer, and those in it; nothing for anything else."""
+    if adapter._is_keras(value, "Layer"):
+        return [*value._flatten_layers()]
+    return [value, *value.submodules] if isinstance(value, tf.Module) else []
+
+
+def _attributes(layer: Any) -> list[Any]:
+    """What a layer of the user's holds besides."""
+    if type(layer).__module__.partition(".")[0] in ("keras", "tensorflow"):
+        return []
+    return [one for name, one in vars(layer).items() if not name.startswith("_")]
+
+
+def version_of(value: Any) -> Any:
+    """A variable is the value that it holds, a module or a layer the variables and attributes that it has."""
+    if (variable := _variable(value)) is not None:
+        return _Value(variable)
+    return Held([*(parts_of(value) or ())]) if _layers(value) else None
+
+
+class _Value:
+    """The value of a variable. While it is kept nobody overwrites it: an assignment puts the new one elsewhere.
+
+    So it is enough to look where the next one lies. Only where TensorFlow has made a copy to read from (after the first
+    sparse update, or on a GPU) contents are compared.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, variable: tf.Variable) -> None:
+        with _record.stop_recording():
+            self._tensor = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Value):
+            return False
+        place = self._place()
+        return (place is not None and place == other._place()) or self._content() == other._content()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _place(self) -> int | None:
+        try:
+            return int(np.asarray(memoryview(self._tensor)).__array_interface__["data"][0])
+        except (TypeError, ValueError, BufferError):  # a kind of numbers that Python has no name for
+            return None
+
+    def _content(self) -> Any:
+        content = np.asarray(self._tensor.numpy())
+        return content.shape, content.tolist() if content.dtype.hasobject else content.tobytes()
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:

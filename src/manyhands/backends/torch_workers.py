@@ -7,12 +7,14 @@ import functools
 import itertools
 import os
 import threading
-import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+
+from manyhands.backends.torch_virtual import VirtualTensor
+from manyhands.spans import Held, Span, content
 
 
 class _Worker:
@@ -112,49 +114,93 @@ def closed_lock() -> threading.Lock:
 # What explicit tasks need of PyTorch (manyhands.engine.futures)
 
 
-def memory_of(value: Any) -> int:
-    """The same number for all tensors in one memory."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        return int(value.untyped_storage()._cdata)
-    return id(value)
+# Bytes of a tensor that are compared whole; blocks of a larger one. PyTorch itself counts nearly all writes.
+_WHOLE, _BLOCKS = 1 << 16, 4
 
 
-_WHOLES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+def memory_of(value: Any) -> Hashable:
+    """The addresses of a tensor's memory, all of it; other objects are known by themselves."""
+    span = _span_of(value) if isinstance(value, torch.Tensor) else None
+    return id(value) if span is None else span
 
 
-def parts_of(value: Any) -> Sequence[Any]:
-    """What is read and written with an object.
+def _span_of(tensor: torch.Tensor) -> Span | None:
+    if isinstance(tensor, VirtualTensor):
+        return _span_of(tensor._inner)
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
+        return None
+    return Span(start, start + size) if start and size else None
 
-    A module has its parameters and buffers, an optimizer the weights that it moves and its notes about them, another
-    object the tensors, modules and optimizers among its attributes.
+
+def parts_of(value: Any) -> Sequence[Any] | None:
+    """What is read and written with an object; None where PyTorch has nothing to say of it.
+
+    A tensor has its gradient; a module its parameters, buffers, attributes and hooks, and those of the modules in it;
+    an optimizer the weights that it moves and its notes about them.
     """
-    if isinstance(value, (torch.Tensor, type, types.ModuleType)):
-        return ()
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return _parts_of_sparse(value)
+        return (value.grad,) if value.requires_grad and value.is_leaf and value.grad is not None else ()
     if isinstance(value, torch.nn.Module):
-        return [*value.parameters(), *value.buffers()]
+        return [part for module in value.modules() for part in _parts_of_module(module)]
     if isinstance(value, torch.optim.Optimizer):
         weights = [weight for group in value.param_groups for weight in group["params"]]
-        notes = [one for notes in [*value.state.values()] for one in [*notes.values()] if isinstance(one, torch.Tensor)]
-        return weights + notes
-    return [one for one in [*getattr(value, "__dict__", {}).values()] if isinstance(one, _WHOLES)]
+        return weights + [note for notes in [*value.state.values()] for note in [*notes.values()]]
+    return () if isinstance(value, (torch.dtype, torch.device, torch.Generator)) else None
 
 
-def version_of(value: Any) -> Hashable | None:
-    """PyTorch counts the writes to a tensor, except to one made in inference mode, and those through ``.data``.
+def _parts_of_sparse(value: torch.Tensor) -> Sequence[torch.Tensor]:
+    if value.layout is torch.sparse_coo:
+        return value._indices(), value._values()
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return value.crow_indices(), value.col_indices(), value.values()
+    return ()
 
-    The gradient of a weight is a part of it: ``loss.backward()`` adds to that.
+
+def _parts_of_module(module: torch.nn.Module) -> Iterator[Any]:
+    names = vars(module)
+    for name in ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
+        yield from [*names[name].values()]
+    for name in _attributes_of(module):
+        yield names[name]
+
+
+def _attributes_of(module: torch.nn.Module) -> list[str]:
+    """The names of a module's own attributes; of PyTorch's modules those that are not private."""
+    private = type(module).__module__.startswith("torch.")
+    return [name for name in vars(module) if name not in _NAMES and not (private and name.startswith("_"))]
+
+
+_NAMES = frozenset(vars(torch.nn.Module()))
+
+
+def version_of(value: Any) -> Any:
+    """PyTorch counts the writes to a tensor, except to one made in inference mode.
+
+    It does not count those through ``.data`` and NumPy: on the host the content is compared, a large one's in a few
+    places. The gradient of a weight is a part of it: ``loss.backward()`` makes it, or adds to it. Of a module it is
+    compared which parameters, buffers and attributes it has, and whether it trains.
     """
+    if isinstance(value, torch.nn.Module):
+        return Held([part for module in value.modules() for part in (*_parts_of_module(module), module.training)])
     if not isinstance(value, torch.Tensor):
         return None
     try:
         version = value._version
     except RuntimeError:
-        if value.is_inference():  # not asked first: it lets other threads go before
-            return None
-        raise
-    if not value.requires_grad or not value.is_leaf or value.grad is None:
-        return version
-    return version, id(value.grad), value.grad._version
+        if not value.is_inference():  # not asked first: it lets other threads go before
+            raise
+        version = 0
+    gradient = id(value.grad) if value.requires_grad and value.is_leaf else 0
+    inner = value._inner if isinstance(value, VirtualTensor) else value
+    span = _span_of(inner) if inner.is_cpu else None
+    return version, gradient, span and content(span, _WHOLE, _BLOCKS)
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""What is in a value that is made of others: lists, tuples, dicts, sets, dataclasses, partial functions.
+"""What is in a value that is made of others: lists, tuples, dicts, sets, deques, dataclasses, partial functions.
 
 ``contents(Batch(x, [y]))`` is ``[x, [y]]``; ``filled(Batch(future, 2), result_of)`` is a ``Batch`` with the future's
-result.
+result. A value of a subclass (``OrderedDict``, ``defaultdict``, a named tuple, one of the user's) stays one of it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ def contents(value: Any) -> list[Any] | None:
     """The values that it is made of; None for one that is made of none."""
     if isinstance(value, dict):
         return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(value)
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
@@ -28,23 +29,41 @@ def contents(value: Any) -> list[Any] | None:
 
 def filled(value: Any, given: Callable[[Any], Any]) -> Any:
     """With what ``given`` makes of each value inside; what has nothing to be replaced stays the object that it is."""
-    if isinstance(value, dict):
-        items = {key: filled(one, given) for key, one in value.items()}
-        return items if any(items[key] is not one for key, one in value.items()) else value
-    if isinstance(value, (list, tuple)):
-        parts = [filled(one, given) for one in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if (names := _fields(value)) is not None:
-        inner = {name: filled(getattr(value, name), given) for name in names}
-        if all(one is getattr(value, name) for name, one in inner.items()):
-            return value
-        made = copy.copy(value)
-        for name, one in inner.items():
-            object.__setattr__(made, name, one)  # also where it is frozen
+    inside = contents(value)
+    if inside is None:
+        return given(value)
+    parts = [filled(part, given) for part in inside]
+    if all(new is old for new, old in zip(parts, inside, strict=True)):
+        return value
+    return _rebuilt(value, parts)
+
+
+def _rebuilt(value: Any, parts: list[Any]) -> Any:
+    """A value like this one, made of these parts."""
+    if isinstance(value, tuple):
+        made: Any = tuple.__new__(type(value), parts)
+        if own := getattr(value, "__dict__", None):
+            vars(made).update(own)
         return made
-    return given(value)
+    if isinstance(value, frozenset):
+        return type(value)(parts)
+    if isinstance(value, functools.partial):
+        function, *rest = parts
+        count = len(value.args)
+        return type(value)(function, *rest[:count], **dict(zip(value.keywords, rest[count:], strict=True)))
+    made = copy.copy(value)
+    if isinstance(value, dict):
+        dict.update(made, zip(value, parts, strict=True))
+    elif isinstance(value, (list, deque)):
+        for number, part in enumerate(parts):
+            made[number] = part
+    elif isinstance(value, set):
+        made.clear()
+        made.update(parts)
+    else:
+        for name, part in zip(_fields(value) or (), parts, strict=True):
+            object.__setattr__(made, name, part)  # also where it is frozen
+    return made
 
 
 def _fields(value: Any) -> list[str] | None:

@@ -20,11 +20,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Set
 
-from manyhands.engine.job import Job, ask, doom
+from manyhands.engine.job import TAKES, Job, ask, doom
 from manyhands.engine.ledger import Ledger
 from manyhands.errors import EngineError, TaskCancelled
+from manyhands.spans import share
 
 
 class _Working(threading.local):
@@ -49,7 +50,7 @@ class Crew:
         self._bells: dict[Job | None, list[threading.Lock]] = {}  # of who waits for a job; None: would do any meanwhile
         self._closing = False
         self._ledger = Ledger()
-        self._spoiled: dict[Hashable, list[Job]] = {}
+        self._spoiled: list[tuple[Set[Hashable], Job]] = []  # what failed jobs were to write
 
     # Giving
 
@@ -71,17 +72,18 @@ class Crew:
             if strangers := [one for one in touched[2] if one.crew is not self and not one.over]:
                 return strangers
             job.unsettled[job] = None
-            if needs := self._ledger.enter(job, touched):
+            reached = [one for one in touched[3] if one.crew is self]
+            if needs := self._ledger.enter(job, (*touched[:3], reached)):
                 job.needs = tuple(need for need in needs if not need.over)
                 job.missing = len(job.needs)
-                for need, fatal in needs.items():
+                for need, why in needs.items():
                     if need.over:
-                        if fatal and need.error is not None:
+                        if why == TAKES and need.error is not None:
                             doom(job, need.origin)
                     elif need.followers is None:
-                        need.followers = [(job, fatal)]
+                        need.followers = [(job, why)]
                     else:
-                        need.followers.append((job, fatal))
+                        need.followers.append((job, why))
             if not job.missing:
                 self._call(self._can_begin(job))
             return []
@@ -193,11 +195,11 @@ class Crew:
                 one.unsettled.pop(one, None)
             else:
                 one.begun = one.begun and one.origin is one
-                for memory in one.really_written():
-                    self._spoiled.setdefault(memory, []).append(one)
+                if written := one.really_written():
+                    self._spoiled.append((written, one))
             one.let_go()
-            for follower, fatal in one.followers or ():
-                if fatal and one.error is not None and not follower.over:
+            for follower, why in one.followers or ():
+                if why == TAKES and one.error is not None and not follower.over:
                     doom(follower, one.origin)
                 follower.missing -= 1
                 if not follower.missing:
@@ -214,8 +216,9 @@ class Crew:
 
     def _culprit(self, job: Job) -> Job | None:
         """The failed job that was to write what this one touches."""
-        failed = (one for memory in job.really_touched() for one in self._spoiled.get(memory, ()))
-        return min((one for one in failed if one.spoils(job)), key=lambda one: one.number, default=None)
+        touched = job.really_touched()
+        failed = (one for written, one in self._spoiled if one.spoils(job) and share(touched, written))
+        return min(failed, key=lambda one: one.number, default=None)
 
     # Waiting
 

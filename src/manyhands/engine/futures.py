@@ -11,14 +11,18 @@
         print(d.result())                   # waits for what ``d`` needs
     # here everything is over
 
-What is promised: the results are those of the same calls one after the other. A task *reads* its arguments, whole
-(lists, tuples, dicts, dataclasses and partial functions with all that is in them), and *writes* what it declares. Of
-two tasks that touch the same object, one of them writing, the earlier one goes first (read after write, write after
-read, write after write). Which objects share memory is asked of ``memory_of``; by default each object is its own. What
-an object consists of besides (a module of its parameters) is asked of ``parts_of``. The result of a task may be, or
-share memory with, anything that the task was given, until it is there and can be looked at. Where the framework counts
-the writes to an object (``version_of``), a task that writes to an argument without having declared it fails with
-:class:`~manyhands.errors.UndeclaredWrite`: in what order others have read it is not known.
+What is promised: the results are those of the same calls one after the other. A task *reads* all that its function and
+its arguments lead to (:mod:`manyhands.engine.reached`: containers, attributes, closures, defaults, globals), and
+*writes* what it declares. Of two tasks that touch the same object, one of them writing, the earlier one goes first
+(read after write, write after read, write after write). Which objects share memory is asked of ``memory_of``; by
+default each object is its own, and NumPy arrays are known by their addresses. What an object consists of (a module of
+its parameters) is asked of ``parts_of``. The result of a task may be, or share memory with, anything that the task was
+given, until it is there and can be looked at.
+
+A task that writes what it has not declared fails with :class:`~manyhands.errors.UndeclaredWrite`: in what order others
+have read it is not known. What is compared to notice that: :mod:`manyhands.engine.watch`. Not noticed: what C code
+holds (a file, a socket, a generator of random numbers), attributes of classes and of objects of installed packages, and
+a write that is undone before the task ends.
 
 Errors: ``result()`` raises a task's error with its traceback, as often as it is asked. Leaving the scope, and
 :func:`waitall`, raise the first error that nobody has seen. A task that needs a failed one, because it takes its result
@@ -41,9 +45,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from manyhands.engine.arguments import must_be_threads
-from manyhands.engine.call import PLAIN, Call, Future, Objects, call_at_once, filled, here, name_of
+from manyhands.engine.call import Call, call_at_once, filled, here, name_of
 from manyhands.engine.crew import Crew
-from manyhands.engine.job import Job, settle
+from manyhands.engine.job import Future, Job, settle
+from manyhands.engine.reached import PLAIN, Objects
 from manyhands.errors import EngineError
 from manyhands.machine import usable_cores
 
@@ -57,9 +62,10 @@ class parallel:
 
     ``threads``: how many at once (by default one per usable core). ``synchronous``: for debugging, every task runs when
     it is given, in the caller's thread; errors surface where they would otherwise. ``memory_of``: gives the same key
-    for objects that share memory, so that a write to one is a write to the other. ``parts_of``: what else is read and
-    written with an object. ``version_of``: something that every write to an object changes, or None. ``bound``: applied
-    to each function in the thread that gives the task, to carry along what is that thread's own (a framework's modes).
+    for objects that share memory, or a :class:`~manyhands.spans.Span`, so that a write to one is a write to the other.
+    ``parts_of``: what else is read and written with an object; None: its attributes. ``version_of``: something that
+    every write to an object changes, or None. ``bound``: applied to each function in the thread that gives the task, to
+    carry along what is that thread's own (a framework's modes).
     """
 
     def __init__(
@@ -68,8 +74,8 @@ class parallel:
         *,
         synchronous: bool = False,
         memory_of: Callable[[Any], Hashable] = id,
-        parts_of: Callable[[Any], Collection[Any]] = lambda value: (),
-        version_of: Callable[[Any], Hashable | None] | None = None,
+        parts_of: Callable[[Any], Collection[Any] | None] = lambda value: None,
+        version_of: Callable[[Any], Any] | None = None,
         bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         must_be_threads(threads)
@@ -133,9 +139,9 @@ class parallel:
 def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callable[..., Future[T]]:
     """A function whose calls are tasks: ``task(fn)(a, b)`` gives a :class:`Future`.
 
-    Arguments may be futures, also inside lists, tuples, dicts and dataclasses: the function gets their results.
-    ``writes`` are the objects that the call changes, as a tuple: arguments, futures, or things that the function knows
-    from elsewhere.
+    Arguments may be futures, also inside lists, tuples, dicts, sets, deques, dataclasses and partial functions: the
+    function gets their results. ``writes`` are the objects that the call changes, as a tuple: arguments, futures, or
+    things that the function knows from elsewhere; ``writes=(fn,)`` are the variables that it closes over.
     """
     if not callable(function):
         raise TypeError(
@@ -145,7 +151,7 @@ def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callabl
     if not isinstance(writes, tuple):
         raise TypeError(f"task(..., writes=...) takes a tuple: write writes=(x,), not a {type(writes).__name__}")
     for one in writes:
-        if isinstance(one, PLAIN):
+        if isinstance(one, (*PLAIN, type)):
             raise TypeError(f"task(..., writes=...): {one!r} cannot be written to")
 
     @functools.wraps(function)

@@ -11,19 +11,25 @@ import itertools
 import threading
 from collections.abc import Hashable, Set
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from manyhands.errors import TaskCancelled, WaitsForItself
 
 if TYPE_CHECKING:
     from manyhands.engine.crew import Crew
 
+T = TypeVar("T")
+
 _numbers = itertools.count()
 _circles = threading.Lock()  # held while it is looked who waits for whom, in all crews
 
 
-# Memories that a job reads, those that it writes, and the jobs whose results it takes; a job stands for its result.
-Touched: TypeAlias = "tuple[Set[Hashable], Set[Hashable], list[Job]]"
+# Memories that a job reads, those that it writes, the jobs whose results it takes, and those whose results it can get
+# at; a job stands for its result.
+Touched: TypeAlias = "tuple[Set[Hashable], Set[Hashable], list[Job], list[Job]]"
+
+# Why a job goes behind another: it touches the same memory; it can get at its result; it takes its result.
+ORDER, REACHES, TAKES = range(3)
 
 NOTHING: Set[Hashable] = frozenset()
 
@@ -46,7 +52,7 @@ class Job:
         self.touched = self.overwritten = self.listed = NOTHING
         self.needs: tuple[Job, ...] = ()
         self.waits_for: Job | None = None  # the job whose result it has asked for while running
-        self.followers: list[tuple[Job, bool]] | None = None  # and whether they take its result
+        self.followers: list[tuple[Job, int]] | None = None  # and why
         self.missing = 0
         self.begun = self.over = False
         self.seen_at: int | None = None
@@ -58,7 +64,7 @@ class Job:
 
     def look(self) -> Touched:
         """What it touches, as far as that is known."""
-        return NOTHING, NOTHING, []
+        return NOTHING, NOTHING, [], []
 
     def really_touched(self) -> Set[Hashable]:
         """What it does touch, known when it begins."""
@@ -113,6 +119,40 @@ class Job:
             raise self.error.with_traceback(self.trace)
 
 
+class Future(Generic[T]):
+    """The result of a task that may still be running."""
+
+    __slots__ = ("__weakref__", "_job")
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def done(self) -> bool:
+        """Whether it is over: it has a result, an error, or was cancelled."""
+        return self._job.over
+
+    def result(self, timeout: float | None = None) -> T:
+        """Its result, waited for; raises the task's error, or ``TimeoutError`` after ``timeout`` seconds."""
+        job = self._job
+        if not job.over:
+            job.wait(timeout)
+        if job.error is not None:
+            job.raise_error()
+        return job.value  # type: ignore[no-any-return]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Its error, waited for; None where there is none. It then counts as seen."""
+        self._job.wait(timeout)
+        self._job.see()
+        return self._job.error
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self!r} is not its result, and neither true nor false: write .result()")
+
+    def __repr__(self) -> str:
+        return f"<Future of {self._job.name}: {self._job.state()}>"
+
+
 def doom(job: Job, origin: Job) -> None:
     """It will not be run, because of the job that failed."""
     if job.error is None:
@@ -160,5 +200,7 @@ def settle(jobs: dict[Job, None]) -> None:
         job.see()
     if failed:
         if len(failed) > 1 and failed[0].error is not None:
-            failed[0].error.add_note(f"failed as well: {', '.join(job.name for job in failed[1:])}")
+            names = [job.name for job in failed[1:]]
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            failed[0].error.add_note(f"failed as well: {', '.join(names[:5])}{more}")
         failed[0].raise_error()

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Set
 
-from manyhands.engine.job import NOTHING, Job, Touched
+from manyhands.engine.job import NOTHING, ORDER, REACHES, TAKES, Job, Touched
+from manyhands.engine.regions import Region, Regions
 
 
 class Ledger:
@@ -24,22 +25,24 @@ class Ledger:
     def __init__(self) -> None:
         self._writer: dict[Hashable, Job] = {}
         self._readers: dict[Hashable, set[Job]] = {}
+        self._regions = Regions()
 
-    def enter(self, job: Job, touched: Touched) -> dict[Job, bool]:
-        """List a job; gives the jobs that it needs, and whether it takes their results."""
-        reads, written, inputs = touched
-        needs = dict.fromkeys(inputs, True)
+    def enter(self, job: Job, touched: Touched) -> dict[Job, int]:
+        """List a job; gives the jobs that it needs, and why."""
+        reads, written, inputs, reached = touched
+        reads, written = self._regions.of(reads), self._regions.of(written)
+        needs = dict.fromkeys(reached, REACHES) | dict.fromkeys(inputs, TAKES)
         job.touched = job.listed = only_read = reads | written if written else reads
-        if inputs:  # else nothing in it is unknown
-            written = _may_be(written) if written else written
-            job.listed = only_read = _as_written(job.touched) | written
+        if needs:  # else nothing in it is unknown
+            written = self._may_be(written) if written else written
+            job.listed = only_read = self._as_written(job.touched) | written
         for memory in job.listed:
             if (writer := self._writer.get(memory)) is not None:
-                needs.setdefault(writer, False)
+                needs.setdefault(writer, ORDER)
         if written:
             only_read = job.listed - written
             for one in self._may_share(written):
-                needs.setdefault(one, False)
+                needs.setdefault(one, ORDER)
                 one.overwritten = one.overwritten | written
             for memory in written:
                 self._readers.pop(memory, None)
@@ -60,7 +63,7 @@ class Ledger:
             one = stack.pop()
             if one not in found:
                 found.add(one)
-                stack.extend(follower for follower, takes in one.followers or () if takes)
+                stack.extend(follower for follower, why in one.followers or () if why)
         return found
 
     def forget(self, job: Job) -> None:
@@ -72,18 +75,20 @@ class Ledger:
                     del self._readers[memory]
             if self._writer.get(memory) is job:
                 del self._writer[memory]
+            if type(memory) is Region and memory not in self._readers and memory not in self._writer:
+                self._regions.drop(memory)
         job.touched = job.overwritten = job.listed = NOTHING  # they hold other jobs, and those their results
 
     def tell_where(self, job: Job) -> None:
         """Its result is there: list those who use it with the memories that it is in."""
         if not job.followers and job not in self._readers and job not in self._writer:
             return
-        takers = {follower for follower, takes in job.followers or () if takes and not follower.over}
+        takers = {follower for follower, why in job.followers or () if why and not follower.over}
         readers = takers.union(self._readers.get(job, ()))
         writer = self._writer.get(job)
         if not readers and writer is None:
             return
-        memories = job.stored_in(job.value)
+        memories = self._stored_in(job)
         for reader in readers if memories else ():
             reader.listed = reader.listed | memories
             if reader in takers:
@@ -96,24 +101,24 @@ class Ledger:
                 if other is None or other.number < writer.number:
                     self._writer[memory] = writer
 
+    def _stored_in(self, job: Job) -> Set[Hashable]:
+        return self._regions.of(job.stored_in(job.value))
 
-def _may_be(memories: Set[Hashable]) -> Set[Hashable]:
-    """These memories, and all that the unknown results among them may be in."""
-    return _reached(memories, lambda job: job.touched)
+    def _may_be(self, memories: Set[Hashable]) -> Set[Hashable]:
+        """These memories, and all that the unknown results among them may be in."""
+        return self._reached(memories, lambda job: job.touched)
 
+    def _as_written(self, memories: Set[Hashable]) -> Set[Hashable]:
+        """These memories, and those through which the unknown results among them were perhaps written to."""
+        return self._reached(memories, lambda job: job.overwritten)
 
-def _as_written(memories: Set[Hashable]) -> Set[Hashable]:
-    """These memories, and those through which the unknown results among them were perhaps written to."""
-    return _reached(memories, lambda job: job.overwritten)
-
-
-def _reached(memories: Set[Hashable], further: Callable[[Job], Set[Hashable]]) -> Set[Hashable]:
-    """These memories, those that the results among them are in, and what leads further from unknown ones."""
-    stack, found = [*memories], set[Hashable]()
-    while stack:
-        memory = stack.pop()
-        if memory not in found:
-            found.add(memory)
-            if isinstance(memory, Job):
-                stack.extend(memory.stored_in(memory.value) if memory.over else further(memory))
-    return found
+    def _reached(self, memories: Set[Hashable], further: Callable[[Job], Set[Hashable]]) -> Set[Hashable]:
+        """These memories, those that the results among them are in, and what leads further from unknown ones."""
+        stack, found = [*memories], set[Hashable]()
+        while stack:
+            memory = stack.pop()
+            if memory not in found:
+                found.add(memory)
+                if isinstance(memory, Job):
+                    stack.extend(self._stored_in(memory) if memory.over else further(memory))
+        return found

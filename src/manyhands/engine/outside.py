@@ -138,7 +138,7 @@ class Outside:
             if own is not None:
                 self._fact(f"the number of {name}'s attributes", functools.partial(len, own))
             self._class(type(value), name)
-            for word in _slots(type(value)):
+            for word in slots_of(type(value)):
                 self._fact(f"{name}.{word}", functools.partial(getattr, value, word, _NOTHING))
 
     def _class(self, one: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
@@ -208,7 +208,7 @@ def _looked(look: Callable[[], Any]) -> Any:
         return _NOTHING
 
 
-def _slots(one: type) -> list[str]:
+def slots_of(one: type) -> list[str]:
     """The names of a class's slots."""
     found = [vars(owner).get("__slots__", ()) for owner in one.__mro__]
     words = [word for slots in found for word in ((slots,) if isinstance(slots, str) else slots)]

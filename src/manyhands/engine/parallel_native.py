@@ -263,7 +263,14 @@ class Offer:
         if memory != 1.3:
             raise EngineError(f"parallel(memory={memory}): {runtime} decides what memory it takes; leave it out")
         if function is None:
-            return Scope(threads, synchronous=synchronous, memory_of=backend.memory_of, bound=backend.bound)
+            return Scope(
+                threads,
+                synchronous=synchronous,
+                memory_of=backend.memory_of,
+                parts_of=backend.parts_of,
+                version_of=backend.version_of,
+                bound=backend.bound,
+            )
         if synchronous:
             raise EngineError(f"parallel(synchronous=True): {runtime} chooses the order; for debugging call fn itself")
         if threads is not None:

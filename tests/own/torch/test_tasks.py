@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support import run_python
 from torch import nn
 
 from manyhands import torch as mh
@@ -269,3 +271,132 @@ def test_what_is_no_function_or_no_result_is_told() -> None:
             mh.task(torch.ones(3).sum())  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="result"):
             assert not mh.task(int)(0)
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    "aliases",
+    [
+        lambda a: (torch.from_numpy(a), a),
+        lambda a: (a, torch.from_numpy(a)),
+        lambda a: (torch.from_numpy(a), torch.from_numpy(a)),
+        lambda a: (torch.from_numpy(a[2:]), torch.from_numpy(a)),
+        lambda a: (torch.from_numpy(a), torch.from_numpy(a[2:])),
+        lambda a: (torch.from_numpy(a[1:]), a[::2]),
+        lambda a: (memoryview(a), torch.from_numpy(a)),
+        lambda a: (torch.from_numpy(a).numpy(), torch.from_numpy(a).detach()),
+        lambda a: ((both := torch.from_numpy(a).view(2, 3))[0].data, both.t()),
+    ],
+)
+def test_objects_in_one_memory_are_one_for_the_order(aliases: Callable[[Any], tuple[Any, Any]]) -> None:
+    one, other = aliases(np.zeros(6))
+
+    def fill(held: Any) -> None:
+        time.sleep(0.02)
+        for place in range(len(held)):
+            held[place] = 7.0
+
+    with mh.parallel(threads=2):
+        mh.task(fill, writes=(one,))(one)
+        read = mh.task(lambda held: float(held.max()))(other)
+        mh.task(fill, writes=(other,))(one)
+        assert read.result() == 7.0
+
+
+def test_parts_of_an_array_that_do_not_overlap_are_written_side_by_side() -> None:
+    table, meet = np.zeros((3, 4)), threading.Barrier(3)
+
+    def fill(row: np.ndarray[Any, Any]) -> None:
+        meet.wait(5)
+        row[:] = 1.0
+
+    with mh.parallel(threads=3):
+        for row in table:
+            mh.task(fill, writes=(row,))(row)
+    assert table.sum() == 12
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [torch.zeros(2)]
+        self.inner = nn.Sequential(nn.Linear(2, 2))
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda net: net.steps[0].add_(1),
+        lambda net: net.steps.append(1),
+        lambda net: setattr(net, "last", torch.ones(1)),
+        lambda net: net.inner[0].weight.data.add_(1),
+        lambda net: net.inner[0].weight.grad.data.zero_(),
+        lambda net: net.inner[0].weight.grad.zero_(),
+        lambda net: setattr(net.inner[0], "bias", nn.Parameter(torch.zeros(2))),
+        lambda net: net.eval(),
+        lambda net: net.register_buffer("mean", torch.zeros(2)),
+    ],
+)
+def test_all_of_a_module_is_watched(write: Callable[[Any], Any]) -> None:
+    net = Net()
+    net(torch.ones(1, 2)).sum().backward()
+    with mh.parallel(threads=2):
+        assert mh.task(net)(torch.ones(1, 2)).result().shape == (1, 2)
+        with pytest.raises(UndeclaredWrite):
+            mh.task(write)(net).result()
+        mh.task(write, writes=(net,))(net)
+
+
+def test_hooks_and_what_they_write_are_watched() -> None:
+    net, kept = Net(), []
+    net.inner[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    with mh.parallel(threads=2):
+        with pytest.raises(UndeclaredWrite, match="a list"):
+            mh.task(net)(torch.ones(1, 2)).result()
+        mh.task(net, writes=(kept,))(torch.ones(1, 2))
+    assert len(kept) == 2
+
+
+def test_a_gradient_is_known_by_its_memory() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    (weight * 1).sum().backward()
+    gradient = weight.grad
+
+    def slow(one: torch.Tensor) -> None:
+        time.sleep(0.02)
+        (one * 2).sum().backward()
+
+    with mh.parallel(threads=2):
+        mh.task(slow, writes=(weight,))(weight)
+        assert mh.task(torch.clone)(gradient).result().tolist() == [3.0, 3.0]
+
+
+def test_tensors_on_virtual_devices_are_known_by_what_is_inside() -> None:
+    result = run_python(VIRTUAL)
+    assert result.stdout.split() == ["refused", "5.0"], result.stderr
+
+
+VIRTUAL = """
+import time, torch
+from manyhands import torch as mh
+from manyhands.errors import UndeclaredWrite
+mh.virtual_devices(2)
+x = torch.zeros(4, device="cpu:1")
+def slow(one):
+    before = one[:2] + 1
+    time.sleep(0.002)
+    one[:2].copy_(before)
+try:
+    with mh.parallel(threads=2): mh.task(slow)(x)
+except UndeclaredWrite: print("refused")
+x.zero_()
+with mh.parallel(threads=2):
+    for part in (x, x.view(2, 2)[0], x[:3], x.detach(), x): mh.task(slow, writes=(part,))(x)
+print(x[0].item())
+"""

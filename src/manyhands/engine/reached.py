@@ -1,0 +1,365 @@
+"""What a task can touch: everything that its function and its arguments lead to.
+
+Two steps. First the arguments: what lists, tuples, dicts, sets, deques, dataclasses and partial functions hold, and the
+futures among that, whose results the task takes. Then what functions and objects lead to: a function to the variables
+it closes over, its default values, and the globals its code names; a method to its object; an object to its attributes,
+and to the globals that its methods name if the code calls a method of that name.
+
+::
+
+    table, log = torch.zeros(3), []
+    def count(row, store): table[row] += 1; store.note(row)     # reaches ``table``, ``store`` and what ``note`` names
+
+Of functions and classes of installed packages only closures and defaults are followed, not what their code names, and
+of objects of such classes only the arrays among their attributes. What C code holds is not found.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import dis
+import enum
+import functools
+import sys
+import threading
+import types
+from argparse import Namespace
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+from manyhands.engine import contents
+from manyhands.engine.job import Future, Job
+from manyhands.engine.outside import is_foreign, slots_of
+from manyhands.reach import function_behind, words_of
+from manyhands.spans import span_of_array, span_of_buffer
+
+# Nobody can write to them.
+PLAIN = (int, float, complex, str, bytes, bool, type(None), range, slice, enum.Enum, type(...), types.ModuleType)
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
+_LOCKS = (*_LOCKS, threading.Semaphore, threading.Barrier)
+BUFFERS = (bytearray, memoryview, array.array)
+_HOLDERS = (types.SimpleNamespace, Namespace, UserDict, UserList)  # Python's own, but what is in them is the user's
+# Methods that no word of the user's code names: frameworks, operators and constructors call them.
+_CALLED = frozenset({"forward", "call", "hybrid_forward", "training_step", "__new__", "__init__", "__post_init__"})
+_BY_NAME = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
+
+_MISSING = object()
+
+
+class Variable(NamedTuple):
+    """A cell of a closure, or a name among globals, and what it names."""
+
+    holder: Any
+    name: str
+    value: Any
+
+    def key(self) -> Hashable:
+        return (id(self.holder), self.name) if isinstance(self.holder, dict) else id(self.holder)
+
+    def is_bound(self) -> bool:
+        """Whether it still names that."""
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.name, _MISSING) is self.value
+        try:
+            return self.holder.cell_contents is self.value
+        except ValueError:
+            return False
+
+
+class Found:
+    """What some values lead to."""
+
+    __slots__ = ("for_good", "holders", "inputs", "locks", "memories", "objects", "reached", "variables")
+
+    def __init__(self) -> None:
+        self.memories: set[Hashable] = set()  # that they are, or may be, in
+        self.inputs: list[Job] = []  # whose results are among the arguments
+        self.reached: list[Job] = []  # whose futures a function or an object holds
+        self.objects: list[Any] = []  # arrays, and all else that a framework may have something to say of
+        self.holders: list[Any] = []  # Python's containers and the user's objects
+        self.variables: list[Variable] = []
+        self.locks = False  # whether a lock, or the like, is among them
+        self.for_good = True  # whether this is all that there will ever be, as long as the variables stay
+
+
+class _Walk:
+    """A look at some values, under way."""
+
+    __slots__ = ("classes", "found", "later", "methods", "seen", "stack", "words")
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.found = Found()
+        self.stack = [*values]  # to be looked at
+        self.later: list[Any] = []  # what functions and objects lead to, when the arguments are through
+        self.seen: dict[int, Any] = {}
+        self.classes: dict[type, None] = {}  # the user's, whose methods may be called
+        self.words: set[str] = set()  # that the user's code says
+
+
+_Kind: TypeAlias = "Callable[[Objects, Any, _Walk], None]"
+
+
+class Objects:
+    """What is known of objects: see :class:`manyhands.engine.futures.parallel`, which is told by the framework."""
+
+    def __init__(
+        self,
+        memory_of: Callable[[Any], Hashable],
+        parts_of: Callable[[Any], Collection[Any] | None],
+        version_of: Callable[[Any], Any] | None,
+        bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    ) -> None:
+        self.memory_of, self.parts_of, self.version_of, self.bound = memory_of, parts_of, version_of, bound
+        self.rebound: set[Hashable] = set()  # variables that some task has declared to write
+        self._kinds: dict[type, _Kind | None] = {}
+
+    def look(self, *values: Any) -> Found:
+        """All that these values lead to, down to what is known of results that are there; plain values left out."""
+        walk = _Walk(values)
+        self._through(walk)
+        found = walk.found
+        if walk.later:
+            inputs, found.inputs = found.inputs, found.reached
+            while walk.later:
+                walk.stack, walk.later = walk.later, []
+                self._through(walk)
+                if walk.classes and not walk.later:
+                    walk.later = _methods(walk)
+            found.inputs, found.reached = inputs, found.inputs
+        return found
+
+    def _through(self, walk: _Walk) -> None:
+        stack, seen, kinds = walk.stack, walk.seen, self._kinds
+        while stack:
+            one = stack.pop()
+            cls = type(one)
+            handle = kinds[cls] if cls in kinds else self._kind(cls)
+            if handle is not None and id(one) not in seen:
+                seen[id(one)] = one
+                handle(self, one, walk)
+
+    def _kind(self, cls: type) -> _Kind | None:
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and issubclass(cls, numpy.ndarray):
+            kind: _Kind | None = Objects._array
+        elif numpy is not None and issubclass(cls, numpy.generic):
+            kind = None
+        else:
+            kind = next(handle for classes, handle in _KINDS if issubclass(cls, classes))
+        if kind is Objects._foreign:
+            if dataclasses.is_dataclass(cls):
+                kind = Objects._dataclass
+            elif not is_foreign(cls) or issubclass(cls, _HOLDERS):
+                kind = Objects._object
+        self._kinds[cls] = kind
+        return kind
+
+    # One for each kind of value
+
+    def _future(self, one: Any, walk: _Walk) -> None:
+        walk.found.for_good = False
+        walk.found.memories.add(one._job)
+        walk.found.inputs.append(one._job)
+        if one._job.over:
+            walk.stack.append(one._job.value)
+
+    def _changeable(self, one: Any, walk: _Walk) -> None:
+        walk.found.for_good = False
+        walk.found.memories.add(id(one))
+        walk.found.holders.append(one)
+        walk.stack.extend(one.values() if isinstance(one, dict) else one)
+        if type(one) not in (list, dict, set, deque):
+            self._class(type(one), walk)
+            walk.later.extend(attributes(one))
+
+    def _fixed(self, one: Any, walk: _Walk) -> None:
+        walk.stack.extend(one)
+
+    def _partial(self, one: Any, walk: _Walk) -> None:
+        walk.found.memories.add(id(one))
+        walk.stack.extend(contents.contents(one) or ())
+
+    def _dataclass(self, one: Any, walk: _Walk) -> None:
+        walk.stack.extend(contents.contents(one) or ())
+        self._object(one, walk)
+
+    def _array(self, one: Any, walk: _Walk) -> None:
+        found = walk.found
+        found.objects.append(one)
+        found.memories.add(span_of_array(one) or id(one))
+        if one.dtype.hasobject:
+            found.for_good = False
+            walk.later.extend(one.ravel().tolist())
+
+    def _buffer(self, one: Any, walk: _Walk) -> None:
+        walk.found.objects.append(one)
+        walk.found.memories.add(self.memory_of(one))
+        if (span := span_of_buffer(one)) is not None:
+            walk.found.for_good = False  # a bytearray that grows moves
+            walk.found.memories.add(span)
+
+    def _lock(self, one: Any, walk: _Walk) -> None:
+        walk.found.locks = True
+        walk.found.memories.add(id(one))
+
+    def _class(self, one: type, walk: _Walk) -> None:
+        if not is_foreign(one):
+            walk.classes[one] = None
+
+    def _method(self, one: Any, walk: _Walk) -> None:
+        walk.later.append(one.__self__)
+        if (function := getattr(one, "__func__", None)) is not None:
+            walk.later.append(function)
+
+    def _function(self, one: types.FunctionType, walk: _Walk) -> None:
+        found, later = walk.found, walk.later
+        found.memories.add(id(one))
+        said = _said(one)
+        for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
+            try:
+                variable = Variable(cell, name, cell.cell_contents)
+            except ValueError:  # not bound yet
+                continue
+            found.memories.add(id(cell))
+            found.variables.append(variable)
+            later.append(variable.value)
+        later.extend(one.__defaults__ or ())
+        if one.__kwdefaults__:
+            later.extend(one.__kwdefaults__.values())
+        if one.__dict__:
+            found.for_good = False
+            found.holders.append(one)
+            later.extend(one.__dict__.values())
+        if said.globals:
+            self._globals(one.__globals__, said, walk)
+        walk.words |= said.words
+
+    def _globals(self, names: dict[str, Any], said: _Said, walk: _Walk) -> None:
+        for name in said.globals:
+            value = names.get(name, _MISSING)
+            if isinstance(value, types.ModuleType):
+                if id(value) not in walk.seen and not is_foreign(value):
+                    walk.seen[id(value)] = value
+                    self._globals(vars(value), _Said(tuple(said.words & vars(value).keys()), said.words), walk)
+            elif value is not _MISSING:
+                walk.later.append(value)
+                if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+                    walk.found.memories.add((id(names), name))
+                    walk.found.variables.append(Variable(names, name, value))
+
+    def _object(self, one: Any, walk: _Walk) -> None:
+        """One of the user's: followed into its attributes."""
+        walk.classes[type(one)] = None
+        if not self._known(one, walk):
+            walk.found.for_good = False
+            walk.found.holders.append(one)
+            walk.later.extend(attributes(one))
+
+    def _foreign(self, one: Any, walk: _Walk) -> None:
+        """One of an installed package's: of what it holds only arrays are looked at."""
+        if self._known(one, walk):
+            return
+        if isinstance(wrapped := getattr(one, "__wrapped__", None), types.FunctionType):  # compiled, or kept results
+            walk.later.append(wrapped)
+        for value in attributes(one):
+            for part in contents.contents(value) or (value,):
+                if self._is_array(part):
+                    walk.found.for_good = False
+                    walk.later.append(part)
+
+    def _is_array(self, one: Any) -> bool:
+        handle = self._kinds[type(one)] if type(one) in self._kinds else self._kind(type(one))
+        return handle is Objects._array or (handle is Objects._foreign and self.parts_of(one) is not None)
+
+    def _known(self, one: Any, walk: _Walk) -> bool:
+        """Whether the framework says what it consists of, and that is noted."""
+        walk.found.memories.add(self.memory_of(one))
+        walk.found.objects.append(one)
+        if (parts := self.parts_of(one)) is None:
+            return False
+        if parts:
+            walk.found.for_good = False
+            walk.later.extend(parts)
+        return True
+
+
+class _Said(NamedTuple):
+    """What a function's code looks up by name: among its globals, and anywhere."""
+
+    globals: tuple[str, ...]
+    words: frozenset[str]
+
+
+_NOTHING_SAID = _Said((), frozenset())
+_codes: dict[int, tuple[types.CodeType, _Said]] = {}  # by the address of the code, which is kept
+
+
+def _said(function: types.FunctionType) -> _Said:
+    code = function.__code__
+    if (known := _codes.get(id(code))) is not None:
+        return known[1]
+    if len(_codes) > 10_000:  # code that is made while the program runs
+        _codes.clear()
+    said = _NOTHING_SAID if is_foreign(function) else _Said(tuple(_global_names(code)), frozenset(words_of(code)))
+    _codes[id(code)] = code, said
+    return said
+
+
+def _global_names(code: types.CodeType) -> dict[str, None]:
+    names = {step.argval: None for step in dis.get_instructions(code) if step.opname in _BY_NAME}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def _methods(walk: _Walk) -> list[Any]:
+    """The functions of the classes reached that the code reached may call, and that are not looked at yet."""
+    wanted = walk.words | _CALLED
+    functions = [
+        one
+        for cls in walk.classes
+        for word, one in _functions_in(cls)
+        if word in wanted or (word.startswith("__") and word not in _CALLED)
+    ]
+    return [one for one in functions if id(one) not in walk.seen]
+
+
+@functools.lru_cache(maxsize=1000)
+def _functions_in(cls: Any) -> list[tuple[str, types.FunctionType]]:
+    own = [vars(owner) for owner in cls.__mro__ if not is_foreign(owner)]
+    both = [(word, function_behind(value)) for names in own for word, value in names.items()]
+    return [(word, one) for word, one in both if isinstance(one, types.FunctionType)]
+
+
+def attributes(one: Any) -> list[Any]:
+    own = getattr(one, "__dict__", None)
+    values: list[Any] = list(own.values()) if type(own) is dict else []
+    cls: Any = type(one)
+    for name in _slots(cls):
+        if (value := getattr(one, name, _MISSING)) is not _MISSING:
+            values.append(value)
+    return values
+
+
+@functools.lru_cache(maxsize=1000)
+def _slots(cls: Any) -> list[str]:
+    return slots_of(cls)
+
+
+_KINDS: tuple[tuple[tuple[type, ...], _Kind | None], ...] = (
+    (PLAIN, None),
+    ((Future,), Objects._future),
+    ((list, dict, set, deque), Objects._changeable),
+    ((tuple, frozenset), Objects._fixed),
+    ((functools.partial,), Objects._partial),
+    ((types.FunctionType,), Objects._function),
+    (_METHODS, Objects._method),
+    (_LOCKS, Objects._lock),
+    (BUFFERS, Objects._buffer),
+    ((type,), Objects._class),
+    ((object,), Objects._foreign),
+)

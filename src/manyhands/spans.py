@@ -1,0 +1,79 @@
+"""Memory by its addresses: two objects whose spans overlap share memory, however each came by it.
+
+``a = np.zeros(8)``, ``torch.from_numpy(a)`` and ``torch.from_numpy(a[4:])`` are three objects in one memory, and none
+of them names the others. Their addresses do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Hashable, Iterable, Set
+from typing import Any, NamedTuple
+
+_BLOCK = 64  # bytes
+
+
+class Held:
+    """Objects that something holds: equal to others if they are the very same ones."""
+
+    __slots__ = ("_objects",)
+
+    def __init__(self, objects: list[Any]) -> None:
+        self._objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Held) or len(self._objects) != len(other._objects):
+            return False
+        return all(map(operator.is_, self._objects, other._objects))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Span(NamedTuple):
+    """Addresses of bytes, the end excluded."""
+
+    start: int
+    end: int
+
+
+def share(ones: Iterable[Hashable], others: Set[Hashable]) -> bool:
+    """Whether something of the first is in the memory of the second."""
+    for one in ones:
+        if one in others:
+            return True
+        if type(one) is Span and any(
+            one.start < other.end and other.start < one.end for other in others if type(other) is Span
+        ):
+            return True
+    return False
+
+
+def content(span: Span, whole: int, blocks: int) -> bytes:
+    """What is in this memory: all of it up to ``whole`` bytes, beyond that some blocks at equal distances."""
+    size = span.end - span.start
+    if size <= whole:
+        return ctypes.string_at(span.start, size)
+    step = (size - _BLOCK) // (blocks - 1)
+    return b"".join(ctypes.string_at(span.start + number * step, _BLOCK) for number in range(blocks))
+
+
+def span_of_array(array: Any) -> Span | None:
+    """Where a NumPy array lies, from its first byte to its last; None where it has none."""
+    start, size = array.ctypes.data, array.nbytes
+    if not size:
+        return None
+    if array.flags.forc:
+        return Span(start, start + size)
+    reach = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    below, above = sum(one for one in reach if one < 0), sum(one for one in reach if one > 0)
+    return Span(start + below, start + above + array.itemsize)
+
+
+def span_of_buffer(buffer: Any) -> Span | None:
+    """Where the bytes of a ``bytearray``, ``array`` or ``memoryview`` lie; None where nobody can write to them."""
+    with memoryview(buffer) as view:
+        if view.readonly or not view.nbytes or not view.c_contiguous:
+            return None
+        start = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        return Span(start, start + view.nbytes)

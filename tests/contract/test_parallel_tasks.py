@@ -1,0 +1,304 @@
+"""Explicit tasks and what they can touch: a write is ordered if it was declared, and an error if it was not."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from manyhands.errors import UndeclaredWrite
+
+TIMES = 5
+total: Any = None  # what some tasks reach as a global
+
+
+class Slow:
+    """A number in something that can be written to, read and written with a pause in between."""
+
+    def __init__(self, make: Callable[[], Any], read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
+        self.make, self.read, self.write = make, read, write
+
+    def increment(self, held: Any) -> None:
+        before = self.read(held)
+        time.sleep(0.002)
+        self.write(held, before + 1)
+
+
+def _first(held: Any) -> float:
+    return float(getattr(held, "detach", lambda: held)()[0])
+
+
+def _set_first(held: Any, value: Any) -> None:
+    held[0] = value
+
+
+def stores(name: str) -> dict[str, Slow]:
+    """What can hold a number, in Python and in this framework."""
+    found = {
+        "list": Slow(lambda: [0], _first, _set_first),
+        "dict": Slow(lambda: {"n": 0}, lambda held: held["n"], lambda held, n: held.update(n=n)),
+        "deque": Slow(lambda: deque([0]), lambda held: held[0], lambda held, n: (held.pop(), held.append(n))[1]),
+        "set": Slow(lambda: {0}, max, lambda held, n: held.add(n)),
+        "attribute": Slow(lambda: Holder(0), lambda held: held.x, lambda held, n: setattr(held, "x", n)),
+        "slot": Slow(lambda: Slotted(0), lambda held: held.x, lambda held, n: setattr(held, "x", n)),
+        "bytearray": Slow(lambda: bytearray(1), lambda held: held[0], _set_first),
+        "numpy": Slow(lambda: np.zeros(3), _first, _set_first),
+        "numpy view": Slow(lambda: np.zeros(6)[1::2], _first, _set_first),
+    }
+    return found | FRAMEWORKS[name]()
+
+
+def torch_stores() -> dict[str, Slow]:
+    import torch
+
+    def copy(held: Any, value: Any) -> None:
+        with torch.no_grad():
+            held.fill_(value)
+
+    def layer() -> Any:
+        made = torch.nn.Linear(1, 1)
+        copy(made.bias, 0.0)
+        return made
+
+    return {
+        "tensor": Slow(lambda: torch.zeros(2), _first, copy),
+        "parameter": Slow(lambda: torch.nn.Parameter(torch.zeros(2)), _first, copy),
+        ".data": Slow(lambda: torch.zeros(2), _first, lambda held, n: copy(held.data, n)),
+        "detach()": Slow(lambda: torch.zeros(2, requires_grad=True), _first, lambda held, n: copy(held.detach(), n)),
+        "numpy()": Slow(lambda: torch.zeros(2), _first, lambda held, n: held.numpy().fill(n)),
+        "large, .data": Slow(lambda: torch.zeros(1 << 18), _first, lambda held, n: copy(held.data, n)),
+        "module": Slow(layer, lambda held: held.bias.item(), lambda held, n: copy(held.bias, n)),
+    }
+
+
+def tensorflow_stores() -> dict[str, Slow]:
+    import keras
+    import tensorflow as tf
+
+    def layer() -> Any:
+        made = keras.layers.Dense(1)
+        made.build((None, 1))
+        return made
+
+    return {
+        "variable": Slow(lambda: tf.Variable(0.0), float, lambda held, n: held.assign(n)),
+        "assign_add": Slow(lambda: tf.Variable(0.0), float, lambda held, n: held.assign_add(n - float(held))),
+        "scattered": Slow(
+            lambda: tf.Variable([0.0, 0.0]), _first, lambda held, n: held.scatter_nd_update([[0]], [float(n)])
+        ),
+        "half": Slow(lambda: tf.Variable(0, dtype=tf.bfloat16), float, lambda held, n: held.assign(n)),
+        "layer": Slow(layer, lambda held: float(held.bias[0]), lambda held, n: held.bias.assign([n])),
+    }
+
+
+def mxnet_stores() -> dict[str, Slow]:
+    import mxnet as mx
+
+    def layer() -> Any:
+        made = mx.gluon.nn.Dense(1, in_units=1)
+        made.initialize()
+        return made
+
+    def asscalar(held: Any) -> float:
+        return float(held.asnumpy()[0])
+
+    return {
+        "array": Slow(lambda: mx.nd.zeros((2,)), asscalar, lambda held, n: held.__setitem__(slice(None), n)),
+        "view": Slow(lambda: mx.nd.zeros((4,))[1:3], asscalar, lambda held, n: held.__setitem__(slice(0, 1), n)),
+        "large": Slow(lambda: mx.nd.zeros((1 << 19,)), asscalar, lambda held, n: held.__setitem__(slice(0, 1), n)),
+        "block": Slow(
+            layer, lambda held: asscalar(held.bias.data()), lambda held, n: held.bias.data().__setitem__(slice(None), n)
+        ),
+    }
+
+
+def jax_stores() -> dict[str, Slow]:
+    import jax.numpy as jnp
+    from flax import nnx
+
+    def layer() -> Any:
+        return nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+
+    def assign(held: Any, value: Any) -> None:
+        held.bias.set_value(jnp.full(1, value))
+
+    return {
+        "array in a list": Slow(lambda: [jnp.zeros(())], lambda held: held[0], _set_first),
+        "layer": Slow(layer, lambda held: float(held.bias.get_value()[0]), assign),
+    }
+
+
+FRAMEWORKS = {"torch": torch_stores, "tensorflow": tensorflow_stores, "mxnet": mxnet_stores, "jax": jax_stores}
+
+
+class Holder:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def work(self, increment: Callable[[Any], None]) -> None:
+        increment(self.x)
+
+    def work_inside(self, increment: Callable[[Any], None]) -> None:
+        increment(self.x[0] if isinstance(self.x, list) else self.x["x"])
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Any
+    names: list[str] = field(default_factory=list)
+
+
+def through_global(increment: Callable[[Any], None]) -> None:
+    increment(total)
+
+
+class Counter:
+    """It says nothing of what it writes, but its method does."""
+
+    def note(self, increment: Callable[[Any], None]) -> None:
+        increment(total)
+
+
+# How a task comes by what it writes: the function and its arguments, of what is written and what writes it.
+WAYS: dict[str, Callable[[Any, Callable[[Any], None]], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "argument": lambda x, do: (do, (x,)),
+    "in lists": lambda x, do: (lambda held: do(held[0][0]), ([(x,)],)),
+    "in a dict": lambda x, do: (lambda held: do(held["x"]), (defaultdict(int, x=x),)),
+    "in a deque": lambda x, do: (lambda held: do(held[0]), (deque([x]),)),
+    "dataclass": lambda x, do: (lambda held: do(held.x), (Batch(x),)),
+    "object": lambda x, do: (lambda held: do(held.x), (Holder(x),)),
+    "slots": lambda x, do: (lambda held: do(held.x), (Slotted([x][0]),)),
+    "namespace": lambda x, do: (lambda held: do(held.x), (SimpleNamespace(x=x),)),
+    "attribute list": lambda x, do: (lambda held: do(held.x[0]), (Holder([x]),)),
+    "attribute dict": lambda x, do: (lambda held: do(held.x["x"]), (Holder({"x": x}),)),
+    "objects in objects": lambda x, do: (lambda held: do(held.x.x.x), (Holder(Holder(Holder(x))),)),
+    "partial": lambda x, do: (functools.partial(do, x), ()),
+    "method": lambda x, do: (Holder(x).work, (do,)),
+    "method, list": lambda x, do: (Holder([x]).work_inside, (do,)),
+    "closure": lambda x, do: (lambda: do(x), ()),
+    "closure of a closure": lambda x, do: ((lambda inner: lambda: inner())(lambda: do(x)), ()),
+    "default": lambda x, do: (lambda held=x: do(held), ()),
+    "keyword default": lambda x, do: (lambda *, held=x: do(held), ()),
+    "global": lambda x, do: (through_global, (do,)),
+    "a function's global": lambda x, do: (lambda: through_global(do), ()),
+    "a method's global": lambda x, do: (lambda held: held.note(do), (Counter(),)),
+}
+
+
+def outcome(mh: Any, store: Slow, way: str, declared: bool) -> float | str:
+    """The number after some increments as tasks, or what is said if one of them is refused."""
+    global total
+    held = total = store.make()
+    function, arguments = WAYS[way](held, store.increment)
+    try:
+        with mh.parallel(threads=3):
+            for _ in range(TIMES):
+                mh.task(function, writes=(held,) if declared else ())(*arguments)
+    except UndeclaredWrite as error:
+        return str(error)
+    return float(store.read(held))
+
+
+def test_an_undeclared_write_is_an_error_whatever_is_written(mh: Any, own: Any) -> None:
+    for name, store in stores(own.framework).items():
+        for way in ("argument", "closure"):
+            assert "writes=(x,)" in str(outcome(mh, store, way, declared=False)), (name, way)
+            assert outcome(mh, store, way, declared=True) == TIMES, (name, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_undeclared_write_is_an_error_however_it_is_reached(mh: Any, own: Any, way: str) -> None:
+    found = stores(own.framework)
+    for name in ("list", "numpy", [*found][-1]):
+        assert "writes=(x,)" in str(outcome(mh, found[name], way, declared=False)), name
+        assert outcome(mh, found[name], way, declared=True) == TIMES, name
+
+
+def test_variables_are_watched(mh: Any, own: Any) -> None:
+    """One that a task assigns, and one that is assigned between giving a task and running it."""
+    count = 0
+
+    def assigns() -> None:
+        nonlocal count
+        time.sleep(0.002)
+        count += 1
+
+    def given() -> None:
+        with mh.parallel(threads=1):
+            mh.task(time.sleep)(0.01)
+            for number in range(TIMES):
+                mh.task(lambda: number)()  # noqa: B023
+
+    with pytest.raises(UndeclaredWrite, match="variable 'count'"), mh.parallel(threads=2):
+        mh.task(assigns)()
+    count = 0
+    with mh.parallel(threads=2):
+        for _ in range(TIMES):
+            mh.task(assigns, writes=(assigns,))()
+        late = mh.task(lambda: count)()
+    assert count == late.result() == TIMES
+    with pytest.raises(UndeclaredWrite, match=r"variable 'number'.*lambda number=number"):
+        given()
+    with mh.parallel(threads=2):
+        found = [mh.task(lambda number=number: number)() for number in range(TIMES)]
+    assert [one.result() for one in found] == [*range(TIMES)]
+
+
+def test_reading_is_no_writing(mh: Any, own: Any) -> None:
+    """Whatever it is, and however it is reached: tasks that only read run side by side, and none fails."""
+    global total
+    for store in stores(own.framework).values():
+        for way in WAYS:
+            held = total = store.make()
+            function, arguments = WAYS[way](held, lambda one, read=store.read: read(one))
+            with mh.parallel(threads=2):
+                for _ in range(2):
+                    mh.task(function)(*arguments)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Own(dict[str, Any]):
+    name = "own"
+
+
+def test_what_holds_futures_arrives_as_what_it_was(mh: Any, own: Any) -> None:
+    kept = Own(a=1)
+    kept.name = "changed"
+    with mh.parallel(threads=2):
+        one = mh.task(int)(1)
+        kept["a"] = one
+        for value, expected in (
+            (OrderedDict(b=one, a=2), OrderedDict(b=1, a=2)),
+            (defaultdict(list, a=one), defaultdict(list, a=1)),
+            (Point(one, 2), Point(1, 2)),
+            (deque([one, 2], maxlen=5), deque([1, 2], maxlen=5)),
+            ({one}, {1}),
+            (Batch(one), Batch(1)),
+            ([(one,)], [(1,)]),
+        ):
+            arrived = mh.task(lambda held: held)(value).result()
+            assert type(arrived) is type(expected)
+            assert arrived == expected
+        arrived = mh.task(lambda held: held)(defaultdict(list, a=one)).result()
+        assert arrived["new"] == []
+        arrived = mh.task(lambda held: (type(held), dict(held), held.name))(kept).result()
+        assert arrived == (Own, {"a": 1}, "changed")
+        assert mh.task(lambda call: call())(functools.partial(pow, one, 3)).result() == 1
