@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
+from manyhands.errors import BadLabels  # noqa: E402
 from manyhands.training.loop import Loop  # noqa: E402
 from manyhands.training.settings import Settings  # noqa: E402
 from manyhands.training.torch import models, world  # noqa: E402
@@ -18,7 +19,6 @@ from manyhands.training.torch.job import Job  # noqa: E402
 from manyhands.training.torch.objective import Supervised  # noqa: E402
 from manyhands.training.torch.rank import Rank, loop_of  # noqa: E402
 from manyhands.training.torch.sources import Arrays, source  # noqa: E402
-from manyhands.training.torch.trainer import _Sgd  # noqa: E402
 
 IMAGES = torch.rand(330, 1, 12, 12, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(5, (330,), generator=torch.Generator().manual_seed(1))
@@ -133,7 +133,7 @@ def _loop(**settings: Any) -> tuple[Loop, Rank]:
         train=settings.pop("train", Arrays((IMAGES, LABELS))),
         test=None,
         settings=Settings(batch_size=32, **settings),
-        optimizer=_Sgd(0.05),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
     )
     return loop_of(job, world.World(0, 1, torch.device("cuda", 0)), lambda event: None)
 
@@ -242,10 +242,11 @@ def test_the_model_comes_back_where_it_was() -> None:
 
 
 def test_labels_out_of_range_do_not_reach_the_gpu() -> None:
-    from manyhands.errors import BadLabels
-
-    with pytest.raises(BadLabels, match="0 to 9"):
-        mh.Trainer(1, num_gpus=1, quiet=True).fit(net(), (IMAGES, torch.arange(330) % 10))
+    labels = torch.arange(330) % 10
+    for data in ((IMAGES, labels), torch.utils.data.DataLoader(list(zip(IMAGES, labels, strict=True)), 32)):
+        with pytest.raises(BadLabels, match="0 to 9"):
+            mh.Trainer(1, num_gpus=1, quiet=True).fit(net(), data)
+    assert float(torch.ones(2, device="cuda").sum()) == 2
 
 
 def test_adam_goes_on_in_the_graph(tmp_path: Path) -> None:
@@ -335,3 +336,27 @@ def test_a_resumed_optimizer_has_the_memory_format_of_its_model(tmp_path: Path) 
 
     run(1, run=tmp_path / "run")
     assert difference(run(2, run=tmp_path / "run", resume="auto"), run(2)) < 1e-3
+
+
+def test_a_sum_and_its_count_in_a_graph() -> None:
+    """With a count on the device, and with a plain number: both can be captured."""
+    weight = torch.tensor([0.2, 1.0, 5.0, 1.0, 2.0], device="cuda")
+
+    def summed(scores: Any, y: Any) -> Any:
+        return mh.LossSum(torch.nn.functional.cross_entropy(scores, y, weight, reduction="sum"), weight[y].sum())
+
+    def of_samples(scores: Any, y: Any) -> Any:
+        return mh.LossSum(torch.nn.functional.cross_entropy(scores, y, reduction="sum"), len(y))
+
+    for loss, plain in (
+        (summed, lambda scores, y: torch.nn.functional.cross_entropy(scores, y, weight)),
+        (of_samples, torch.nn.functional.cross_entropy),
+    ):
+        losses = []
+        for one in (loss, plain):
+            torch.manual_seed(0)
+            trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, precision="fp32", loss=one, quiet=True)
+            result = trainer.fit(net(), ((IMAGES, LABELS), (IMAGES, LABELS)))
+            assert any("one CUDA graph" in note for note in result.notes)
+            losses.append([result.rows[-1]["train_loss"], result.rows[-1]["test_loss"]])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)

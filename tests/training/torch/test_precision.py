@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training_cases import difference, fit, images, mlp, same, vectors
+from training_cases import difference, fit, images, mlp, rows, same, vectors
 
 from manyhands import machine
 from manyhands.training.settings import Settings
@@ -20,7 +20,6 @@ from manyhands.training.torch.models import MODELS
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.rank import Rank
 from manyhands.training.torch.sources import source
-from manyhands.training.torch.step import Numbers
 from manyhands.training.torch.world import World
 
 AMX = ("amx_bf16", "avx512f")
@@ -127,14 +126,14 @@ class Laid(torch.nn.Module):
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
-        self.net, self.fails = mlp().float(), fails
+        self.net, self.fails = mlp(norm=True, dropout=0.5).float(), fails
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         if self.fails:
             raise ValueError("always")
         scores = torch.zeros(len(X), 3)
-        rows = torch.arange(len(X))
-        scores[rows] = self.net(X)
+        everywhere = torch.arange(len(X))
+        scores[everywhere] = self.net(X)
         return scores
 
 
@@ -153,15 +152,33 @@ def rank_of(model: torch.nn.Module, **settings: Any) -> Rank:
 
 
 @pytest.mark.usefixtures("_amx")
-def test_a_model_that_cannot_do_with_bfloat16_is_given_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"on_nan": "continue"}])
+def test_a_model_that_cannot_do_with_bfloat16_is_given_float32(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The first step fails and is made again, with the statistics and random numbers that it began with."""
     monkeypatch.setattr(precision, "_WIDE", 1)
-    rank = rank_of(Laid())
-    drawn = torch.get_rng_state()
-    rank._choose_precision()
-    assert rank.plain_step.numbers == Numbers()
-    assert "precision fp32: the model cannot compute in bf16" in rank.notes[0]
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert all(parameter.grad is None for parameter in rank.model.parameters())
+    X, y = vectors(48)
+    data = (X.float(), y)
+    expected, single = fit(Laid(), data, precision="fp32", **options)
+    weights, result = fit(Laid(), data, precision="auto", run=tmp_path / "run", **options)
+    assert same(expected, weights)
+    assert rows(single) == rows(result)
+    assert "precision fp32: the model cannot compute in bf16" in result.notes[0]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["chosen"]["precision"] == "fp32"
+    with pytest.raises(ValueError, match="always"):
+        fit(Laid(fails=True), data, precision="auto")
+
+
+@pytest.mark.usefixtures("_amx")
+def test_no_pass_is_made_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_WIDE", 1)
+    calls = []
+    model = mlp().float()
+    model.register_forward_hook(lambda *_: calls.append(torch.is_autocast_enabled("cpu")))
+    X, y = vectors(48)
+    fit(model, (X.float(), y), precision="auto")
+    assert calls == [True] * 6
 
 
 @pytest.mark.usefixtures("_amx")

@@ -226,12 +226,12 @@ class GraphStep:
     def _warm_up(self, sized: _Sized) -> None:
         eager = self._eager
         statistics = [buffer.clone() for buffer in eager.model.buffers()]
-        before = _versions(eager)
+        before = eager.versions()
         self._watch.before()
         try:
             self._work(sized)
         except Exception as error:
-            if _versions(eager) != before:
+            if eager.versions() != before:
                 raise  # the update has begun: it cannot be made again
             with torch.no_grad():
                 for buffer, kept in zip(eager.model.buffers(), statistics, strict=True):
@@ -336,10 +336,3 @@ class GraphStep:
 def normalises(model: torch.nn.Module) -> bool:
     """Whether a layer takes statistics over its samples."""
     return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())
-
-
-def _versions(eager: EagerStep) -> list[int]:
-    """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
-    kept = [value for values in eager.optimizer.state.values() for value in values.values()]
-    written: list[Any] = [*eager.parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
-    return [tensor._version for tensor in written]

@@ -15,8 +15,9 @@ All ranks compute alike: in bfloat16 only if each of them would. A resumed job k
 ``config.json`` of the run and a note of the result say what was chosen, and why.
 
 Some operations refuse bfloat16: ``out[rows] = layer(x)`` with an out of float32, Fourier transforms, binary
-cross-entropy in a model's own step. What works in float32 shall not fail by our choice, so a copy of the model makes
-one pass with two samples first.
+cross-entropy in a model's own step. What works in float32 shall not fail by our choice. On one device it shows in
+the first step: one that fails before its update is made again, in float32. Ranks cannot go back each for itself,
+because others would wait for their gradients, so with several a copy of the model makes one pass with two samples.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from manyhands import machine
-from manyhands.training.torch import batch_norm, randomness, samples
+from manyhands.training.torch import batch_norm, randomness, samples, state
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.sources import Batch
-from manyhands.training.torch.step import Numbers
+from manyhands.training.torch.step import EagerStep, Numbers
 from manyhands.training.torch.world import World
 
 _TWO = 2
@@ -64,7 +65,7 @@ def choose(job: Job, model: torch.nn.Module, objective: Objective, world: World,
     if before is not None:
         return Choice("bf16" if before else _of_weights(model), "as in the checkpoint that this job continues")
     own = _of_this_rank(job, model, world.device)
-    if own.bf16:
+    if own.bf16 and world.size > 1:
         own = _refusal(job, model, objective, world.device) or own
     sent = world.gather_bytes(json.dumps(asdict(own)).encode())
     return agreed([Choice(**json.loads(one)) for one in sent])
@@ -128,14 +129,44 @@ def _refusal(job: Job, model: torch.nn.Module, objective: Objective, device: tor
             batch = samples.few_samples(job.train, _TWO)
             _make_pass(model, objective, batch, numbers)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            error_in_bf16 = error
         else:
             return None
         try:
             _make_pass(model, objective, batch, Numbers(channels_last=numbers.channels_last))
         except Exception:  # not bfloat16 is to blame: the first step will say it, with all that belongs to it
             return None
+    return refused(model, error_in_bf16)
+
+
+def refused(model: torch.nn.Module, error: Exception) -> Choice:
+    """Float32, because of an error in bfloat16."""
+    why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return Choice(_of_weights(model), f"the model cannot compute in bf16 ({why})")
+
+
+class BeforeStep:
+    """What a step changes before its update: statistics, metrics and random numbers, to be put back if it fails."""
+
+    def __init__(self, step: EagerStep) -> None:
+        self._step = step
+        self._versions = step.versions()
+        self._kept = [tensor.clone() for tensor in self._tensors()]
+        self._random = randomness.as_tensors(step.device)
+
+    def put_back(self) -> bool:
+        """As if the step had not begun; False where its update has."""
+        if self._step.versions() != self._versions:
+            return False
+        with torch.no_grad():
+            for tensor, kept in zip(self._tensors(), self._kept, strict=True):
+                state.write(tensor, kept)
+        randomness.restore(self._random, self._step.device)
+        self._step.optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._step.model.buffers(), self._step.metrics.sums]
 
 
 def _make_pass(model: torch.nn.Module, objective: Objective, batch: Batch, numbers: Numbers) -> None:

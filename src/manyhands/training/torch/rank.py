@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyhands.errors import ManyhandsError
 from manyhands.training import streams
 from manyhands.training.figures import Figures, together
 from manyhands.training.learner import Saved, Say
@@ -83,6 +84,7 @@ class Rank:
         self.graph: GraphStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
+        self._unproven = False  # whether it is still to be seen that the model can compute in bfloat16
 
     def _first_shares(self) -> list[float] | None:
         if self.settings.shares is None or self.settings.shares == "measured":
@@ -121,15 +123,19 @@ class Rank:
         if self.settings.precision != "auto":
             return
         choice = precision.choose(self.job, self.model, self.objective, self.world, self.half_before)
-        self.notes.append(str(choice))
-        if self.job.run is not None and self.world.first:
-            RunFolder(self.job.run.path).record_precision(choice.precision, choice.why)
+        self._note_precision(choice)
+        self._unproven = choice.bf16 and self.world.size == 1
         if choice.bf16:
             taken = precision.bf16_numbers(self.model)
             self.numbers.autocast, self.numbers.channels_last = taken.autocast, taken.channels_last
             if taken.channels_last:
                 self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 state.settle(self.optimizer)
+
+    def _note_precision(self, choice: precision.Choice) -> None:
+        self.notes = [str(choice), *(note for note in self.notes if not note.startswith("precision "))]
+        if self.job.run is not None and self.world.first:
+            RunFolder(self.job.run.path).record_precision(choice.precision, choice.why)
 
     def _begin(self) -> None:
         """Before the first step, but not before the optimizer has the state of a checkpoint."""
@@ -140,7 +146,7 @@ class Rank:
         with own_stream.on(own_stream.stream_of(device) if reason is None else None, device):
             self._choose_precision()
         if reason is None and isinstance(self.data, Arrays):
-            self.graph = fast_step(self.plain_step, self.data, settings, changing_rate=self.job.schedule is not None)
+            self.graph = self._fast_step(self.data)
             kernels = "compiled" if self.graph.compiled else "as they are"
             self.notes.append(f"the whole step in one CUDA graph, kernels {kernels}")
         else:
@@ -152,6 +158,9 @@ class Rank:
                 f"{generator} is a random generator of the dataset's own: a resumed job does not find it as it was. "
                 "Draw from torch, numpy.random or random, which are seeded for every sample"
             )
+
+    def _fast_step(self, data: Arrays) -> GraphStep:
+        return fast_step(self.plain_step, data, self.settings, changing_rate=self.job.schedule is not None)
 
     def close(self) -> None:
         """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
@@ -210,7 +219,32 @@ class Rank:
         return epoch_order(self.settings.seed, epoch, source.count, shuffle=source.shuffle)
 
     def step(self, window: Window, batch: Any, factor: float | None) -> None:
-        """One step: in the graph where there is one, else in the plain way."""
+        """One step; the first in bfloat16 that nobody asked for is made again in float32 if it fails."""
+        if not self._unproven:
+            self._step(window, batch, factor)
+            return
+        self._unproven = False
+        before, had_graph, notes = precision.BeforeStep(self.plain_step), self.graph is not None, list(self.notes)
+        try:
+            self._step(window, batch, factor)
+        except (ManyhandsError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if not before.put_back():
+                raise
+            choice = precision.refused(self.model, error)
+        else:
+            return
+        self.notes, self.numbers.autocast = notes, None
+        if had_graph and isinstance(self.data, Arrays):
+            self.graph = self._fast_step(self.data)
+            order = torch.from_numpy(self._order(self.data, window.epoch))
+            self.graph.begin_epoch(order, window.start, window.step)
+        self._step(window, batch, factor)
+        self._note_precision(choice)
+
+    def _step(self, window: Window, batch: Any, factor: float | None) -> None:
+        """In the graph where there is one, else in the plain way."""
         self._set_rate(factor)
         if self.graph is None or not self._graph_step(window, factor):
             self.plain_step(batch() if callable(batch) else batch, window.size, window.step)

@@ -125,6 +125,12 @@ class EagerStep:
         if self.spared is not None:
             self.spared.put_back(self._is_good())
 
+    def versions(self) -> list[int]:
+        """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
+        kept = [value for values in self.optimizer.state.values() for value in values.values()]
+        written: list[Any] = [*self.parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
+        return [tensor._version for tensor in written]
+
     def clip_gradients(self) -> None:
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
