@@ -36,11 +36,16 @@ class BaseTrainer(HyperParameters, abc.ABC):
     rate (``optax.adamw``). Without ``lr`` those have their own default. A finished optimizer, or a function that takes
     no rate, has its own: giving ``lr`` as well is an error. ``batch_size`` counts all devices together; a loader that
     has another one is an error.
+
+    ``loss`` is called as the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet,
+    ``loss(y_true, y_pred)`` with Keras, which also takes names (``loss="mse"``). It gives the mean over the samples of
+    a batch, or one number per sample, or a :class:`~manyhands.training.loss_sum.LossSum`.
     """
 
     # Of each framework: its adapter, and the options that have no meaning there, with the reason.
     backend: ClassVar[Any]
     refused: ClassVar[dict[str, str]] = {}
+    loss_kinds: ClassVar[tuple[type, ...]] = ()  # of losses, besides functions
 
     @option_names.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
     def __init__(
@@ -78,8 +83,8 @@ class BaseTrainer(HyperParameters, abc.ABC):
         for name, reason in self.refused.items():
             if getattr(self, name) != _DEFAULTS[name]:
                 raise BadSettings(f"{name}={getattr(self, name)!r}: {reason}")
-        for name, given in (("loss", loss), ("schedule", schedule)):
-            if given is not None and not callable(given):
+        for name, given, kinds in (("loss", loss, self.loss_kinds), ("schedule", schedule, ())):
+            if given is not None and not callable(given) and not isinstance(given, kinds):
                 raise BadSettings(f"{name}={given!r} is a {type(given).__name__}: give a function")
         self._check_options()
         self._check_settings()

@@ -24,11 +24,10 @@ from manyhands.training.tensorflow.trainer import Trainer
         ({"compile": True}, BadSettings, "XLA"),
         ({"optimizer": 3}, BadSettings, "function of the learning rate"),
         ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)}, BadSettings, "accumulate"),
-        ({"loss": "mse"}, BadSettings, "function"),
+        ({"loss": "mean_square"}, BadSettings, "mean_squared_error"),
         ({"batch_size": 2}, BadSettings, "at least 3"),
         ({"shares": [1, 2]}, BadShares, "3 devices"),
-        ({"loss": lambda y_hat, y: tf.reduce_sum(y_hat)}, BadSettings, "mean over the samples"),
-        ({"loss": keras.losses.SparseCategoricalCrossentropy(ignore_class=-1)}, BadSettings, "reduction='sum'"),
+        ({"loss": lambda y_true, y_pred: tf.reduce_sum(y_pred)}, BadSettings, "mean over the samples"),
         (
             {"schedule": lambda done: 1.0, "optimizer": lambda rate: keras.optimizers.SGD(_decay())},
             BadSettings,

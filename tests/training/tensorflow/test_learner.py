@@ -78,9 +78,9 @@ def test_a_precision_is_asked_for_and_the_callers_model_stays_in_its_own(precisi
     model = keras.Sequential(net)
     seen: list[str] = []
 
-    def loss(y_hat: Any, y: Any) -> Any:
-        seen.append(y_hat.dtype.name)
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(y, y_hat)
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        seen.append(y_pred.dtype.name)
+        return keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
 
     before = model.get_weights()
     fit(model, images(16), epochs=1, precision=precision, loss=loss)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from manyhands.errors import BadSettings, NotATensor
+from manyhands.errors import BadBatch, BadSettings, NotATensor
 from manyhands.training.labels import ClassLabels
-from manyhands.training.sources import Arrays, Batch, Source, Stream
-from manyhands.training.tensorflow.book import Module, cross_entropy
-from manyhands.training.tensorflow.objective import Objective, Supervised, answer_of
+from manyhands.training.sources import Array, Arrays, Batch, Source, Stream
+from manyhands.training.tensorflow import loss_trial
+from manyhands.training.tensorflow.batch_parts import Parts, answer_of, parts_of
+from manyhands.training.tensorflow.function import Function
+from manyhands.training.tensorflow.objective import ClassScores, Objective, Supervised
 
 _FEW = 2
-_HALVES = 4  # samples that a loss is tried on, as a whole and in halves
-_CLOSE = {tf.float64: 1e-6, tf.float32: 1e-3}
-_OTHERWISE_CLOSE = 3e-2
 
 
 def check_model(model: Any) -> None:
@@ -36,80 +35,92 @@ def materialise(model: Any, data: Source) -> None:
     if not model.built or not model.weights:
         few = few_samples(data, _FEW)
         if few is not None:
-            answer_of(model, few[:-1], training=False)
+            first_answer(model, parts_of(model, few))
     if not model.trainable_variables:
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+
+
+def first_answer(model: Any, parts: Parts) -> Any:
+    """The model's answer to a few samples. If it takes no such inputs, that is said of the user's data."""
+    try:
+        return answer_of(model, parts.inputs, training=False)
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        shapes = ", ".join(str(tuple(one.shape[1:])) for one in parts.inputs)
+        wanted = ", ".join(str(tuple(one.shape[1:])) for one in getattr(model, "inputs", None) or ())
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        takes = f"takes inputs of shape {wanted}" if wanted else f"does not take it ({reason})"
+        raise BadBatch(
+            f"a sample of the data has shape {shapes}, and {type(model).__name__} {takes}{_cure(parts, model)}"
+        ) from error
+
+
+def _cure(parts: Parts, model: Any) -> str:
+    if any(len(one.shape) == 3 for one in parts.inputs) and any(
+        isinstance(layer, keras.layers.Conv2D) for layer in model._flatten_layers()
+    ):
+        return ": images need an axis of channels, X[..., np.newaxis] gives grey ones theirs"
+    return ""
 
 
 # Labels
 
 
-def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> ClassLabels | None:
+@dataclass(frozen=True)
+class LabelCheck:
+    """Looks at the labels of a batch: its part behind the inputs."""
+
+    look: ClassLabels
+    inputs: int
+
+    def __call__(self, arrays: Sequence[Array]) -> None:
+        self.look(arrays[: self.inputs + 1])
+
+
+def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> LabelCheck | None:
     """Labels that the model has no output for: on a GPU their loss would be no number, long after.
 
     Those of arrays are looked at now; for those of a loader a check is given back.
     """
-    loss = objective.loss if isinstance(objective, Supervised) else _default_loss(model)
-    if not _of_classes(loss):
+    few = few_samples(train, _FEW) if _of_classes(objective) else None
+    if few is None or len(few) < 2:
         return None
-    try:
-        few = few_samples(train, _FEW)
-        scores: Any = None if few is None else answer_of(model, few[:-1], training=False)
-    except Exception:  # the first step will say it, with all that belongs to it
+    parts = parts_of(model, few)
+    scores: Any = first_answer(model, parts)
+    if not tf.is_tensor(scores) or len(scores.shape) != 2 or len(parts.targets) != 1:
         return None
-    if not tf.is_tensor(scores) or len(scores.shape) != 2:
-        return None
-    of_keras = loss is not cross_entropy  # its own losses take more kinds of labels
-    look = ClassLabels(scores.shape[1], getattr(loss, "ignore_class", None), floats=of_keras, columns=of_keras)
+    of_keras = isinstance(objective, Supervised)  # its own losses take more kinds of labels
+    ignored = getattr(objective.loss.loss, "ignore_class", None) if isinstance(objective, Supervised) else None
+    look = LabelCheck(ClassLabels(scores.shape[1], ignored, floats=of_keras, columns=of_keras), len(parts.inputs))
     for source in (train, test):
         if isinstance(source, Arrays) and len(source.arrays) > 1:
             look(source.arrays)
     return look
 
 
-def _default_loss(model: Any) -> Any:
-    """Cross-entropy, where a subclass of the book's Module says nothing else."""
-    says_nothing = type(model).loss is Module.loss and type(model).training_step is Module.training_step
-    return cross_entropy if says_nothing else None
-
-
-def _of_classes(loss: Any) -> bool:
-    known = (cross_entropy, keras.losses.sparse_categorical_crossentropy)
-    return loss in known or isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
+def _of_classes(objective: Objective) -> bool:
+    if isinstance(objective, ClassScores):
+        return not objective.own
+    loss = objective.loss.loss if isinstance(objective, Supervised) else None
+    kind = keras.losses.SparseCategoricalCrossentropy
+    if isinstance(loss, str):
+        return loss.lower().replace("_", "") == "sparsecategoricalcrossentropy"
+    is_object: bool = isinstance(loss, kind)
+    return is_object or loss is kind or loss is keras.losses.sparse_categorical_crossentropy
 
 
 # The loss
 
 
-def check_loss(model: Any, objective: Objective, train: Source) -> None:
-    """Refuse a loss that is no mean over samples where a batch is worked off in parts: the parts would not add up."""
-    loss: Any = getattr(objective, "loss", None)
-    if getattr(loss, "ignore_class", None) is not None and loss.reduction not in ("sum", "none", None):
-        raise BadSettings(
-            f"the loss leaves out labels of class {loss.ignore_class}: its mean divides by the others, and in parts of "
-            "a batch (several devices, or accumulate) that is not what it is in the whole. Give reduction='sum': the "
-            "trainer then divides by the number of samples, exactly on any number of devices"
-        )
-    few = few_samples(train, _HALVES)
-    if few is None or len(few[0]) < 2:
-        return
-    half = len(few[0]) // 2
-    parts = [tuple(one[:half] for one in few), tuple(one[half:] for one in few)]
-    try:
-        first, again = (objective(model, few, training=False)[0] for _ in range(2))
-        halves = [float(objective(model, part, training=False)[0]) * len(part[0]) for part in parts]
-    except Exception:  # the first step will say it, with all that belongs to it
-        return
-    whole, mean, close = float(first), sum(halves) / len(few[0]), _CLOSE.get(first.dtype, _OTHERWISE_CLOSE)
-    if not math.isfinite(whole) or whole != float(again):  # it draws random numbers: that says nothing
-        return
-    if not math.isclose(whole, mean, rel_tol=close, abs_tol=close * 1e-3):
-        raise BadSettings(
-            f"the loss of {len(few[0])} samples is {whole:.6g}, but that of their two halves is {mean:.6g} on average: "
-            "on several devices, or with accumulate, the batch is worked off in parts, and this loss would then train "
-            "another model than one device does. The loss must be the mean over the samples of the batch: divide a sum "
-            "by the number of samples, or give a loss with reduction=None, of which the trainer takes the mean"
-        )
+def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
+    """Refuse a loss whose parts do not add up, where batches are processed in parts; or a note that it is not known."""
+    samples = train if isinstance(train, Arrays) else _first_batch(train)
+    if samples is None:
+        why: str | None = "the loader can be read only once"
+    else:
+        why = loss_trial.check(Function(model, objective, 0), loss_trial.unlike(samples))
+    return (
+        None if why is None else f"the loss was not checked to be a mean over samples, as several parts need it: {why}"
+    )
 
 
 # A few samples
@@ -119,6 +130,18 @@ def few_samples(data: Source, count: int) -> Batch | None:
     """The first samples; None for an iterator, from which a look would take them away."""
     if isinstance(data, Arrays):
         return data.prepare(tuple(tf.convert_to_tensor(one) for one in data.rows(slice(count))))
-    if isinstance(data, Stream) and isinstance(data.loader, Iterator):
-        return None
-    return tuple(tf.convert_to_tensor(one[:count]) for one in data.first_batch())
+    first = _first_batch(data)
+    return None if first is None else tuple(tf.convert_to_tensor(one[:count]) for one in first)
+
+
+def _first_batch(data: Stream) -> tuple[Array, ...] | None:
+    return None if isinstance(data.loader, Iterator) else data.first_batch()
+
+
+def check_end(data: Any) -> None:
+    """Refuse a dataset of TensorFlow's without an end: there would be no first epoch's end, either."""
+    if isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise BadSettings(
+            "the dataset has no end (.repeat() without a number), and an epoch is one pass over it: leave .repeat() "
+            "out, the trainer passes over it max_epochs times; or give dataset.take(n) for epochs of n batches"
+        )

@@ -5,6 +5,10 @@ A model's variables are in one place; its replicas need others. So the model len
 variables (running statistics) comes out as new values. Nothing of the caller's model is touched, and no model has to be
 cloned. Random layers draw from seeds that are computed of (seed, step, replica): a job that goes on at a step draws
 what it would have drawn.
+
+Code within the model's layers or its loss that asks how many replicas there are is told: one. Keras's losses (and
+``tf.nn.compute_average_loss``) divide by that number, because Keras adds up the replicas' losses; the step weighs each
+part of a batch by its samples, so they would divide twice.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from tensorflow.python.distribute import distribute_lib
 
 from manyhands.training.sources import Batch
+from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.objective import Objective
 
 
@@ -40,18 +46,19 @@ class Function:
 
     def __call__(
         self, weights: Sequence[Any], kept: Sequence[Any], numbers: Sequence[Any], batch: Batch, *, training: bool
-    ) -> tuple[Any, Any, list[Any]]:
-        """Mean loss, right answers (or None), and the statistics after it.
+    ) -> tuple[Losses, list[Any]]:
+        """The loss, regularizers and ``add_loss`` included, and the statistics after it.
 
         ``numbers`` (of the step, the replica and the like) tell one draw of random numbers from another.
         """
         mapping = [*zip(self.trained, weights, strict=True), *zip(self.kept, kept, strict=True)]
         mapping += zip(self._generators, self._seeds(numbers), strict=True)
         scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
-        with self._own_generator(), scope:
-            loss, right = self.objective(self.model, batch, training=training)
-            penalties = [tf.cast(one, loss.dtype) for one in self.model.losses]
-        return tf.add_n([loss, *penalties]), right, [scope.get_current_value(variable) for variable in self.kept]
+        with self._own_generator(), _as_one_replica(), scope:
+            losses = self.objective(self.model, batch, training=training)
+            if not losses.complete:
+                losses = sum((Losses(_penalty(one)) for one in self.model.losses), losses)
+        return losses, [scope.get_current_value(variable) for variable in self.kept]
 
     def _seeds(self, numbers: Sequence[Any]) -> Iterator[Any]:
         for key, generator in zip(self._keys, self._generators, strict=True):
@@ -68,3 +75,24 @@ class Function:
             yield
         finally:
             global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
+
+
+def _penalty(value: Any) -> Any:
+    """As Keras adds it: a sum, whatever its shape."""
+    return tf.reduce_sum(value if value.dtype.is_floating else tf.cast(value, keras.config.floatx()))
+
+
+@contextlib.contextmanager
+def _as_one_replica() -> Iterator[None]:
+    """The number of replicas reads 1; what replicas do together (synchronized statistics) goes on."""
+    replica = tf.distribute.get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        yield
+        return
+    # TensorFlow has no public way to say so. Tried with 2.21.
+    mode = distribute_lib._ThreadMode(distribute_lib._get_default_strategy(), None, replica)
+    distribute_lib._push_per_thread_mode(mode)
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()

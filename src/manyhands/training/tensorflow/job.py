@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.training.labels import ClassLabels
 from manyhands.training.learner import Schedule
 from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.sources import Source
+from manyhands.training.tensorflow.checks import LabelCheck
 from manyhands.training.tensorflow.objective import Objective
 
 
@@ -23,7 +23,8 @@ class Job:
     train: Source
     test: Source | None
     settings: Settings
-    labels: ClassLabels | None = None
+    labels: LabelCheck | None = None
     schedule: Schedule | None = None
     run: RunPlan | None = None
     resume: Path | None = None
+    notes: list[str] = field(default_factory=list)

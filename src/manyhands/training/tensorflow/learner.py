@@ -16,15 +16,16 @@ import numpy as np
 
 from manyhands.backends import tensorflow as backend
 from manyhands.training import blobs, streams
-from manyhands.training.figures import Figures, together
+from manyhands.training.figures import Figures
 from manyhands.training.learner import Saved
 from manyhands.training.order import Cursor, Window
 from manyhands.training.sources import Array, Arrays, Source
-from manyhands.training.tensorflow import naming, optimizers
+from manyhands.training.tensorflow import compiled, naming, optimizers
 from manyhands.training.tensorflow.feed import Feed, Given
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.job import Job
-from manyhands.training.tensorflow.step import BAD_STEP, Step
+from manyhands.training.tensorflow.objective import Supervised
+from manyhands.training.tensorflow.step import BAD_STEP, COUNT, LOSS, MOST_SUMS, RIGHT, Step
 from manyhands.training.tensorflow.world import World
 
 _TEST_BATCH = 512
@@ -43,7 +44,7 @@ class KerasLearner:
         self.shares = None if given is None else [float(share) for share in given]
         self.optimizer_name = type(job.optimizer).__name__
         function = Function(job.layers, job.objective, job.settings.seed)
-        self.optimizer = optimizers.stateless(job.optimizer, function.trained)
+        self.optimizer = optimizers.stateless(job.optimizer, function.trained, job.model.trainable_variables)
         memory = optimizers.memory(job.optimizer, self.optimizer, job.model)
         self.step_of = Step(world.strategy, function, self.optimizer, memory, job.settings)
         self.names = naming.names(job.layers)
@@ -63,13 +64,15 @@ class KerasLearner:
         self._share_weights()
 
     def _first_notes(self) -> list[str]:
-        notes = []
+        notes = self.job.notes + compiled.notes(self.job.model)
         if normalises(self.job.layers) and self.world.replicas > 1:
             over = "the whole batch" if self.step_of.all_take_part else "each device's shard"
             notes.append(f"batch normalisation takes its statistics over {over}")
-        loss = getattr(self.job.objective, "loss", None)
-        if self.settings.precision == "fp64" and getattr(loss, "dtype", None) == "float32":
+        objects = self.job.objective.objects if isinstance(self.job.objective, Supervised) else []
+        if self.settings.precision == "fp64" and any(one.dtype == "float32" for one in objects):
             notes.append("the loss computes in float32, as it was made: give it dtype='float64'")
+        if any(one.reduction in ("sum", "none", None) for one in objects):
+            notes.append("the loss gives a sum, or a number for each sample: the trainer takes the mean over samples")
         return notes
 
     def _feed(self, source: Source) -> Feed:
@@ -124,9 +127,10 @@ class KerasLearner:
 
     def _set_sums(self, sums: Any, figures: Figures) -> None:
         first, *others = self.step_of.on_each(sums)
-        first.assign([figures.loss_sum, figures.right, figures.count, math.inf])
+        rest = [0.0] * (first.shape[0] - BAD_STEP - 1)
+        first.assign([figures.loss_sum, figures.right, figures.count, math.inf, *rest])
         for other in others:
-            other.assign([0, 0, 0, math.inf])
+            other.assign([0, 0, 0, math.inf, *rest])
 
     def evaluate(self, alive: Callable[[], None]) -> Figures | None:
         """Loss and accuracy on the test set, each sample counted once, whatever the number of devices."""
@@ -139,7 +143,16 @@ class KerasLearner:
         for _, batch in streams.agreed(batches, self.all_have, getattr(self.test_feed.source, "loader", None)):
             self._test(batch.data, batch.order, batch.bounds)
             alive()
-        return together(self._of_all(self.step_of.test_sums))
+        return self._tested()
+
+    def _tested(self) -> Figures:
+        """The figures of a test over all processes; sums with a count of their own are divided now."""
+        own = np.sum([one.numpy() for one in self.step_of.on_each(self.step_of.test_sums)], axis=0)
+        own[BAD_STEP] = self.step_of.counts_right or self._counted
+        whole = np.sum(self.world.gather(own.tolist()), axis=0)
+        totals, counts = np.split(whole[BAD_STEP + 1 :], [MOST_SUMS])
+        loss = whole[LOSS] + sum(np.divide(totals, counts, out=np.zeros_like(totals), where=counts != 0)) * whole[COUNT]
+        return Figures(float(loss), float(whole[RIGHT]), float(whole[COUNT]), counted=bool(whole[BAD_STEP]))
 
     # Checkpoints
 

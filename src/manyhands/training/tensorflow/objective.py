@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,95 +10,142 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
-from manyhands.errors import BadBatch
+from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.sources import Batch
+from manyhands.training.tensorflow.batch_parts import Parts, answer_of, parts_of
 from manyhands.training.tensorflow.book import Module, cross_entropy
+from manyhands.training.tensorflow.losses import KerasLoss, Losses, reduced
 
-Loss = Callable[[Any, Any], Any]
+Accuracy = Callable[[Any, Any], Any]
 
 
 class Objective(Protocol):
-    def __call__(self, model: Any, batch: Batch, *, training: bool) -> tuple[Any, Any]:
-        """The loss as a mean over the samples of the batch, and how many were answered rightly (or None)."""
+    def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
+        """The loss of these samples, and how many were answered rightly (or None)."""
 
 
 @dataclass
 class Supervised:
-    """A loss of the model's answer and the last part of the batch: ``loss(model(*inputs), target)``."""
+    """A loss of Keras's kind, ``loss(y_true, y_pred)``, of the batch's targets and the model's answer."""
 
-    loss: Loss
+    loss: KerasLoss
+    accuracy: Accuracy | None = None
 
-    def __call__(self, model: Any, batch: Batch, *, training: bool) -> tuple[Any, Any]:
-        inputs, target = inputs_and_target(batch)
-        answer = widened(answer_of(model, inputs, training=training))
-        return mean_loss(self.loss, answer, target), right_answers(answer, target)
+    @property
+    def objects(self) -> list[keras.losses.Loss]:
+        """Those losses that the user gave as objects of Keras's."""
+        return [one for one in keras.tree.flatten(self.loss.loss) if isinstance(one, keras.losses.Loss)]
+
+    def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
+        parts = parts_of(model, batch)
+        answer = widened(answer_of(model, parts.inputs, training=training))
+        return _with_right(self.loss(parts.target, answer, parts.sample_weight), answer, parts, self.accuracy)
+
+
+@dataclass
+class ClassScores:
+    """The book's kind of loss, ``loss(y_hat, y)``: a Module's own, or cross-entropy where nobody says another."""
+
+    own: bool = False
+
+    def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
+        parts = parts_of(model, batch)
+        answer = widened(answer_of(model, parts.inputs, training=training))
+        if parts.sample_weight is not None:
+            raise BadBatch(
+                f"a batch has {len(batch)} parts, which {type(model).__name__} can only take for (inputs, target, "
+                f"sample_weight), and {'its own loss' if self.own else 'the default loss'} takes no weights: give a "
+                "loss of Keras's, as loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
+            )
+        if self.own:
+            losses = reduced(model.loss(answer, parts.target), name=f"{type(model).__name__}.loss")
+        else:
+            _check_scores(answer, parts)
+            losses = reduced(cross_entropy(answer, parts.target), name="cross_entropy")
+        return _with_right(losses, answer, parts, None)
 
 
 @dataclass
 class OwnStep:
-    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss."""
+    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a LossSum."""
 
-    def __call__(self, model: Any, batch: Batch, *, training: bool) -> tuple[Any, Any]:
-        if isinstance(model, Module) and type(model).training_step is Module.training_step:
-            return Supervised(model.loss)(model, batch, training=training)  # the same step, with the answers at hand
-        step = model.training_step if training else getattr(model, "validation_step", model.training_step)
-        return step(batch), None
+    def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
+        has_test = not training and hasattr(model, "validation_step")
+        name = "validation_step" if has_test else "training_step"
+        return reduced(getattr(model, name)(batch), name=f"{type(model).__name__}.{name}")
 
 
-def inputs_and_target(batch: Batch) -> tuple[Sequence[Any], Any]:
-    """The last part of a batch is the target, all others are the model's inputs."""
-    if len(batch) < 2:
-        raise BadBatch(
-            "a batch (inputs, target) is needed, and there is only one part: give both, or a model with a "
-            "training_step(batch) of its own"
+@dataclass
+class OwnComputeLoss:
+    """A Keras model with a ``compute_loss`` of its own: called as Keras calls it. It adds regularizers itself."""
+
+    accuracy: Accuracy | None = None
+
+    def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
+        parts = parts_of(model, batch)
+        answer = widened(answer_of(model, parts.inputs, training=training))
+        x = list(parts.inputs) if len(parts.inputs) > 1 else parts.inputs[0]
+        value = model._compute_loss(x, parts.target, answer, parts.sample_weight, training=training)
+        losses = reduced(value, name=f"{type(model).__name__}.compute_loss")
+        return _with_right(Losses(losses.mean, losses.sums, complete=True), answer, parts, self.accuracy)
+
+
+def _check_scores(answer: Any, parts: Parts) -> None:
+    if not tf.is_tensor(answer):
+        raise BadSettings(
+            f"the model gives a {type(answer).__name__} of {len(answer)}, and the default loss is the cross-entropy of "
+            "one tensor of class scores: give loss=... (one of Keras's, or a function of y_true and y_pred for each "
+            "output), or a model with a training_step(batch) of its own"
         )
-    return batch[:-1], batch[-1]
-
-
-def answer_of(model: Any, inputs: Sequence[Any], *, training: bool) -> Any:
-    """What the model says; one that was drawn as a graph of layers takes several inputs as a list."""
-    if isinstance(model, Functional) and len(inputs) > 1:
-        return model(list(inputs), training=training)
-    return model(*inputs, training=training)
+    if len(parts.targets) > 1:
+        raise BadSettings(f"there are {len(parts.targets)} targets, and no loss was given: give loss=...")
 
 
 def widened(answer: Any) -> Any:
     """Scores in half precision as float32: losses lose by it."""
-    return tf.nest.map_structure(lambda one: tf.cast(one, tf.float32) if one.dtype.size < 4 else one, answer)
+
+    def wide(leaf: Any) -> Any:
+        if leaf.dtype.size >= 4:
+            return leaf
+        mask, leaf = keras.src.backend.get_keras_mask(leaf), tf.cast(leaf, tf.float32)
+        if mask is not None:
+            keras.src.backend.set_keras_mask(leaf, mask)
+        return leaf
+
+    return tf.nest.map_structure(wide, answer)
 
 
-def mean_loss(loss: Loss, answer: Any, target: Any) -> Any:
-    """The mean over samples, whatever reduction the loss has.
-
-    Keras's own losses take (target, answer), all others (answer, target).
-    """
-    if tf.is_tensor(target) and tf.is_tensor(answer) and target.dtype.is_floating:
-        target = tf.cast(target, answer.dtype)
-    value = tf.convert_to_tensor(loss(target, answer) if is_keras(loss) else loss(answer, target))
-    if len(value.shape):
-        return tf.reduce_sum(value) / tf.cast(tf.maximum(tf.shape(value)[0], 1), value.dtype)
-    if getattr(loss, "reduction", None) == "sum":
-        return value / tf.cast(tf.maximum(tf.shape(target)[0], 1), value.dtype)
-    return value
-
-
-def is_keras(loss: Any) -> bool:
-    """Whether it is a loss of Keras's: an object or one of its functions."""
-    return isinstance(loss, keras.losses.Loss) or str(getattr(loss, "__module__", "")).partition(".")[0] == "keras"
+def _with_right(losses: Losses, answer: Any, parts: Parts, accuracy: Accuracy | None) -> Losses:
+    right = None
+    if tf.is_tensor(answer) and len(parts.targets) == 1:
+        right = right_answers(answer, parts.target) if accuracy is None else accuracy(parts.target, answer)
+    return Losses(losses.mean, losses.sums, right, losses.complete)
 
 
 def right_answers(answer: Any, target: Any) -> Any:
     """How many rows of class scores have their largest at the target; None where that has no meaning."""
-    if not (tf.is_tensor(answer) and tf.is_tensor(target)):
-        return None
     if len(answer.shape) != 2 or len(target.shape) != 1 or not target.dtype.is_integer:
         return None
     return tf.reduce_sum(tf.cast(tf.argmax(answer, 1) == tf.cast(target, tf.int64), tf.float64))
 
 
-def objective_for(model: Any, loss: Loss | None) -> Objective:
-    if loss is None and hasattr(model, "training_step"):
+def objective_for(model: Any, loss: Any) -> Objective:
+    """``model`` is the caller's, ``loss`` the trainer's option."""
+    from manyhands.training.tensorflow import compiled
+
+    if loss is not None:
+        return Supervised(KerasLoss(loss, output_names=_output_names(model)))
+    if isinstance(model, Module) and type(model).training_step is Module.training_step:
+        return ClassScores(own=type(model).loss is not Module.loss)  # the same step, with the answers at hand
+    if hasattr(model, "training_step"):
         return OwnStep()
-    if loss is None and getattr(model, "compiled", False) and model.loss is not None:
-        loss = keras.losses.get(model.loss)
-    return Supervised(loss or cross_entropy)
+    if compiled.has_own_compute_loss(model):
+        return OwnComputeLoss(compiled.accuracy(model))
+    if getattr(model, "compiled", False) and model.loss is not None:
+        weights = model._compile_loss._user_loss_weights
+        return Supervised(KerasLoss(model.loss, weights, _output_names(model)), compiled.accuracy(model))
+    return ClassScores()
+
+
+def _output_names(model: Any) -> Any:
+    return model.output_names if isinstance(model, Functional) else None

@@ -54,8 +54,12 @@ _BRANCHES = {
 }
 
 
-def stateless(optimizer: Any, variables: Sequence[Any]) -> Any:
-    """An optimizer like this one for these variables, that has ``stateless_apply``; it remembers nothing yet."""
+def stateless(optimizer: Any, variables: Sequence[Any], originals: Sequence[Any]) -> Any:
+    """An optimizer like this one for these variables, that has ``stateless_apply``; it remembers nothing yet.
+
+    ``originals`` are the caller's variables in the same order: which of them do not decay is no part of a
+    configuration.
+    """
     for option, cure in _BRANCHES.items():
         if getattr(optimizer, option, None):
             raise BadSettings(f"the optimizer has {option}={getattr(optimizer, option)}: {cure}")
@@ -72,7 +76,13 @@ def stateless(optimizer: Any, variables: Sequence[Any]) -> Any:
             f"an optimizer is made anew for the devices from what its get_config() says, and a {kind.__name__} could "
             f"not be ({type(error).__name__}: {error}): give it a get_config with all arguments of its __init__"
         ) from error
+    made.loss_scale_factor = None  # it would divide by what no loss was multiplied with
     made.build(variables)
+    made._exclude_from_weight_decay = {
+        made._var_key(variable)
+        for variable, other in zip(variables, originals, strict=True)
+        if not optimizer._use_weight_decay(other.value)
+    }
     return made
 
 

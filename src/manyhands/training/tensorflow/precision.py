@@ -13,7 +13,7 @@ from keras.src.models.functional import Functional
 
 from manyhands.errors import BadSettings
 from manyhands.training.sources import Batch
-from manyhands.training.tensorflow.objective import answer_of
+from manyhands.training.tensorflow.batch_parts import answer_of, parts_of
 
 _POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 
@@ -39,7 +39,9 @@ def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
         keras.config.set_dtype_policy(policy or before)
         made = _made_anew(model, policy)
         if not made.built and few is not None:
-            answer_of(made, few[:-1], training=False)
+            answer_of(made, parts_of(made, few).inputs, training=False)
+        if getattr(model, "compiled", False) and model.loss is not None:  # its compute_loss may ask for it
+            made.compile(loss=model.loss, loss_weights=model._compile_loss._user_loss_weights)
     except Exception as error:
         raise BadSettings(
             f"a {type(model).__name__} cannot be made anew in {policy or 'its own precision'} "

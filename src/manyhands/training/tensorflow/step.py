@@ -2,7 +2,9 @@
 
 The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and summed
 over the replicas it is the mean over the batch, and so are the gradients. Eight samples on two devices in shares 3:1:
-the first has the mean loss a of six, the second b of two; 6/8 a + 2/8 b is the mean of all eight.
+the first has the mean loss a of six, the second b of two; 6/8 a + 2/8 b is the mean of all eight. A loss that is given
+as a sum and its count (:class:`~manyhands.training.loss_sum.LossSum`) is divided by the counts of all replicas, which
+are added up before the gradients are.
 
 Each replica has variables of its own for weights, statistics and what the optimizer remembers. Gradients are summed
 over the replicas (the only thing that goes from device to device), every replica makes the same update. The samples
@@ -18,14 +20,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from manyhands.errors import BadSettings
 from manyhands.training.settings import Settings
 from manyhands.training.sources import Array, Batch
 from manyhands.training.tensorflow import optimizers
 from manyhands.training.tensorflow.function import Function
+from manyhands.training.tensorflow.losses import Losses
 
 Prepare = Callable[[Batch], Batch]
 
 LOSS, RIGHT, COUNT, BAD_STEP = range(4)
+MOST_SUMS = 8  # losses with a divisor of their own: one for each masked output, or one of the user's
 _NONE_BAD = np.inf
 _HOST = "/device:CPU:0"
 
@@ -40,11 +45,13 @@ class Step:
         self.kept = [self._own(variable.numpy()) for variable in function.kept]
         self.memory = [self._own(value) for value in memory]
         self.sums = self._own(np.array([0, 0, 0, _NONE_BAD]))
-        self.test_sums = self._own(np.array([0, 0, 0, _NONE_BAD]))
+        # After the four figures: the totals of sums with a count of their own, and the counts.
+        self.test_sums = self._own(np.array([0, 0, 0, _NONE_BAD, *[0] * 2 * MOST_SUMS]))
         self.replicas: int = strategy.num_replicas_in_sync
         # Statistics over the whole batch need every replica in every layer, also one without samples.
         self.all_take_part = settings.batch_stats == "global" and self.replicas > 1
         self.counts_right = False
+        self._terms = 1  # of the loss: its mean over samples, and the sums; known when it was traced
         self.share_kept = _compiled(self._share_kept)
 
     def _own(self, value: Array) -> Any:
@@ -90,8 +97,8 @@ class Step:
         begin, end = bounds[replica], bounds[replica + 1]
         whole, weights = bounds[-1] - bounds[0], [tf.convert_to_tensor(one) for one in self.weights]
         kept = [tf.convert_to_tensor(one) for one in self.kept]
-        parts, sums = self.settings.accumulate, tf.zeros(3, tf.float64)
-        gradients: list[Any] = []
+        parts, sums = self.settings.accumulate, _no_figures()
+        gradients: list[list[Any]] = []
         for part in range(parts):
             start, stop = (begin + (end - begin) * i // parts for i in (part, part + 1))
 
@@ -100,35 +107,56 @@ class Step:
 
             numbers = (number, replica, part)
             more, kept, now = self._part(rows, stop - start, whole, weights, kept, numbers)
-            gradients = more if not gradients else [a + b for a, b in zip(gradients, more, strict=True)]
-            sums += now
-        share = tf.cast(sums[LOSS] / tf.cast(whole, tf.float64), gradients[0].dtype)
-        *gradients, loss = _over_replicas([*gradients, share])
+            gradients = [_added(*both) for both in zip(gradients, more, strict=True)] if gradients else more
+            sums = _added(sums, now)
+        figures, summed = self._divided(gradients, sums, whole)
+        share = tf.cast(figures[LOSS] / tf.cast(whole, tf.float64), summed[0].dtype)
+        *summed, loss = _over_replicas([*summed, share])
         if self.settings.gradient_clip_val:
-            gradients, _ = tf.clip_by_global_norm(gradients, self.settings.gradient_clip_val)
-        self._update(gradients, weights, kept, loss, factor)
+            summed, _ = tf.clip_by_global_norm(summed, self.settings.gradient_clip_val)
+        self._update(summed, weights, kept, loss, factor)
         none_bad = tf.constant(_NONE_BAD, tf.float64)
-        _add(self.sums, sums, tf.where(tf.math.is_finite(loss), none_bad, tf.cast(number, tf.float64)))
+        _add(self.sums, figures, tf.where(tf.math.is_finite(loss), none_bad, tf.cast(number, tf.float64)))
 
     def _part(
         self, rows: Callable[[], Batch], size: Any, whole: Any, weights: list[Any], kept: list[Any], numbers: Any
-    ) -> tuple[list[Any], list[Any], Any]:
-        """Gradients, statistics and figures of one part of a shard; without samples they are nothing."""
+    ) -> tuple[list[list[Any]], list[Any], list[Any]]:
+        """Gradients of each term of the loss, statistics and figures of a part of a shard, if it has samples."""
 
-        def work() -> tuple[list[Any], list[Any], Any]:
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
+        def work() -> tuple[list[list[Any]], list[Any], list[Any]]:
+            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
                 tape.watch(weights)
-                loss, right, after = self.function(weights, kept, numbers, rows(), training=True)
-                loss = tf.where(size > 0, loss, tf.zeros_like(loss))
-                weighted = loss * (tf.cast(size, loss.dtype) / tf.cast(whole, loss.dtype))
-            gradients = tape.gradient(weighted, weights, unconnected_gradients="zero")
-            return [tf.convert_to_tensor(one) for one in gradients], after, self._figures(loss, right, size)
+                losses, after = self.function(weights, kept, numbers, rows(), training=True)
+                terms = _terms(losses, size, whole)
+            self._terms = len(terms)
+            gradients = [tape.gradient(one, weights, unconnected_gradients="zero") for one in terms]
+            return (
+                [[tf.convert_to_tensor(one) for one in part] for part in gradients],
+                after,
+                self._figures(losses, size),
+            )
 
         if self.all_take_part or (self.replicas == 1 and self.settings.accumulate == 1):
             return work()
-        nothing = ([tf.zeros_like(one) for one in weights], kept, tf.zeros(3, tf.float64))
-        found: tuple[list[Any], list[Any], Any] = tf.cond(size > 0, work, lambda: nothing)
+
+        def nothing() -> tuple[list[list[Any]], list[Any], list[Any]]:  # traced after the other branch
+            return [[tf.zeros_like(one) for one in weights] for _ in range(self._terms)], kept, _no_figures()
+
+        found: tuple[list[list[Any]], list[Any], list[Any]] = tf.cond(size > 0, work, nothing)
         return found
+
+    def _divided(self, gradients: list[list[Any]], figures: list[Any], whole: Any) -> tuple[Any, list[Any]]:
+        """This replica's part of the loss and of its gradients, each sum divided by the count of all replicas."""
+        (first, *others), (plain, totals, counts) = gradients, figures
+        if not others:
+            return plain, first
+        (counts,) = _over_replicas([counts])
+        for number, sums in enumerate(others):
+            # The gradients are those of the sum over the number of samples, so that half precision can hold them.
+            factor = tf.math.divide_no_nan(tf.cast(whole, tf.float64), counts[number])
+            first = [a + b * tf.cast(factor, b.dtype) for a, b in zip(first, sums, strict=True)]
+        loss = tf.reduce_sum(tf.math.divide_no_nan(totals, counts)) * tf.cast(whole, tf.float64)
+        return tf.tensor_scatter_nd_add(plain, [[LOSS]], [loss]), first
 
     def _update(self, gradients: list[Any], weights: list[Any], kept: list[Any], loss: Any, factor: Any) -> None:
         memory = [tf.convert_to_tensor(one) for one in self.memory]
@@ -152,18 +180,26 @@ class Step:
         def work() -> Any:
             weights, kept = ([tf.convert_to_tensor(one) for one in part] for part in (self.weights, self.kept))
             batch = prepare(_gathered(data, order[begin:end], on_host))
-            loss, right, _ = self.function(weights, kept, (0, replica), batch, training=False)
-            return self._figures(loss, right, end - begin)
+            losses, _ = self.function(weights, kept, (0, replica), batch, training=False)
+            return self._figures(losses, end - begin)
 
-        figures = tf.cond(end > begin, work, lambda: tf.zeros(3, tf.float64))
-        _add(self.test_sums, figures, tf.constant(_NONE_BAD, tf.float64))
+        figures, totals, counts = tf.cond(end > begin, work, _no_figures)
+        _add(self.test_sums, figures, tf.constant(_NONE_BAD, tf.float64), [totals, counts])
 
-    def _figures(self, loss: Any, right: Any, size: Any) -> Any:
-        self.counts_right |= right is not None
-        count = tf.cast(size, tf.float64)
-        return tf.stack(
-            [tf.cast(loss, tf.float64) * count, tf.zeros((), tf.float64) if right is None else right, count]
-        )
+    def _figures(self, losses: Losses, size: Any) -> list[Any]:
+        """The three figures, and the totals and counts of the sums; without samples all are nothing."""
+        if len(losses.sums) > MOST_SUMS:
+            raise BadSettings(
+                f"the loss has {len(losses.sums)} sums with a count of their own, and {MOST_SUMS} are the most"
+            )
+        self.counts_right |= losses.right is not None
+        count, zero = tf.cast(size, tf.float64), tf.zeros((), tf.float64)
+        mean = zero if losses.mean is None else tf.cast(losses.mean, tf.float64) * count
+        plain = tf.stack([mean, zero if losses.right is None else losses.right, count])
+        pairs = [(tf.cast(one.total, tf.float64), tf.cast(one.count, tf.float64)) for one in losses.sums]
+        pairs += [(zero, zero)] * (MOST_SUMS - len(pairs))
+        totals, counts = (tf.stack(column) for column in zip(*pairs, strict=True))
+        return [tf.where(size > 0, one, tf.zeros_like(one)) for one in (plain, totals, counts)]
 
     def _share_kept(self, source: Any) -> None:
         """Every replica gets the statistics of one of them."""
@@ -208,7 +244,26 @@ def _over_replicas(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _add(variable: Any, figures: Any, bad_step: Any) -> None:
+def _terms(losses: Losses, size: Any, whole: Any) -> list[Any]:
+    """What gradients are taken of: the mean, weighted by its samples, and each sum. Without samples: nothing."""
+    sums = [one.total / tf.cast(whole, one.total.dtype) for one in losses.sums]
+    mean = tf.zeros((), sums[0].dtype) if losses.mean is None else losses.mean
+    mean *= tf.cast(size, mean.dtype) / tf.cast(whole, mean.dtype)
+    return [tf.where(size > 0, one, tf.zeros_like(one)) for one in (mean, *sums)]
+
+
+def _no_figures() -> list[Any]:
+    return [tf.zeros(length, tf.float64) for length in (BAD_STEP, MOST_SUMS, MOST_SUMS)]
+
+
+def _added(some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    return [a + b for a, b in zip(some, others, strict=True)]
+
+
+def _add(variable: Any, figures: Any, bad_step: Any, others: Sequence[Any] = ()) -> None:
     before = tf.convert_to_tensor(variable)
     bad = tf.minimum(before[BAD_STEP], bad_step)
-    variable.assign(tf.concat([before[:BAD_STEP] + figures, [bad]], 0))
+    after = [before[:BAD_STEP] + figures, [bad]]
+    if others:
+        after.append(before[BAD_STEP + 1 :] + tf.concat(others, 0))
+    variable.assign(tf.concat(after, 0))

@@ -19,7 +19,7 @@ from manyhands.training.result import Result
 from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
 from manyhands.training.sources import Source, is_array, source
-from manyhands.training.tensorflow import checks, meeting, optimizers, precision, world
+from manyhands.training.tensorflow import checks, compiled, losses, meeting, optimizers, precision, world
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
 from manyhands.training.tensorflow.objective import objective_for
@@ -31,6 +31,7 @@ class Trainer(BaseTrainer):
     __doc__ = BaseTrainer.__doc__
 
     backend: ClassVar[Any] = backend
+    loss_kinds: ClassVar[tuple[type, ...]] = (str, dict, list, tuple)  # names, and losses of several outputs
     refused: ClassVar[dict[str, str]] = {
         "ranks_per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
@@ -46,6 +47,7 @@ class Trainer(BaseTrainer):
                 "of a step. Give one number per device, as shares=[0.7, 0.3]"
             )
         optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
+        losses.check_names(self._option("loss"))
         meeting.read_tf_config()
         if launcher.size() > 1:  # now: TensorFlow sets up a job of several processes before its first tensor or never
             devices = self._option("devices")
@@ -53,6 +55,8 @@ class Trainer(BaseTrainer):
 
     def _sources(self, data: Any) -> tuple[Source, Source | None]:
         train, test = two_parts(data, is_array)
+        for part in (train, test):
+            checks.check_end(part)
         return source(train), None if test is None else source(test, shuffle=False)
 
     def _train(
@@ -62,7 +66,8 @@ class Trainer(BaseTrainer):
         settings.check_devices(here.replicas)
         job = self._job(model, settings, run, resume)
         if here.replicas > 1 or settings.accumulate > 1:
-            checks.check_loss(job.layers, job.objective, job.train)
+            note = checks.check_loss(job.layers, job.objective, job.train)
+            job.notes += [] if note is None else [note]
         with _statistics_over(job.layers, settings.batch_stats):
             result = _fit(job, here, display)
         if here.size > 1:
@@ -74,13 +79,16 @@ class Trainer(BaseTrainer):
 
     def _job(self, model: Any, settings: Settings, run: RunPlan | None, resume: Path | None) -> Job:
         checks.check_model(model)
+        loss = self._option("loss")
+        compiled.check(model, loss=loss, tests=self.test_source is not None)
         checks.materialise(model, self.train_source)
         schedule = self._option("schedule")
         optimizer = optimizers.optimizer_for(self._option("optimizer"), model, settings.lr)
-        if schedule is not None and not optimizer.built:
+        if schedule is not None:
             _check_settable(optimizer)
         layers = precision.in_precision(model, settings.precision, checks.few_samples(self.train_source, 2))
-        objective = objective_for(layers, self._option("loss"))
+        compiled.check_precision(layers)
+        objective = objective_for(model, loss)
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         return Job(
             model=model,
@@ -110,13 +118,17 @@ def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int =
 def _fit(job: Job, here: world.World, display: Display) -> Result:
     try:
         learner = KerasLearner(job, here)
-        return Loop(learner, job.settings, display.event, schedule=job.schedule, run=job.run, resume=job.resume).fit()
+        loop = Loop(learner, job.settings, display.event, schedule=job.schedule, run=job.run, resume=job.resume)
+        result = loop.fit()
     except _LOST as error:
         if here.size == 1:
             raise
         raise WorkerFailed(
             f"process {here.rank} lost another one of the job, which is gone or hangs: {error.message}"
         ) from error
+    if job.optimizer.use_ema:  # as Keras's fit does at its end
+        job.optimizer.finalize_variable_values(job.model.trainable_variables)
+    return result
 
 
 def _check_settable(optimizer: Any) -> None:

@@ -1,0 +1,94 @@
+"""Which parts of a batch are the model's inputs, which its targets, and whether the last one weighs the samples.
+
+A batch is ``(inputs..., targets..., [sample_weight])``. How many inputs and outputs there are is the model's to say: a
+graph of layers knows both, a class of one's own names its inputs in ``call``. Of a model that takes any number of
+inputs the last part is the target.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+
+from manyhands.errors import BadBatch
+from manyhands.training.tensorflow.book import Module
+
+_NOT_INPUTS = ("training", "mask")
+
+
+@dataclass(frozen=True)
+class Parts:
+    inputs: tuple[Any, ...]
+    targets: tuple[Any, ...]
+    sample_weight: Any = None
+
+    @property
+    def target(self) -> Any:
+        """As Keras's losses take it: one tensor, or a list of them."""
+        return self.targets[0] if len(self.targets) == 1 else list(self.targets)
+
+
+def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
+    count = len(batch)
+    if count < 2:
+        raise BadBatch(
+            "a batch (inputs, target) is needed, and there is only one part: give both, or a model with a "
+            "training_step(batch) of its own"
+        )
+    fewest, most = _inputs(model)
+    outputs = _outputs(model)
+    for targets, weighted in dict.fromkeys([(outputs, 0), (outputs, 1), (1, 0)]):
+        inputs = count - targets - weighted
+        if fewest <= inputs <= most:
+            rows = tuple(batch)
+            return Parts(rows[:inputs], rows[inputs : inputs + targets], rows[-1] if weighted else None)
+    takes = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    raise BadBatch(
+        f"a batch has {count} parts, but {type(model).__name__} takes {takes} input{'' if most == 1 else 's'} and "
+        f"gives {outputs} output{'' if outputs == 1 else 's'}: give (inputs..., targets...), or (inputs..., "
+        "targets..., sample_weight)"
+    )
+
+
+def _inputs(model: Any) -> tuple[int, float]:
+    """The fewest and the most inputs that a model takes."""
+    if isinstance(model, Functional):
+        return len(model.inputs), len(model.inputs)
+    if isinstance(model, keras.Sequential):
+        return 1, 1
+    if isinstance(model, Module):
+        if type(model).forward is not Module.forward:
+            return _named(model.forward)
+        net = getattr(model, "net", None)
+        return _inputs(net) if isinstance(net, keras.Layer) else (1, math.inf)
+    return _named(model.call)
+
+
+def _named(function: Any) -> tuple[int, float]:
+    fewest, most = 0, 0.0
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            most = math.inf
+        elif parameter.kind is not parameter.KEYWORD_ONLY and name not in _NOT_INPUTS:
+            most += 1
+            fewest += parameter.default is parameter.empty
+    return max(1, fewest), max(1.0, most)
+
+
+def _outputs(model: Any) -> int:
+    return len(model.outputs) if isinstance(model, Functional) else 1
+
+
+def answer_of(model: Any, inputs: Sequence[Any], *, training: bool) -> Any:
+    """What the model says; one that was drawn as a graph of layers takes several inputs as a list."""
+    if isinstance(model, Functional) and len(inputs) > 1:
+        return model(list(inputs), training=training)
+    return model(*inputs, training=training)

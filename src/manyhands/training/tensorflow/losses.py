@@ -1,0 +1,185 @@
+"""Keras's losses, taken apart so that the parts of a batch add up.
+
+Keras reduces the losses of a batch to a mean. On several devices, or with ``accumulate``, each part of a batch has a
+mean of its own, and those can be put together only if it is known what each was divided by. So the losses are reduced
+here: to a mean over samples, where the divisor grows with the number of samples alone, else to a sum and its divisor
+(:class:`~manyhands.training.loss_sum.LossSum`). The second is so where tokens are masked, where labels of
+``ignore_class`` are left out, and for ``reduction="mean_with_sample_weight"``. Six tokens of which five count on one
+device and six of which two count on the other: (a + b) / 7, not the mean of a / 5 and b / 2.
+
+Losses are resolved and called as Keras does it: ``loss(y_true, y_pred)``, by name, as a class, an object or a function,
+one for each output, with ``loss_weights``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.losses import ALL_OBJECTS_DICT
+from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+from keras.src.losses.losses import LossFunctionWrapper
+from keras.src.trainers.compile_utils import CompileLoss
+
+from manyhands.errors import BadSettings
+from manyhands.training.loss_sum import LossSum
+
+_BY_SHAPE = ("crossentropy", "ce")  # Keras chooses among three by the shapes of targets and answers
+_SUMS = ("sum", "none", None)
+_MEANS = ("sum_over_batch_size", "mean")
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The loss of a part of a batch: a mean over its samples, plus sums that are divided once all parts are known."""
+
+    mean: Any = None
+    sums: tuple[LossSum, ...] = ()
+    right: Any = None  # how many samples were answered rightly, where that has a meaning
+    complete: bool = False  # whether regularizers and add_loss are in it already
+
+    def __add__(self, other: Losses) -> Losses:
+        means = [one.mean for one in (self, other) if one.mean is not None]
+        mean = tf.add_n([tf.cast(one, means[0].dtype) for one in means]) if means else None
+        return Losses(mean, self.sums + other.sums, self.right, self.complete)
+
+    def __mul__(self, weight: Any) -> Losses:
+        def times(value: Any) -> Any:
+            return value * tf.cast(weight, value.dtype)
+
+        mean = None if self.mean is None else times(self.mean)
+        return Losses(mean, tuple(LossSum(times(one.total), one.count) for one in self.sums), self.right, self.complete)
+
+
+@dataclass
+class KerasLoss:
+    """What a user gave as ``loss``, to the trainer or to ``model.compile``."""
+
+    loss: Any
+    loss_weights: Any = None
+    output_names: Sequence[str] | None = None
+    _resolved: CompileLoss | None = field(default=None, repr=False)
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Losses:
+        if isinstance(y_pred, dict) and isinstance(y_true, list):
+            y_true = dict(zip(self.output_names or y_pred, y_true, strict=True))
+        elif isinstance(y_pred, (tuple, list)) and isinstance(y_true, list) and len(y_pred) == len(y_true):
+            y_true = type(y_pred)(y_true)
+        total = Losses()
+        for path, loss, weight, _ in self._flat(y_true, y_pred):
+            truth, answer = y_true, y_pred
+            for step in path:
+                truth, answer = truth[step], answer[step]
+            one = losses_of(loss, truth, answer, sample_weight, self._dtype(loss, answer))
+            total += one if weight is None else one * weight
+        return total
+
+    def _flat(self, y_true: Any, y_pred: Any) -> Any:
+        """Keras's own resolution: which loss, and which weight, for which output."""
+        if self._resolved is None:
+            made = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
+            try:
+                made.build(y_true, y_pred)
+            except (KeyError, ValueError, TypeError) as error:
+                shown = self.loss if isinstance(self.loss, (str, list, tuple, dict)) else type(self.loss).__name__
+                raise BadSettings(f"loss={shown!r} does not fit the model's outputs: {error}") from error
+            self._resolved = made
+        return self._resolved._flat_losses
+
+    def _dtype(self, loss: Any, answer: Any) -> Any:
+        """A loss object computes in the precision it was made for, a name or a function in the model's."""
+        by_user = any(loss is one for one in keras.tree.flatten(self.loss))
+        return loss.dtype if by_user or not tf.is_tensor(answer) else answer.dtype.name
+
+
+def check_names(loss: Any) -> None:
+    """Refuse what Keras has no loss for."""
+    for one in keras.tree.flatten(loss):
+        if isinstance(one, str) and one.lower() not in _BY_SHAPE and one not in ALL_OBJECTS_DICT:
+            known = sorted(name for name in ALL_OBJECTS_DICT if name.islower() and len(name) > 4)
+            raise BadSettings(f"loss={one!r}: Keras has no loss of this name. It has {', '.join(known)}")
+
+
+def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: Any) -> Losses:
+    """One Keras loss of one output, reduced so that parts of a batch add up."""
+    if type(loss).__call__ is not keras.losses.Loss.__call__:  # a reduction of its own
+        weights = {} if sample_weight is None else {"sample_weight": sample_weight}
+        return reduced(loss(y_true, y_pred, **weights), name=loss.name)
+    masks = [keras.src.backend.get_keras_mask(y_pred)] if tf.is_tensor(y_pred) else []
+    y_pred, y_true = (
+        keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(leaf, dtype), one) for one in (y_pred, y_true)
+    )
+    values = loss.call(y_true, y_pred)
+    name = loss.fn.__name__ if type(loss) is LossFunctionWrapper and hasattr(loss.fn, "__name__") else loss.name
+    if isinstance(values, LossSum) or not tf.is_tensor(values) or not values.shape.rank:
+        if sample_weight is not None:
+            raise BadSettings(
+                f"the data have sample weights, but the loss {name} gives one number for the whole batch: return one "
+                "number per sample, and the trainer applies the weights"
+            )
+        return reduced(values, name=name)
+    masks = [mask for mask in (*masks, keras.src.backend.get_keras_mask(values)) if mask is not None]
+    mask = tf.logical_and(*(tf.cast(one, tf.bool) for one in masks)) if len(masks) == 2 else next(iter(masks), None)
+    return _weighed(tf.cast(values, dtype), mask, sample_weight, loss.reduction)
+
+
+def _weighed(values: Any, mask: Any, sample_weight: Any, reduction: str | None) -> Losses:
+    """As ``keras.src.losses.loss.reduce_weighted_values``, with the division put off where it has to be."""
+    samples = tf.cast(tf.maximum(tf.shape(values)[0], 1), values.dtype)
+    weight = None if sample_weight is None else tf.cast(sample_weight, values.dtype)
+    if mask is not None:
+        mask = tf.cast(mask, values.dtype)
+        weight = apply_mask(weight, mask, values.dtype, "sum")
+    if weight is not None:
+        values, weight = squeeze_or_expand_to_same_rank(values, weight)
+        values = values * weight
+    total = tf.reduce_sum(values)
+    if reduction in _SUMS:
+        return Losses(total / samples)
+    if reduction == "mean_with_sample_weight" and weight is not None:
+        return Losses(sums=(LossSum(total, tf.reduce_sum(weight)),))
+    elements = tf.cast(tf.size(values), values.dtype)
+    if mask is not None and reduction in _MEANS:
+        per_entry = tf.math.divide_no_nan(elements, tf.cast(tf.size(mask), values.dtype))
+        return Losses(sums=(LossSum(total, tf.reduce_sum(mask) * per_entry),))
+    return Losses(tf.math.divide_no_nan(total, elements))
+
+
+def reduced(value: Any, *, name: str) -> Losses:
+    """What a user's loss or step returned: a scalar, one number per sample (of which the mean is taken), a LossSum."""
+    if isinstance(value, LossSum):
+        total = _floating(value.total, name)
+        if total.shape.rank:
+            raise BadSettings(
+                f"{name} returned a LossSum whose total has shape {tuple(total.shape)}: a total is one number, "
+                "tf.reduce_sum(...)"
+            )
+        count = tf.stop_gradient(tf.cast(value.count, total.dtype))
+        return Losses(sums=(LossSum(total, count),))
+    loss = _floating(value, name)
+    if not loss.shape.rank:
+        return Losses(loss)
+    return Losses(tf.math.divide_no_nan(tf.reduce_sum(loss), tf.cast(tf.size(loss), loss.dtype)))
+
+
+def _floating(value: Any, name: str) -> Any:
+    if isinstance(value, keras.Variable):
+        value = value.value
+    if tf.is_tensor(value) and value.dtype.is_floating:
+        return tf.convert_to_tensor(value)
+    if isinstance(value, dict):
+        keys = ", ".join(map(repr, value))
+        advice = f"return the loss itself, not a dict of {keys}"
+    elif value is None:
+        advice = "is a `return` missing?"
+    elif isinstance(value, (tuple, list)):
+        advice = "return the loss alone"
+    else:
+        advice = "return the tensor that TensorFlow computed: a plain number has no gradient"
+    kind = value.dtype.name + " tensor" if tf.is_tensor(value) else type(value).__name__
+    raise BadSettings(
+        f"{name} returned {'None' if value is None else f'a {kind}'}, and a loss is a scalar tensor: {advice}"
+    )

@@ -1,0 +1,242 @@
+"""Losses mean what they mean in Keras, and the same on any number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras_cases import CLASSES, mlp, momentum, tensors, vectors
+
+from manyhands import tensorflow as mh
+from manyhands.errors import BadSettings
+from manyhands.training import parity
+from manyhands.training.result import Result
+
+FEW = 20  # samples: batches of 8, 8 and 4
+PADDED = -100
+
+
+def fit(model: Any, data: Any, devices: int, **how: Any) -> Result:
+    how = {"batch_size": 8, "quiet": True, "optimizer": momentum(0.05), **how}
+    if devices > 1:
+        how = {"shares": [2, 1] if devices == 2 else [4, 2, 1], **how}
+    return mh.Trainer(1, devices=[f"virtual:{i}" for i in range(devices)], **how).fit(model, (data, data))
+
+
+def same(make: Callable[[], Any], data: Any, devices: int = 2, accumulate: int = 1, **how: Any) -> Any:
+    """Train on one device and on several, compare, and give the model that one device trained."""
+    alone, several = make(), make()
+    one, more = fit(alone, data, 1, **how), fit(several, data, devices, accumulate=accumulate, **how)
+    for name in ("train_loss", "test_loss"):
+        assert more.rows[0][name] == pytest.approx(one.rows[0][name], rel=1e-9), name
+    assert parity.largest_difference(tensors(several), tensors(alone)) < 1e-9
+    return alone
+
+
+def same_as_keras(
+    make: Callable[[], Any], parts: tuple[Any, ...], weight: Any = None, outputs: int = 1, **compiled: Any
+) -> None:
+    """A compiled model, trained on one device, on two, and by Keras's own ``fit`` in the same order."""
+
+    def ready() -> Any:
+        model = make()
+        model.compile(momentum(0.05), **compiled)
+        return model
+
+    by_keras, (x, *targets) = ready(), parts
+    by_keras.fit(
+        x,
+        targets if outputs > 1 else targets[0],
+        sample_weight=weight,
+        batch_size=8,
+        epochs=1,
+        verbose=0,
+        shuffle=False,
+    )
+    everything = parts if weight is None else (*parts, weight)
+    batches = [tuple(part[i : i + 8] for part in everything) for i in range(0, FEW, 8)]
+    ours = same(ready, batches, optimizer=None, batch_size=None)
+    assert parity.largest_difference(tensors(ours), tensors(by_keras)) < 1e-6
+
+
+def numbers() -> tuple[Any, Any]:
+    X, _ = vectors(FEW)
+    return X, np.random.RandomState(5).normal(size=(FEW, CLASSES))
+
+
+def texts() -> tuple[Any, Any]:
+    """Token numbers, padded with zeros to unequal lengths, and a class for every token."""
+    random = np.random.RandomState(6)
+    X = random.randint(1, 9, (FEW, 5))
+    X[np.arange(5)[None] >= np.linspace(1, 5.9, FEW).astype(int)[:, None]] = 0
+    return X, random.randint(0, CLASSES, X.shape)
+
+
+def tagger() -> Any:
+    """A class for every token; what is padding is masked."""
+    keras.utils.set_random_seed(3)
+    embedding = layers.Embedding(9, 4, mask_zero=True, dtype="float64")
+    return keras.Sequential([layers.Input((5,)), embedding, layers.Dense(CLASSES, dtype="float64")])
+
+
+def sparse(**how: Any) -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64", **how)
+
+
+# Keras's losses
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum", None])
+def test_a_loss_object_is_not_divided_by_the_number_of_devices(reduction: str | None) -> None:
+    loss = keras.losses.MeanSquaredError(reduction=reduction, dtype="float64")
+    same(mlp, numbers(), 3, loss=loss)
+
+
+def test_masked_tokens_count_as_in_keras() -> None:
+    same_as_keras(tagger, texts(), loss=sparse())
+
+
+def test_sample_weights_count_as_in_keras() -> None:
+    weight = np.random.RandomState(7).uniform(0, 2, FEW)
+    same_as_keras(mlp, numbers(), weight, loss=keras.losses.MeanSquaredError(dtype="float64"))
+    same_as_keras(mlp, vectors(FEW), weight, loss=sparse(reduction="mean_with_sample_weight"))
+
+
+def test_an_ignored_class_counts_as_in_keras() -> None:
+    X, y = vectors(FEW)
+    y = np.where(np.arange(FEW) % 8 < 5, y, -1)
+    same_as_keras(mlp, (X, y), loss=sparse(ignore_class=-1))
+
+
+def test_losses_of_several_outputs_have_their_weights() -> None:
+    def make() -> Any:
+        given = layers.Input((6,))
+        hidden = layers.Dense(4, dtype="float64", name="hidden")(given)
+        widths = {"first": 2, "second": CLASSES}
+        outputs = [layers.Dense(width, dtype="float64", name=name)(hidden) for name, width in widths.items()]
+        model = keras.Model(given, outputs)
+        for number, weight in enumerate(model.weights):
+            weight.assign(np.random.RandomState(number).normal(size=weight.shape))
+        return model
+
+    X, y = vectors(FEW)
+    parts = (X, X[:, :2], y)
+    losses = {"first": keras.losses.MeanSquaredError(dtype="float64"), "second": sparse()}
+    same_as_keras(make, parts, outputs=2, loss=losses, loss_weights={"first": 0.25, "second": 3.0})
+
+
+# Losses of one's own
+
+
+def pinball(y_true: Any, y_pred: Any) -> Any:
+    error = y_true - y_pred
+    return tf.reduce_mean(tf.maximum(0.9 * error, -0.1 * error), axis=-1)
+
+
+def test_a_function_is_called_as_keras_calls_it() -> None:
+    same_as_keras(mlp, numbers(), loss=pinball)
+    one, other = mlp(), mlp()
+    other.compile(momentum(0.05), pinball)
+    fit(one, numbers(), 1, loss=pinball)
+    fit(other, numbers(), 1, optimizer=None)
+    assert parity.largest_difference(tensors(one), tensors(other)) == 0
+
+
+@pytest.mark.parametrize("loss", ["mse", keras.losses.MeanSquaredError, keras.losses.mean_squared_error])
+def test_losses_by_name_and_by_class(loss: Any) -> None:
+    X, y = numbers()
+    one, other = mlp(dtype="float32"), mlp(dtype="float32")
+    fit(one, (X, y), 1, loss=loss)
+    fit(other, (X, y), 1, loss=keras.losses.MeanSquaredError())
+    assert parity.largest_difference(tensors(one), tensors(other)) < 1e-6
+
+
+class Book(mh.Module):
+    """The book's order of arguments, with a loss of Keras's within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def loss(self, y_hat: Any, y: Any) -> Any:
+        return sparse()(y, y_hat)
+
+
+class Averaged(Book):
+    def training_step(self, batch: Any) -> Any:
+        X, y = batch
+        return tf.nn.compute_average_loss(tf.nn.sparse_softmax_cross_entropy_with_logits(y, self(X, training=True)))
+
+
+class Own(Book):
+    """Only the tokens that are not padding count, as a sum and its count."""
+
+    def training_step(self, batch: Any) -> Any:
+        X, y = batch
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.maximum(y, 0), self(X, training=True))
+        counts = tf.cast(y != PADDED, losses.dtype)
+        return mh.LossSum(tf.reduce_sum(losses * counts), tf.reduce_sum(counts))
+
+    validation_step = training_step
+
+
+class Mean(Own):
+    def training_step(self, batch: Any) -> Any:
+        found = super().training_step(batch)
+        return found.total / tf.maximum(found.count, 1)
+
+
+@pytest.mark.parametrize("kind", [Book, Averaged])
+def test_a_model_that_uses_keras_losses_itself(kind: Any) -> None:
+    same(kind, vectors(FEW))
+
+
+def padded() -> tuple[Any, Any]:
+    """Of the first samples all count alike: a look at them alone says nothing."""
+    X, y = vectors(FEW)
+    y[9::2] = PADDED
+    return X, y
+
+
+def test_a_sum_and_its_count_are_exact() -> None:
+    same(Own, padded(), 3, accumulate=2)
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        weight = 1 + y_true[:, 0] ** 2
+        return mh.LossSum(tf.reduce_sum(weight * tf.reduce_sum((y_true - y_pred) ** 2, 1)), tf.reduce_sum(weight))
+
+    def penalised() -> Any:  # a mean over samples beside the sum
+        return mlp(lambda: layers.Dense(5, activity_regularizer=keras.regularizers.L2(0.1)))
+
+    same(penalised, numbers(), loss=loss)
+
+
+def test_a_mean_over_something_else_is_refused_with_advice_that_works() -> None:
+    with pytest.raises(BadSettings, match=r"from training_step: mh\.LossSum\(total, count\)"):
+        fit(Mean(), padded(), 2)
+
+    def weighted(y_true: Any, y_pred: Any) -> Any:
+        weight = 1 + y_true[:, 0] ** 2
+        return tf.reduce_sum(weight * tf.reduce_sum((y_true - y_pred) ** 2, 1)) / tf.reduce_sum(weight)
+
+    zeros = mlp()
+    for weight in zeros.layers[-1].weights:
+        weight.assign(np.zeros(weight.shape))
+    X, angles = vectors(FEW)[0], np.linspace(0, 1, FEW)
+    y = np.stack([np.cos(angles), np.sin(angles), 0 * angles], 1)  # all samples have the same loss
+    with pytest.raises(BadSettings, match="gradients of"):
+        fit(zeros, (X, y), 2, loss=weighted)
+    fit(mlp(), numbers(), 1, loss=weighted)  # one device, the batch as a whole: any loss
+
+
+def test_a_loss_that_adds_up_is_not_refused_because_of_dropout_and_statistics() -> None:
+    model = mlp(layers.BatchNormalization, lambda: layers.Dropout(0.5))
+    result = fit(model, numbers(), 2, loss=lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2))
+    assert not any("not checked" in note for note in result.notes)
+    assert model.layers[-2].rate == 0.5
+    assert model.layers[-3].trainable
