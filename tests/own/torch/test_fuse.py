@@ -193,12 +193,13 @@ def test_inductor_compiles_the_regions() -> None:
     function = step_of(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.GELU(), head))
     found = traced(function, *BATCH)
     fused = torch_fuse.fuse(found)
-    same, difference = backend.equal(results(fused, *BATCH), results(found, *BATCH))
-    assert same or difference < fused.close
-    # Sharper: everything that is not mere noise.
     for one, other in zip(results(fused, *BATCH), results(found, *BATCH), strict=True):
-        if isinstance(other, torch.Tensor) and other.is_floating_point() and other.norm() > 1e-5:
+        if not isinstance(other, torch.Tensor) or not other.is_floating_point():
+            assert backend.equal([one], [other]) == (True, 0.0)
+        elif other.norm() > 1e-5:
             assert (one - other).norm() / other.norm() < 1e-4
+        else:  # a bias before a BatchNorm: its gradient is rounding, and nothing else
+            assert one.norm() < 1e-4
 
 
 def test_without_a_compiler_it_says_why() -> None:
@@ -229,5 +230,5 @@ def test_a_region_gives_nothing_back_that_is_not_its_own(function: Any) -> None:
     results = list(given) if isinstance(given, (list, tuple)) else [given]
     expected = function(x)
     for one, other in zip(results, expected if isinstance(expected, tuple) else (expected,), strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other)  # a compiled sin may differ from eager's in the last bit
     assert len({one.data_ptr() for one in [x, *results]}) == 1 + len(results)
