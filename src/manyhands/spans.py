@@ -49,6 +49,17 @@ def share(ones: Iterable[Hashable], others: Set[Hashable]) -> bool:
     return False
 
 
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """The same memory in order, with one span where several overlap."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and span.start < found[-1].end:
+            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        else:
+            found.append(span)
+    return found
+
+
 def content(span: Span, whole: int, blocks: int) -> bytes:
     """What is in this memory: all of it up to ``whole`` bytes, beyond that some blocks at equal distances."""
     size = span.end - span.start

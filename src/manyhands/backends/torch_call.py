@@ -27,16 +27,19 @@ from manyhands.backends.torch_refuse import (
     must_be_done,
     must_be_fresh,
     must_be_plain,
+    must_check_first,
     must_hold_the_same,
     must_not_be_changed,
 )
 from manyhands.backends.torch_results import opened
+from manyhands.backends.torch_spans import span_of
 from manyhands.backends.torch_split import split
 from manyhands.backends.torch_trace import Trace
-from manyhands.backends.torch_virtual import VirtualTensor, inside, no_hooks, only_hooks, only_known_functions
+from manyhands.backends.torch_virtual import VirtualTensor, no_hooks, only_hooks, only_known_functions
 from manyhands.backends.torch_watch import Watch
 from manyhands.backends.torch_why import why
 from manyhands.errors import CannotTrace
+from manyhands.spans import joined
 
 
 @dataclass(frozen=True)
@@ -123,13 +126,9 @@ def _key(leaf: Any) -> Any:
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether two of them share memory."""
-    inner = [inside(tensor) for tensor in tensors]
-    try:
-        places = {t.untyped_storage()._cdata if t.layout is torch.strided else -id(t) for t in inner}
-    except NotImplementedError:  # a tensor of torch.func has no memory
-        return False
-    return len(places) < len(tensors)
+    """Whether two of them share memory: by its addresses, because two ``from_numpy`` of one array do, too."""
+    spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
+    return len({id(tensor) for tensor in tensors}) < len(tensors) or len(joined(spans)) < len(spans)
 
 
 # PyTorch's settings that change what an operation does, or how it is best run, each as an expression over the names
@@ -221,7 +220,7 @@ _COMMON = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def telling(one: Call) -> Call:
     """The call to compare ways with: where all numbers of an argument are the same, as in a warm-up, others instead.
 
-    With zeros nearly everything is equal.
+    With zeros nearly everything is equal. The others are between zero and the number itself: a probability stays one.
     """
     tensors = [_drawn(tensor) if _says_nothing(tensor) else tensor for tensor in one.tensors]
     if all(drawn is tensor for drawn, tensor in zip(tensors, one.tensors, strict=True)):
@@ -242,9 +241,13 @@ def _says_nothing(tensor: torch.Tensor) -> bool:
 def _drawn(tensor: torch.Tensor) -> torch.Tensor:
     """Of the same form, with numbers that are drawn from nobody's generator."""
     own = torch.Generator(tensor.device).manual_seed(0)
-    numbers = torch.randn(tensor.shape, device=tensor.device, dtype=torch.float32, generator=own)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(numbers).requires_grad_(tensor.requires_grad)
+    numbers = torch.rand(tensor.shape, device=tensor.device, dtype=torch.float32, generator=own)
+    with torch.no_grad():
+        whole = tensor.flatten()[0].float()
+        numbers = numbers * torch.where(whole.isfinite() & (whole != 0), whole, 1.0)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        made.copy_(numbers)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 # Tracing
@@ -282,6 +285,7 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
     found = split(found)
     if watch.seeded and any(step.task.token is not None for step in found.steps):
         raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
+    must_check_first(found)
     must_be_fresh(found)
     constants = {id(value): value for value in found.constant_values()}
     for tensor in constants.values():

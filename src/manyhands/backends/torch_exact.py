@@ -27,8 +27,10 @@ from torch.fx import Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.backends.exactness import Distance, Verdict, judge
-from manyhands.backends.torch_trace import Trace
+from manyhands.backends.torch_spans import span_of
+from manyhands.backends.torch_trace import HIDDEN_VIEWS, Trace
 from manyhands.errors import CannotBeExact
+from manyhands.spans import joined
 
 _aten = torch.ops.aten
 _WIDE = {True: torch.complex128, False: torch.float64}  # whether it is complex
@@ -124,7 +126,7 @@ class _Wide(Interpreter):
             result = _aten.native_batch_norm_backward.default(gradient, x, *others, True, args[7], [True] * 3)
         else:
             result = target(*args, **kwargs)
-        if any(one.alias_info is not None for one in schema.returns):
+        if target in HIDDEN_VIEWS or any(one.alias_info is not None for one in schema.returns):
             return result
         if isinstance(result, (list, tuple)):
             parts = [_in_form(one, meta) for one, meta in zip(result, metas, strict=True)]
@@ -178,6 +180,9 @@ def _widened(tensors: dict[int, torch.Tensor], whole: bool) -> dict[int, torch.T
     groups: dict[int, list[torch.Tensor]] = {}
     for one in tensors.values():
         groups.setdefault(one.untyped_storage()._cdata, []).append(one)
+    spans = [span for group in groups.values() if (span := span_of(group[0])) is not None]
+    if len(joined(spans)) < len(spans):
+        raise CannotBeExact("two tensors lie in one memory, and PyTorch does not know it (from_numpy)")
     found: dict[int, torch.Tensor] = {}
     for group in groups.values():
         first = group[0]

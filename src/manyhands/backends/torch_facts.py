@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from manyhands import machine
+from manyhands.backends.torch_spans import span_of
 from manyhands.backends.torch_trace import Trace
-from manyhands.backends.torch_virtual import inside
+from manyhands.spans import Span, joined
 
 # What people would write instead of several calls of one operation.
 _BATCHED = {
@@ -54,17 +56,22 @@ def mixing(found: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
     """
     written = written_memories(found)
     outside = {node: getattr(found.module, str(node.target)) for node in found.constants}
-    places = {node: _memory(value) for node, value in outside.items() if isinstance(value, torch.Tensor)}
-    changed = {place for node, place in places.items() if found.storages[node] & written} - {0}
-    every = set(places.values()) - {0}
+    spans = {node: span for node, value in outside.items() if (span := span_of(value)) is not None}
+    changed = joined(span for node, span in spans.items() if found.storages[node] & written)
+    every = joined(spans.values())
     asked = [every if found.storages[node] & written else changed for node in found.inputs]
     if not any(asked):
         return None
-    return lambda tensors: any(_memory(one) in places for one, places in zip(tensors, asked, strict=True) if places)
+    return lambda tensors: any(_lies_in(one, places) for one, places in zip(tensors, asked, strict=True) if places)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return inside(tensor).untyped_storage().data_ptr()
+def _lies_in(tensor: torch.Tensor, places: Sequence[Span]) -> bool:
+    """Whether a tensor shares memory with one of these, which are in order and apart."""
+    span = span_of(tensor)
+    if span is None:
+        return False
+    last = bisect.bisect_left(places, (span.end,)) - 1  # of those that begin before it ends
+    return last >= 0 and places[last].end > span.start
 
 
 def copied_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from manyhands.backends.torch_trace import is_check
+
 # Updates of all weights of an optimizer, in place; their arguments begin with the weights and the gradients.
 FUSED_UPDATES = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_adagrad_.")
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -34,6 +36,8 @@ def native(node: Node) -> Callable[..., Any]:
         return _of_any_layout(target)
     if target is _aten.mkldnn_rnn_layer.default:
         return _recurrent_layer
+    if is_check(node):
+        return _checking(target)
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not _is_simple(node):
         return target
     key = node_key(node)
@@ -72,6 +76,19 @@ def _recurrent_layer(*arguments: Any, **named: Any) -> tuple[Any, ...]:
     with torch.enable_grad():
         results = _aten.mkldnn_rnn_layer.default(*arguments, **named)
     return tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in results)
+
+
+def _checking(check: Callable[..., Any]) -> Callable[..., Any]:
+    """All that a trace writes to waits for the checks before it: where one fails, nothing was done."""
+
+    def checked(*arguments: Any, **named: Any) -> Any:
+        try:
+            return check(*arguments, **named)
+        except Exception as error:
+            error.nothing_was_done = True  # type: ignore[attr-defined]
+            raise
+
+    return checked
 
 
 def into_memory(node: Node) -> Callable[..., Any]:

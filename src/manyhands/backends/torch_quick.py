@@ -15,6 +15,7 @@ that stops at the first "no". For ``f(x, [w, 2])`` it reads
         places = v0.data_ptr(), v3.data_ptr()
         if places != seen[0]:
             if len({v0's storage, v3's storage}) != 2: return None
+            if not apart(places, (64, 64)): return None
             seen[0] = places
         given = Given((v0, v3))
         given.places = places
@@ -38,6 +39,7 @@ from torch._C._dynamo.guards import TensorGuards
 from manyhands.backends import torch_call
 from manyhands.backends.torch_call import Call
 from manyhands.backends.torch_refuse import BY_VALUE
+from manyhands.backends.torch_spans import shown_by
 
 Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
 
@@ -75,7 +77,7 @@ class _Writer:
         self._storages: list[str] = []
         self._gradients: list[str] = []  # what tensors that want gradients are asked: the function may look at theirs
         self._fixed: list[str] = []  # what parameters are asked: they stay where they are
-        self._names: dict[str, Any] = {**torch_call.MODE_NAMES, "Given": Given, "seen": [None]}
+        self._names: dict[str, Any] = {**torch_call.MODE_NAMES, "Given": Given, "seen": [None], "apart": _apart}
         if any(tensor.is_cuda for tensor in one.tensors):  # then it need not be asked whether CUDA is there at all
             self._names["capturing"] = torch._C._cuda_isCurrentStreamCapturing
         self._count = 0
@@ -163,9 +165,23 @@ class _Writer:
         shares = self._call.signature[2]
         if shares and len(self._storages) < len(self._tensors):
             return ["True"]
-        # A tensor's address less its offset is its storage's: the same for two of them only if they share it.
+        # A tensor's address less its offset is its storage's: the same for two of them only if they share it. Of two
+        # storages in one memory (from_numpy) the tensors overlap, or they do no harm.
         size = f"len({{{', '.join(self._storages)}}})" if self._storages else "0"
-        return [f"{size} {'>=' if shares else '!='} {len(self._storages)}"]
+        if shares:
+            return [f"{size} >= {len(self._storages)}"]
+        lengths = self._name(tuple(end - start for start, end in map(shown_by, self._call.tensors)))
+        return [f"{size} != {len(self._storages)}", f"not apart(places, {lengths})"]
+
+
+def _apart(places: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether pieces of memory, each with its place and its length, do not overlap."""
+    behind = 0
+    for place, length in sorted(zip(places, lengths, strict=True)):
+        if length and place < behind:
+            return False
+        behind = max(behind, place + length)
+    return True
 
 
 def _check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands import tree
 from manyhands.backends.torch_kinds import is_installed
-from manyhands.backends.torch_trace import Trace
+from manyhands.backends.torch_trace import Trace, is_check
 from manyhands.backends.torch_virtual import VirtualTensor
 from manyhands.errors import CannotTrace
 
@@ -89,6 +89,22 @@ def must_hold_the_same(before: tuple[list[Any], tree.Structure], after: tuple[li
         raise CannotTrace(
             "it puts something into a list or dict that it was given, or takes something out: it is run as it is; give "
             "it back as a result instead"
+        )
+
+
+def must_check_first(found: Trace) -> None:
+    """Of what is checked while it runs: it must be possible to do it again as it is written, where a check fails."""
+    checks = [number for number, step in enumerate(found.steps) if is_check(step.node)]
+    if not checks:
+        return
+    name = found.steps[checks[0]].task.name
+    if found.gpus():
+        raise CannotTrace(f"it checks values on a GPU ({name}), which the host has to wait for: it is run as it is")
+    given = frozenset().union(*(found.storages[node] for node in [*found.inputs, *found.constants]))
+    if any(step.task.writes & given for step in found.steps[: checks[-1]]):
+        raise CannotTrace(
+            f"it checks values ({name}) after it has written to a tensor of the caller's: where the check fails, only "
+            "plain execution leaves what it should; check first"
         )
 
 

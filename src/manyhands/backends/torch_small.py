@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from manyhands.backends.torch_trace import Step, Trace
+from manyhands.backends.torch_trace import HIDDEN_VIEWS, Step, Trace
 
 _VIEWS = {
     "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "squeeze", "t",
@@ -48,7 +48,7 @@ def is_small(step: Step, written: set[int]) -> bool:
 def is_view(step: Step) -> bool:
     """Whether an operation computes nothing: what it gives lies in the memory of what it is given."""
     schema: Any = step.node.target._schema  # type: ignore[union-attr]
-    return any(one.alias_info is not None for one in schema.returns)
+    return step.node.target in HIDDEN_VIEWS or any(one.alias_info is not None for one in schema.returns)
 
 
 def written_in_place(found: Trace) -> set[int]:

@@ -6,14 +6,19 @@ anew at every run. What depends on values (``if x.sum() > 0``) cannot be traced:
 that the function leaves in ``.grad`` of such tensors are results of the trace too (:mod:`torch_watch`).
 
 Memory is known by the storages of the fake results: a view shares its base's, an in-place operation writes its
-argument's.
+argument's. Tensors from outside share memory where their bytes overlap: two ``from_numpy`` of one array do.
+
+Some operations give nothing back and check something (``cholesky`` asks ``_linalg_check_errors`` whether it was
+successful). They are tasks too. A write to memory of the caller's waits for all checks before it, so that a run in
+which one fails has changed nothing, and can be done again as the function is written.
 """
 
 from __future__ import annotations
 
+import bisect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,9 +26,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from manyhands.backends.torch_spans import span_of
 from manyhands.backends.torch_watch import Watch
 from manyhands.backends.torch_why import FROM_SHAPE, why
 from manyhands.errors import CannotTrace
+from manyhands.spans import joined
 from manyhands.task import Kind, Task
 
 _aten = torch.ops.aten
@@ -33,6 +40,24 @@ _HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
     _aten.cudnn_batch_norm.default: (3, 4),
     _aten.miopen_batch_norm.default: (3, 4),
 }
+# Views, in fact, whose schema says nothing of it: PyTorch uses them where the base is not used again.
+HIDDEN_VIEWS = (
+    _aten._unsafe_view.default,
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+    _aten.unsafe_chunk.default,
+)
+# Operations that raise where values are not as they should be.
+_CHECKS = (
+    _aten._linalg_check_errors,
+    _aten._assert_async,
+    _aten._assert_scalar,
+    _aten._functional_assert_async,
+    _aten._functional_assert_scalar,
+)
+# What they check is the same at every call of a signature.
+_STATIC_CHECKS = (_aten._assert_tensor_metadata, _aten.sym_constrain_range, _aten.sym_constrain_range_for_size)
+_CHECKED = 1 << 22  # stands for "all checks so far are passed": above a trace's handles, below any address
 
 
 @dataclass
@@ -130,12 +155,25 @@ def _drop_profiling(module: GraphModule) -> None:
 
 
 def has_effects(node: Node) -> bool:
-    """Whether an operation has to be done although nobody takes its result: it writes, or draws random numbers."""
+    """Whether an operation has to be done although nobody takes its result: it writes, checks, or draws numbers."""
     if node.op in ("placeholder", "output"):
         return True
     schema = getattr(node.target, "_schema", None)
     writes = schema is not None and schema.is_mutable
-    return writes or node.target in _HIDDEN_WRITES or torch.Tag.nondeterministic_seeded in _tags(node)
+    draws = torch.Tag.nondeterministic_seeded in _tags(node)
+    return writes or draws or node.target in _HIDDEN_WRITES or is_check(node) or _gives_nothing(node)
+
+
+def is_check(node: Node) -> bool:
+    """Whether it raises where values are not as they should be, and does nothing else."""
+    return getattr(node.target, "overloadpacket", None) in _CHECKS
+
+
+def _gives_nothing(node: Node) -> bool:
+    """Whether it can only be there for an effect: neither does it write nor has it a result."""
+    schema = getattr(node.target, "_schema", None)
+    static = getattr(node.target, "overloadpacket", None) in _STATIC_CHECKS
+    return schema is not None and not schema.returns and not schema.is_mutable and not static
 
 
 def _must_be_static(module: GraphModule) -> None:
@@ -144,6 +182,8 @@ def _must_be_static(module: GraphModule) -> None:
             raise CannotTrace("it takes a number out of a tensor (.item()), which depends on values: leave it a tensor")
         if torch.Tag.data_dependent_output in _tags(node) or not _has_known_shape(node.meta.get("val")):
             raise CannotTrace(f"the shape of what {_operation(node)} gives depends on values: {FROM_SHAPE}")
+        if _gives_nothing(node) and not is_check(node):
+            raise CannotTrace(f"{_operation(node)} has no result, only an effect: trying plans would repeat it")
         own = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if any(isinstance(value, torch.Generator) for value in [own, *node.kwargs.values()]):
             raise CannotTrace("it draws random numbers from a torch.Generator: trying plans would draw from it too")
@@ -174,18 +214,20 @@ def described(module: GraphModule, structure: Any) -> Trace:
     constants = [node for node in nodes if node.op == "get_attr"]
     for node in constants:
         node.meta.setdefault("val", getattr(module, str(node.target)))
-    storages: dict[Node, frozenset[int]] = {}
+    storages: dict[Node, frozenset[int]] = _from_outside(constants, module)
     handles: dict[Any, frozenset[int]] = {}
     outside: dict[int, frozenset[int]] = {}
     for number, node in enumerate(nodes):
+        if node in storages:
+            continue
         shared = _aliased(node, storages)
         # A view touches no memory of its own; this stands for the handle itself, so that its users come after it. A
         # part of several views (split, unbind) comes with the handle of the whole.
         part = node.target is operator.getitem
         handles[node] = handles.get(node.args[0], frozenset()) if part else frozenset({number} if shared else ())
-        own = frozenset[int]().union(*(outside.get(one, {one}) for one in _storages(node, module)))
+        own = frozenset[int]().union(*(outside.get(one, {one}) for one in _storages(node)))
         known = frozenset(one for one in shared if one < 0)
-        if known and all(one.alias_info is not None for one in node.target._schema.returns):
+        if known and _is_view(node):
             outside.update(dict.fromkeys(own, known))  # the fake memory of a tensor from outside, which has a number
             own = known
         storages[node] = own | shared | handles[node]
@@ -200,8 +242,21 @@ def described(module: GraphModule, structure: Any) -> Trace:
             continue
         step_of[node] = Step([node], _task(node, storages))
         steps.append(step_of[node])
+    _writes_after_checks(steps, frozenset().union(*(storages[node] for node in [*inputs, *constants])))
     output = next(node for node in nodes if node.op == "output").args[0]
     return Trace(module, steps, inputs, constants, list(output), structure, storages)
+
+
+def _writes_after_checks(steps: Sequence[Step], given: frozenset[int]) -> None:
+    """Make tasks that write to what the caller has wait for all checks before them."""
+    if not any(is_check(step.node) for step in steps):
+        return
+    for step in steps:
+        task = step.task
+        if is_check(step.node):
+            step.task = replace(task, writes=task.writes | {_CHECKED})
+        elif task.writes & given:
+            step.task = replace(task, reads=task.reads | {_CHECKED})
 
 
 def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
@@ -238,15 +293,26 @@ def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:
 
 
 def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
-    """The memories of arguments that the result is a view of, or is itself."""
+    """The memories of arguments that the result is a view of, or is itself, whether its schema says so or not."""
     if node.target is operator.getitem:
         return frozenset()
     schema = getattr(node.target, "_schema", None)
     found: set[int] = set()
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is not None:
+        if argument.alias_info is not None or (number == 0 and node.target in HIDDEN_VIEWS):
             found |= _of_argument(node, number, argument.name, storages)
+    if not found and node.op == "call_function":
+        own = _storages(node)
+        for argument in node.all_input_nodes:
+            found |= storages[argument] if own & storages[argument] else set()
     return frozenset(found)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether all that an operation gives is in the memory of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    declared = schema is not None and all(one.alias_info is not None for one in schema.returns)
+    return declared or node.target in HIDDEN_VIEWS
 
 
 def _of_argument(node: Node, number: int, name: str, storages: dict[Node, frozenset[int]]) -> set[int]:
@@ -258,11 +324,19 @@ def _of_argument(node: Node, number: int, name: str, storages: dict[Node, frozen
     return found
 
 
-def _storages(node: Node, module: GraphModule) -> frozenset[int]:
-    if node.op == "get_attr":
-        value = getattr(module, str(node.target))
-        # A negative number: never the same as a fake storage's, and the same for two names of one tensor.
-        return frozenset({-value.untyped_storage().data_ptr() - 1}) if isinstance(value, torch.Tensor) else frozenset()
+def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, frozenset[int]]:
+    """The memories of tensors from outside, by their addresses: one for all whose spans overlap."""
+    values = {node: getattr(module, str(node.target)) for node in constants}
+    spans = {node: span for node, value in values.items() if (span := span_of(value)) is not None}
+    places = joined(spans.values())
+    found: dict[Node, frozenset[int]] = {node: frozenset() for node in constants}
+    for node, span in spans.items():
+        place = places[bisect.bisect_right(places, span.start, key=lambda one: one.start) - 1]
+        found[node] = frozenset({-place.start - 1})  # a negative number: never the same as a fake storage's
+    return found
+
+
+def _storages(node: Node) -> frozenset[int]:
     values, _ = tree_flatten(node.meta.get("val"))
     return frozenset(value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor))
 

@@ -235,4 +235,18 @@ class _Operations(TorchDispatchMode):
                 # Beside made-up ones only single numbers: make_fx computes with those that it knows.
                 if len(real) == len(tensors) or one.numel() <= 1:
                     self._watch.keeps(one)
-        return func(*args, **(kwargs or {}))
+        return _apart(func(*args, **(kwargs or {})))
+
+
+def _apart(results: Any) -> Any:
+    """Two tensors for two results, where a description gives one of them twice.
+
+    The real operation gives two (the gradients of an LSTM's biases), and so would the function.
+    """
+    if not isinstance(results, tuple) or len({id(one) for one in results}) == len(results):
+        return results
+    apart: list[Any] = []
+    for one in results:
+        again = isinstance(one, torch.Tensor) and any(one is other for other in apart)
+        apart.append(one.clone() if again else one)
+    return tuple(apart)

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+from manyhands.backends.torch_spans import span_of
 from manyhands.backends.torch_virtual import VirtualTensor
-from manyhands.spans import Held, Span, content
+from manyhands.spans import Held, content
 
 
 class _Worker:
@@ -120,21 +121,8 @@ _WHOLE, _BLOCKS = 1 << 16, 4
 
 def memory_of(value: Any) -> Hashable:
     """The addresses of a tensor's memory, all of it; other objects are known by themselves."""
-    span = _span_of(value) if isinstance(value, torch.Tensor) else None
+    span = span_of(value)
     return id(value) if span is None else span
-
-
-def _span_of(tensor: torch.Tensor) -> Span | None:
-    if isinstance(tensor, VirtualTensor):
-        return _span_of(tensor._inner)
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        storage = tensor.untyped_storage()
-        start, size = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
-        return None
-    return Span(start, start + size) if start and size else None
 
 
 def parts_of(value: Any) -> Sequence[Any] | None:
@@ -199,7 +187,7 @@ def version_of(value: Any) -> Any:
         version = 0
     gradient = id(value.grad) if value.requires_grad and value.is_leaf else 0
     inner = value._inner if isinstance(value, VirtualTensor) else value
-    span = _span_of(inner) if inner.is_cpu else None
+    span = span_of(inner) if inner.is_cpu else None
     return version, gradient, span and content(span, _WHOLE, _BLOCKS)
 
 

@@ -1,4 +1,5 @@
-"""Random programs on lanes: writes in place, views and random numbers, compared with eager to the bit."""
+"""Random programs on lanes, compared with eager to the bit: writes in place, views, random numbers; and what operations
+do beside their results: checks that fail, views that do not say so, gradients in one memory, arrays seen twice."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +17,10 @@ from test_parallel_cpu import run_on, scheduled, traced
 
 from manyhands.backends import torch_parallel, torch_threads
 from manyhands.backends.torch_threads import ThreadRun
+from manyhands.backends.torch_workers import operation_threads
 from manyhands.engine.check import check
 from manyhands.engine.schedule import schedule, schedule_chains
-from manyhands.errors import UnsafeSchedule
+from manyhands.errors import CannotTrace, UnsafeSchedule
 from manyhands.task import Task
 
 pytestmark = pytest.mark.skipif(
@@ -65,16 +68,26 @@ _WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def program(steps: list[tuple[str, int, int]]) -> Callable[..., Any]:
-    def function(*inputs: torch.Tensor) -> list[torch.Tensor]:
+    def function(*inputs: torch.Tensor) -> list[Any]:
         values = list(inputs)
         for way, one, other in steps:
             a, b = values[one % len(values)], values[other % len(values)]
             if way.endswith("_") and 0 in a.stride():
                 a = a.clone()
-            values.append(_WAYS[way](a, b))
+            values.append({**_WAYS, **_ODD}[way](a, b))
         return [value * 1 for value in values[len(inputs) :]]
 
     return function
+
+
+def outcome(run: Callable[..., Any], inputs: list[torch.Tensor]) -> Any:
+    """The bits of the results, and plain values as they are; or what was raised."""
+    torch.manual_seed(1)
+    try:
+        results = run(inputs)
+    except RuntimeError as error:
+        return str(error)
+    return [bits(one) if isinstance(one, torch.Tensor) else repr(one) for one in results]
 
 
 @given(
@@ -90,7 +103,8 @@ def test_random_programs_equal_eager_to_the_bit(
     inputs = [torch.randn(3, 3) for _ in range(3)]
     plain, own = [x.clone() for x in inputs], [x.clone() for x in inputs]
     torch.manual_seed(1)
-    expected = function(*plain)
+    with operation_threads(1):  # as a lane has
+        expected = function(*plain)
     state = torch.get_rng_state()
     found, _ = traced(function, *inputs)
     tasks = [
@@ -112,6 +126,104 @@ def test_random_programs_equal_eager_to_the_bit(
         assert [bits(one) for one in results] == [bits(one) for one in expected]
         assert [bits(one) for one in own] == [bits(one) for one in plain]
         assert torch.equal(torch.get_rng_state(), state)
+
+
+# What operations do beside their results
+
+LSTM = torch.nn.LSTM(3, 3)
+ARRAY = np.zeros((4, 3), dtype=np.float32)
+WHOLE, AGAIN, REST = torch.from_numpy(ARRAY), torch.from_numpy(ARRAY), torch.from_numpy(ARRAY[1:])
+
+
+def _attention(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """In bfloat16, with its backward pass: products of batches end in views that do not say so."""
+    with torch.enable_grad():
+        q, k = (one.detach().clone().bfloat16()[None].requires_grad_() for one in (a, b))
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ k
+        first, second = torch.autograd.grad(y.float().square().sum(), [q, k])
+    return (first[0] + second[0].t()).float()
+
+
+def _recurrent(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The gradients of both biases: one of them is written to."""
+    with torch.enable_grad():
+        loss = LSTM(a.detach().clone()[None])[0].square().sum()
+        *_, one, other = torch.autograd.grad(loss, list(LSTM.parameters()))
+    one.mul_(2)
+    return other[:9].view(3, 3) + b
+
+
+_ODD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cholesky": lambda a, b: torch.linalg.cholesky(a * 0.1 + a.t() * 0.1 + torch.eye(3)) + b,
+    "inv": lambda a, b: torch.linalg.inv(a.round() + torch.eye(3)) @ b,
+    "assert": lambda a, b: (torch._assert_async((a < 3).all(), "too large"), a - b)[1],
+    "attention": _attention,
+    "recurrent": _recurrent,
+    "whole_": lambda a, b: (WHOLE[1:].add_(a), b + 1)[1],  # a write to an array that others see
+    "rest_": lambda a, b: REST.mul_(0.5) + a,
+    "array": lambda a, b: AGAIN[1:] * 2 + REST + b,
+}
+ODD_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([*_ODD, *_ODD, "mm", "add_", "split", "dropout", "view"]),
+        st.integers(0, 50),
+        st.integers(0, 50),
+    ),
+    min_size=1,
+    max_size=6,
+)
+_CHECKING, _WRITING = ("cholesky", "inv", "assert"), ("whole_", "rest_")
+
+
+def _checks_after_writing(steps: list[tuple[str, int, int]]) -> bool:
+    """Whether a check comes after a write to an argument, or a view of one, or to the array."""
+    mine = [True, True, True]  # whether values are in memory of the caller's
+    written = False
+    for way, one, _ in steps:
+        of_caller = mine[one % len(mine)]
+        if way in _CHECKING and written:
+            return True
+        written |= way in _WRITING or (way == "add_" and of_caller)
+        mine.append(of_caller and way in ("view", "add_"))
+    return False
+
+
+PLAIN_VALUES = st.lists(st.sampled_from([None, True, 1, 1.0, 2.5, float("nan"), "a", torch.float32]), max_size=3)
+
+
+@given(ODD_STEPS, st.integers(1, 3), st.randoms(use_true_random=False), PLAIN_VALUES)
+@settings(max_examples=int(os.environ.get("MANYHANDS_EXAMPLES", "20")), deadline=None)
+def test_random_programs_with_checks_and_hidden_memory(
+    steps: list[tuple[str, int, int]], lanes: int, chance: Any, values: list[Any]
+) -> None:
+    of_tensors = program(steps)
+
+    def function(*inputs: torch.Tensor) -> list[Any]:
+        return [*values, *of_tensors(*inputs)]
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 3) for _ in range(3)]
+    plain, own = [x.clone() for x in inputs], [x.clone() for x in inputs]
+    ARRAY[:] = 1
+    with operation_threads(1):  # as a lane has
+        expected = outcome(lambda given: function(*given), plain)
+    left, state = ARRAY.copy(), torch.get_rng_state()
+    if _checks_after_writing(steps):
+        with pytest.raises(CannotTrace, match="after it has written"):
+            traced(function, *inputs)
+        return
+    found, _ = traced(function, *inputs)
+    tasks = [replace(task, seconds=chance.random()) for task in torch_threads.tasks(found)]
+    run = ThreadRun(found, torch_parallel.plan_of(scheduled(found, lanes, tasks)), lanes)
+    for _ in range(2):
+        for mine, first in zip(own, inputs, strict=True):
+            mine.copy_(first)
+        ARRAY[:] = 1
+        assert outcome(run.replay, own) == expected
+        if isinstance(expected, list):  # otherwise it is done again, plainly
+            assert np.array_equal(ARRAY, left, equal_nan=True)
+            assert [bits(one) for one in own] == [bits(one) for one in plain]
+            assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_lanes_are_in_inference_mode_where_the_caller_is() -> None:
