@@ -293,6 +293,8 @@ class Outside:
 
     def _of_optimizer(self, one: torch.optim.Optimizer, name: str) -> None:
         self._optimizer = True
+        for word in ("param_groups", "state"):  # load_state_dict() puts others in their places
+            self._add(Fact(f"{name}.{word}", "item", vars(one), word, vars(one)[word], optimizer=True))
         self._sequence(one.param_groups, f"{name}.param_groups")
         self._dict(one.state, f"{name}.state", whole=True)
         self._optimizer = False

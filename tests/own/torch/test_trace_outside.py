@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,31 @@ def test_a_learning_rate_that_changes_is_noticed() -> None:
         torch.manual_seed(0)
         fast(X, Y)
         assert torch.equal(model[0].weight, plain[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["SGD", "momentum", "momentum, foreach", "Adam, fused"])
+def test_an_optimizers_state_that_is_loaded_between_calls_is_used(name: str) -> None:
+    (model, ours, step), (plain, theirs, plainly) = training_step(OPTIMIZERS[name]), training_step(OPTIMIZERS[name])
+    fast = planned(step)
+
+    def both(times: int) -> None:
+        for _ in range(times):
+            torch.manual_seed(1)
+            expected = plainly(X, Y)
+            torch.manual_seed(1)
+            assert torch.equal(fast(X, Y), expected)
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(one, other)
+
+    both(2)
+    kept = copy.deepcopy(theirs.state_dict())
+    both(3)
+    assert "synchronous" in fast.explain()
+    kept["param_groups"][0]["lr"] = 0.01
+    for optimizer in (ours, theirs):
+        optimizer.load_state_dict(copy.deepcopy(kept))
+    both(3)
+    assert "synchronous" in fast.explain()
 
 
 def test_what_changes_at_every_call_ends_in_plain_execution() -> None:
