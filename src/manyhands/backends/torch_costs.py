@@ -170,7 +170,10 @@ def made_up_inputs(found: Trace) -> list[torch.Tensor]:
 
 
 def _made_up(value: Any) -> Any:
-    """A real value of the shape that the trace saw: random numbers, zeros where they are indices."""
+    """A real value of the shape that the trace saw: random numbers, zeros where they are indices.
+
+    They are between zero and one: a kernel on a GPU that gets a probability beyond that ends the whole process.
+    """
     if isinstance(value, (list, tuple)):
         return type(value)(_made_up(one) for one in value)
     if not isinstance(value, Node):
@@ -179,7 +182,7 @@ def _made_up(value: Any) -> Any:
     # Filled before it gets its strides: an expanded tensor cannot be written to.
     count = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride(), strict=True))
     made = torch.zeros(max(count, 0) if meta.numel() else 0, dtype=meta.dtype, device=meta.device)
-    return (made.normal_() if meta.is_floating_point() else made).as_strided(meta.shape, meta.stride())
+    return (made.uniform_() if meta.is_floating_point() else made).as_strided(meta.shape, meta.stride())
 
 
 # The roofline

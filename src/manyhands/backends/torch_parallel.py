@@ -38,6 +38,7 @@ from manyhands.backends.torch_runs import (
     timed_streams,
     why_no_graph,
 )
+from manyhands.backends.torch_spans import shown_by
 from manyhands.backends.torch_threads import ThreadRun
 from manyhands.backends.torch_trace import Trace, together
 
@@ -241,13 +242,17 @@ def synchronous_run(found: Trace, plan: Plan) -> ThreadRun | VirtualRun:
 
 
 def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
-    """Whether results are the same to the bit, and otherwise their largest relative difference."""
+    """Whether results are the same to the bit, and otherwise their largest relative difference.
+
+    It is infinite for results of different forms, and for plain values (numbers, words, None) that are not the same.
+    """
     worst, same = 0.0, True
     for a, b in zip(one, other, strict=True):
-        if not isinstance(b, torch.Tensor):
-            same &= a == b
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            if type(a) is not type(b) or repr(a) != repr(b):  # one NaN is another
+                return False, float("inf")
             continue
-        if a.shape != b.shape or a.dtype != b.dtype:
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
             return False, float("inf")
         if torch.equal(a, b):
             continue
@@ -262,6 +267,22 @@ def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
             difference = float((wide_a - wide_b).norm() / wide_b.norm().clamp(min=1e-3))
             worst = max(worst, difference if math.isfinite(difference) else float("inf"))
     return same, worst
+
+
+def overlapping(values: Sequence[Any]) -> set[tuple[int, int]]:
+    """The numbers of results, in pairs, that lie in the same bytes."""
+    spans = [(*shown_by(one), number) for number, one in enumerate(values) if _has_bytes(one)]
+    found: set[tuple[int, int]] = set()
+    reaching: list[tuple[int, int]] = []  # of those before, where they end and which they are
+    for start, end, number in sorted(spans):
+        reaching = [(behind, other) for behind, other in reaching if behind > start]
+        found |= {(min(other, number), max(other, number)) for _, other in reaching}
+        reaching.append((end, number))
+    return found
+
+
+def _has_bytes(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > 0
 
 
 def seconds(

@@ -14,6 +14,12 @@ from typing import Any
 
 from manyhands.errors import CannotBeExact
 
+
+def first_line(error: BaseException) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 _EQUALITY = re.compile(", (equal to|as exact as) .*")
 
 
@@ -34,8 +40,32 @@ class Judge:
         self._backend, self._found, self._call = backend, found, call
         self._expected, self._notes = expected, notes
 
+    @classmethod
+    def of(cls, backend: Any, found: Any, call: Any, plainly: Any, notes: list[str]) -> Judge:
+        """With plain execution's results for numbers that tell ways apart, where the function takes such numbers."""
+        told = backend.telling(call)
+        if told is not call:
+            try:
+                return cls(backend, found, told, backend.expected(found, told, plainly), notes)
+            except Exception as error:
+                notes.append(
+                    "all numbers of an argument are the same, so that results tell little; the function does not take "
+                    f"others ({first_line(error)})"
+                )
+        return cls(backend, found, call, backend.expected(found, call, plainly), notes)
+
+    def results_of(self, run: Any) -> Any:
+        """What a run gives for the same numbers."""
+        return self._backend.observed(self._found, self._call, run)
+
+    def results_of_function(self, function: Any) -> Any:
+        """What another way of plain execution gives for them."""
+        return self._backend.expected(self._found, self._call, function)
+
     def refused(self, results: Sequence[Any]) -> tuple[str | None, str]:
         """Why results are not right, or None; and what to say of them after the name of their way."""
+        if self._backend.overlapping(results) - self._backend.overlapping(self._expected):
+            return "two of its results share memory", ""
         same, difference = self._backend.equal(results, self._expected)
         if same:
             return None, ", equal to the bit"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from manyhands.engine.equal import first_line
 from manyhands.engine.planned import PLAIN, Planned
 from manyhands.engine.turns import in_turns
 from manyhands.errors import CannotFuse
@@ -29,7 +30,11 @@ def better(
     except CannotFuse as error:
         planned.notes.append(f"nothing is compiled: {error}")
         return planned
-    other = choose(fused)
+    try:
+        other = choose(fused)
+    except Exception as error:
+        planned.notes.append(f"compiled regions are not used: {first_line(error)}")
+        return planned
     taken = other.name != PLAIN and _is_ahead(other, planned, seconds_of)
     names = {name: name if name.startswith(PLAIN) else _FUSED + name for name in other.seconds | other.predicted}
     if taken:

@@ -19,6 +19,7 @@ from manyhands.engine import draw, explain, fused, futures, parallel_cpu, parall
 from manyhands.engine.arguments import must_allow_memory, must_be_function
 from manyhands.engine.costs import costs
 from manyhands.engine.effects import Effects
+from manyhands.engine.equal import first_line
 from manyhands.engine.forecast import Forecast, Machine, forecast
 from manyhands.engine.graph import graph
 from manyhands.engine.memory import Footprint
@@ -129,7 +130,14 @@ class Parallel:
         made = self._scheduled()
         timed = self.planned.timed
         assert timed is not None
-        return timeline_of(made, timed(), f"measured; {self.planned.how}")
+        try:
+            moments = timed()
+        except Exception as error:
+            raise EngineError(
+                f"it cannot be run with made-up arguments ({first_line(error)}): timeline(path, simulated=True) draws "
+                "it from the costs of its tasks"
+            ) from error
+        return timeline_of(made, moments, f"measured; {self.planned.how}")
 
     def simulated(self) -> Timeline:
         """The last call's schedule in thought."""
@@ -170,6 +178,8 @@ class Parallel:
             planned.holds = error.holds or planned.holds
             planned.again = isinstance(error, NotYet) or (first and isinstance(error, ChangesOutside))
             return planned
+        except Exception as error:  # the function's own, if it is, comes from plain execution
+            return Planned(self._plainly, notes=[f"cannot be traced: {first_line(error)}"], again=first)
         try:
             with self.backend.untouched(found, call.tensors) as put_back:
                 planned = self._choose(call, found, device)
@@ -181,10 +191,10 @@ class Parallel:
                         lambda one: self._choose(call, one, device),
                         lambda one: self.backend.seconds(lambda: one.run(*call.given), device, put_back),
                     )
-        except Exception as error:
-            if not self.backend.is_out_of_memory(error):
-                raise
-            planned = Planned(self._plainly, notes=[f"no memory was left to plan it: {error}"])
+        except Exception as error:  # whatever fails while plans are tried: plain execution is there
+            without_memory = self.backend.is_out_of_memory(error)
+            why = "no memory was left to plan it" if without_memory else "it could not be planned"
+            planned = Planned(self._plainly, notes=[f"{why}: {first_line(error)}"], again=first and not without_memory)
         planned.holds, planned.changed = found.holds, found.changed
         return planned
 
@@ -211,7 +221,10 @@ class Parallel:
         return best
 
     def _replaying(self, planned: Planned, found: Any, run: Any) -> Run:
-        """Replay a run; out of memory, it is done plainly from then on."""
+        """Replay a run; a call that fails is done again plainly, and so is every call after one without memory.
+
+        Plain execution raises what the function raises, or takes the branch that the function has for an error.
+        """
         backend = self.backend
         together = backend.together(found)
         random = backend.random_devices(found)
@@ -226,16 +239,16 @@ class Parallel:
                 with alone:
                     return together(run.replay(tensors))
             except Exception as error:
-                if not backend.is_out_of_memory(error):
-                    raise
                 if not backend.can_be_repeated(found, error):
                     error.add_note("it was run on lanes, and has written to tensors of yours: it cannot be repeated")
                     raise
-                planned.notes.append(f"{planned.how} ran out of memory: plain execution from then on ({error})")
+                if without_memory := backend.is_out_of_memory(error):
+                    planned.notes.append(f"{planned.how} ran out of memory: plain execution from then on ({error})")
             # Only here has the failed run let go of its memory.
             if random:
                 backend.set_random_state(random, before)
-            planned.run, planned.how = self._plainly, "plain execution"
+            if without_memory:
+                planned.run, planned.how = self._plainly, "plain execution"
             return self._plainly(tensors, arguments, keywords)
 
         return replay

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from manyhands.engine.check import check
-from manyhands.engine.equal import Judge
+from manyhands.engine.equal import Judge, first_line
 from manyhands.engine.graph import Graph
 from manyhands.engine.memory import Footprint, Peaks, one_after_the_other, peak
 from manyhands.engine.planned import PLAIN, Limit, Planned, Run, why_too_large
@@ -24,6 +24,9 @@ from manyhands.engine.simulate import moments, simulate
 HANDOVER = 20e-6  # seconds; below this it does not pay to hand a task to another thread
 _CLEARLY = 0.97  # of plain execution's time
 _ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
+_LONG = 0.1  # seconds of a call, from which on every round counts
+_ROUNDS_OF_LONG = 2  # at least
+_BEHIND = 1.3  # times plain execution's warm-up: no more rounds for who takes longer
 _BUDGET = 1.0  # seconds for all rounds: the least number of them may take longer, the next number three times as long
 
 
@@ -40,8 +43,7 @@ def choose(
     if count > 1:
         tried.append(("one lane, one thread", one_lane(measured), 1))
     tried += [(name, made, count) for name, made in candidates(measured, count, best)]
-    told = backend.telling(call)
-    judge = Judge(backend, found, told, backend.expected(found, told, plainly), best.notes)
+    judge = Judge.of(backend, found, call, plainly, best.notes)
     best.schedule = one_lane(measured)
     ways: dict[str, tuple[Run, Schedule, int, str]] = {PLAIN: (plainly, best.schedule, count, "")}
 
@@ -54,7 +56,7 @@ def choose(
 
     if count > 1:  # small operations lose by being divided
         alone = backend.with_threads(plainly, 1)
-        add(f"{PLAIN}, one thread", alone, best.schedule, 1, backend.expected(found, told, alone))
+        add(f"{PLAIN}, one thread", alone, best.schedule, 1, judge.results_of_function(alone))
     for name, made, threads in tried:
         check(made)
         if (reason := why_too_large(name, _peak(made, footprint), plain, limit)) is not None:
@@ -62,12 +64,9 @@ def choose(
             continue
         run = backend.thread_run(found, backend.plan_of(made), threads)
         try:
-            results = backend.observed(found, told, run)
-        except Exception as error:
-            if found.as_written is None:
-                raise
-            # A compiler's results may be of types that the next operation does not take.
-            best.notes.append(f"{name} is not used: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            results = judge.results_of(run)
+        except Exception as error:  # a compiler's results may be of types that the next operation does not take
+            best.notes.append(f"{name} is not used: {first_line(error)}")
             continue
         add(name, replaying(run), made, threads, results)
     with backend.untouched(found, call.tensors) as put_back:
@@ -128,28 +127,40 @@ def better(measured: Graph, count: int) -> tuple[float, Schedule]:
 
 
 def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> list[list[float]]:
-    """Run all of them in turns; the seconds of each in every round. ``put_back`` is called before each."""
+    """Run all of them in turns; the seconds of each in every round. ``put_back`` is called before each.
+
+    The first of them is the one to beat. Of calls that take long, those that are far behind it after the warm-up are
+    out: they keep the time of that.
+    """
     times: list[list[float]] = [[] for _ in runs]
+    running, spent_by = list(range(len(runs))), dict[int, float]()
     least, some, most = _ROUNDS
     start = time.perf_counter()
     for number in range(most + 1):
-        for place in range(len(runs)):
-            one = (place + number) % len(runs)
-            put_back()
-            begin = time.perf_counter()
-            runs[one]()
-            once = time.perf_counter() - begin
-            if once < 5e-3:  # threads of the run before may still be spinning: only the second run counts
-                put_back()
-                begin = time.perf_counter()
-                runs[one]()
-                once = time.perf_counter() - begin
-            if number:  # the first round is the warm-up
-                times[one].append(once)
+        turn = number % len(running)
+        spent_by |= {one: _once(runs[one], put_back) for one in running[turn:] + running[:turn]}
+        if not number:  # the first round is the warm-up
+            running = [one for one in running if spent_by[one] < max(_LONG, _BEHIND * spent_by[0])]
+            least = _ROUNDS_OF_LONG if spent_by[0] > _LONG else least
+        for one in range(len(runs)) if number else ():
+            times[one].append(spent_by[one])
         spent = time.perf_counter() - start
         if spent > _BUDGET and (number >= some or (number >= least and spent > 3 * _BUDGET)):
             break
     return times
+
+
+def _once(run: Callable[[], object], put_back: Callable[[], None]) -> float:
+    put_back()
+    begin = time.perf_counter()
+    run()
+    spent = time.perf_counter() - begin
+    if spent < 5e-3:  # threads of the run before may still be spinning: only the second run counts
+        put_back()
+        begin = time.perf_counter()
+        run()
+        spent = time.perf_counter() - begin
+    return spent
 
 
 def _ratio(own: Sequence[float], plain: Sequence[float]) -> float:

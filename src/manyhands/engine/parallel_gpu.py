@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands.engine.check import check
-from manyhands.engine.equal import Judge
+from manyhands.engine.equal import Judge, first_line
 from manyhands.engine.graph import Graph
 from manyhands.engine.memory import Footprint, Peaks, one_after_the_other, peak
 from manyhands.engine.planned import PLAIN, Limit, Planned, Run, why_too_large
@@ -50,8 +50,7 @@ def choose(
         return spent
 
     best.seconds[PLAIN] = seconds_of(plainly)
-    told = backend.telling(call)
-    judge = Judge(backend, found, told, backend.expected(found, told, plainly), best.notes)
+    judge = Judge.of(backend, found, call, plainly, best.notes)
     for name, made, make in ways(backend, found, measured, best):
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = 0
@@ -71,14 +70,14 @@ def choose(
         try:
             with backend.untouched(found, call.tensors):
                 run = make(found, plan, call.tensors, device, reuse_outputs=best.reuse_outputs)
-            refused, equality = judge.refused(backend.observed(found, told, run))
+            refused, equality = judge.refused(judge.results_of(run))
             if refused is not None:
                 best.notes.append(f"{name} is not used: {refused}")
                 continue
             again: Run = replaying(run)
             ahead = is_ahead(name, again, best, seconds_of)
         except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
-            best.notes.append(f"{name} is not used: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            best.notes.append(f"{name} is not used: {first_line(error)}")
             continue
         if ahead:
             best.how = name + equality

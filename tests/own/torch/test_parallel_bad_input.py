@@ -196,13 +196,14 @@ def test_results_that_are_arguments_are_the_same_objects() -> None:
 # Errors
 
 
-def test_an_error_in_a_task_comes_as_it_was_and_nothing_is_left_running(on_lanes: Parallel) -> None:
-    ERRORS.append(ArithmeticError("on purpose"))
+def test_an_error_in_a_task_is_plain_executions_and_nothing_is_left_running(on_lanes: Parallel) -> None:
+    """On lanes it only shows that the call is to be done plainly: the function may have a branch for it."""
+    ERRORS.extend([ArithmeticError("on lanes"), ArithmeticError("on purpose")])
     with pytest.raises(ArithmeticError, match="on purpose") as caught:
         on_lanes(torch.ones(2), torch.ones(2))
     shown = "".join(traceback.format_exception(caught.value))
     assert "raise ERRORS.pop(0)" in shown
-    assert "in breaks (task" in shown
+    assert "in two_chains" in shown
     assert not any(worker._busy for worker in torch_threads.pool()._idle)
     assert on_lanes(torch.ones(2), torch.ones(2)).tolist() == [6, 6]
 
@@ -272,6 +273,89 @@ def test_random_numbers_are_the_same_after_a_fall_back() -> None:
     ERRORS.append(OUT_OF_MEMORY)
     assert torch.equal(fast(torch.ones(2)), expected)
     assert "ran out of memory" in fast.explain()
+
+
+def test_an_error_after_a_write_is_not_repeated() -> None:
+    total = torch.zeros(2)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        total.add_(x)
+        return breaks(x)
+
+    fast = mh.parallel(function, synchronous=True)
+    fast(torch.ones(2))
+    ERRORS.append(ArithmeticError("on purpose"))
+    with pytest.raises(ArithmeticError, match="on purpose") as caught:
+        fast(torch.ones(2))
+    assert any("in breaks (task" in note for note in caught.value.__notes__)
+
+
+# Planning that fails
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.0])
+def test_functions_that_take_only_some_numbers_are_planned_with_such(value: float) -> None:
+    """All numbers of an argument are the same, so that others are tried: probabilities have to stay probabilities."""
+    functions: list[Any] = [
+        lambda p: torch.bernoulli(p) + (p @ p).sin(),
+        lambda p: torch.nn.functional.binary_cross_entropy(p, p) + (p @ p).sin(),
+    ]
+    for function in functions:
+        p, fast = torch.full((8, 8), value), mh.parallel(function)
+        for _ in range(2):
+            torch.manual_seed(0)
+            expected = function(p)
+            torch.manual_seed(0)
+            torch.testing.assert_close(fast(p), expected)
+        assert "could not be planned" not in fast.explain()
+        assert "does not take" not in fast.explain()
+
+
+def test_a_function_that_takes_no_other_numbers_is_compared_with_what_it_takes() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.cholesky(torch.diag(x - 0.5)) @ x.expand(4, 4)
+
+    x, fast = torch.ones(4), mh.parallel(function)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), function(x))
+    assert "the function does not take others (" in fast.explain()
+    assert fast.planned.seconds
+
+
+def test_what_fails_while_plans_are_tried_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("of ours")
+
+    fast = mh.parallel(lambda x: x + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_parallel, "expected", broken)
+        assert fast(torch.ones(2)).tolist() == [2, 2]
+        assert "it could not be planned: KeyError: 'of ours'" in fast.explain()
+    assert fast(torch.ones(2)).tolist() == [2, 2]
+    assert "it could not be planned" not in fast.explain()  # tried once more at the second call
+    fast = mh.parallel(lambda x: x + 2)
+    monkeypatch.setattr(torch_parallel, "trace", broken)
+    for _ in range(3):
+        assert fast(torch.ones(2)).tolist() == [3, 3]
+    assert "cannot be traced: KeyError" in fast.explain()
+
+
+def test_the_functions_own_error_at_the_first_call_is_plain_executions() -> None:
+    def function(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(rows, x).sin()
+
+    x, rows = torch.rand(3, 2), torch.tensor([0, 1])
+    fast = mh.parallel(function)
+    with pytest.raises(IndexError) as plain:
+        function(x, rows + 7)
+    with pytest.raises(IndexError) as ours:
+        fast(x, rows + 7)
+    assert str(ours.value) == str(plain.value)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x, rows), function(x, rows))
+    assert fast.planned.seconds
+    with pytest.raises(IndexError):
+        fast(x, rows + 7)
 
 
 def test_no_memory_for_planning(monkeypatch: pytest.MonkeyPatch) -> None:

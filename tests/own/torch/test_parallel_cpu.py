@@ -243,6 +243,14 @@ def test_not_a_number_is_no_small_difference() -> None:
     assert torch_parallel.equal([one / 0, nan], [one / 0, nan])[0]
 
 
+def test_plain_values_that_differ_are_no_small_difference() -> None:
+    one, far = torch.ones(2), (False, float("inf"))
+    assert torch_parallel.equal([one, 1, "a", None, float("nan")], [one, 1, "a", None, float("nan")]) == (True, 0.0)
+    for ours, plain in [(1, 2), (1, 1.0), (True, 1), ("a", "b"), (None, 0), (0.1, 0.1 + 1e-12), (one, 1), (None, one)]:
+        assert torch_parallel.equal([one, ours], [one, plain]) == far
+    assert torch_parallel.equal([one.double()], [one]) == far
+
+
 def test_what_is_chosen_is_right_and_not_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is stood in for: of the ways that were tried one is twice as fast, or all are nearly as fast."""
 
