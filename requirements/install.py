@@ -21,8 +21,8 @@ ON_ARM = platform.machine() in ("aarch64", "arm64")
 
 def main(framework: str, folder: Path) -> None:
     venv.create(folder, with_pip=True, clear=True)
-    extras = ["plot", "gpu", framework]
-    wanted = ["pytest", "hypothesis", "safetensors", *EXTRA.get(framework, [])]
+    extras = ["gpu", framework]
+    wanted = ["pytest", "hypothesis", "safetensors", "matplotlib", *EXTRA.get(framework, [])]
     if framework == "tensorflow" and not ON_ARM:
         extras.remove(framework)
         wanted.append("tensorflow-cpu")

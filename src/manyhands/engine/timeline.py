@@ -84,7 +84,7 @@ def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise PackageMissing(
-            f"{path.name} cannot be drawn: matplotlib is not installed. Run: pip install 'manyhands[plot]', or write "
+            f"{path.name} cannot be drawn: matplotlib is not installed. Run: pip install matplotlib, or write "
             f"{path.with_suffix('.json').name!r}, a trace for ui.perfetto.dev, which needs nothing"
         ) from error
 

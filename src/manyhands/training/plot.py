@@ -47,7 +47,7 @@ def _figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PackageMissing(
-            "the curves cannot be drawn: matplotlib is not installed. Run: pip install 'manyhands[plot]'"
+            "the curves cannot be drawn: matplotlib is not installed. Run: pip install matplotlib"
         ) from error
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     left = figure.add_subplot()

@@ -258,7 +258,7 @@ class Animator:
             matplotlib = importlib.import_module("matplotlib.figure")
         except ImportError:
             raise PackageMissing(
-                "a picture needs matplotlib, which is not installed: pip install 'manyhands[plot]'", name="matplotlib"
+                "a picture needs matplotlib, which is not installed: pip install matplotlib", name="matplotlib"
             ) from None
         figure = matplotlib.Figure(figsize=self._size, layout="constrained")
         axes = figure.add_subplot()
