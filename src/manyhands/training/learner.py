@@ -48,6 +48,8 @@ class Learner(Protocol):
     rank: int
     size: int  # processes of the job
     optimizer_name: str
+    # What the optimizer was made with (rate, betas, ...) as JSON, as far as the framework tells.
+    optimizer_options: dict[str, Any]
     # Worth knowing about how the job is run; and how a batch is divided at the moment.
     notes: list[str]
     shares: list[float] | None
@@ -78,7 +80,11 @@ class Learner(Protocol):
         """The state of this moment; only the first process needs to have it."""
 
     def restore(self, state: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
-        """Go on from what :meth:`save` gave, maybe on other devices; ``figures`` are this process's sums."""
+        """Go on from what :meth:`save` gave, maybe on other devices; ``figures`` are this process's sums.
+
+        Where the job's optimizer was made with other options than the saved one's (``optimizer_options`` of the state),
+        the job's count.
+        """
 
     def from_first(self, data: bytes) -> bytes:
         """The bytes that the first process has."""

@@ -19,6 +19,17 @@ from manyhands.training.settings import Settings
 if TYPE_CHECKING:
     from manyhands.training.loop import Loop
 
+# Settings that may change when a job is resumed, in words.
+_ANNOUNCED = {
+    "lr": "learning rate",
+    "max_epochs": "epochs",
+    "gradient_clip_val": "gradient clipping",
+    "accumulate": "accumulation",
+    "batch_stats": "batch statistics",
+    "precision": "precision",
+    "on_nan": "on_nan",
+}
+
 
 def save(loop: Loop) -> None:
     """Write a checkpoint of this moment; every process takes part, the first one writes."""
@@ -38,6 +49,7 @@ def save(loop: Loop) -> None:
         "samples": learner.data.count,
         "shuffle": learner.data.shuffle,
         "optimizer_type": learner.optimizer_name,
+        "optimizer_options": learner.optimizer_options,
         "figures": [one.as_json() for one in figures],
         "shares": learner.shares,
         "batches_before": loop.batches_before,
@@ -70,7 +82,33 @@ def restore(loop: Loop, path: Path | None) -> bool:
     learner.restore(state, blobs, of_one(figures, learner.rank, learner.size))
     loop.cursor = Cursor(**state["cursor"])
     loop.batches_before = state.get("batches_before")
+    if loop.first:
+        _announce(loop, state)
     return True
+
+
+def _announce(loop: Loop, before: Mapping[str, Any]) -> None:
+    """Say where the job goes on, and what is not as it was: what the caller gives now counts."""
+    learner, settings = loop.learner, loop.settings.as_dict()
+    now = {words: settings[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
+    then = {words: before["settings"].get(name, now[words]) for name, words in _ANNOUNCED.items()}
+    then |= before.get("optimizer_options", {})
+    if not learner.optimizer_options.keys().isdisjoint(("lr", "learning_rate")):  # the optimizer's own rate counts
+        del now[_ANNOUNCED["lr"]]
+    changed = [
+        f"{name} {value} instead of {then[name]}" for name, value in now.items() if then.get(name, value) != value
+    ]
+    if changed:
+        learner.notes.append(f"resumed with {', '.join(changed)}")
+    epochs = f"epoch {min(loop.cursor.epoch + 1, loop.settings.max_epochs)} of {loop.settings.max_epochs}"
+    new = f", with {', '.join(changed)}" if changed else ""
+    loop.say({"kind": "note", "text": f"resuming after step {loop.cursor.step}, in {epochs}{new}"})
+
+
+def is_kept(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether an option of the optimizer is the job's own: it was made with another value than the saved one was."""
+    options = saved.get("optimizer_options", {})
+    return name in options and own.get(name) != options[name]
 
 
 def rewind(loop: Loop) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 from training_bench import Bench
 
 from manyhands.errors import BadRunFolder, BadSettings, RunInUse, WrongCheckpoint
+from manyhands.training.parity import largest_difference
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -72,6 +75,39 @@ def test_two_jobs_never_share_a_run(bench: Bench) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert not (run / "job.lock").exists()
+
+
+def adam(framework: str, beta: float) -> Any:
+    if framework == "torch":
+        import torch
+
+        return functools.partial(torch.optim.Adam, lr=0.01, betas=(beta, 0.99))
+    if framework == "jax":
+        import optax
+
+        return optax.inject_hyperparams(optax.adam)(0.01, b1=beta)
+    if framework == "tensorflow":
+        import keras
+
+        return keras.optimizers.Adam(0.01, beta_1=beta)
+    import mxnet as mx
+
+    return mx.optimizer.Adam(learning_rate=0.01, beta1=beta)
+
+
+def test_the_optimizer_of_the_resuming_job_counts(bench: Bench) -> None:
+    """With other betas the job goes on with those, and says so."""
+    run = bench.new_run()
+    bench.fit(epochs=1, run=run, optimizer=adam(bench.framework, 0.9))
+    results = {}
+    for beta in (0.9, 0.5):
+        copied = bench.new_run()
+        shutil.copytree(run, copied)
+        results[beta] = bench.fit(epochs=2, run=copied, resume="auto", optimizer=adam(bench.framework, beta))
+    weights = [bench.weights(result.run) for result in results.values()]
+    assert largest_difference(*weights) > 1e-4
+    assert any("0.5" in note and " instead of " in note for note in results[0.5].notes), results[0.5].notes
+    assert not any("0.9 instead of" in note for note in results[0.9].notes)
 
 
 def test_a_path_that_cannot_be_a_run(bench: Bench) -> None:

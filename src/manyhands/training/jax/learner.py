@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from manyhands.training import blobs, streams
+from manyhands.training import blobs, saving, streams
 from manyhands.training.figures import Figures
 from manyhands.training.jax import feed, sums
 from manyhands.training.jax.checks import Labels
@@ -70,6 +70,7 @@ class JaxLearner:
             spares=job.settings.on_nan == "continue",
         )
         self.state: State = self._first_state(optimizer)
+        self.optimizer_options = _injected(self.state["optimizer"])
         self.sums: Sums = world.put_anew(sums.from_figures(Figures()))
         self._under_way: collections.deque[Sums] = collections.deque()
         self._shown: Figures | None = None
@@ -239,7 +240,10 @@ class JaxLearner:
             ("random", "random numbers of another model"),
         ):
             if part in found:  # weights from another framework come alone
-                self._refill(part, blobs.fitting(found[part], named(self.state[part]), what))
+                own = named(self.state[part])
+                saved_part = blobs.fitting(found[part], own, what)
+                kept = [name for name in own if saving.is_kept(name, self.optimizer_options, saved)]
+                self._refill(part, {**saved_part, **{name: own[name] for name in kept}})
         # All processes have the same sums: those of the first.
         first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
         self.steps.counts_right = first.counted
@@ -290,3 +294,9 @@ def _doubled(leaf: Any) -> Any:
 def _even(count: int, size: int) -> int:
     """A size of batches near that one, so that the last is hardly shorter: each size is compiled for itself."""
     return -(-count // -(-count // size))
+
+
+def _injected(state: Any) -> dict[str, Any]:
+    """What ``optax.inject_hyperparams`` keeps in an optimizer's state; others are in functions, and so the job's."""
+    numbers = {name: np.asarray(one) for name, one in named(state).items() if "hyperparams" in name.split(".")}
+    return {name: one.item() for name, one in numbers.items() if not one.ndim and np.isfinite(one)}

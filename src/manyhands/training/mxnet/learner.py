@@ -13,6 +13,7 @@ import mxnet as mx
 import numpy as np
 
 from manyhands.training import blobs as _blobs
+from manyhands.training import saving
 from manyhands.training.figures import Figures
 from manyhands.training.learner import Saved
 from manyhands.training.mxnet import replicas, state
@@ -52,6 +53,7 @@ class GluonLearner:
         given = settings.shares
         self.shares = [float(share) for share in given] if given is not None and given != "measured" else None
         self.optimizer_name = type(trainer.optimizer).__name__
+        self.optimizer_options = state.optimizer_options(trainer)
         self.base_rate = None if trainer.optimizer.lr_scheduler else float(trainer.learning_rate)
         dtype = replicas.distinct(model)[0].dtype
         several = len(devices) > 1 and replicas.normalises(model)
@@ -144,7 +146,12 @@ class GluonLearner:
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
         state.restore_model(self.model, blobs["model"])
         if "optimizer" in blobs:  # weights from another framework come alone
-            state.restore_optimizer(self.trainer, blobs["optimizer"], saved["optimizer"])
+            state.restore_optimizer(
+                self.trainer,
+                blobs["optimizer"],
+                saved["optimizer"],
+                lambda name: saving.is_kept(name, self.optimizer_options, saved),
+            )
         self.metrics.restore(figures)
 
     def from_first(self, data: bytes) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -16,7 +16,8 @@ from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.models import set_values
 
 # How an optimizer runs, rather than what it has learnt: the job says these.
-_NOT_SAVED = ("lr", "rescale_grad", "aggregate_num", "begin_num_update", "num_update")
+_COUNTED = ("rescale_grad", "aggregate_num", "begin_num_update", "num_update")
+_NOT_SAVED = ("lr", *_COUNTED)
 
 
 def model_tensors(model: Any) -> dict[str, NDArray[Any]]:
@@ -53,8 +54,16 @@ def optimizer_numbers(trainer: gluon.Trainer) -> dict[str, Any]:
     }
 
 
-def restore_optimizer(trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str, Any]) -> None:
-    """Go on with what was saved, on the devices of this trainer."""
+def optimizer_options(trainer: gluon.Trainer) -> dict[str, Any]:
+    """What the optimizer was made with."""
+    own = vars(trainer.optimizer)
+    return {name: value for name, value in own.items() if name not in _COUNTED and _is_plain(value)}
+
+
+def restore_optimizer(
+    trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str, Any], kept: Callable[[str], bool]
+) -> None:
+    """Go on with what was saved, on the devices of this trainer; ``kept`` says which options stay as they are."""
     optimizer, saved = trainer.optimizer, blobs.unpack(blob)
     counts = {int(index): count for index, count in numbers["counts"].items()}
     if counts and max(counts) >= len(trainer._params):
@@ -62,7 +71,7 @@ def restore_optimizer(trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str,
             f"the optimizer's state is of {max(counts) + 1} parameters, the model has {len(trainer._params)}"
         )
     for name, value in numbers["numbers"].items():
-        if name in vars(optimizer):
+        if name in vars(optimizer) and not kept(name):
             setattr(optimizer, name, value)
     optimizer.num_update = numbers["updates"]
     for number, (device, updater) in enumerate(zip(trainer._contexts, trainer._updaters, strict=True)):

@@ -43,6 +43,7 @@ class KerasLearner:
         given = job.settings.shares
         self.shares = None if given is None else [float(share) for share in given]
         self.optimizer_name = type(job.optimizer).__name__
+        self.optimizer_options = optimizers.options(job.optimizer)
         function = Function(job.layers, job.objective, job.settings.seed)
         self.optimizer = optimizers.stateless(job.optimizer, function.trained, job.model.trainable_variables)
         memory = optimizers.memory(job.optimizer, self.optimizer, job.model)

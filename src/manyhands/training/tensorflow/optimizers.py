@@ -107,6 +107,18 @@ def memory(optimizer: Any, like: Any, model: Any) -> list[Any]:
     return [variable.numpy().astype(other.dtype) for variable, other in pairs]
 
 
+def options(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer was made with, as far as it is JSON. A checkpoint holds variables only: these always count."""
+    plain = (bool, int, str, type(None))
+    made_with = {name: value for name, value in optimizer.get_config().items() if name != "name"}
+    made_with |= {name: float(value) for name, value in made_with.items() if isinstance(value, float)}
+    return {name: value for name, value in made_with.items() if type(value) in plain or _is_finite(value)}
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
 def rate_of(optimizer: Any) -> int | None:
     """Which of the optimizer's variables is its learning rate; None where Keras computes it by a schedule."""
     rate = optimizer.learning_rate

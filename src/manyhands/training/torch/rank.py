@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from manyhands.errors import ManyhandsError
-from manyhands.training import streams
+from manyhands.training import saving, streams
 from manyhands.training.figures import Figures, together
 from manyhands.training.learner import Saved, Say
 from manyhands.training.loop import Loop
@@ -78,6 +78,7 @@ class Rank:
         self.ways = state.optimizer_ways(self.optimizer)
         self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.optimizer_name = type(self.optimizer).__name__
+        self.optimizer_options = state.optimizer_options(self.optimizer)
         self.data = feed.resident(job.train, world.device)
         self.test = feed.resident(job.test, world.device) if job.test is not None else None
         self.plain_step = self._make_step()
@@ -361,7 +362,11 @@ class Rank:
             self.module_state.restore(saved["module_state"], state.unpack(blobs["module_state"]))
         if "optimizer" in blobs:  # weights from another framework come alone
             state.restore_optimizer(
-                self.optimizer, blobs["optimizer"], saved["optimizer"], saved.get("optimizer_groups", ())
+                self.optimizer,
+                blobs["optimizer"],
+                saved["optimizer"],
+                saved.get("optimizer_groups", ()),
+                lambda name: saving.is_kept(name, self.optimizer_options, saved),
             )
         devices, before, here = self._device_types(), saved.get("devices", []), self.world
         if before[here.rank : here.rank + 1] == [here.device.type] and saved["world"] == here.size:

@@ -6,7 +6,7 @@ Tensors become safetensors, everything else JSON. Nothing is pickled.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,17 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer was made with, by name; with the group's number before it where there are several groups."""
+    groups = optimizer_groups(optimizer)
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        group["lr"] = float(own["lr"])
+    several = len(groups) > 1
+    return {
+        f"{i}.{name}" if several else name: value for i, group in enumerate(groups) for name, value in group.items()
+    }
+
+
 def _listed(value: Any) -> Any:
     """Tuples (Adam's betas) as lists: JSON knows no tuples."""
     return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
@@ -100,8 +111,13 @@ def _is_plain(value: object) -> bool:
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, blob: bytes, numbers: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()
+    optimizer: torch.optim.Optimizer,
+    blob: bytes,
+    numbers: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]] = (),
+    kept: Callable[[str], bool] = lambda name: False,
 ) -> None:
+    """Give an optimizer its state; ``kept`` says which of its options stay as they are."""
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*unpack(blob).items(), *numbers.items()]:
         index, _, key = name.partition(".")
@@ -110,8 +126,11 @@ def restore_optimizer(
     if state and max(state) >= known:
         raise WrongCheckpoint(f"the optimizer's state is of {max(state) + 1} parameters, the model has {known}")
     own = optimizer.state_dict()["param_groups"]
-    for group, saved in zip(own, groups, strict=False):
-        group.update({name: _as_it_was(value, group.get(name)) for name, value in saved.items()})
+    several = len(own) > 1
+    for i, (group, saved) in enumerate(zip(own, groups, strict=False)):
+        for name, value in saved.items():
+            if not kept(f"{i}.{name}" if several else name):
+                group[name] = _as_it_was(value, group.get(name))
     _load_state(optimizer, {"state": state, "param_groups": own})
     settle(optimizer)
 
