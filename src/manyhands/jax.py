@@ -19,7 +19,7 @@ from manyhands.training.jax.book import DataModule, Module  # noqa: E402
 from manyhands.training.jax.datasets import load_data_fashion_mnist  # noqa: E402
 from manyhands.training.jax.figures import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus  # noqa: E402
 from manyhands.training.jax.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.jax.recipes import load_model  # noqa: E402
+from manyhands.training.jax.recipes import load_model, load_weights  # noqa: E402
 from manyhands.training.jax.trainer import Trainer, train  # noqa: E402
 from manyhands.training.loss_sum import LossSum  # noqa: E402
 from manyhands.training.recipes import one_cycle  # noqa: E402
@@ -92,6 +92,7 @@ __all__ = [
     "lenet",
     "load_data_fashion_mnist",
     "load_model",
+    "load_weights",
     "memory",
     "num_gpus",
     "one_cycle",

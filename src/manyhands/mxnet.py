@@ -26,7 +26,7 @@ from manyhands.training.mxnet.figures import (  # noqa: E402
     evaluate_accuracy_gpus,
 )
 from manyhands.training.mxnet.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.mxnet.recipes import load_model  # noqa: E402
+from manyhands.training.mxnet.recipes import load_model, load_weights  # noqa: E402
 from manyhands.training.mxnet.trainer import Trainer, train  # noqa: E402
 from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
@@ -97,6 +97,7 @@ __all__ = [
     "lenet",
     "load_data_fashion_mnist",
     "load_model",
+    "load_weights",
     "memory",
     "num_gpus",
     "one_cycle",

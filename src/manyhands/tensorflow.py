@@ -25,7 +25,7 @@ from manyhands.training.tensorflow.figures import (  # noqa: E402
     evaluate_accuracy_gpus,
 )
 from manyhands.training.tensorflow.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.tensorflow.recipes import load_model  # noqa: E402
+from manyhands.training.tensorflow.recipes import load_model, load_weights  # noqa: E402
 from manyhands.training.tensorflow.trainer import Trainer, train  # noqa: E402
 from manyhands.training.vocabulary import (  # noqa: E402
     Accumulator,
@@ -94,6 +94,7 @@ __all__ = [
     "lenet",
     "load_data_fashion_mnist",
     "load_model",
+    "load_weights",
     "memory",
     "num_gpus",
     "one_cycle",

@@ -33,7 +33,7 @@ from manyhands.training.torch.figures import (  # noqa: E402
     evaluate_accuracy_gpus,
 )
 from manyhands.training.torch.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.torch.recipes import load_model  # noqa: E402
+from manyhands.training.torch.recipes import load_model, load_weights  # noqa: E402
 from manyhands.training.torch.trainer import Trainer, train  # noqa: E402
 from manyhands.training.vocabulary import (  # noqa: E402
     Accumulator,
@@ -190,6 +190,7 @@ __all__ = [
     "lenet",
     "load_data_fashion_mnist",
     "load_model",
+    "load_weights",
     "memory",
     "num_gpus",
     "one_cycle",

@@ -15,7 +15,7 @@ from safetensors.numpy import load, save
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadRunFolder, BadSettings
 from manyhands.training import checkpoint
-from manyhands.training.recipes import weights_of
+from manyhands.training.recipes import model_and_weights
 from manyhands.training.run_folder import RunFolder
 
 _KEPT = ("cursor", "settings", "samples", "shuffle", "figures", "shares")
@@ -43,7 +43,7 @@ def convert(run: Path, target: str, out: Path | None = None) -> Path:
     if target not in FRAMEWORKS:
         raise BadSettings(f"there is no framework {target!r}: choose one of {', '.join(FRAMEWORKS)}")
     source = framework_of(run)
-    model, weights = weights_of(run, source)
+    model, weights = model_and_weights(run, source)
     if out is not None and out.resolve() == run.resolve():
         raise BadRunFolder(f"{run} would be overwritten: give another folder")
     blobs = {"model": convert_weights(weights, model, source, target)}

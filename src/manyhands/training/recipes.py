@@ -1,4 +1,4 @@
-"""How ``manyhands train`` trains, in any framework: the schedule, and how much fits into a minute."""
+"""How ``manyhands train`` trains, in any framework."""
 
 from __future__ import annotations
 
@@ -33,9 +33,6 @@ class Recipes(Protocol):
     def on_cpu(self, count: int) -> dict[str, Any]:
         """The trainer's options for so many devices made of the CPU. Comes before anything else is computed."""
 
-    def seconds_per_epoch(self, name: str, batch_size: int, samples: int) -> float:
-        """About how long an epoch of that model takes on this machine's CPU, by the time of a few steps."""
-
     def from_first(self, make: Callable[[], Any]) -> Any:
         """What the first process of a launched job makes (JSON), as every process gets it; alone: what is made."""
 
@@ -46,7 +43,10 @@ class Recipes(Protocol):
         """Train a copy of the model with momentum, in that way; its tensors by name, as NumPy's."""
 
     def load_model(self, run: str | Path) -> Any:
-        """The model that a run has trained, with the weights of its last checkpoint."""
+        """The model that ``manyhands train`` has trained in a run, for evaluation."""
+
+    def load_weights(self, model: Any, run: str | Path) -> Any:
+        """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into a model; gives it."""
 
 
 def of(framework: str) -> Recipes:
@@ -56,34 +56,32 @@ def of(framework: str) -> Recipes:
     return cast(Recipes, module)
 
 
-def weights_of(run: str | Path, framework: str) -> tuple[str, bytes]:
+def model_and_weights(run: str | Path, framework: str) -> tuple[str, bytes]:
     """The name of the model that ``manyhands train`` trained in a run, and the weights of its last checkpoint."""
-    folder = RunFolder.open(Path(run))
-    name = folder.config.get("train", {}).get("model")
+    name = RunFolder.open(Path(run)).config.get("train", {}).get("model")
     if name not in MODELS:
         raise BadRunFolder(
-            f"{run} does not say which model it is of: it is no run of manyhands train. Make your model yourself, and "
-            "give Trainer(resume=...) the run"
+            f"{run} holds the weights of a model of your own, and not the model itself: make it, and write "
+            f"mh.load_weights(model, {str(run)!r})"
         )
-    found = checkpoint.load(folder.checkpoints)
+    return name, weights_of(run, framework)
+
+
+def weights_of(run: str | Path, framework: str) -> bytes:
+    """The weights in a run's last checkpoint, or in the one checkpoint that is named."""
+    path = Path(run)
+    if not path.is_dir():
+        raise BadRunFolder(f"there is no run in {run}: no such folder")
+    found = checkpoint.load(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     made_by = found.state.get("framework", "torch")
     if made_by != framework:
         raise WrongCheckpoint(
             f"the weights in {run} are {made_by}'s: make a run for {framework} of it with "
             f"manyhands convert {run} --to {framework}"
         )
-    return name, found.blobs["model"]
+    return found.blobs["model"]
 
 
 def one_cycle(done: float) -> float:
     """Up in a line to 1 during the first fifth, then down to nothing along a cosine."""
     return done / 0.2 + 0.04 if done < 0.19 else 0.5 + 0.5 * math.cos(math.pi * min(1.0, (done - 0.19) / 0.81))
-
-
-def for_a_minute(recipes: Recipes, batch_size: int, samples: int) -> tuple[str, int]:
-    """A model and a number of epochs (at most four) that a CPU is ready with in about a minute."""
-    for name in ("lenet", "mlp"):
-        seconds = recipes.seconds_per_epoch(name, batch_size, samples)
-        if seconds < 75:
-            break
-    return name, max(1, min(4, round(60 / seconds)))

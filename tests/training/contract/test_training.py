@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from training_bench import Bench, StopAt, Stopped, same
 
-from manyhands.errors import BadLabels, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
+from manyhands.errors import BadLabels, BadRunFolder, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
 from manyhands.training.parity import Trial, compare, largest_difference
 
 CLOSE = 1e-5
@@ -46,8 +46,17 @@ def test_the_trained_weights_are_in_the_callers_model(bench: Bench) -> None:
     trainer.fit(model, bench.data())
     after = bench.answers(model, images)
     assert np.abs(after - before).max() > 1e-4
-    (bench.folder / "run1" / "config.json").write_text(json.dumps({"train": {"model": "mlp"}}))
-    loaded = bench.recipes.load_model(bench.folder / "run1")
+    run = bench.folder / "run1"
+    with pytest.raises(BadRunFolder, match=r"mh\.load_weights\(model, "):
+        bench.mh.load_model(run)  # a run of one's own model: it is not known here how to make it
+    for where in (run, run / "checkpoints" / "step-00000004"):
+        loaded = bench.mh.load_weights(bench.recipes.model("mlp", 1), where)
+        np.testing.assert_allclose(bench.answers(loaded, images), after, atol=1e-5)
+    with pytest.raises(WrongCheckpoint, match="another model"):
+        bench.mh.load_weights(bench.recipes.model("lenet", 1), run)
+    (run / "config.json").write_text(json.dumps({"train": {"model": "mlp"}}))
+    loaded = bench.mh.load_model(run)
+    assert not getattr(loaded, "training", False), "for evaluation"
     np.testing.assert_allclose(bench.answers(loaded, images), after, atol=1e-5)
 
 

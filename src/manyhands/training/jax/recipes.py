@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from manyhands.errors import BadSettings
 from manyhands.training import blobs, recipes
 from manyhands.training.fashion_mnist import FashionMnist
 from manyhands.training.jax import datasets, world
-from manyhands.training.jax.book import cross_entropy
 from manyhands.training.jax.models import MODELS
 from manyhands.training.jax.skeleton import Skeleton, doubled, named, refilled
 from manyhands.training.jax.trainer import Trainer
@@ -50,19 +48,6 @@ def on_cpu(count: int) -> dict[str, Any]:
     if backend.virtual_count() < count:
         backend.virtual_devices(count)
     return {"devices": [f"virtual:{number}" for number in range(count)]}
-
-
-def seconds_per_epoch(name: str, batch_size: int, samples: int) -> float:
-    net = model(name, 0)
-    graph, weights, rest = nnx.split(net, nnx.Param, ...)
-    images, labels = jnp.zeros((batch_size, 28, 28, 1)), jnp.zeros(batch_size, jnp.int32)
-    gradient = jax.jit(jax.grad(lambda own: cross_entropy(nnx.merge(graph, own, rest)(images), labels).mean()))
-    seconds = []
-    for _ in range(4):  # the first compiles
-        start = time.perf_counter()
-        jax.block_until_ready(gradient(weights))
-        seconds.append(time.perf_counter() - start)
-    return min(seconds) * samples / batch_size
 
 
 def from_first(make: Callable[[], Any]) -> Any:
@@ -95,14 +80,26 @@ def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict
 
 
 def load_model(run: str | Path) -> nnx.Module:
-    """The model that ``manyhands train`` has trained in a run, with the weights of its last checkpoint."""
-    name, weights = recipes.weights_of(run, "jax")
+    """The model that ``manyhands train`` has trained in a run, in evaluation mode."""
+    name, weights = recipes.model_and_weights(run, "jax")
     net = model(name, 0)
+    _restore(net, weights)
+    net.eval()
+    return net
+
+
+def load_weights(model: nnx.Module, run: str | Path) -> nnx.Module:
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    _restore(model, recipes.weights_of(run, "jax"))
+    return model
+
+
+def _restore(net: nnx.Module, weights: bytes) -> None:
     skeleton = Skeleton(net)
     saved = blobs.fitting(weights, _tensors(net), "weights of another model")
-    numbers = {part: refilled(tree, saved) for part, tree in skeleton.numbers(net).items()}
-    skeleton.put_into(net, jax.tree.map(jnp.asarray, numbers))
-    return net
+    before = skeleton.numbers(net)
+    after = {part: refilled(before[part], saved) for part in ("parameters", "rest")}
+    skeleton.put_into(net, {**before, **jax.tree.map(jnp.asarray, after)})
 
 
 def _tensors(net: nnx.Module) -> dict[str, Any]:

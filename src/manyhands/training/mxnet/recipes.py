@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, gluon
 
 from manyhands.errors import BadSettings
 from manyhands.training import blobs, recipes, sources
@@ -45,21 +43,6 @@ def on_cpu(count: int) -> dict[str, Any]:
     return {"devices": [mx.cpu(number) for number in range(count)]}
 
 
-def seconds_per_epoch(name: str, batch_size: int, samples: int) -> float:
-    net = model(name, 0)
-    images = modes.native(np.zeros((batch_size, 1, 28, 28), np.float32))
-    labels, loss = modes.native(np.zeros(batch_size, np.int64)), gluon.loss.SoftmaxCrossEntropyLoss()
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        with autograd.record():
-            value = loss(net(images), labels)
-        value.backward()
-        mx.nd.waitall()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds) * samples / batch_size
-
-
 def from_first(make: Callable[[], Any]) -> Any:
     """There is one process: a launcher's several are refused, before they make folders."""
     checks.refuse_launcher()
@@ -92,9 +75,17 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, n
 
 
 def load_model(run: str | Path) -> Any:
-    """The model that ``manyhands train`` has trained in a run, on the CPU, with the weights of its last checkpoint."""
-    name, weights = recipes.weights_of(run, "mxnet")
+    """The model that ``manyhands train`` has trained in a run, on the CPU."""
+    name, weights = recipes.model_and_weights(run, "mxnet")
     net = MODELS[name](num_classes=10)
     net.initialize(ctx=mx.cpu())
     state.restore_model(net, weights)
     return net
+
+
+def load_weights(model: Any, run: str | Path) -> Any:
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    if any(one._data is None for one in replicas.distinct(model)):
+        raise BadSettings("the model has no values yet: model.initialize(), and call it on a few samples")
+    state.restore_model(model, recipes.weights_of(run, "mxnet"))
+    return model

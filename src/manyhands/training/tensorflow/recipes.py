@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from manyhands.backends import tensorflow as backend
 from manyhands.errors import BadSettings
@@ -17,7 +15,6 @@ from manyhands.training.fashion_mnist import FashionMnist
 from manyhands.training.parity import Way, nudged
 from manyhands.training.sources import Array, Arrays, source
 from manyhands.training.tensorflow import checks, datasets, naming, precision, world
-from manyhands.training.tensorflow.book import cross_entropy
 from manyhands.training.tensorflow.models import MODELS, initialise
 from manyhands.training.tensorflow.optimizers import Nesterov
 from manyhands.training.tensorflow.trainer import Trainer
@@ -48,25 +45,6 @@ def _devices(count: int) -> list[str]:
     return [f"virtual:{number}" for number in range(count)] if count > 1 else ["cpu"]
 
 
-def seconds_per_epoch(name: str, batch_size: int, samples: int) -> float:
-    net = model(name, 0)
-    images, labels = tf.random.stateless_uniform((batch_size, 28, 28, 1), (0, 0)), tf.zeros(batch_size, tf.int64)
-
-    def work() -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(cross_entropy(net(images, training=True), labels))
-        return tape.gradient(loss, [variable.value for variable in net.trainable_variables])
-
-    gradients = tf.function(work)
-    gradients()  # traces
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        gradients()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds) * samples / batch_size
-
-
 def from_first(make: Callable[[], Any]) -> Any:
     return world.from_first(make)
 
@@ -93,9 +71,21 @@ def _momentum(rate: float) -> Any:
 
 
 def load_model(run: str | Path) -> Any:
-    """The model that ``manyhands train`` has trained in a run, with the weights of its last checkpoint."""
-    name, weights = recipes.weights_of(run, "tensorflow")
+    """The model that ``manyhands train`` has trained in a run."""
+    name, weights = recipes.model_and_weights(run, "tensorflow")
     net = MODELS[name](num_classes=10)
+    _restore(net, weights)
+    return net
+
+
+def load_weights(model: Any, run: str | Path) -> Any:
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    if not model.built:
+        raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
+    _restore(model, recipes.weights_of(run, "tensorflow"))
+    return model
+
+
+def _restore(net: Any, weights: bytes) -> None:
     own = dict(zip(naming.names(net), net.get_weights(), strict=True))
     net.set_weights(list(blobs.fitting(weights, own, "weights of another model").values()))
-    return net

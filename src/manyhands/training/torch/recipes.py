@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,17 +48,6 @@ def on_cpu(count: int) -> dict[str, Any]:
     return {"devices": ["cpu"], "ranks_per_device": count}
 
 
-def seconds_per_epoch(name: str, batch_size: int, samples: int) -> float:
-    net = model(name, 0)
-    images, labels = torch.rand(batch_size, 1, 28, 28), torch.zeros(batch_size, dtype=torch.int64)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        torch.nn.functional.cross_entropy(net(images), labels).backward()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds) * samples / batch_size
-
-
 def from_first(make: Callable[[], Any]) -> Any:
     return world.from_first(make)
 
@@ -91,8 +79,14 @@ class _Momentum:
 
 
 def load_model(run: str | Path) -> torch.nn.Module:
-    """The model that ``manyhands train`` has trained in a run, on the CPU, with the weights of its last checkpoint."""
-    name, weights = recipes.weights_of(run, "torch")
+    """The model that ``manyhands train`` has trained in a run, on the CPU and in evaluation mode."""
+    name, weights = recipes.model_and_weights(run, "torch")
     net = MODELS[name](num_classes=10)
     state.restore_model(net, weights)
-    return net
+    return net.eval()
+
+
+def load_weights(model: torch.nn.Module, run: str | Path) -> torch.nn.Module:
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    state.restore_model(model, recipes.weights_of(run, "torch"))
+    return model
