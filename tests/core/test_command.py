@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import doctest
 import subprocess
 import sys
 import time
@@ -13,13 +15,29 @@ from support import run_command
 
 from manyhands import machine, measure
 from manyhands.backends.fake import FakeBackend, FakeDevice
-from manyhands.cli import devices, main, probe
+from manyhands.cli import devices, flags, main, parser, probe
 
 
 def test_help_and_version() -> None:
     assert "devices" in run_command().stdout
     assert run_command("--help").returncode == 0
     assert run_command("--version").stdout.startswith("manyhands ")
+
+
+def test_every_option_has_a_help_text_and_its_default() -> None:
+    top = parser()
+    (commands,) = [action for action in top._actions if isinstance(action, argparse._SubParsersAction)]
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            assert action.help, f"{name} {action.dest}"
+            if action.option_strings and not action.required and action.dest != "help":
+                assert "default:" in action.help, f"{name} {action.dest}"
+
+
+def test_errors_of_the_library_are_put_into_the_words_of_the_command() -> None:
+    assert doctest.testmod(flags).failed == 0
+    told = flags.in_command_words("batch_size=2 is smaller than the number of devices, 3; precision='bf16', lr=-0.1")
+    assert told == "--batch-size 2 is smaller than the number of devices, 3; --precision bf16, --lr -0.1"
 
 
 def test_an_unknown_command_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import io
 import os
 import re
@@ -15,8 +16,10 @@ import pytest
 from support import run_python
 
 from manyhands.errors import PackageMissing
+from manyhands.training import display
 from manyhands.training.plot import _nice, curves
 from manyhands.training.progress import Progress
+from manyhands.training.result import Result
 
 ROWS: list[dict[str, Any]] = [
     {"epoch": 0.5, "train_loss": 2.0, "train_acc": 0.4},
@@ -94,7 +97,7 @@ def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(PackageMissing, match=r"pip install 'manyhands\[plot\]'") as caught:
+    with pytest.raises(PackageMissing, match=r"pip install matplotlib") as caught:
         curves(ROWS, tmp_path / "curves.png")
     assert isinstance(caught.value, ImportError)
 
@@ -243,3 +246,27 @@ def test_an_error_in_the_training_ends_the_bar(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ZeroDivisionError):
         train()
     assert terminal.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
+
+
+# Events of a job
+
+
+def test_the_estimate_is_of_the_first_steps_after_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctest.testmod(display).failed == 0
+    now = [0.0]
+    monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
+    with display.Display(epochs=4, quiet=False) as shown:
+        for seconds, step in [(20.0, 1), (20.5, 2), (21.0, 3), (30.0, 21)]:  # the first step takes 20 seconds
+            now[0] = seconds
+            event = {"epoch": 0, "step": step, "batch": step, "batches": 25, "samples": step}
+            shown.event({"kind": "progress", "loss": None, "accuracy": None, **event})
+    assert capsys.readouterr().err == "about 50 seconds to go\n"  # 97 steps of half a second
+
+
+def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:
+    row = {"epoch": 2, "seconds": 1.5, "whole": False, "test_acc": 0.8671}
+    assert str(Result(rows=[row], devices=["cpu"])) == "test acc 0.867 on [cpu]"
+    assert str(Result(rows=[{**row, "whole": True}], devices=["cpu"])) == "test acc 0.867, 1.50 sec/epoch on [cpu]"
+    assert str(Result(devices=["cpu", "cpu"])) == "trained on [cpu, cpu]"

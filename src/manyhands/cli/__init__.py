@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run_command(options))
     except ManyhandsError as error:
-        print(f"manyhands: {error}", file=sys.stderr)
+        in_command_words = getattr(options, "error_text", str)
+        print(f"manyhands: {in_command_words(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("manyhands: interrupted", file=sys.stderr)

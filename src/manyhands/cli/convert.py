@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from manyhands.device import FRAMEWORKS
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -14,9 +16,11 @@ def add(commands: Any) -> None:
         description="Makes a new run with the same weights in the other framework's form. It can be loaded there "
         "(mh.load_model(RUN)) and trained on (manyhands train --resume RUN). No framework needs to be installed.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder of manyhands train")
-    parser.add_argument("--to", required=True, metavar="FRAMEWORK", help="torch, jax, tensorflow or mxnet")
-    parser.add_argument("--out", type=Path, help="the new run's folder; default: RUN-FRAMEWORK beside it")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run of manyhands train")
+    parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="the framework that the new run is for")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="the new run's folder; default: RUN-FRAMEWORK beside RUN"
+    )
     parser.set_defaults(run_command=run)
 
 

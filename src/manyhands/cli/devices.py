@@ -31,13 +31,15 @@ def add(commands: Any) -> None:
         help="every device with its name, memory and load, and with --measure its real speed",
         description="Every device of every installed framework. No GPU, no driver, no framework: still an answer.",
     )
-    parser.add_argument("--measure", action="store_true", help="measure copy bandwidth and matrix product rate")
-    parser.add_argument("--json", action="store_true", help="print JSON (docs/devices-json.md describes it)")
+    parser.add_argument("--measure", action="store_true", help="measure copy bandwidth and matmul rate; default: no")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON (docs/devices-json.md describes it); default: a table"
+    )
     parser.add_argument(
         "--framework",
         action="append",
         choices=["torch", "jax", "tensorflow", "mxnet"],
-        help="ask only this framework (may be given several times)",
+        help="ask only this framework (may be given several times); default: all that are installed",
     )
     parser.set_defaults(run_command=run)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.cli import script
+from manyhands.cli import flags, script
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
 
@@ -21,13 +21,26 @@ def add(commands: Any) -> None:
         description="Plans script.py:function for the arguments that inputs() of the same script gives (a tuple, or a "
         "dict of arguments by name; none: no arguments), runs it, and prints what was chosen and why.",
     )
-    parser.add_argument("function", metavar="SCRIPT:FUNCTION")
+    parser.add_argument("function", metavar="SCRIPT:FUNCTION", help="a file and a function in it, as script.py:step")
     parser.add_argument(
-        "--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help="that the function is written in"
+        "--framework",
+        choices=FRAMEWORKS,
+        default=FRAMEWORKS[0],
+        help=f"that the function is written in; default: {FRAMEWORKS[0]}",
     )
-    parser.add_argument("--draw", type=Path, metavar="SVG", help="the graph, coloured by lane")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="a trace (.json) or a picture (.png, .svg)")
-    parser.add_argument("--devices", type=_count, metavar="N", help="what it would take on so many devices (simulated)")
+    parser.add_argument("--draw", type=Path, metavar="SVG", help="write the graph, coloured by lane; default: no file")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write when what ran: a trace (.json) or a picture (.png, .svg); default: no file",
+    )
+    parser.add_argument(
+        "--devices",
+        type=flags.whole_number(1),
+        metavar="N",
+        help="also say what it would take on so many devices (simulated); default: no forecast",
+    )
     parser.set_defaults(run_command=run)
 
 
@@ -41,8 +54,8 @@ def run(options: argparse.Namespace) -> int:
     mh: Any = importlib.import_module(f"manyhands.{options.framework}")
     if options.devices is not None and not hasattr(mh.Parallel, "forecast"):
         raise BadSettings(
-            f"--devices: {options.framework}'s own runtime runs the function, and its tasks cannot be placed elsewhere "
-            "in thought; leave it out, or write the function in torch"
+            f"--devices {options.devices}: {options.framework}'s own runtime runs the function, so other devices "
+            "cannot be simulated. Leave --devices out, or write the function in torch"
         )
     module, function = script.load(options.function)
     given, named = _inputs(module, function, options.function)
@@ -55,13 +68,6 @@ def run(options: argparse.Namespace) -> int:
         if path is not None:
             print(f"written: {make(path)}")
     return 0
-
-
-def _count(text: str) -> int:
-    """A number of devices, as the command line gives it."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of devices: write 1 or more")
-    return int(text)
 
 
 def _inputs(module: Any, function: Any, text: str) -> tuple[Sequence[Any], dict[str, Any]]:

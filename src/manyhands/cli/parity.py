@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from manyhands.cli import script
+from manyhands.cli import flags, script
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
 
@@ -25,18 +25,33 @@ def add(commands: Any) -> None:
         metavar="MODEL_OR_SCRIPT",
         help="resnet18, lenet, small-resnet, mlp, or script.py:function, which gives (model, (X, y)) or (.., .., loss)",
     )
-    parser.add_argument("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0])
-    parser.add_argument("--devices", type=int, default=2, help="made of the CPU, to compare with one (default 2)")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.set_defaults(run_command=run)
+    parser.add_argument(
+        "--framework",
+        choices=FRAMEWORKS,
+        default=FRAMEWORKS[0],
+        help=f"that the model is written in; default: {FRAMEWORKS[0]}",
+    )
+    parser.add_argument(
+        "--devices",
+        type=flags.whole_number(2),
+        default=2,
+        metavar="N",
+        help="devices made of the CPU, to compare with one; default: 2",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=flags.whole_number(1),
+        default=16,
+        metavar="N",
+        help="samples of one step over all devices together; default: 16",
+    )
+    parser.set_defaults(run_command=run, error_text=flags.in_command_words)
 
 
 def run(options: argparse.Namespace) -> int:
     from manyhands.training import parity
     from manyhands.training import recipes as _recipes
 
-    if options.devices < 2:
-        raise BadSettings(f"--devices {options.devices}: one device is held against several, give 2 or more")
     recipes = _recipes.of(options.framework)
     recipes.on_cpu(options.devices)
     model, data, loss = _what(options.model, recipes)

@@ -3,121 +3,233 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.cli import flags
 from manyhands.device import FRAMEWORKS
-from manyhands.errors import BadDevice, BadShares, WorkerFailed, WrongCheckpoint
+from manyhands.errors import BadDevice, BadRunFolder, BadSettings, BadShares, WorkerFailed, WrongCheckpoint
 
 if TYPE_CHECKING:
     from manyhands.training.recipes import Recipes
-    from manyhands.training.settings import Settings
+    from manyhands.training.result import Result
+
+_MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
+# How a run is trained. A resumed run keeps all of these unless they are given anew.
+_ALWAYS: dict[str, Any] = {
+    "devices": "all",
+    "shares": None,
+    "data": None,
+    "seed": 0,
+    "precision": "auto",
+    "batch_stats": "per_device",
+    "checkpoint_every": None,
+    "plain": False,
+    "compile": None,
+    "parallel": None,
+}
+_ON_GPU: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1}
+_ON_CPU: dict[str, Any] = {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
+_EPOCHS_OF_SUBSET = 20  # of 4,000 images: as many as lenet needs for a test accuracy of 0.85
+# Another one of these makes another job: the weights would not fit, or samples would be seen twice or never.
+_FIXED = ("model", "batch_size", "seed")
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model on Fashion-MNIST on every device there is",
-        description="Train on Fashion-MNIST. Without a GPU: a model that is ready in about a minute on two cores.",
+        description="Train on Fashion-MNIST: resnet18 for 10 epochs on GPUs, lenet for 4 epochs without one; where the "
+        f"full data set is not there, {_EPOCHS_OF_SUBSET} epochs of the small subset that comes with manyhands.",
     )
     option = parser.add_argument
-    option("--framework", choices=FRAMEWORKS, help="default: that of the resumed run, else the first that is installed")
+    option("--framework", choices=FRAMEWORKS, help="default: the resumed run's, else the first that is installed")
+    option("--model", choices=_MODELS, help="default: resnet18 on a GPU, else lenet")
     option(
-        "--model", choices=["resnet18", "lenet", "small-resnet", "mlp"], help="default: resnet18 on a GPU, else lenet"
+        "--devices",
+        help="all, 2 (GPUs), gpu:0,gpu:1, cpu, cpu:2 (two made of the CPU), gpu:0,cpu; default: all GPUs, else the CPU",
     )
-    option("--devices", default="all", help="all, 2 (GPUs), gpu:0,gpu:1, cpu, cpu:2 (two made of the CPU), gpu:0,cpu")
-    option("--batch-size", type=int, help="samples of one step over all devices together")
-    option("--lr", type=float, help="the largest learning rate of the cycle")
-    option("--epochs", type=int)
-    option("--shares", help="how a batch is divided: 0.7,0.3 or measured; default: evenly")
-    option("--seed", type=int, help="of the weights and the order of samples; default 0")
-    option("--precision", choices=["auto", "fp32", "bf16", "fp64"], help="default: auto")
-    option("--batch-stats", choices=["per_device", "global"], help="default: per_device")
-    option("--plain", action="store_true", help="plain steps only: no CUDA graph, no compiling")
-    option("--compile", action=argparse.BooleanOptionalAction, help="compile kernels; default: where it pays")
-    option("--parallel", action=argparse.BooleanOptionalAction, help="plan the step as a whole; default: where it pays")
-    option("--data", type=Path, help="a folder with the four IDX files")
-    option("--run", type=Path, help="the run folder; default: a new one under runs/")
-    option("--resume", type=Path, metavar="RUN", help="go on with that run from its last checkpoint")
-    option("--checkpoint-every", type=int, metavar="STEPS", help="default: at the end of every epoch")
-    option("--quiet", action="store_true", help="no progress display")
-    parser.set_defaults(run_command=run)
+    whole = flags.whole_number
+    option(
+        "--batch-size",
+        type=whole(1),
+        metavar="N",
+        help="samples of one step over all devices together; default: 256 on a GPU, else 128",
+    )
+    option("--lr", type=flags.rate, metavar="RATE", help="the cycle's highest learning rate; default: 0.1, CPU 0.05")
+    option(
+        "--epochs",
+        type=whole(1),
+        metavar="N",
+        help=f"times through the data; default: 10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} of the small subset",
+    )
+    option("--shares", help="each device's part of a batch: 0.7,0.3 or measured; default: equal parts")
+    option("--seed", type=whole(0), metavar="N", help="of the weights and the order of samples; default: 0")
+    option(
+        "--precision",
+        choices=["auto", "fp32", "bf16", "fp64"],
+        help="what layers compute in; default: auto, which is bf16 where the hardware is made for it, else fp32",
+    )
+    option(
+        "--batch-stats",
+        choices=["per_device", "global"],
+        help="BatchNorm's statistics are of each device's part or of the whole batch; default: per_device",
+    )
+    yes_or_no: Any = argparse.BooleanOptionalAction
+    option("--plain", action=yes_or_no, help="plain steps only: no CUDA graph, no compiling; default: --no-plain")
+    option("--compile", action=yes_or_no, help="compile kernels; default: where it pays")
+    option("--parallel", action=yes_or_no, help="plan the step as a whole; default: where it pays")
+    option(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="with the four IDX files; default: $MANYHANDS_DATA, the user cache, a download, else the small subset",
+    )
+    option("--run", type=Path, metavar="FOLDER", help="a new run's folder; default: one under runs/, named by the time")
+    option(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with that run from its last checkpoint, with the options it was begun with; default: a new run",
+    )
+    option(
+        "--checkpoint-every",
+        type=whole(1),
+        metavar="STEPS",
+        help="steps between checkpoints; default: one at the end of every epoch",
+    )
+    option("--quiet", action="store_true", help="no progress display; default: show it")
+    parser.set_defaults(run_command=run, error_text=flags.in_command_words)
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.training import fashion_mnist, launcher, plot
+    from manyhands.training import fashion_mnist, launcher
     from manyhands.training import recipes as _recipes
 
-    begun_with = _framework_of(options.resume or options.run)
-    framework = options.framework or begun_with or _first_installed()
-    if begun_with not in (None, framework):
-        raise WrongCheckpoint(
-            f"{options.resume or options.run} is a run of {begun_with}: make one for {framework} of it with "
-            f"manyhands convert {options.resume or options.run} --to {framework}"
-        )
-    asked = _checked(options)
+    begun = _begun(options)
+    framework = options.framework or begun.get("framework") or _first_installed()
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
-    where = trainer_devices(options.devices, recipes, mh)
+    chosen = {**_ALWAYS, **begun, **_asked(options, begun)}
+    where = trainer_devices(chosen["devices"], recipes, mh)
     devices = mh.Trainer(1, **where).device_names  # refuses those that are not there
-    if not launcher.is_there():
-        asked.check_devices(len(devices))
-    data = fashion_mnist.load(options.data)
+    chosen = {**(_ON_GPU if any(name.startswith("gpu") for name in devices) else _ON_CPU), **chosen}
+    data = fashion_mnist.load(chosen["data"])
     samples = len(data.train.labels)
+    if data.subset and "epochs" not in (begun | _asked(options, begun)):
+        chosen["epochs"] = _EPOCHS_OF_SUBSET
+    if not launcher.is_there():
+        _check_devices(chosen, len(devices))
+    mh.Trainer(**_trainer_options(chosen, recipes), **where)  # refuses what no job can have, before there is a folder
     say = print if launcher.is_first() else _say_nothing
     say(f"data: {data.source}; {samples:,} to train on, {len(data.test.labels):,} to test with")
-    # Under torchrun all processes do the same job, in the folder that the first one makes.
-    folder_name, chosen = recipes.from_first(lambda: _choose(options, framework, recipes, where, samples))
-    folder = Path(folder_name)
-    trainer = mh.Trainer(
-        chosen["epochs"],
-        **where,
-        optimizer=recipes.nesterov(chosen["lr"]),
-        schedule=_recipes.one_cycle,
-        shares=parse_shares(options.shares),
-        seed=chosen["seed"],
-        precision=chosen["precision"],
-        batch_stats=chosen["batch_stats"],
-        fast=not options.plain,
-        compile=options.compile,
-        parallel=options.parallel,
-        run=folder,
-        resume="auto",
-        checkpoint_every=chosen["checkpoint_every"],
-        quiet=options.quiet,
-    )
+    # Under torchrun all processes do the job of the first one, in the folder that it makes.
+    folder_name, chosen = recipes.from_first(lambda: (_folder(options), chosen))
+    folder, how = Path(folder_name), _trainer_options(chosen, recipes) | where
+    say(f"{chosen['model']} for {_counted(chosen['epochs'], 'epoch')} on {', '.join(devices)}")
+    for name, value in _asked(options, begun).items():
+        if value != begun.get(name, value):
+            say(f"{flags.of(name)} {value}: the run was begun with {begun[name]}")
+    trainer = mh.Trainer(**how, run=folder, resume="auto" if options.resume else None, quiet=options.quiet)
+    trainer.run_config = {"train": {**chosen, "framework": framework}}
     try:
         result = trainer.fit(recipes.model(chosen["model"], chosen["seed"]), recipes.data(data, chosen["batch_size"]))
-    except (KeyboardInterrupt, WorkerFailed):
+    except BaseException as error:
         if launcher.is_first():
-            _say_how_to_go_on(folder)
+            _leave(folder, interrupted=isinstance(error, (KeyboardInterrupt, WorkerFailed)))
         raise
     for note in result.notes:
         say(note)
-    if not launcher.is_first():
-        return 0
-    title = f"{chosen['model']} on {', '.join(result.devices)}"
-    picture = plot.curves(result.rows, folder / "curves.png", title=title)
-    print(f"run: {folder} (config.json, metrics.jsonl, checkpoints, {picture.name})")
-    print(result)
-    return 0
+    return _show(result, folder, chosen["model"]) if launcher.is_first() else 0
 
 
-def _checked(options: argparse.Namespace) -> Settings:
-    """What was asked for; what no job can have is refused before there is a folder of its run."""
+# What is trained
+
+
+def _begun(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that the resumed run was begun with; none for a new run."""
+    from manyhands.training import launcher
+    from manyhands.training.run_folder import RunFolder
+
+    if options.resume is None:
+        if options.run is not None and RunFolder(options.run).config_path.exists():
+            raise BadRunFolder(
+                f"--run {options.run}: there is a run already. manyhands train --resume {options.run} goes on with it; "
+                "for a new run name another folder"
+            )
+        return {}
+    if options.run is not None and options.run.resolve() != options.resume.resolve():
+        raise BadSettings(f"--run {options.run} --resume {options.resume}: a run goes on in its own folder. Give one")
+    run = RunFolder(options.resume)
+    if not launcher.is_first() and not run.config_path.exists():  # on another machine
+        return {}
+    begun: dict[str, Any] = RunFolder.open(options.resume).config.get("train", {})
+    if begun.get("model") not in _MODELS:
+        raise BadRunFolder(
+            f"--resume {options.resume}: this is no run of manyhands train, so its model is known to your own program "
+            f"only. Go on with it there: Trainer(run={str(options.resume)!r}, resume='auto')"
+        )
+    begun = {"framework": FRAMEWORKS[0], **begun}
+    if options.framework not in (None, begun["framework"]):
+        raise WrongCheckpoint(
+            f"--framework {options.framework}: {options.resume} is a run of {begun['framework']}. Make one for "
+            f"{options.framework} of it: manyhands convert {options.resume} --to {options.framework}"
+        )
+    return begun
+
+
+def _asked(options: argparse.Namespace, begun: dict[str, Any]) -> dict[str, Any]:
+    """What was given on the command line; what would make a resumed run another job is refused."""
+    names = (*_ALWAYS, *_ON_CPU)
+    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    for name in _FIXED:
+        if name in asked and name in begun and asked[name] != begun[name]:
+            flag = flags.of(name)
+            raise BadSettings(
+                f"{flag} {asked[name]}: {options.resume} was begun with {flag} {begun[name]}, and another one makes it "
+                f"another job. Leave {flag} out, or begin a new run"
+            )
+    if "data" in asked:
+        asked["data"] = str(asked["data"].expanduser().absolute())
+    if "devices" in asked and "shares" not in asked:
+        asked["shares"] = None  # those of the run were for its devices
+    parse_shares(asked.get("shares"))
+    return asked
+
+
+def _trainer_options(chosen: dict[str, Any], recipes: Recipes) -> dict[str, Any]:
+    from manyhands.training.recipes import one_cycle
+
+    return {
+        "max_epochs": chosen["epochs"],
+        "optimizer": recipes.nesterov(chosen["lr"]),
+        "schedule": one_cycle,
+        "shares": parse_shares(chosen["shares"]),
+        "seed": chosen["seed"],
+        "precision": chosen["precision"],
+        "batch_stats": chosen["batch_stats"],
+        "fast": not chosen["plain"],
+        "compile": chosen["compile"],
+        "parallel": chosen["parallel"],
+        "checkpoint_every": chosen["checkpoint_every"],
+    }
+
+
+def _check_devices(chosen: dict[str, Any], count: int) -> None:
     from manyhands.training.settings import Settings
 
-    given = {
-        "max_epochs": options.epochs,
-        "batch_size": options.batch_size,
-        "lr": options.lr,
-        "seed": options.seed,
-        "shares": parse_shares(options.shares),
-        "checkpoint_every": options.checkpoint_every,
-    }
-    return Settings(**{name: value for name, value in given.items() if value is not None})
+    Settings(batch_size=chosen["batch_size"], shares=parse_shares(chosen["shares"])).check_devices(count)
+
+
+def _folder(options: argparse.Namespace) -> str:
+    """The run's folder. One under ``runs/`` is made now, so that no other job takes its name."""
+    from manyhands.training.run_folder import RunFolder
+
+    path = options.resume or options.run or RunFolder.create(Path("runs")).path
+    return str(path.absolute())
 
 
 def _first_installed() -> str:
@@ -126,58 +238,52 @@ def _first_installed() -> str:
     return next((name for name in FRAMEWORKS if installed(name)), FRAMEWORKS[0])
 
 
-def _framework_of(run: Path | None) -> str | None:
-    """The framework that a run was begun with; None where there is no run yet."""
-    from manyhands.training.run_folder import RunFolder
-
-    if run is None or not RunFolder(run).config_path.exists():
-        return None
-    return str(RunFolder(run).config.get("train", {}).get("framework", FRAMEWORKS[0]))
+# What is said
 
 
-def _say_how_to_go_on(folder: Path) -> None:
+def _leave(folder: Path, *, interrupted: bool) -> None:
+    """After an error: no empty folder stays, and an interrupted job says how to go on."""
     from manyhands.training import checkpoint
     from manyhands.training.run_folder import RunFolder
 
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # only if it is empty
+    if not interrupted:
+        return
     if checkpoint.latest(RunFolder(folder).checkpoints) is not None:
         print(f"go on from the last checkpoint with: manyhands train --resume {folder}", file=sys.stderr)
     else:
         print("there was no checkpoint yet; --checkpoint-every STEPS writes more of them", file=sys.stderr)
 
 
+def _show(result: Result, folder: Path, model: str) -> int:
+    """Draw the picture and say what there is; 1 where a full disk has cost a part of it."""
+    from manyhands.training import plot
+    from manyhands.training.run_folder import RunFolder
+
+    run = RunFolder(folder)
+    try:
+        plot.curves(result.rows, run.plot_path, title=f"{model} on {', '.join(result.devices)}")
+    except Exception as error:  # whatever drawing raises: the training is worth more than its picture
+        print(f"no picture: {error}")
+    files = [run.config_path, run.metrics_path, run.checkpoints, run.plot_path]
+    there = [path.name for path in files if (any(path.iterdir()) if path.is_dir() else path.exists())]
+    print(f"run: {folder} ({', '.join(there)})")
+    print(result)
+    for what in result.unsaved:
+        print(f"manyhands: not all of the run is in its folder: {what}", file=sys.stderr)
+    return 1 if result.unsaved else 0
+
+
 def _say_nothing(*_: object) -> None:
     pass
 
 
-def _choose(
-    options: argparse.Namespace, framework: str, recipes: Recipes, where: dict[str, Any], samples: int
-) -> tuple[str, dict[str, Any]]:
-    """The run folder, and what is trained there: as asked, as the resumed run was begun, or what suits the machine."""
-    from manyhands.training.recipes import for_a_minute
-    from manyhands.training.run_folder import RunFolder
-
-    on_gpu = any(str(name).startswith("gpu") for name in where["devices"])
-    run = RunFolder.open(options.resume) if options.resume else _run_at(options.run)
-    before = run.config if run.config_path.exists() else {}
-    begun = before.get("train", {})
-    chosen: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1, "seed": 0}
-    chosen |= {"precision": "auto", "batch_stats": "per_device", "checkpoint_every": None}
-    if not on_gpu:
-        chosen |= {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
-    asked = {name: value for name in chosen if (value := getattr(options, name)) is not None}
-    chosen |= {**begun, **asked}
-    if not on_gpu and not begun and "model" not in asked and "epochs" not in asked:
-        chosen["model"], chosen["epochs"] = for_a_minute(recipes, chosen["batch_size"], samples)
-        print(
-            f"no GPU: {chosen['model']} for {_counted(chosen['epochs'], 'epoch')}, which takes about a minute here "
-            "(--model resnet18 for the book's, --epochs for another number)"
-        )
-    run.config = {**before, "train": {**chosen, "framework": framework}}
-    return str(run.path.absolute()), chosen
-
-
 def _counted(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+# What options mean
 
 
 def trainer_devices(text: str, recipes: Recipes, mh: Any) -> dict[str, Any]:
@@ -202,13 +308,13 @@ def parse_devices(text: str, gpus: int) -> tuple[list[str], int]:
     if text.isdecimal():
         if not 1 <= int(text) <= gpus:
             raise BadDevice(
-                f"--devices {text}: there are {gpus} GPUs here; cpu:{text} makes {text} processes on the CPU"
+                f"--devices {text}: there are {gpus} GPUs here. Write cpu:{text} for {text} devices made of the CPU"
             )
         return [f"gpu:{i}" for i in range(int(text))], 1
     kind, _, count = text.partition(":")
     if kind == "cpu" and count:
         if not count.isdecimal() or not 1 <= int(count) <= 64:
-            raise BadDevice(f"--devices {text}: write cpu, or cpu:2 for two processes on the CPU")
+            raise BadDevice(f"--devices {text}: write cpu, or cpu:2 for two devices made of the CPU")
         return ["cpu"], int(count)
     return [part.strip() for part in text.split(",")], 1
 
@@ -220,9 +326,3 @@ def parse_shares(text: str | None) -> Any:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise BadShares(f"--shares {text}: write one number per device, as 0.7,0.3, or measured") from None
-
-
-def _run_at(path: Path | None) -> Any:
-    from manyhands.training.run_folder import RunFolder
-
-    return RunFolder.at(path) if path else RunFolder.create(Path("runs"))

@@ -111,4 +111,4 @@ def test_a_number_of_devices_is_checked_first(tell: Any, capsys: pytest.CaptureF
         tell("never", "--devices", count)
     assert ended.value.code == 2
     told = capsys.readouterr().err
-    assert f"--devices: {count!r} is no number of devices: write 1 or more" in told
+    assert f"--devices: {count!r}: give a whole number of at least 1" in told

@@ -21,11 +21,18 @@ def test_train_and_go_on(framework: str, tmp_path: Path) -> None:
     assert last.startswith("test acc 0.")
     assert "sec/epoch on [" in last
     assert first.stderr.count("epoch 1: ") == 1
+    assert [path.name for path in (run / "checkpoints").iterdir()]
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((run / "config.json").read_text())["train"]["framework"] == framework
 
-    second = run_command("train", "--resume", str(run), "--epochs", "2", "--data", SMALL)
+    again = run_command("train", *how, "--epochs", "2")
+    assert again.returncode == 1
+    assert f"manyhands train --resume {run}" in again.stderr
+
+    second = run_command("train", "--resume", str(run), "--epochs", "2", "--lr", "0.01")
     assert second.returncode == 0, second.stderr
+    assert "--lr 0.01: the run was begun with 0.05" in second.stdout
+    assert second.stdout.splitlines()[-1].partition(" on ")[2] == last.partition(" on ")[2], "the run's devices"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["samples"] == 4000

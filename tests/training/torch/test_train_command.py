@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -34,16 +35,96 @@ def test_from_the_data_to_the_picture_and_on(tmp_path: Path) -> None:
     assert json.loads((run / "config.json").read_text())["train"]["model"] == "mlp"
     assert len(list((run / "checkpoints").iterdir())) >= 1
 
-    second = run_command("train", "--resume", str(run), "--epochs", "2", "--data", SMALL)
+    second = run_command("train", "--resume", str(run), "--epochs", "2")
     assert second.returncode == 0, second.stderr
+    assert "resuming after step 32, in epoch 2 of 2, with epochs 2 instead of 1" in second.stderr
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["samples"] == 4000
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
 
-    other = run_command("train", "--resume", str(run), "--epochs", "3", "--data", SMALL, "--seed", "9")
-    assert other.returncode == 1
-    assert "seed=0" in other.stderr
+    done = run_command("train", "--resume", str(run))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("test acc 0.")
+    assert "nan" not in done.stdout
+
+
+def test_a_resumed_run_is_the_job_that_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What would make it another job is refused in the words of the command, and changes nothing."""
+    run = tmp_path / "run"
+    options = ["--model", "mlp", "--epochs", "1", "--devices", "cpu", "--data", SMALL, "--precision", "fp32"]
+    assert main(["train", *options, "--run", str(run), "--quiet"]) == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    refused = [
+        (["--resume", str(run), "--seed", "9"], "--seed 9: "),
+        (["--resume", str(run), "--batch-size", "64"], "was begun with --batch-size 128"),
+        (["--resume", str(run), "--model", "lenet"], "was begun with --model mlp"),
+        (["--resume", str(run), "--framework", "jax"], f"manyhands convert {run} --to jax"),
+        (["--resume", str(run), "--run", str(tmp_path)], "a run goes on in its own folder"),
+        (["--run", str(run)], f"manyhands train --resume {run} goes on with it"),
+        (["--run", str(run), "--model", "lenet"], "there is a run already"),
+        (["--resume", str(run), "--compile", "--parallel"], "--compile lets a compiler make the step, --parallel"),
+    ]
+    for given, words in refused:
+        assert main(["train", *given]) == 1
+        assert words in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    config = json.loads((run / "config.json").read_text())["train"]
+    assert (config["data"], config["devices"], config["shares"]) == (SMALL, "cpu", None)
+
+
+def test_folders_that_cannot_be_are_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("dear")
+    options = ["train", "--model", "mlp", "--epochs", "1", "--devices", "cpu", "--data", SMALL, "--quiet"]
+    for wrong in (file, file / "below", Path("/proc/x")):
+        assert main([*options, "--run", str(wrong)]) == 1
+        assert str(wrong) in capsys.readouterr().err
+    run = tmp_path / "run"
+    assert main([*options, "--run", str(run)]) == 0
+    for wrong in (file, file / "below", Path("/proc/x")):
+        assert main(["convert", str(run), "--to", "jax", "--out", str(wrong)]) == 1
+        assert str(wrong) in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "nowhere"), "--to", "jax"]) == 1
+
+
+def test_without_matplotlib_there_is_a_result(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "matplotlib.py").write_text("raise ImportError('not here')")
+    path = f"{hidden}:{os.environ.get('PYTHONPATH', '')}"
+    options = ["--model", "mlp", "--epochs", "1", "--devices", "cpu", "--data", SMALL, "--run", str(tmp_path / "run")]
+    done = run_command("train", *options, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    *_, note, run, last = done.stdout.splitlines()
+    assert note == "no picture: the curves cannot be drawn: matplotlib is not installed. Run: pip install matplotlib"
+    assert run == f"run: {tmp_path / 'run'} (config.json, metrics.jsonl, checkpoints)"
+    assert last.startswith("test acc 0.")
+
+
+FULL = """
+import resource, sys
+from manyhands.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("limit", "missing"), [(20_000, "there is no checkpoint"), (1_500, "lacks the figures")])
+def test_a_disk_that_is_full_is_no_success(tmp_path: Path, limit: int, missing: str) -> None:
+    """The limit of a file's size stands in for it: config.json fits, checkpoints do not, nor do many figures."""
+    run = tmp_path / "run"
+    options = ["--model", "mlp", "--epochs", "8" if limit < 2_000 else "1", "--devices", "cpu", "--data", SMALL]
+    command = [sys.executable, "-c", FULL, str(limit), "train", *options, "--run", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert missing in done.stderr
+    assert "There is no older one." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[-2] == f"run: {run} (config.json, metrics.jsonl)"
+    assert done.stdout.splitlines()[-1].startswith("test acc 0.")
+    assert list((run / "checkpoints").iterdir()) == []
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
