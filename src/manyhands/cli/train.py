@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import flags
 from manyhands.device import FRAMEWORKS
-from manyhands.errors import BadDevice, BadRunFolder, BadSettings, BadShares, WorkerFailed, WrongCheckpoint
+from manyhands.errors import (
+    BadDevice,
+    BadRunFolder,
+    BadSettings,
+    BadShares,
+    NoSuchDevice,
+    WorkerFailed,
+    WrongCheckpoint,
+)
 
 if TYPE_CHECKING:
     from manyhands.training.recipes import Recipes
@@ -291,7 +300,14 @@ def trainer_devices(text: str, recipes: Recipes, mh: Any) -> dict[str, Any]:
     # Virtual devices come before anything that would start a framework.
     if text.strip().lower().partition(":")[0] == "cpu" and "," not in text:
         return recipes.on_cpu(parse_devices(text, 0)[1])
-    return {"devices": parse_devices(text, mh.num_gpus())[0]}
+    names, gpus = parse_devices(text, mh.num_gpus())[0], mh.num_gpus()
+    for name in names:
+        if re.fullmatch(r"gpu(:\d+)?", name) and int(name.partition(":")[2] or 0) >= gpus:
+            raise NoSuchDevice(
+                f"--devices {text}: there is no {name} here (manyhands devices shows what there is). Write cpu, or "
+                "cpu:2 for two devices made of the CPU"
+            )
+    return {"devices": names}
 
 
 def parse_devices(text: str, gpus: int) -> tuple[list[str], int]:

@@ -229,8 +229,8 @@ def _require(directory: Path) -> None:
     else:
         reason = "does not exist"
     raise DataNotFound(
-        f"{directory} {reason}. load(path) needs the directory with the four files {', '.join(DIGESTS)}; "
-        "load() without a path looks in the usual places and downloads."
+        f"{directory} {reason}. Give the directory with the four files {', '.join(DIGESTS)}, or none: then the usual "
+        "places are searched, and the set is downloaded."
     )
 
 
