@@ -52,6 +52,50 @@ def test_a_branchy_net(lanes: int, kind: str) -> None:
         assert_same(fast(x), net(x))
 
 
+@each_run
+def test_attention_in_bfloat16_with_its_backward_pass(lanes: int, kind: str) -> None:
+    """Products of batches end in views that do not say so: who takes one comes after it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32, device=GPU, dtype=torch.bfloat16) for _ in range(2)]
+
+    def function(x: Any) -> Any:
+        q, k = (layer(x) for layer in layers)
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ k
+        return torch.autograd.grad(y.float().square().mean(), [p for layer in layers for p in layer.parameters()])
+
+    fast = Forced(function, lanes, kind)
+    for _ in range(3):
+        x = torch.randn(2, 4, 16, 32, device=GPU, dtype=torch.bfloat16)
+        assert_same(fast(x), function(x))
+
+
+def test_what_checks_values_on_a_gpu_is_run_as_it_is() -> None:
+    fast = Parallel(lambda x: torch.linalg.cholesky(x) + 1, torch_parallel)
+    good = torch.eye(4, device=GPU) * 2
+    for _ in range(3):
+        assert_same(fast(good), fast.function(good))
+    assert "checks values on a GPU (_linalg_check_errors)" in fast.explain()
+    with pytest.raises(RuntimeError, match="not positive-definite"):
+        fast(-good)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.0])
+def test_probabilities_stay_probabilities_while_plans_are_tried(value: float) -> None:
+    """A kernel that gets another number would end the process."""
+
+    def function(p: Any) -> Any:
+        return nn.functional.binary_cross_entropy(p, p) + (p @ p).sin(), torch.bernoulli(p) * 2
+
+    fast, p = Parallel(function, torch_parallel), torch.full((8, 8), value, device=GPU)
+    for _ in range(3):
+        torch.manual_seed(0)
+        expected = function(p)
+        torch.manual_seed(0)
+        assert_same(fast(p), expected)
+    assert "could not be planned" not in fast.explain()
+    torch.cuda.synchronize()
+
+
 def classifier() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(
