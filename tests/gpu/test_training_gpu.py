@@ -37,7 +37,8 @@ def net() -> torch.nn.Module:
 
 def trained(**settings: Any) -> tuple[dict[str, Any], mh.Result]:
     model = net()
-    settings = {"devices": ["gpu:0"], "batch_size": 32, "lr": 0.05, "quiet": True, "precision": "fp64", **settings}
+    settings = {"devices": ["gpu:0"], "batch_size": 32, "quiet": True, "precision": "fp64", **settings}
+    settings = settings if "optimizer" in settings else {"lr": 0.05, **settings}
     result = mh.Trainer(3, **settings).fit(model.double(), ((IMAGES, LABELS), (IMAGES[:77], LABELS[:77])))
     return model.state_dict(), result
 
@@ -162,7 +163,7 @@ def test_a_loader_is_prefetched_without_waits() -> None:
     loop, rank = _loop(train=samples, fast=False)
     loop._train_epoch()
     assert rank.metrics.read().count == 330
-    assert "plain steps" in rank.notes[0]
+    assert any("plain steps" in note for note in rank.notes)
     loop, rank = _loop(train=samples)
     loop._train_epoch()
     assert "loader" in rank.notes[0]
@@ -228,7 +229,7 @@ def test_random_numbers_are_drawn_after_a_fallback() -> None:
     assert torch.rand(3, device="cuda").shape == (3,)
     assert torch.cuda.get_sync_debug_mode() == before
     told = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True).fit(net(), (IMAGES, LABELS))
-    assert "one CUDA graph" in told.notes[0]
+    assert any("one CUDA graph" in note for note in told.notes)
     assert len(told.notes) == 1
 
 

@@ -30,6 +30,11 @@ def epoch_order(seed: int, epoch: int, count: int, *, shuffle: bool = True) -> N
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
+def spread(count: int, few: int) -> NDArray[np.int64]:
+    """A few of the numbers 0 to ``count - 1``, evenly spread from the first to the last."""
+    return np.linspace(0, count - 1, min(few, count)).astype(np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Cursor:
     """How far a job is: the epoch, the samples and batches of it that are done, and all steps so far.

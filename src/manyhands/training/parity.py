@@ -1,7 +1,9 @@
 """Does training on N devices give what one device gives? Trained and compared, with numbers.
 
 In float64 after 50 steps the two agree to about 1e-15; in float32 only the first steps can be compared, because small
-differences of rounding grow without bound. A short last batch and uneven shards are always among the steps.
+differences of rounding grow without bound. A short last batch and uneven shards are always among the steps, and samples
+from the whole of the data: in sorted ones the first may all be equally long, and a mean over tokens then looks like one
+over samples. Such a loss is refused by the trainer on N devices, which ends the comparison with its message.
 
 Where a net has kinks, float32 may not even keep the first steps: one value in a million is so near to zero that the
 last bit decides on which side of a ReLU it is, and then its whole gradient is there or is not. N devices add in another

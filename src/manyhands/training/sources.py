@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch, NotATensor
 from manyhands.training import streams
-from manyhands.training.order import Cursor, Window, epoch_order
+from manyhands.training.order import Cursor, Window, epoch_order, spread
 from manyhands.training.randomness import with_own_numbers
 
 Batch = tuple[Any, ...]
@@ -77,9 +77,9 @@ class Arrays:
         """The samples of those numbers, as they are in memory: neither native nor prepared."""
         return tuple(array[numbers] for array in self.arrays)
 
-    def first(self, count: int) -> Arrays:
-        """Only the first samples."""
-        return replace(self, arrays=self.rows(slice(count)))
+    def spread(self, count: int) -> Arrays:
+        """Only so many samples, from the first to the last: data may be sorted, by length or by label."""
+        return replace(self, arrays=self.rows(spread(self.count, count)))
 
     def __len__(self) -> int:
         return -(-self.count // (self.batch_size or 1))

@@ -202,12 +202,39 @@ def make():
 """
 
 
+PADDED = """
+import torch
+from torch.nn import functional
+
+class Language(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7))
+
+    def training_step(self, batch):
+        mask = batch[1] != 0
+        losses = functional.cross_entropy(self.net(batch[0]).transpose(1, 2), batch[1], reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+def make():
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 7, (2000, 9))
+    tokens[1900:, 3:] = 0  # sorted by length: only the last texts are short
+    return Language(), (tokens[:, :-1], tokens[:, 1:])
+"""
+
+
 def test_parity_of_a_users_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     result = run_command("parity", f"{tmp_path / 'script.py'}:make", "--devices", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" equal") == 4
     assert "2:1" in result.stdout
+    (tmp_path / "padded.py").write_text(PADDED)
+    refused = run_command("parity", f"{tmp_path / 'padded.py'}:make", "--devices", "3")
+    assert refused.returncode == 1
+    assert "not a mean over the samples" in refused.stderr
+    assert "mh.LossSum(total, count)" in refused.stderr
     wrong = run_command("parity", "nothing")
     assert wrong.returncode == 1
     assert "script.py:function" in wrong.stderr

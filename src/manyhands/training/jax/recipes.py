@@ -64,7 +64,7 @@ def arrays(data: Any) -> Arrays:
 
 
 def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, NDArray[Any]]:
-    part = replace(data.first(way.samples), batch_size=way.batch_size)
+    part = replace(data.spread(way.samples), batch_size=way.batch_size)
     how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "loss": loss}
     double = way.precision == "fp64"
     with jax.enable_x64(True) if double else contextlib.nullcontext():

@@ -60,7 +60,7 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, n
     """The model itself is trained, and has its own values again afterwards: Gluon's models cannot be copied."""
     with modes.numpy_like(modes.of_model(model)):
         checks.make_parameters(model, data, 0)
-    part = Arrays(data.first(way.samples).arrays, data.prepare, data.native, way.batch_size)
+    part = Arrays(data.spread(way.samples).arrays, data.prepare, data.native, way.batch_size)
     how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
     momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
     with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):

@@ -57,7 +57,7 @@ def arrays(data: Any) -> Arrays:
 
 
 def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, Array]:
-    part = data.first(way.samples)
+    part = data.spread(way.samples)
     net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
     net.set_weights([nudged(one, way.nudge) for one in net.get_weights()])
     how: dict[str, Any] = {"shares": way.shares, "batch_stats": "global", "loss": loss, "batch_size": way.batch_size}

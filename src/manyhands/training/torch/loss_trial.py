@@ -26,12 +26,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import cloudpickle
-import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands import tree
 from manyhands.errors import BadSettings
+from manyhands.training.order import spread
 from manyhands.training.torch import randomness, samples, sending
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective, OwnStep
@@ -120,8 +120,7 @@ def _pools(job: Job) -> Iterator[Batch]:
         yield from itertools.islice(samples.first_batches(job), _STREAMED)
         return
     assert data.count is not None
-    count = min(data.count, _POOL[type(data)])
-    yield samples.take(data, np.linspace(0, data.count - 1, count).astype(np.int64))
+    yield samples.take(data, spread(data.count, _POOL[type(data)]))
 
 
 def _unlike(batch: Batch, size: int) -> list[int]:
@@ -129,8 +128,7 @@ def _unlike(batch: Batch, size: int) -> list[int]:
     leaves = [leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (size,)]
     wishes = [list(_extremes(leaf)) for leaf in reversed(leaves)]
     in_turns = [row for turn in itertools.zip_longest(*wishes) for row in turn if row is not None]
-    spread = np.linspace(0, size - 1, min(size, _FEW)).astype(int).tolist()
-    chosen = list(dict.fromkeys([*in_turns, *spread]))[:_FEW]
+    chosen = list(dict.fromkeys([*in_turns, *spread(size, _FEW).tolist()]))[:_FEW]
     return sorted(chosen)
 
 

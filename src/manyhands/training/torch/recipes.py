@@ -13,6 +13,7 @@ import torch
 from manyhands.errors import BadSettings
 from manyhands.training import recipes
 from manyhands.training.fashion_mnist import FashionMnist
+from manyhands.training.order import spread
 from manyhands.training.parity import Way, nudged
 from manyhands.training.torch import datasets, state, world
 from manyhands.training.torch.models import MODELS, initialise
@@ -64,7 +65,8 @@ def trained(model: torch.nn.Module, data: Arrays, way: Way, loss: Any = None) ->
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.copy_(torch.from_numpy(nudged(parameter.numpy(force=True), way.nudge)))
-    part = Arrays(tuple(t[: way.samples] for t in data.tensors), data.prepare, way.batch_size)
+    numbers = torch.from_numpy(spread(data.count, way.samples))
+    part = Arrays(tuple(t[numbers.to(t.device)] for t in data.tensors), data.prepare, way.batch_size)
     how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
     trainer = Trainer(way.epochs, optimizer=_Momentum(), quiet=True, **on_cpu(way.devices), **how)
     trainer.fit(net, part)
