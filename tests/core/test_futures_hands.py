@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.engine.futures import Future, parallel, task
-from manyhands.errors import TaskCancelled
+from manyhands.errors import TaskCancelled, UndeclaredWrite
 
 
 @pytest.fixture
@@ -221,3 +221,38 @@ def test_a_result_that_cannot_be_asked_for_its_memory_is_an_error_of_its_task() 
         with pytest.raises(TaskCancelled, match="no storage"):
             follows.result(timeout=5)
         assert task(int)(1).result(timeout=5) == 1
+
+
+class Runner:
+    """It keeps the futures of its own methods, as one does."""
+
+    def __init__(self) -> None:
+        self.factor = 2
+        self.futures: list[Future[int]] = []
+        self.meet = threading.Barrier(3)
+        self.seen: list[int] = []
+
+    def run(self) -> list[int]:
+        with parallel(threads=3):
+            for number in range(3):
+                self.futures.append(task(self.step)(number))
+        return [one.result() for one in self.futures]
+
+    def step(self, number: int) -> int:
+        self.meet.wait(5)
+        return self.factor * number
+
+    def note(self, number: int) -> None:
+        self.seen = [*self.seen, number]
+
+
+def test_attributes_that_a_method_does_not_name_are_not_its_concern() -> None:
+    """Tasks that reach the futures before them would wait for these, and never meet."""
+    runner = Runner()
+    assert runner.run() == [0, 2, 4]
+    with pytest.raises(UndeclaredWrite, match="a Runner"), parallel(threads=1):
+        task(runner.note)(1)
+    with parallel(threads=2):
+        for number in range(5):
+            task(runner.note, writes=(runner,))(number)
+    assert runner.seen == [1, 0, 1, 2, 3, 4]

@@ -136,7 +136,7 @@ def parts_of(value: Any) -> Sequence[Any] | None:
             return _parts_of_sparse(value)
         return (value.grad,) if value.requires_grad and value.is_leaf and value.grad is not None else ()
     if isinstance(value, torch.nn.Module):
-        return [part for module in value.modules() for part in _parts_of_module(module)]
+        return _parts_of_module(value)
     if isinstance(value, torch.optim.Optimizer):
         weights = [weight for group in value.param_groups for weight in group["params"]]
         return weights + [note for notes in [*value.state.values()] for note in [*notes.values()]]
@@ -151,21 +151,21 @@ def _parts_of_sparse(value: torch.Tensor) -> Sequence[torch.Tensor]:
     return ()
 
 
-def _parts_of_module(module: torch.nn.Module) -> Iterator[Any]:
-    names = vars(module)
-    for name in ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
-        yield from [*names[name].values()]
-    for name in _attributes_of(module):
-        yield names[name]
-
-
-def _attributes_of(module: torch.nn.Module) -> list[str]:
-    """The names of a module's own attributes; of PyTorch's modules those that are not private."""
-    private = type(module).__module__.startswith("torch.")
-    return [name for name in vars(module) if name not in _NAMES and not (private and name.startswith("_"))]
-
-
 _NAMES = frozenset(vars(torch.nn.Module()))
+
+
+def _parts_of_module(module: torch.nn.Module) -> list[Any]:
+    """Of PyTorch's own modules without attributes: what can change in them are parameters and buffers."""
+    parts: list[Any] = []
+    for one in module.modules():
+        held = one.__dict__
+        parts += held["_parameters"].values()
+        parts += held["_buffers"].values()
+        parts += held["_forward_hooks"].values()
+        parts += held["_forward_pre_hooks"].values()
+        if not type(one).__module__.startswith("torch."):
+            parts += [part for name, part in held.items() if name not in _NAMES]
+    return parts
 
 
 def version_of(value: Any) -> Any:
@@ -175,19 +175,19 @@ def version_of(value: Any) -> Any:
     places. The gradient of a weight is a part of it: ``loss.backward()`` makes it, or adds to it. Of a module it is
     compared which parameters, buffers and attributes it has, and whether it trains.
     """
-    if isinstance(value, torch.nn.Module):
-        return Held([part for module in value.modules() for part in (*_parts_of_module(module), module.training)])
     if not isinstance(value, torch.Tensor):
-        return None
+        if not isinstance(value, torch.nn.Module):
+            return None
+        return Held([*_parts_of_module(value), *(one.training for one in value.modules())])
     try:
         version = value._version
     except RuntimeError:
         if not value.is_inference():  # not asked first: it lets other threads go before
             raise
         version = 0
-    gradient = id(value.grad) if value.requires_grad and value.is_leaf else 0
-    inner = value._inner if isinstance(value, VirtualTensor) else value
+    inner = value._inner if type(value) is VirtualTensor else value
     span = span_of(inner) if inner.is_cpu else None
+    gradient = id(value.grad) if value.requires_grad and value.is_leaf else 0
     return version, gradient, span and content(span, _WHOLE, _BLOCKS)
 
 

@@ -2,8 +2,9 @@
 
 Two steps. First the arguments: what lists, tuples, dicts, sets, deques, dataclasses and partial functions hold, and the
 futures among that, whose results the task takes. Then what functions and objects lead to: a function to the variables
-it closes over, its default values, and the globals its code names; a method to its object; an object to its attributes,
-and to the globals that its methods name if the code calls a method of that name.
+it closes over, its default values, and the globals its code names; a method to its object; an object to the attributes
+and methods that the code names. Of its other attributes only arrays are followed: in ``self.futures.append(task(
+self.step)(x))`` the task is not concerned with ``futures``, unless the code of ``step`` is.
 
 ::
 
@@ -42,8 +43,9 @@ _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), thr
 _LOCKS = (*_LOCKS, threading.Semaphore, threading.Barrier)
 BUFFERS = (bytearray, memoryview, array.array)
 _HOLDERS = (types.SimpleNamespace, Namespace, UserDict, UserList)  # Python's own, but what is in them is the user's
-# Methods that no word of the user's code names: frameworks, operators and constructors call them.
-_CALLED = frozenset({"forward", "call", "hybrid_forward", "training_step", "__new__", "__init__", "__post_init__"})
+_MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # what calling a class calls
+_CALLED = frozenset({"forward", "call", "hybrid_forward", "training_step"})  # by frameworks, not by the user's code
+_ANY = {"getattr", "setattr", "delattr", "vars", "__dict__", "asdict", "astuple", "deepcopy"}  # may name any attribute
 _BY_NAME = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 
 _MISSING = object()
@@ -72,30 +74,45 @@ class Variable(NamedTuple):
 class Found:
     """What some values lead to."""
 
-    __slots__ = ("for_good", "holders", "inputs", "locks", "memories", "objects", "reached", "variables")
+    __slots__ = (
+        "arrays",
+        "for_good",
+        "holders",
+        "inputs",
+        "locks",
+        "memories",
+        "objects",
+        "reached",
+        "variables",
+        "words",
+    )
 
     def __init__(self) -> None:
         self.memories: set[Hashable] = set()  # that they are, or may be, in
         self.inputs: list[Job] = []  # whose results are among the arguments
         self.reached: list[Job] = []  # whose futures a function or an object holds
-        self.objects: list[Any] = []  # arrays, and all else that a framework may have something to say of
+        self.arrays: list[Any] = []  # NumPy's, and buffers
+        self.objects: list[Any] = []  # that a framework may have something to say of
         self.holders: list[Any] = []  # Python's containers and the user's objects
         self.variables: list[Variable] = []
         self.locks = False  # whether a lock, or the like, is among them
+        self.words: set[str] | None = None  # the names of attributes that are looked up; None: perhaps all
         self.for_good = True  # whether this is all that there will ever be, as long as the variables stay
 
 
 class _Walk:
     """A look at some values, under way."""
 
-    __slots__ = ("classes", "found", "later", "methods", "seen", "stack", "words")
+    __slots__ = ("classes", "followed", "found", "later", "owners", "seen", "stack", "words")
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.found = Found()
         self.stack = [*values]  # to be looked at
         self.later: list[Any] = []  # what functions and objects lead to, when the arguments are through
         self.seen: dict[int, Any] = {}
-        self.classes: dict[type, None] = {}  # the user's, whose methods may be called
+        self.classes: dict[type, bool] = {}  # the user's, whose methods may be called, and whether they are themselves
+        self.owners: list[Any] = []  # objects of the user's
+        self.followed: set[tuple[int, str, bool]] = set()  # attributes of these, wholly or for arrays
         self.words: set[str] = set()  # that the user's code says
 
 
@@ -121,15 +138,28 @@ class Objects:
         walk = _Walk(values)
         self._through(walk)
         found = walk.found
-        if walk.later:
+        if walk.later or walk.owners:
             inputs, found.inputs = found.inputs, found.reached
-            while walk.later:
+            while walk.later or self._goes_on(walk):
                 walk.stack, walk.later = walk.later, []
                 self._through(walk)
-                if walk.classes and not walk.later:
-                    walk.later = _methods(walk)
             found.inputs, found.reached = inputs, found.inputs
         return found
+
+    def _goes_on(self, walk: _Walk) -> bool:
+        """Whether the code names methods or attributes of the objects; they are to be looked at next."""
+        if not walk.classes:
+            return False
+        found, words = walk.found, walk.words
+        found.words = words if words and words.isdisjoint(_ANY) else None
+        for owner in walk.owners:
+            for name, value in attributes(owner):
+                wholly = found.words is None or name in words
+                if (mark := (id(owner), name, wholly)) not in walk.followed:
+                    walk.followed.add(mark)
+                    walk.later.extend([value] if wholly else self._arrays_in(value))
+        walk.later.extend(_methods(walk))
+        return bool(walk.later)
 
     def _through(self, walk: _Walk) -> None:
         stack, seen, kinds = walk.stack, walk.seen, self._kinds
@@ -172,8 +202,9 @@ class Objects:
         walk.found.holders.append(one)
         walk.stack.extend(one.values() if isinstance(one, dict) else one)
         if type(one) not in (list, dict, set, deque):
-            self._class(type(one), walk)
-            walk.later.extend(attributes(one))
+            if not is_foreign(type(one)):
+                walk.classes.setdefault(type(one), False)
+            walk.later.extend(value for _, value in attributes(one))
 
     def _fixed(self, one: Any, walk: _Walk) -> None:
         walk.stack.extend(one)
@@ -188,14 +219,14 @@ class Objects:
 
     def _array(self, one: Any, walk: _Walk) -> None:
         found = walk.found
-        found.objects.append(one)
+        found.arrays.append(one)
         found.memories.add(span_of_array(one) or id(one))
         if one.dtype.hasobject:
             found.for_good = False
             walk.later.extend(one.ravel().tolist())
 
     def _buffer(self, one: Any, walk: _Walk) -> None:
-        walk.found.objects.append(one)
+        walk.found.arrays.append(one)
         walk.found.memories.add(self.memory_of(one))
         if (span := span_of_buffer(one)) is not None:
             walk.found.for_good = False  # a bytearray that grows moves
@@ -207,7 +238,7 @@ class Objects:
 
     def _class(self, one: type, walk: _Walk) -> None:
         if not is_foreign(one):
-            walk.classes[one] = None
+            walk.classes[one] = True
 
     def _method(self, one: Any, walk: _Walk) -> None:
         walk.later.append(one.__self__)
@@ -217,25 +248,26 @@ class Objects:
     def _function(self, one: types.FunctionType, walk: _Walk) -> None:
         found, later = walk.found, walk.later
         found.memories.add(id(one))
-        said = _said(one)
-        for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
-            try:
-                variable = Variable(cell, name, cell.cell_contents)
-            except ValueError:  # not bound yet
-                continue
-            found.memories.add(id(cell))
-            found.variables.append(variable)
-            later.append(variable.value)
-        later.extend(one.__defaults__ or ())
+        if one.__closure__:
+            for name, cell in zip(one.__code__.co_freevars, one.__closure__, strict=True):
+                try:
+                    variable = Variable(cell, name, cell.cell_contents)
+                except ValueError:  # not bound yet
+                    continue
+                found.memories.add(id(cell))
+                found.variables.append(variable)
+                later.append(variable.value)
+        if one.__defaults__:
+            later.extend(one.__defaults__)
         if one.__kwdefaults__:
             later.extend(one.__kwdefaults__.values())
         if one.__dict__:
             found.for_good = False
             found.holders.append(one)
             later.extend(one.__dict__.values())
-        if said.globals:
+        if (said := _said(one)).words:
+            walk.words |= said.words
             self._globals(one.__globals__, said, walk)
-        walk.words |= said.words
 
     def _globals(self, names: dict[str, Any], said: _Said, walk: _Walk) -> None:
         for name in said.globals:
@@ -252,11 +284,13 @@ class Objects:
 
     def _object(self, one: Any, walk: _Walk) -> None:
         """One of the user's: followed into its attributes."""
-        walk.classes[type(one)] = None
+        walk.classes.setdefault(type(one), False)
         if not self._known(one, walk):
             walk.found.for_good = False
             walk.found.holders.append(one)
-            walk.later.extend(attributes(one))
+            walk.owners.append(one)
+            if isinstance(one, (UserDict, UserList)):
+                walk.later.append(one.data)
 
     def _foreign(self, one: Any, walk: _Walk) -> None:
         """One of an installed package's: of what it holds only arrays are looked at."""
@@ -264,11 +298,13 @@ class Objects:
             return
         if isinstance(wrapped := getattr(one, "__wrapped__", None), types.FunctionType):  # compiled, or kept results
             walk.later.append(wrapped)
-        for value in attributes(one):
-            for part in contents.contents(value) or (value,):
-                if self._is_array(part):
-                    walk.found.for_good = False
-                    walk.later.append(part)
+        for _, value in attributes(one):
+            if arrays := self._arrays_in(value):
+                walk.found.for_good = False
+                walk.later.extend(arrays)
+
+    def _arrays_in(self, value: Any) -> list[Any]:
+        return [part for part in contents.contents(value) or (value,) if self._is_array(part)]
 
     def _is_array(self, one: Any) -> bool:
         handle = self._kinds[type(one)] if type(one) in self._kinds else self._kind(type(one))
@@ -318,12 +354,12 @@ def _global_names(code: types.CodeType) -> dict[str, None]:
 
 def _methods(walk: _Walk) -> list[Any]:
     """The functions of the classes reached that the code reached may call, and that are not looked at yet."""
-    wanted = walk.words | _CALLED
+    words = walk.words
     functions = [
         one
-        for cls in walk.classes
+        for cls, is_called in walk.classes.items()
         for word, one in _functions_in(cls)
-        if word in wanted or (word.startswith("__") and word not in _CALLED)
+        if word in words or word in _CALLED or (word.startswith("__") and (is_called or word not in _MAKING))
     ]
     return [one for one in functions if id(one) not in walk.seen]
 
@@ -335,14 +371,15 @@ def _functions_in(cls: Any) -> list[tuple[str, types.FunctionType]]:
     return [(word, one) for word, one in both if isinstance(one, types.FunctionType)]
 
 
-def attributes(one: Any) -> list[Any]:
+def attributes(one: Any) -> list[tuple[str, Any]]:
+    """The attributes that an object has itself, by name."""
     own = getattr(one, "__dict__", None)
-    values: list[Any] = list(own.values()) if type(own) is dict else []
+    found: list[tuple[str, Any]] = list(own.items()) if type(own) is dict else []
     cls: Any = type(one)
     for name in _slots(cls):
         if (value := getattr(one, name, _MISSING)) is not _MISSING:
-            values.append(value)
-    return values
+            found.append((name, value))
+    return found
 
 
 @functools.lru_cache(maxsize=1000)

@@ -8,13 +8,12 @@ arrays are compared.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Hashable, Set
 from typing import Any
 
 from manyhands.engine.reached import BUFFERS, Found, Objects, attributes
-from manyhands.spans import Held, content, share, span_of_array, span_of_buffer
+from manyhands.spans import Held, Span, content, share, span_of_array, span_of_buffer
 
 _WHOLE, _BLOCKS = 1 << 20, 256  # bytes of an array that are compared as they are; blocks of a larger one
 
@@ -22,58 +21,59 @@ _WHOLE, _BLOCKS = 1 << 20, 256  # bytes of an array that are compared as they ar
 class Watch:
     """What was found before a task began, except what it has declared to write."""
 
-    __slots__ = ("_held", "_variables", "_version_of", "_versions")
+    __slots__ = ("_arrays", "_held", "_variables", "_version_of", "_versions", "_words")
 
     def __init__(self, objects: Objects, found: Found, written: Set[Hashable]) -> None:
-        self._version_of = objects.version_of
-        watched, holders, variables = found.objects, found.holders, found.variables
+        arrays, watched, holders, variables = found.arrays, found.objects, found.holders, found.variables
         if found.locks:
             holders, variables = [], []
         if written:
-            watched = [one for one in watched if not share(_memories_of(one, objects), written)]
+            arrays = [one for one in arrays if not share([_span_of(one) or id(one)], written)]
+            watched = [one for one in watched if not share([objects.memory_of(one)], written)]
             holders = [one for one in holders if id(one) not in written]
             variables = [one for one in variables if one.key() not in written]
-        self._versions = [(one, version) for one in watched if (version := self._version(one)) is not None]
-        self._held = [(one, _held_by(one)) for one in holders]
+        self._version_of = version_of = objects.version_of if watched else None
+        self._versions = [(one, version_of(one)) for one in watched] if version_of else ()
+        self._arrays = [(one, _content_of(one)) for one in arrays] if arrays else ()
+        self._words = found.words
+        self._held = [(one, _held_by(one, self._words)) for one in holders] if holders else ()
         self._variables = variables
 
     def changed(self) -> Any:
         """The first thing that is not as it was, or None."""
-        for one, version in self._versions:
-            if self._version(one) != version:
+        if version_of := self._version_of:
+            for one, version in self._versions:
+                if version is not None and version_of(one) != version:
+                    return one
+        for one, content_before in self._arrays:
+            if _content_of(one) != content_before:
                 return one
         for one, held in self._held:
-            if _held_by(one) != held:
+            if _held_by(one, self._words) != held:
                 return one
         for variable in self._variables:
             if not variable.is_bound():
                 return variable
         return None
 
-    def _version(self, one: Any) -> Any:
-        if (span := _span_of(one)) is not None:
-            return span, content(span, _WHOLE, _BLOCKS)
-        return self._version_of(one) if self._version_of else None
 
-
-def _memories_of(one: Any, objects: Objects) -> list[Hashable]:
+def _content_of(one: Any) -> Any:
+    """Where a NumPy array or a buffer lies and what is in it; None if nobody can write to it."""
     span = _span_of(one)
-    return [objects.memory_of(one) if span is None else span]
+    return None if span is None else (span, content(span, _WHOLE, _BLOCKS))
 
 
-def _span_of(one: Any) -> Any:
-    """Where a NumPy array or a buffer lies; None for anything else, and for what nobody can write to."""
-    if isinstance(one, BUFFERS):
-        return span_of_buffer(one)
-    numpy: Any = sys.modules.get("numpy")
-    return span_of_array(one) if numpy is not None and isinstance(one, numpy.ndarray) else None
+def _span_of(one: Any) -> Span | None:
+    return span_of_buffer(one) if isinstance(one, BUFFERS) else span_of_array(one)
 
 
-def _held_by(one: Any) -> Held:
-    """What a container or an object of the user's holds."""
+def _held_by(one: Any, words: Set[str] | None) -> Held:
+    """What a container or an object of the user's holds, under these names if it is an object."""
     if isinstance(one, dict):
-        return Held([*one, *one.values(), *attributes(one)])
-    return Held([*one, *attributes(one)] if isinstance(one, (list, set, deque)) else attributes(one))
+        return Held([*one, *one.values(), *(value for _, value in attributes(one))])
+    if isinstance(one, (list, set, deque)):
+        return Held([*one, *(value for _, value in attributes(one))])
+    return Held([part for both in attributes(one) if words is None or both[0] in words for part in both])
 
 
 def in_words(changed: Any) -> str:
