@@ -29,7 +29,7 @@ def trained(mh: Any, device: str, **options: Any) -> tuple[dict[str, Any], Any]:
     net = recipes.model("lenet", 0)
     trainer = mh.Trainer(1, devices=[device], lr=0.05, quiet=True, **options)
     with jax.default_matmul_precision("highest"):
-        result = trainer.fit(net, (train.spread(300), test.spread(100)))
+        result = trainer.fit(net, (train.first(300), test.first(100)))
     numbers = Skeleton(net).numbers(net)
     return {name: np.array(one) for name, one in named(numbers["parameters"]).items()}, result
 

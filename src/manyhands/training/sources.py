@@ -77,6 +77,10 @@ class Arrays:
         """The samples of those numbers, as they are in memory: neither native nor prepared."""
         return tuple(array[numbers] for array in self.arrays)
 
+    def first(self, count: int) -> Arrays:
+        """Only the first samples."""
+        return replace(self, arrays=self.rows(slice(count)))
+
     def spread(self, count: int) -> Arrays:
         """Only so many samples, from the first to the last: data may be sorted, by length or by label."""
         return replace(self, arrays=self.rows(spread(self.count, count)))

@@ -164,28 +164,29 @@ def _check(model: torch.nn.Module, objective: Objective, batches: Sequence[Batch
             continue
         if trial.distance(whole, again, [again]) > 1:
             return "it draws random numbers"
-        for parts in _divisions(trial, batch):
-            passes = trial.of_all(parts)
-            if passes is None:
-                continue
+        for parts, passes in _divisions(trial, batch):
             compared = True
-            if trial.distance(whole, _mean(passes, parts), passes) > 1:
-                raise BadSettings(_refusal(objective, whole.loss, _mean(passes, parts).loss, rows(batch), len(parts)))
+            mean = _mean(passes, parts)
+            if trial.distance(whole, mean, passes) > 1:
+                raise BadSettings(_refusal(objective, whole.loss, mean.loss, rows(batch), len(parts)))
     return None if compared else "it is NaN, or fails for a part of a batch"
 
 
-def _divisions(trial: _Trial, batch: Batch) -> Iterator[list[Batch]]:
+def _divisions(trial: _Trial, batch: Batch) -> Iterator[tuple[list[Batch], list[_Pass]]]:
+    """Single samples; halves by their losses; halves as they come. Those that fail are left out."""
     size = rows(batch)
     if size < 2:
         return
     singles = [pick(batch, [row]) for row in range(size)]
-    yield singles
-    half = size // 2
-    yield [pick(batch, list(range(half))), pick(batch, list(range(half, size)))]
-    passes = trial.of_all(singles)
-    if passes is not None:
-        order = sorted(range(size), key=lambda row: passes[row].loss)
-        yield [pick(batch, order[:half]), pick(batch, order[half:])]
+    orders = [list(range(size))]
+    if (passes := trial.of_all(singles)) is not None:
+        losses = [one.loss for one in passes]
+        orders.insert(0, sorted(range(size), key=losses.__getitem__))
+        yield singles, passes
+    for order in orders:
+        halves = [pick(batch, order[: size // 2]), pick(batch, order[size // 2 :])]
+        if (passes := trial.of_all(halves)) is not None:
+            yield halves, passes
 
 
 class _Trial:
@@ -247,6 +248,7 @@ def _refusal(objective: Objective, whole: float, parts: float, size: int, number
             "let the loss return the sum and what it is divided by, mh.LossSum(total, count); or one loss per sample "
             "(reduction='none'), of which the trainer takes the mean"
         )
+    advice += ". A loss that compares samples with each other needs the whole batch: one device, and accumulate=1"
     values = f"it is {whole:.6g} for {size} samples, and {parts:.6g} on average over {number} parts of them"
     if math.isclose(whole, parts, rel_tol=1e-4):
         values = f"the gradients of {size} samples are not the mean of those of {number} parts of them"
