@@ -12,14 +12,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from manyhands.errors import BadBatch, BadSettings, NoCheckpoint
+from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement import Placement
 from manyhands.training import checkpoint, launcher, option_names, streams
 from manyhands.training.display import Display
-from manyhands.training.learner import Schedule
+from manyhands.training.learner import SCHEDULE_HINT, Schedule
 from manyhands.training.result import Result
 from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import BatchStats, Precision, Settings
+from manyhands.training.sources import not_finite
 from manyhands.training.vocabulary import HyperParameters
 
 _DEFAULT_BATCH = 256
@@ -46,6 +47,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
     backend: ClassVar[Any]
     refused: ClassVar[dict[str, str]] = {}
     loss_kinds: ClassVar[tuple[type, ...]] = ()  # of losses, besides functions
+    losses_by_name: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = MappingProxyType({})
 
     @option_names.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
     def __init__(
@@ -57,7 +59,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         devices: Sequence[Any] | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
-        loss: Callable[[Any, Any], Any] | None = None,
+        loss: Any = None,
         optimizer: Any = None,
         schedule: Schedule | None = None,
         shares: Sequence[float] | Literal["measured"] | None = None,
@@ -83,9 +85,9 @@ class BaseTrainer(HyperParameters, abc.ABC):
         for name, reason in self.refused.items():
             if getattr(self, name) != _DEFAULTS[name]:
                 raise BadSettings(f"{name}={getattr(self, name)!r}: {reason}")
-        for name, given, kinds in (("loss", loss, self.loss_kinds), ("schedule", schedule, ())):
-            if given is not None and not callable(given) and not isinstance(given, kinds):
-                raise BadSettings(f"{name}={given!r} is a {type(given).__name__}: give a function")
+        self.loss = self._meant_loss(loss)
+        if schedule is not None and (isinstance(schedule, type) or not callable(schedule)):
+            raise BadSettings(f"schedule={schedule!r}: {SCHEDULE_HINT}")
         self._check_options()
         self._check_settings()
         if isinstance(num_gpus, bool) or not isinstance(num_gpus, Integral) or num_gpus < 0:
@@ -95,16 +97,32 @@ class BaseTrainer(HyperParameters, abc.ABC):
             return
         self.gpus = [one for one in self._natives() if self.backend.neutral(one).kind != "cpu"]
         if num_gpus not in (0, len(self.gpus)):
-            raise BadSettings(
-                f"num_gpus={num_gpus} and devices={list(devices)!r}, of which {len(self.gpus)} are GPUs: give one of "
-                "the two options"
-            )
+            raise BadSettings(f"num_gpus={num_gpus} and devices={list(devices)!r}: give one of the two options")
 
     # The book lets readers write __init__ themselves, with its three arguments and self.gpus: nothing below relies on
     # more than that.
 
     gpus: list[Any]
     result: Result | None = None
+
+    loss: Any
+
+    def _meant_loss(self, loss: Any) -> Any:
+        """The loss that is meant by a function, an object, a class or a name."""
+        if loss is None or isinstance(loss, self.loss_kinds):
+            return loss
+        if isinstance(loss, str) and self.losses_by_name:
+            if (function := self.losses_by_name.get(loss.lower())) is not None:
+                return function
+            raise BadSettings(f"loss={loss!r}: give a function, or one of {', '.join(self.losses_by_name)}")
+        if not callable(loss):
+            raise BadSettings(f"loss={loss!r} is a {type(loss).__name__}: give a function")
+        if not isinstance(loss, type):
+            return loss
+        try:
+            return loss()
+        except TypeError as error:
+            raise BadSettings(f"loss={loss.__name__} is a class: make one, {loss.__name__}(...) ({error})") from error
 
     def _check_settings(self) -> None:
         """Refuse what no job can have, whatever its model and data."""
@@ -171,7 +189,13 @@ class BaseTrainer(HyperParameters, abc.ABC):
                 run.check()
             resume = _resume(self._option("resume"), run)  # it is sent to the other processes
         with Display(settings.max_epochs, quiet=self._option("quiet") or not launcher.is_first()) as display:
-            result = self._train(model, settings, display, run=run, resume=resume)
+            try:
+                result = self._train(model, settings, display, run=run, resume=resume)
+            except LossIsNotANumber as error:
+                words = not_finite(self.train_source)
+                if words is None:
+                    raise
+                raise LossIsNotANumber(f"{error}. {words}") from error
         result.run = str(run.path) if run else None
         self.result = result
         return result

@@ -15,6 +15,10 @@ from manyhands.training.figures import Figures
 from manyhands.training.order import Cursor, Window
 
 Schedule = Callable[[float], float]  # from the part of the training that is done (0 to 1) to a factor of the rate
+SCHEDULE_HINT = (
+    "a schedule is a function from how much of the training is done (0 to 1) to a factor of the learning rate, as "
+    "mh.one_cycle or lambda done: 1 - done. The frameworks' own schedulers are not supported"
+)
 Say = Callable[[dict[str, Any]], None]  # takes the events that a display shows
 
 

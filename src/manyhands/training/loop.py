@@ -6,6 +6,7 @@ host waits at the end of an epoch and for a checkpoint.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training import saving, streams
 from manyhands.training.figures import Figures, or_none, together
-from manyhands.training.learner import Learner, Say, Schedule
+from manyhands.training.learner import SCHEDULE_HINT, Learner, Say, Schedule
 from manyhands.training.order import Cursor, Window, epoch_order
 from manyhands.training.result import Result
 from manyhands.training.run_folder import RunFolder, RunPlan
@@ -118,7 +119,7 @@ class Loop:
             return None
         batches = self._batches()
         done = min(self.cursor.batch / batches, 1.0) if batches else 0.0
-        return self.schedule((self.cursor.epoch + done) / self.settings.max_epochs)
+        return _factor_at(self.schedule, (self.cursor.epoch + done) / self.settings.max_epochs)
 
     def _batches(self) -> int | None:
         """The batches of an epoch; of a loader those of the epoch before, or what its ``len`` says; None: not known."""
@@ -276,3 +277,20 @@ class Loop:
         rows = ", ".join(str(row["epoch"]) for row in self._unwritten)
         figures = [f"{self.run.metrics_path.name} lacks the figures of epoch {rows}"] if rows else []
         return figures + saving.unsaved_weights(self.run, self.cursor.step)
+
+
+def _factor_at(schedule: Schedule, done: float) -> float:
+    """What the schedule says, if it is a factor."""
+    try:
+        given: Any = schedule(done)
+    except TypeError as error:
+        if "is not an Optimizer" not in str(error):
+            raise
+        raise BadSettings(f"schedule: a function of the optimizer is none. {SCHEDULE_HINT}") from error
+    try:
+        factor = float(given)
+    except (TypeError, ValueError) as error:
+        raise BadSettings(f"schedule({done:g}) gave a {type(given).__name__}: {SCHEDULE_HINT}") from error
+    if not 0 <= factor < math.inf:
+        raise BadSettings(f"schedule({done:g}) gave {factor}: a factor of the learning rate is zero or more")
+    return factor

@@ -31,7 +31,50 @@ def check_lengths(arrays: Sequence[Any]) -> None:
         raise BadBatch("the data set is empty: there is nothing to train on")
 
 
-def _check_numbers(parts: Sequence[Array]) -> None:
+def not_finite(data: Any) -> str | None:
+    """Which arrays of a data set have NaN or infinity, and where; None where there are none, or no arrays."""
+    arrays: Sequence[Any] = getattr(data, "arrays", getattr(data, "tensors", ()))
+    found = []
+    for number, array in enumerate(arrays):
+        bad = _not_finite(array)
+        if bad.any():
+            name = ("X" if len(arrays) == 2 else f"array {number}") if number < len(arrays) - 1 else "y"
+            rows = np.flatnonzero(bad.reshape(len(bad), -1).any(1))
+            found.append(
+                f"{name} has {int(bad.sum())} numbers that are NaN or infinite, in {len(rows)} of {len(bad)} samples "
+                f"(the first is sample {rows[0]})"
+            )
+    return f"The data are to blame: {'; '.join(found)}. Leave these samples out, or fill them in" if found else None
+
+
+def _not_finite(array: Any) -> NDArray[np.bool_]:
+    if hasattr(array, "isfinite"):  # PyTorch's, of any precision, on any device
+        return np.asarray(~array.isfinite().cpu().numpy(), dtype=np.bool_)
+    if array.dtype.kind not in "fc":
+        return np.zeros(len(array), dtype=np.bool_)
+    return np.asarray(~np.isfinite(array), dtype=np.bool_)
+
+
+def with_arrays(data: Any) -> Any:
+    """``(X, [0, 2, 1])``: a list of numbers beside an array becomes an array; lists of text are refused."""
+    if not isinstance(data, (tuple, list)) or not any(map(is_array, data)):
+        return data
+    if not all(is_array(part) or _is_plain_list(part) for part in data):
+        return data
+    try:
+        parts = tuple(part if is_array(part) else np.asarray(part) for part in data)
+    except ValueError as error:
+        raise BadBatch(f"a list in the data has entries of unequal lengths, which make no array: {error}") from error
+    check_numbers([part for part in parts if isinstance(part, np.ndarray)])
+    return parts
+
+
+def _is_plain_list(part: Any) -> bool:
+    """Whether it is a list of numbers, text, or lists of them: not one of tensors or samples."""
+    return isinstance(part, (list, tuple)) and bool(part) and isinstance(part[0], (int, float, str, bytes, list))
+
+
+def check_numbers(parts: Sequence[Array]) -> None:
     """Text, dates and lists of unequal lengths are arrays of NumPy's, too, but no framework computes with them."""
     for part in parts:
         if part.dtype.kind in _NO_NUMBERS:
@@ -63,7 +106,7 @@ class Arrays:
 
     def __post_init__(self) -> None:
         check_lengths(self.arrays)
-        _check_numbers(self.arrays)
+        check_numbers(self.arrays)
 
     @property
     def count(self) -> int:
@@ -129,6 +172,7 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     """The source that fits what the user has: arrays of any framework, something that gives batches, or a source."""
     if isinstance(data, (Arrays, Stream)):
         return data
+    data = with_arrays(data)
     if is_array(data):
         return Arrays((as_numpy(data),), shuffle=shuffle)
     if isinstance(data, (tuple, list)) and data and all(map(is_array, data)):
@@ -161,7 +205,7 @@ def _parts(batch: Any) -> tuple[Array, ...]:
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise BadBatch(f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both")
     parts = tuple(map(as_numpy, batch))
-    _check_numbers(parts)
+    check_numbers(parts)
     if any(not part.ndim for part in parts):
         raise BadBatch(
             "the loader gave single numbers where a batch has one row per sample: a loader of samples has to put them "

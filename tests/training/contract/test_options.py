@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_bench import Bench
 
-from manyhands.errors import BadSettings, UnknownOption
+from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, UnknownOption
 from manyhands.training.parity import largest_difference
 
 RATES = {"torch": "lr", "jax": "learning_rate", "tensorflow": "learning_rate", "mxnet": "learning_rate"}
@@ -122,7 +122,7 @@ def test_two_sizes_of_a_batch(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_gpus": 2, "devices": ["cpu"]}, r"num_gpus=2 and devices=\['cpu'\], of which 0 are GPUs"),
+        ({"num_gpus": 2, "devices": ["cpu"]}, r"num_gpus=2 and devices=\['cpu'\]: give one of the two"),
         ({"checkpoint_every": 5}, "checkpoint_every=5 without a folder for the checkpoints: give run="),
         ({"learning_rate": 0.1}, "Trainer has no option learning_rate: it is called lr here"),
         ({"epochs": 3}, "epochs: it is called max_epochs here"),
@@ -158,3 +158,69 @@ def test_a_trainer_of_the_users_own_is_told_the_same(bench: Bench) -> None:
     assert Mine(seed=3).seed == 3
     with pytest.raises(UnknownOption, match="Mine has no option learning_rate"):
         Mine(learning_rate=0.1)
+
+
+# Schedules and losses
+
+
+@pytest.mark.parametrize("schedule", [0.1, str])
+def test_a_schedule_that_is_none(bench: Bench, schedule: Any) -> None:
+    with pytest.raises(
+        BadSettings, match=r"schedule=.*: a schedule is a function from how much of the training is done"
+    ):
+        bench.mh.Trainer(1, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (lambda done: "much", r"schedule\(0\) gave a str: a schedule is a function"),
+        (lambda done: -1.0, r"schedule\(0\) gave -1\.0: a factor of the learning rate is zero or more"),
+        (lambda done: np.nan, r"schedule\(0\) gave nan"),
+    ],
+)
+def test_what_a_schedule_gives(bench: Bench, schedule: Any, said: str) -> None:
+    with pytest.raises(BadSettings, match=said):
+        bench.fit(epochs=1, schedule=schedule)
+
+
+def test_a_loss_that_is_a_class_is_made(bench: Bench) -> None:
+    class Loss:
+        def __call__(self, answer: Any, target: Any) -> Any:
+            raise NotImplementedError
+
+    assert isinstance(bench.mh.Trainer(1, loss=Loss).loss, Loss)
+    with pytest.raises(BadSettings, match=r"loss=Bench is a class: make one, Bench\(\.\.\.\)"):
+        bench.mh.Trainer(1, loss=Bench)
+
+
+# Data
+
+
+def drawn(count: int = 32) -> tuple[Any, Any]:
+    random = np.random.RandomState(0)
+    return random.normal(size=(count, 28, 28)).astype(np.float32), random.randint(0, 10, count)
+
+
+def fit(bench: Bench, X: Any, y: Any) -> Any:
+    channels = 1 if bench.framework in ("torch", "mxnet") else -1
+    trainer = bench.mh.Trainer(1, batch_size=16, quiet=True, precision="fp32", **bench.on(1))
+    return trainer.fit(bench.recipes.model("mlp", 0), (np.expand_dims(X, channels), y))
+
+
+def test_data_with_nan_are_named(bench: Bench) -> None:
+    X, y = drawn()
+    X[17, 3, 4] = np.nan
+    X[21, 0, :2] = np.inf
+    said = r"X has 3 numbers that are NaN or infinite, in 2 of 32 samples \(the first is sample 17\)"
+    with pytest.raises(LossIsNotANumber, match=said):
+        fit(bench, X, y)
+
+
+def test_a_list_of_labels(bench: Bench) -> None:
+    X, y = drawn()
+    as_list, as_array = (fit(bench, X, labels).rows[-1]["train_loss"] for labels in (y.tolist(), y))
+    assert as_list == as_array
+    for text in (list("abcdefgh") * 4, np.array(list("abcdefgh") * 4)):
+        with pytest.raises(BadBatch, match=r"np\.unique\(y, return_inverse=True\)"):
+            fit(bench, X, text)

@@ -1,4 +1,4 @@
-"""What was wrong with the data of a job that failed: found by trying, and said only where it is proved.
+"""What was wrong with a job that failed: found by trying, and said only where it is proved.
 
 PyTorch says what an operation would not take, not what the user gave. When a job has failed, its first samples go
 through the model and the loss as they are; where that fails, too, they are changed in the ways in which data are wrong
@@ -13,32 +13,38 @@ float64 (NumPy's own) and labels of int32 for a model of float32::
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 
 from manyhands import tree
 from manyhands.training.torch import randomness
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Supervised
+from manyhands.training.torch.objective import Supervised, inputs_and_target
 from manyhands.training.torch.samples import can_be_read, few_samples
 from manyhands.training.torch.sources import Batch, Samples
 
 _FEW = 4
+_CHANNELS = 4  # of an image, at most
+_AT_ONCE = 3  # changes that are tried together
 _Change = Callable[[Batch], Batch]
 
 
 def of(job: Job) -> str | None:
-    """What to change in the data so that the model can be trained with them; None where they are not to blame."""
-    if not isinstance(job.objective, Supervised) or not can_be_read(job.train):
+    """What to change so that the model can be trained with these data; None where nothing is found."""
+    if not can_be_read(job.train):
         return None
-    try:
-        return _of_batches(job) or _of_kinds(job)
-    except Exception:  # nothing is to be learnt from that: the first error counts
-        return None
+    of_data = [_of_batches, _of_text, _of_kinds, _of_answer] if isinstance(job.objective, Supervised) else []
+    for lesson in (*of_data, _of_layer, _of_gradient):
+        with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
+            if (words := lesson(job)) is not None:
+                return words
+    return None
 
 
 def _of_batches(job: Job) -> str | None:
@@ -54,13 +60,23 @@ def _of_batches(job: Job) -> str | None:
     )
 
 
+def _of_text(job: Job) -> str | None:
+    labels = few_samples(job.train, _FEW)[-1]
+    if not isinstance(labels, (list, tuple)) or not labels or not isinstance(labels[0], (str, bytes)):
+        return None
+    return (
+        f"the labels are text, as {labels[0]!r}, and a loss takes numbers: names, y = np.unique(labels, "
+        "return_inverse=True) makes numbers of them"
+    )
+
+
 def _of_kinds(job: Job) -> str | None:
     """Samples or labels of a dtype or a shape that the model or the loss does not take."""
     batch = few_samples(job.train, _FEW)
     if not isinstance(batch, (tuple, list)) or len(batch) < 2 or _works(job, batch):
         return None
     changes = list(_changes(job, tuple(batch)))
-    for count in range(1, len(changes) + 1):
+    for count in range(1, min(len(changes), _AT_ONCE) + 1):
         for some in itertools.combinations(changes, count):
             changed = tuple(batch)
             for _, change in some:
@@ -80,6 +96,7 @@ def _changes(job: Job, batch: tuple[Any, ...]) -> Iterator[tuple[str, _Change]]:
             f"the samples are {shown}, the model's weights {_named(kind)}: give X.to(torch.{_named(kind)})",
             lambda given: (*tree.map_leaves(lambda leaf: _as(leaf, kind), given[:-1]), given[-1]),
         )
+    yield from _changes_of_axes(batch[0])
     labels = batch[-1]
     if not isinstance(labels, torch.Tensor):
         return
@@ -101,6 +118,28 @@ def _changes(job: Job, batch: tuple[Any, ...]) -> Iterator[tuple[str, _Change]]:
         )
 
 
+def _changes_of_axes(X: Any) -> Iterator[tuple[str, _Change]]:
+    if not isinstance(X, torch.Tensor):
+        return
+    if X.dim() == 3:
+        yield (
+            f"the samples have the shape {tuple(X.shape[1:])}, without the axis of channels that a convolution takes: "
+            "give X.unsqueeze(1)",
+            lambda given: (given[0].unsqueeze(1), *given[1:]),
+        )
+    if X.dim() == 4 and X.shape[-1] <= _CHANNELS < X.shape[1]:
+        yield (
+            f"the samples have the shape {tuple(X.shape[1:])}, with the channels last, and PyTorch takes them first: "
+            "give X.permute(0, 3, 1, 2)",
+            lambda given: (given[0].permute(0, 3, 1, 2), *given[1:]),
+        )
+    if X.is_floating_point():
+        yield (
+            f"the samples are {_named(X.dtype)}, and an embedding takes whole numbers: give X.long()",
+            lambda given: (given[0].long(), *given[1:]),
+        )
+
+
 def _as(leaf: Any, kind: torch.dtype) -> Any:
     return leaf.to(kind) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -109,13 +148,91 @@ def _named(kind: torch.dtype) -> str:
     return str(kind).removeprefix("torch.")
 
 
-def _works(job: Job, batch: Batch) -> bool:
-    """Whether a copy of the model makes a forward and a backward pass with these samples."""
+# The model
+
+
+def _of_answer(job: Job) -> str | None:
+    """A model that gives several things, and a loss that takes one tensor."""
+    model, batch = _copy(job, few_samples(job.train, _FEW))
+    answer = model(*inputs_and_target(batch)[0])
+    loss: Any = job.objective.loss  # type: ignore[attr-defined]
+    module = getattr(loss, "__module__", "") if callable(loss) else ""
+    if isinstance(answer, torch.Tensor) or not str(module).startswith("torch."):
+        return None
+    if isinstance(answer, Mapping):
+        what, part = f"a {type(answer).__name__} with {', '.join(map(repr, answer))}", f"[{next(iter(answer))!r}]"
+    elif isinstance(answer, (tuple, list)):
+        shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in answer)
+        what, part = f"a {type(answer).__name__} of {len(answer)} parts ({shapes})", "[0]"
+    else:
+        what, part = f"a {type(answer).__name__}", ".logits"
+    name = getattr(loss, "__name__", f"{type(loss).__name__}()")
+    return f"the model gives {what}, and {name} takes one tensor: give loss=lambda answer, y: {name}(answer{part}, y)"
+
+
+def _of_layer(job: Job) -> str | None:
+    """Which layer fails, what it takes, and what it gets."""
+    model, batch = _copy(job, few_samples(job.train, _FEW))
+    running: list[tuple[str, torch.nn.Module, Any]] = []
+    for name, layer in model.named_modules():
+        if not any(True for _ in layer.children()):
+            layer.register_forward_pre_hook(lambda layer, given, name=name: running.append((name, layer, given)))
+            layer.register_forward_hook(lambda *_: running.pop() and None)
+    try:
+        with randomness.kept(next(model.parameters()).device):
+            job.objective(model, batch)
+    except Exception as error:
+        if not running or not running[-1][2] or not isinstance(running[-1][2][0], torch.Tensor):
+            return None
+        name, layer, (given, *_) = running[-1]
+        samples = batch[0] if isinstance(batch, (tuple, list)) else None
+        return _misfit(f"the layer {name!r}, {layer}," if name else f"{layer}", layer, given, given is samples, error)
+    return None
+
+
+def _misfit(layer_name: str, layer: Any, given: torch.Tensor, direct: bool, error: Exception) -> str:
+    shape, gets = tuple(given.shape), "the samples have" if direct else "it gets"
+    kind = type(layer).__name__
+    if isinstance(layer, torch.nn.Linear) and shape[-1] != layer.in_features:
+        says = f"{layer_name} takes {layer.in_features} numbers per sample, and {gets} {shape[-1]}"
+        if given[0].numel() == layer.in_features:
+            return f"{says} on their last axis (shape {shape}): put torch.nn.Flatten() before it, or give X.flatten(1)"
+        return f"{says} (shape {shape}): make it {kind}({shape[-1]}, {layer.out_features}), or give it other samples"
+    if isinstance(layer, _ConvNd) and given.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
+        says = f"{layer_name} takes {layer.in_channels} channels, and {gets} {shape[1]} (shape {shape})"
+        return f"{says}: make it {kind}({shape[1]}, {layer.out_channels}, ...), or give it other samples"
+    if isinstance(layer, torch.nn.Embedding) and not given.is_floating_point():
+        entries = layer.num_embeddings
+        low, high = int(given.min()), int(given.max())
+        if low < 0 or high >= entries:
+            return f"{layer_name} has entries 0 to {entries - 1}, and {gets} numbers from {low} to {high}"
+    return f"{layer_name} does not take an input of the shape {shape}: {str(error).splitlines()[0]}"
+
+
+def _of_gradient(job: Job) -> str | None:
+    model, batch = _copy(job, few_samples(job.train, _FEW))
+    with randomness.kept(next(model.parameters()).device):
+        loss, _ = job.objective(model, batch)
+    if loss.requires_grad:
+        return None
+    return (
+        "the loss does not depend on the model's weights, so that there are no gradients: compute it without "
+        "torch.no_grad(), .detach(), .item() and NumPy"
+    )
+
+
+def _copy(job: Job, batch: Batch) -> tuple[torch.nn.Module, Batch]:
+    """A copy of the model, and the samples where it is."""
     model = copy.deepcopy(job.model)
     device = next(model.parameters()).device
-    batch = tree.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return model, tree.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _works(job: Job, batch: Batch) -> bool:
+    """Whether a copy of the model makes a forward and a backward pass with these samples."""
+    model, batch = _copy(job, batch)
     try:
-        with randomness.kept(device):
+        with randomness.kept(next(model.parameters()).device):
             job.objective(model, batch)[0].backward()
     except Exception:
         return False

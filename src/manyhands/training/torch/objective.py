@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -101,10 +102,11 @@ class Supervised(Objective):
         answer = model(*inputs)
         if self.labels is not None and self.labels.classes is None:
             self.labels.learn(answer)
+        _check_shapes(self.loss, answer, target)
         with known or nullcontext():
             value = in_full(self.loss, answer, target)
         if not isinstance(value, LossSum):
-            value = mean_loss(self.loss, value, target)
+            value = mean_loss(self.loss, _loss_from(value, "the loss"), target)
         return value, right_answers(answer, target)
 
 
@@ -128,7 +130,42 @@ class OwnStep(Objective):
             with known or nullcontext():
                 return in_full(user.loss, answer, target), right_answers(answer, target)
         with known or nullcontext():
-            return getattr(user, name)(batch), None
+            given = getattr(user, name)(batch)
+        value = given["loss"] if isinstance(given, Mapping) and "loss" in given else given  # as Lightning has it
+        who = f"{name} of {type(model).__name__}"
+        if isinstance(value, torch.Tensor) and value.dim():
+            raise BadSettings(f"{who} gave a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()")
+        return value if isinstance(value, LossSum) else _loss_from(value, who), None
+
+
+def _loss_from(value: Any, who: str) -> torch.Tensor:
+    """The same, if there are gradients to be had from it."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, Mapping):
+        what = f"a dict with {', '.join(map(repr, value)) or 'nothing'}"
+        raise BadSettings(f"{who} gave {what}: return the loss, or a dict with it as 'loss'")
+    cure = "the tensor itself, without .item() or float()" if isinstance(value, Real) else "the loss, a tensor"
+    raise BadSettings(f"{who} gave {'None' if value is None else f'a {type(value).__name__}'}: return {cure}")
+
+
+_OF_PAIRS = (torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss)
+_PAIRING = tuple(getattr(torch.nn.functional, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
+
+
+def _check_shapes(loss: Any, answer: Any, target: Any) -> None:
+    """Refuse to pair every answer with every target, as PyTorch does with shapes (n, 1) and (n,)."""
+    if not (type(loss) in _OF_PAIRS or any(loss is function for function in _PAIRING)):
+        return
+    if not (isinstance(answer, torch.Tensor) and isinstance(target, torch.Tensor)) or answer.shape == target.shape:
+        return
+    cure = f"give y.reshape({', '.join(map(str, (-1, *answer.shape[1:])))})"
+    if answer.numel() != target.numel():
+        cure = "give one target for each number of the answer"
+    raise BadBatch(
+        f"the model answers {tuple(answer.shape)}, and the targets are {tuple(target.shape)}: the loss would compare "
+        f"every answer with every target. Here {cure}"
+    )
 
 
 def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from manyhands import tree
 from manyhands.errors import BadBatch, NotATensor
-from manyhands.training.sources import check_lengths
+from manyhands.training.sources import check_lengths, check_numbers, with_arrays
 from manyhands.training.torch import randomness
 from manyhands.training.torch.drawn_samples import DrawnSamples, StartWorker, draws_nothing
 
@@ -176,6 +176,7 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     """The source that fits what the user has: arrays, a dataset, a loader, or a source already."""
     if isinstance(data, (Arrays, Samples, Stream)):
         return data
+    data = with_arrays(data)
     if isinstance(data, DataLoader):
         return _of_loader(data)
     if isinstance(data, IterableDataset):
@@ -185,6 +186,7 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     if isinstance(data, torch.Tensor | np.ndarray):
         return Arrays((torch.as_tensor(data),), shuffle=shuffle)
     if isinstance(data, (tuple, list)) and data and all(isinstance(x, torch.Tensor | np.ndarray) for x in data):
+        check_numbers([part for part in data if isinstance(part, np.ndarray)])
         return Arrays(tuple(torch.as_tensor(x) for x in data), shuffle=shuffle)
     arrays_by_name = isinstance(data, Mapping) and 0 not in data
     of_numbers = isinstance(data, (tuple, list)) and bool(data) and _is_list_of_numbers(data[0])

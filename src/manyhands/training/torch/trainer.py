@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +36,15 @@ class Trainer(BaseTrainer):
     __doc__ = BaseTrainer.__doc__
 
     backend: ClassVar[Any] = backend
+    losses_by_name: ClassVar[Mapping[str, Any]] = {
+        "cross_entropy": torch.nn.functional.cross_entropy,
+        "nll": torch.nn.functional.nll_loss,
+        "mse": torch.nn.functional.mse_loss,
+        "l1": torch.nn.functional.l1_loss,
+        "mae": torch.nn.functional.l1_loss,
+        "huber": torch.nn.functional.huber_loss,
+        "bce_with_logits": torch.nn.functional.binary_cross_entropy_with_logits,
+    }
 
     def _check_options(self) -> None:
         ranks = self._option("ranks_per_device")

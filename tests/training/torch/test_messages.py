@@ -1,0 +1,204 @@
+"""What goes wrong most often is said in the user's words: what was given, why it cannot be, what to write."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+from training_cases import CLASSES, fit, images, mlp, same, vectors
+
+from manyhands.errors import BadBatch, BadSettings
+from manyhands.training.torch.trainer import Trainer
+
+
+def train(model: nn.Module, data: Any, ranks: int = 1, **options: Any) -> Any:
+    how = {"batch_size": 8, "quiet": True, "devices": ["cpu"], "ranks_per_device": ranks, **options}
+    return Trainer(1, **how).fit(model, data)
+
+
+def data(count: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    X, y = vectors(count)
+    return X.float(), y
+
+
+# The loss
+
+
+def test_a_loss_by_its_class_or_name() -> None:
+    X, _ = vectors()
+    for loss in (nn.MSELoss, "mse"):
+        found, _ = fit(mlp(), (X, X[:, :CLASSES]), loss=loss)
+        assert same(found, fit(mlp(), (X, X[:, :CLASSES]), loss=nn.MSELoss())[0])
+    with pytest.raises(BadSettings, match="loss='msee': give a function, or one of cross_entropy, nll, mse"):
+        Trainer(1, loss="msee")
+
+
+class Several(nn.Module):
+    """Gives what a function makes of the scores."""
+
+    def __init__(self, gives: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.gives = mlp().float(), gives
+
+    def forward(self, X: torch.Tensor) -> Any:
+        return self.gives(self.net(X))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_gives_several_things(ranks: int) -> None:
+    said = r"the model gives a tuple of 2 parts \(\(4, 3\), \?\), and cross_entropy takes one tensor: give loss=lambda"
+    with pytest.raises(BadBatch, match=said) as raised:
+        train(Several(lambda scores: (scores, None)), data(), ranks)
+    assert raised.value.__cause__ is not None
+    if ranks == 1:
+        with pytest.raises(BadBatch, match=r"a dict with 'logits', and .*answer\['logits'\], y\)"):
+            train(Several(lambda scores: {"logits": scores}), data())
+        train(Several(lambda scores: (scores, None)), data(), loss=lambda a, y: nn.functional.cross_entropy(a[0], y))
+
+
+class Step(nn.Module):
+    def __init__(self, gives: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.gives = mlp().float(), gives
+
+    def training_step(self, batch: Any) -> Any:
+        return self.gives(nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none"))
+
+
+def test_a_training_step_may_give_a_dict_with_the_loss() -> None:
+    rows = [train(Step(gives), data()).rows for gives in (torch.mean, lambda losses: {"loss": losses.mean(), "n": 1})]
+    assert rows[0][-1]["train_loss"] == rows[1][-1]["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (lambda losses: {"value": losses.mean()}, "gave a dict with 'value': return the loss, or a dict with it as"),
+        (lambda losses: None, "training_step of Step gave None: return the loss, a tensor"),
+        (lambda losses: losses.mean().item(), r"gave a float: return the tensor itself, without \.item\(\)"),
+        (lambda losses: losses, r"gave a tensor of shape \(8,\): return one number, as loss\.mean\(\)"),
+        (lambda losses: losses.mean().detach(), "the loss does not depend on the model's weights"),
+    ],
+)
+def test_what_else_a_training_step_may_not_give(gives: Any, said: str) -> None:
+    with pytest.raises((BadSettings, BadBatch), match=said):
+        train(Step(gives), data())
+
+
+def test_a_step_that_gives_nothing_on_two_devices() -> None:
+    with pytest.raises(BadSettings, match=r"training_step of Step gave None"):
+        train(Step(lambda losses: None), data(), 2)
+
+
+def test_a_loss_that_gives_a_float() -> None:
+    with pytest.raises(BadSettings, match=r"the loss gave a float: return the tensor itself"):
+        train(mlp().float(), data(), loss=lambda answer, y: nn.functional.cross_entropy(answer, y).item())
+
+
+def test_answers_and_targets_of_other_shapes_are_not_compared_all_with_all() -> None:
+    X, _ = data()
+    model = nn.Linear(6, 1)
+    for loss in (nn.MSELoss(), nn.functional.l1_loss, "mse"):
+        with pytest.raises(BadBatch, match=r"answers \(8, 1\), and the targets are \(8,\): .*y\.reshape\(-1, 1\)"):
+            train(model, (X, X[:, 0]), loss=loss)
+    train(model, (X, X[:, :1]), loss="mse")
+
+
+# The schedule
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lr_scheduler.StepLR(torch.optim.SGD(mlp().parameters()), 1),
+        lr_scheduler.StepLR,
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 1),
+        functools.partial(lr_scheduler.StepLR, step_size=1),
+    ],
+)
+def test_a_scheduler_of_pytorch(schedule: Any) -> None:
+    with pytest.raises(BadSettings, match="a schedule is a function from how much of the training is done"):
+        train(mlp().float(), data(), schedule=schedule)
+
+
+# The data
+
+
+def convolving(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), *layers)
+
+
+def of_words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, CLASSES), nn.Flatten(), nn.Linear(3 * CLASSES, CLASSES))
+
+
+def wrong_data() -> dict[str, tuple[nn.Module, Any, str]]:
+    X, y = data()
+    pictures = images(16)[0].float()
+    net = convolving(nn.Linear(32, CLASSES))
+    return {
+        "width": (
+            mlp().float(),
+            (X[:, :2], y),
+            r"layer '0', Linear\(.*\), takes 6 numbers per sample, and the samples have 2 .*Linear\(2, 8\)",
+        ),
+        "inner width": (
+            convolving(nn.Linear(33, CLASSES)),
+            (pictures, y),
+            r"layer '2', .* takes 33 numbers per sample, and it gets 32 .*: make it Linear\(32, 3\)",
+        ),
+        "not flattened": (
+            nn.Sequential(nn.Linear(36, CLASSES)),
+            (pictures, y),
+            r"takes 36 numbers per sample, and the samples have 6 on their last axis .*torch\.nn\.Flatten\(\)",
+        ),
+        "no channels": (net, (pictures[:, 0], y), r"without the axis of channels.*X\.unsqueeze\(1\)"),
+        "channels last": (net, (pictures.permute(0, 2, 3, 1), y), r"channels last.*X\.permute\(0, 3, 1, 2\)"),
+        "other channels": (
+            net,
+            (pictures.expand(-1, 3, -1, -1), y),
+            r"layer '0', Conv2d\(.*\), takes 1 channels, and the samples have 3 .*: make it Conv2d\(3, 2, \.\.\.\)",
+        ),
+        "words as numbers": (of_words(), (torch.ones(16, 3), y), r"an embedding takes whole numbers: give X\.long\(\)"),
+        "words that are not there": (
+            of_words(),
+            (torch.full((16, 3), 9), y),
+            "has entries 0 to 8, and the samples have numbers from 9 to 9",
+        ),
+        "another layer": (
+            nn.Sequential(nn.BatchNorm1d(5), nn.Linear(6, CLASSES)),
+            (X, y),
+            r"the layer '0', BatchNorm1d\(.*\), does not take an input of the shape \(4, 6\): ",
+        ),
+        "names": (
+            mlp().float(),
+            DataLoader([(row, "cat") for row in X], batch_size=8),  # type: ignore[arg-type]
+            r"the labels are text, as 'cat', and a loss takes numbers: names, y = np\.unique",
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", wrong_data())
+def test_data_that_a_model_does_not_take(kind: str) -> None:
+    model, given, said = wrong_data()[kind]
+    with pytest.raises(BadBatch, match=said) as raised:
+        train(model, given)
+    assert raised.value.__cause__ is not None
+
+
+def test_a_step_of_the_users_own_is_told_its_layer() -> None:
+    X, y = data()
+    with pytest.raises(BadBatch, match=r"the layer 'net\.0', Linear\(.*\), takes 6 numbers per sample"):
+        train(Step(torch.mean), (X[:, :2], y))
+
+
+def test_data_that_a_model_does_not_take_on_two_devices() -> None:
+    model, given, said = wrong_data()["width"]
+    with pytest.raises(BadBatch, match=said):
+        train(model, given, 2)
