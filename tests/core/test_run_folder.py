@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +16,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from manyhands.errors import BadRunFolder, ManyhandsError, NotJson
+from manyhands.errors import BadRunFolder, ManyhandsError, NotJson, RunInUse
 from manyhands.training import durable
 from manyhands.training.run_folder import RunFolder
+from manyhands.training.run_lock import RunLock
 
 ROWS = [
     {"step": step, "epoch": step / 4, "train_loss": 1 / step, "note": "ä\n", "test_acc": None} for step in (1, 2, 3)
@@ -225,3 +228,56 @@ def test_replace_leaves_no_temporary_files(tmp_path: Path) -> None:
     durable.replace(tmp_path / "file", b"2")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"2"
+
+
+# The lock
+
+
+def test_a_folder_is_locked_once_and_free_again(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    assert first.lock() is None
+    assert first.lock() is None, "by the same run: it holds it already"
+    with pytest.raises(RunInUse, match=f"process {os.getpid()} on "):
+        second.lock()
+    first.release()
+    assert list(tmp_path.iterdir()) == []
+    second.lock()
+    second.release()
+
+
+FORKED = """
+import os, signal, sys, time
+from pathlib import Path
+from manyhands.training.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    os.close(1)
+    time.sleep(600)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_the_lock_of_a_killed_process_does_not_stay_with_its_children(tmp_path: Path) -> None:
+    """A data loader's workers are forked, and live for some seconds after their parent was killed."""
+    killed = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], stdout=subprocess.PIPE, check=False)
+    child = int(killed.stdout)
+    try:
+        RunLock(tmp_path).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def unsupported(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    run = RunFolder(tmp_path)
+    assert "could not be locked (No locks available)" in str(run.lock())
+    run.release()
+    assert list(tmp_path.iterdir()) == []

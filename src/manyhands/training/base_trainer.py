@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -127,6 +128,10 @@ class BaseTrainer(HyperParameters, abc.ABC):
     def _check_settings(self) -> None:
         """Refuse what no job can have, whatever its model and data."""
         self._settings_with(self._option("batch_size"))
+        for name in ("run", "resume"):
+            path = self._option(name)
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise BadSettings(f"{name}={path!r}: give the path of a folder")
         if self._option("resume") == "auto" and self._option("run") is None:
             raise BadSettings("resume='auto' goes on with the run in run=...: give run, or a run's folder as resume")
         if self._option("checkpoint_every") is not None and self._option("run") is None:

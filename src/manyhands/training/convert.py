@@ -16,7 +16,7 @@ from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadRunFolder, BadSettings
 from manyhands.training import checkpoint
 from manyhands.training.recipes import model_and_weights
-from manyhands.training.run_folder import RunFolder
+from manyhands.training.run_folder import RunFolder, named_refusals
 
 _KEPT = ("cursor", "settings", "samples", "shuffle", "figures", "shares")
 
@@ -52,9 +52,10 @@ def convert(run: Path, target: str, out: Path | None = None) -> Path:
     made = RunFolder.at(out) if out is not None else RunFolder.create(run.parent, f"{run.name}-{target}")
     if checkpoint.latest(made.checkpoints) is not None:
         raise BadRunFolder(f"{made.path} holds checkpoints already: give another folder")
-    made.config = {**config, "train": {**config["train"], "framework": target}, "converted_from": str(run)}
-    for row in before.metrics():
-        made.append_metrics(row)
+    with named_refusals(made.path):
+        made.config = {**config, "train": {**config["train"], "framework": target}, "converted_from": str(run)}
+        for row in before.metrics():
+            made.append_metrics(row)
     state = {name: found.state[name] for name in _KEPT} | {"framework": target, "optimizer_type": None}
     checkpoint.save(made.checkpoints, found.step, state, blobs)
     return made.path

@@ -39,7 +39,7 @@ class RunPlan:
     def check(self) -> None:
         """Refuse a path that cannot be this job's folder; reads only."""
         run = RunFolder(self.path)
-        with _as_bad_folder(self.path):
+        with named_refusals(self.path):
             run.check_is_run_or_new()
             if not self.resumes and run.is_begun():
                 raise BadRunFolder(
@@ -67,7 +67,7 @@ class RunFolder:
         if wanted in ("", ".", "..") or Path(wanted).name != wanted or "\\" in wanted or "\0" in wanted:
             raise BadRunFolder(f"name={name!r} is not a folder's name. Put the path before it into root.")
         path, number = root / wanted, 1
-        with _as_bad_folder(root):
+        with named_refusals(root):
             root.mkdir(parents=True, exist_ok=True)
             while True:
                 try:
@@ -81,7 +81,7 @@ class RunFolder:
     def at(cls, path: Path) -> RunFolder:
         """The run at this very path: the one that is there, or a new one if there is nothing, or an empty folder."""
         run = cls(Path(path))
-        with _as_bad_folder(run.path):
+        with named_refusals(run.path):
             run.check_is_run_or_new()
             run.path.mkdir(parents=True, exist_ok=True)
         return run
@@ -114,7 +114,7 @@ class RunFolder:
     def lock(self) -> str | None:
         """Keep other jobs out until `release`; a note where this file system has no locks."""
         if self._lock is None:
-            with _as_bad_folder(self.path):
+            with named_refusals(self.path):
                 self._lock = RunLock(self.path)
         return self._lock.note
 
@@ -125,7 +125,7 @@ class RunFolder:
 
     def begin(self, plan: RunPlan, settings: Mapping[str, Any]) -> str | None:
         """Make the folder if need be, lock it, and write down how the job was started; the lock's note."""
-        with _as_bad_folder(self.path):
+        with named_refusals(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             note = self.lock()
             plan.check()  # again: another job may have been here meanwhile
@@ -202,7 +202,7 @@ class RunFolder:
         """Drop the rows of later steps: for a run that goes on from an earlier one."""
         kept = b"".join(line for line, row in self._rows() if not _is_after(row.get("step"), step))
         if self.metrics_path.exists() and self.metrics_path.stat().st_size != len(kept):
-            with _as_bad_folder(self.path):
+            with named_refusals(self.path):
                 durable.replace(self.metrics_path, kept)
         self._may_be_torn = False
 
@@ -233,7 +233,7 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def _as_bad_folder(path: Path) -> Iterator[None]:
+def named_refusals(path: Path) -> Iterator[None]:
     """A refusal of the system, as an error that names the folder."""
     try:
         yield

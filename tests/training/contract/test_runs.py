@@ -142,6 +142,7 @@ def test_a_folder_that_nobody_can_write_to(bench: Bench) -> None:
         ({"precision": "16-mixed"}, "precision='16-mixed'.*'bf16'"),
         ({"precision": "32-true"}, "Did you mean 'fp32'"),
         ({"resume": "auto"}, "resume='auto'.*run="),
+        ({"run": 5}, "run=5: give the path"),
     ],
 )
 def test_wrong_options_are_refused_when_the_trainer_is_made(bench: Bench, options: dict[str, Any], words: str) -> None:
