@@ -53,7 +53,7 @@ def assert_same(one: tuple[dict[str, Any], mh.Result], other: tuple[dict[str, An
     [
         {},
         {"gradient_clip_val": 0.1, "schedule": mh.one_cycle},
-        {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-3), "precision": "fp32"},
+        {"optimizer": torch.optim.AdamW, "lr": 1e-3, "precision": "fp32"},
     ],
     ids=["sgd", "clip and schedule", "adamw"],
 )

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from manyhands.training.loss_sum import LossSum
 
 IGNORED = -100  # the label that these losses leave out by default
-_SIGNATURES = {function: inspect.signature(function) for function in (functional.cross_entropy, functional.nll_loss)}
+_MEANS = (functional.cross_entropy, functional.nll_loss)
 _OPTIONS = {"weight", "ignore_index", "reduction", "label_smoothing"}
 
 
@@ -41,7 +41,7 @@ class KnownMeans(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        options = _options(func, args, kwargs or {}) if func in _SIGNATURES else None
+        options = _options(func, args, kwargs or {}) if func in _MEANS else None
         if options is None:
             return func(*args, **(kwargs or {}))
         scores, target = options.pop("input"), options.pop("target")
@@ -58,7 +58,7 @@ class KnownMeans(TorchFunctionMode):
 
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """The arguments of a mean by name; None for another reduction, or for one given in PyTorch's older words."""
-    bound = _SIGNATURES[func].bind(*args, **kwargs)
+    bound = inspect.signature(func).bind(*args, **kwargs)  # not kept: a step that reaches it could not be planned
     bound.apply_defaults()
     given = dict(bound.arguments)
     older = given.pop("size_average"), given.pop("reduce")
@@ -92,4 +92,4 @@ def function_and_options(loss: Any) -> tuple[Callable[..., torch.Tensor], dict[s
 def is_mean_of_classes(loss: Any) -> bool:
     """Whether the loss as it is given is one of PyTorch's means over classes, with nothing around it."""
     function, options = function_and_options(loss)
-    return function in _SIGNATURES and options.keys() <= _OPTIONS and options.get("reduction", "mean") == "mean"
+    return function in _MEANS and options.keys() <= _OPTIONS and options.get("reduction", "mean") == "mean"
