@@ -137,8 +137,8 @@ class Twice(gluon.Block):  # type: ignore[misc]
     ("model", "options", "message"),
     [
         (Twice, {}, "answers with a tuple, and SoftmaxCrossEntropyLoss takes one array"),
-        (lambda: sequential(nn.Dense(3, in_units=5)), {}, r"samples of shape \(6,\): Shape inconsistent"),
-        (lambda: sequential(nn.Conv2D(3, 3, in_channels=1)), {}, r"samples of shape \(6,\): .*should be 4D"),
+        (lambda: sequential(nn.Dense(3, in_units=5)), {}, r"samples of shape \(6,\) in float64: Shape inconsistent"),
+        (lambda: sequential(nn.Conv2D(3, 3, in_channels=1)), {}, r"samples of shape \(6,\) in float64: .*should be 4D"),
         (mlp, {"loss": gluon.loss.L2Loss()}, r"answers of shape \(16, 3\) with targets of shape \(16,\)"),
         (mlp, {"loss": lambda answer, target: answer.detach().mean()}, "does not depend on the model's parameters"),
     ],

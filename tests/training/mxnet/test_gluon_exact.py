@@ -232,3 +232,8 @@ def test_parity_in_numpys_mode() -> None:
     assert [(one.precision, one.equal) for one in found] == [("fp64", True)] * 2 + [("fp32", True)] * 2
     assert all(np.array_equal(before[name], one) for name, one in state.model_tensors(net).items())
     assert not mx.util.is_np_array()
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adagrad", "adadelta"])
+def test_optimizers_that_remember_in_float32_whatever_the_weights_are(optimizer: str) -> None:
+    check(mlp, vectors(), optimizer=optimizer)

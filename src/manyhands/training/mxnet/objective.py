@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch, BadSettings
@@ -68,8 +69,8 @@ class Objective:
         try:
             return self.model(*inputs)
         except mx.MXNetError as error:
-            shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
-            raise BadBatch(f"the model does not take samples of shape {shapes}: {_reason(error)}") from error
+            kinds = ", ".join(f"shape {part.shape[1:]} in {np.dtype(part.dtype).name}" for part in inputs)
+            raise BadBatch(f"the model does not take samples of {kinds}: {_reason(error)}") from error
         except TypeError as error:
             if len(inputs) > 1 and "positional argument" in str(error):
                 error.add_note(

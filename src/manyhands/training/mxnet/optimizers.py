@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from mxnet import gluon
 
 from manyhands.errors import BadSettings
@@ -94,4 +95,15 @@ def _fresh(optimizer: Any) -> Any:
     fresh._index_update_count = fresh._all_index_update_counts[0]
     fresh.num_update = fresh.begin_num_update
     fresh.allow_np_array = True  # it may have been made while MXNet was in its older mode
+    create_state = fresh.create_state
+    fresh.create_state = lambda index, weight: _in_dtype(create_state(index, weight), weight.dtype)
     return fresh
+
+
+def _in_dtype(state: Any, dtype: Any) -> Any:
+    """An optimizer's state in the weight's float64: some of MXNet's (RMSProp, AdaGrad) make it in float32 always."""
+    if isinstance(state, (tuple, list)):
+        return type(state)(_in_dtype(part, dtype) for part in state)
+    if isinstance(state, mx.nd.NDArray) and np.dtype(dtype) == np.float64 and state.dtype != dtype:
+        return state.astype(dtype)
+    return state
