@@ -1,0 +1,235 @@
+"""Random trainings in PyTorch's words: see :mod:`random_jobs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from random_jobs import CLASSES, FEATURES, PADDING, WORDS, Batches, LossKind, ModelKind
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from manyhands.torch import LossSum
+
+without: frozenset[str] = frozenset()
+channels_first = True
+float64 = nullcontext
+WIDE = 5
+
+
+def made(kind: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Drawn anew at every call, by the same numbers."""
+
+    def make() -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return kind(*arguments).double()
+
+    return make
+
+
+def sequential(*layers: Callable[[], Any]) -> Callable[[], Any]:
+    return made(lambda: nn.Sequential(*(layer() for layer in layers)))
+
+
+def dense(width: int, inputs: int, **options: Any) -> Callable[[], Any]:
+    return lambda: nn.Linear(inputs, width, **options)
+
+
+class Tied(nn.Module):
+    """One layer used twice, one frozen, and one never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.frozen = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.unused, self.last = nn.Linear(2, 2), nn.Linear(FEATURES, CLASSES)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, X: Any) -> Any:
+        return self.last(self.twice(self.twice(self.frozen(X)).tanh()).tanh())
+
+
+class Tagger(nn.Module):
+    """Scores for every word of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.scores = nn.Embedding(WORDS, WIDE), nn.Linear(WIDE, CLASSES)
+
+    def forward(self, X: Any) -> Any:
+        return self.scores(self.words(X).tanh())
+
+
+class Stepping(Tagger):
+    """Says itself what a step is; its mean is PyTorch's own, over the words that are not padding."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any) -> Any:
+        if self.kind == "sum":
+            return of_words(self(batch[0]), batch[1])
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=PADDING)
+
+
+class Reader(nn.Module):
+    """A recurrent net over a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.cells = nn.Embedding(WORDS, WIDE), nn.LSTM(WIDE, 4, batch_first=True)
+        self.scores = nn.Linear(4, CLASSES)
+
+    def forward(self, X: Any) -> Any:
+        return self.scores(self.cells(self.words(X))[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.scores = nn.Linear(4, CLASSES)
+
+    def forward(self, X: Any) -> Any:
+        return self.scores(self.layer(self.words(X)).mean(1))
+
+
+models = {
+    "linear": ModelKind(sequential(dense(CLASSES, FEATURES))),
+    "mlp": ModelKind(sequential(dense(WIDE, FEATURES), nn.Tanh, dense(CLASSES, WIDE))),
+    "layer norm": ModelKind(sequential(dense(WIDE, FEATURES), lambda: nn.LayerNorm(WIDE), dense(CLASSES, WIDE))),
+    "batch norm": ModelKind(
+        sequential(dense(WIDE, FEATURES, bias=False), lambda: nn.BatchNorm1d(WIDE), nn.Tanh, dense(CLASSES, WIDE)),
+        mixes=True,
+    ),
+    "dropout": ModelKind(sequential(dense(WIDE, FEATURES), lambda: nn.Dropout(0.4), dense(CLASSES, WIDE)), draws=True),
+    "convolutions": ModelKind(
+        sequential(lambda: nn.Conv2d(1, 4, 3), nn.ReLU, lambda: nn.MaxPool2d(2), nn.Flatten, dense(CLASSES, 16)),
+        inputs="images",
+    ),
+    "convolutions, batch norm": ModelKind(
+        sequential(
+            lambda: nn.Conv2d(1, 4, 3, bias=False), lambda: nn.BatchNorm2d(4), nn.Tanh, nn.Flatten, dense(CLASSES, 64)
+        ),
+        inputs="images",
+        mixes=True,
+    ),
+    "tied, frozen, unused": ModelKind(made(Tied)),
+    "recurrent": ModelKind(made(Reader), inputs="words"),
+    "attention": ModelKind(made(Attention), inputs="words"),
+    "tagger": ModelKind(made(Tagger), inputs="words", gives="scores of words"),
+    "training_step, LossSum": ModelKind(made(Stepping, "sum"), inputs="words", step="words"),
+    "training_step, mean": ModelKind(made(Stepping, "mean"), inputs="words", step="words"),
+}
+
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.3], dtype=torch.float64)
+
+
+def of_words(answer: Any, target: Any) -> LossSum:
+    total = F.cross_entropy(answer.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=PADDING)
+    return LossSum(total, (target != PADDING).sum())
+
+
+def of_words_by_pytorch(answer: Any, target: Any) -> Any:
+    return F.cross_entropy(answer.flatten(0, 1), target.flatten(), ignore_index=PADDING)
+
+
+def weighed(answer: Any, target: Any) -> Any:
+    return F.cross_entropy(answer, target, weight=CLASS_WEIGHTS)
+
+
+def weighed_sum(answer: Any, target: Any) -> LossSum:
+    weights = CLASS_WEIGHTS[target]
+    return LossSum((F.cross_entropy(answer, target, reduction="none") * weights).sum(), weights.sum())
+
+
+def margins(answer: Any, target: Any) -> Any:
+    return F.multi_margin_loss(answer, target)
+
+
+def squares(answer: Any, target: Any) -> Any:
+    return ((answer - target) ** 2).mean()
+
+
+losses = {
+    "default": LossKind(None),
+    "smoothed": LossKind(nn.CrossEntropyLoss(label_smoothing=0.1)),
+    "weighed classes, an object": LossKind(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=2)),
+    "weighed classes, a function": LossKind(weighed),
+    "weighed classes, LossSum": LossKind(weighed_sum),
+    "margins": LossKind(margins),
+    "MSE": LossKind(nn.MSELoss(), targets="numbers"),
+    "squares": LossKind(squares, targets="numbers"),
+    "smooth L1": LossKind(nn.SmoothL1Loss(), targets="numbers"),
+    "Huber, every number": LossKind(nn.HuberLoss(reduction="none"), targets="numbers"),
+    "words, LossSum": LossKind(of_words, targets="words", takes="scores of words"),
+    "words, PyTorch's mean": LossKind(of_words_by_pytorch, targets="words", takes="scores of words"),
+}
+
+
+class Made:
+    """An optimizer of a model's parameters: something that goes to other processes."""
+
+    def __init__(self, kind: Any, **options: Any) -> None:
+        self.kind, self.options = kind, options
+
+    def __call__(self, parameters: Any) -> Any:
+        return self.kind(parameters, **self.options)
+
+
+optimizers: dict[str, Callable[[float], Any]] = {
+    "sgd": lambda rate: Made(torch.optim.SGD, lr=rate),
+    "momentum, decay": lambda rate: Made(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda rate: Made(torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True),
+    "adam": lambda rate: Made(torch.optim.Adam, lr=rate),
+    "adamw, amsgrad": lambda rate: Made(torch.optim.AdamW, lr=rate, amsgrad=True),
+    "rmsprop": lambda rate: Made(torch.optim.RMSprop, lr=rate, momentum=0.5),
+    "adagrad": lambda rate: Made(torch.optim.Adagrad, lr=rate),
+    "adadelta": lambda rate: Made(torch.optim.Adadelta, lr=1.0),
+    "asgd": lambda rate: Made(torch.optim.ASGD, lr=rate),
+}
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, X: Any, y: Any) -> None:
+        self.X, self.y = X, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.X[number], self.y[number]
+
+
+class InOrder(IterableDataset[Any]):
+    def __init__(self, X: Any, y: Any) -> None:
+        self.X, self.y = X, y
+
+    def __iter__(self) -> Any:
+        return iter(zip(self.X, self.y, strict=True))
+
+
+def tensors(X: Any, y: Any) -> Any:
+    return torch.from_numpy(X), torch.from_numpy(y)
+
+
+data: dict[str, tuple[Callable[..., Any], bool]] = {
+    "arrays": (lambda X, y, size, train: (np.array(X), np.array(y)), False),
+    "tensors": (lambda X, y, size, train: tensors(X, y), False),
+    "TensorDataset": (lambda X, y, size, train: TensorDataset(*tensors(X, y)), False),
+    "Dataset": (lambda X, y, size, train: Rows(*tensors(X, y)), False),
+    "DataLoader of tensors": (lambda X, y, size, train: DataLoader(TensorDataset(*tensors(X, y)), size, train), True),
+    "DataLoader": (lambda X, y, size, train: DataLoader(Rows(*tensors(X, y)), size, shuffle=train), True),
+    "DataLoader, in order": (lambda X, y, size, train: DataLoader(Rows(*tensors(X, y)), size), True),
+    "DataLoader, drop_last": (
+        lambda X, y, size, train: DataLoader(Rows(*tensors(X, y)), size, shuffle=train, drop_last=train), True
+    ),
+    "DataLoader, iterable": (lambda X, y, size, train: DataLoader(InOrder(*tensors(X, y)), size), True),
+    "batches": (lambda X, y, size, train: Batches(*tensors(X, y), size), False),
+}  # fmt: skip
