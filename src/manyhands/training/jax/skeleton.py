@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from manyhands.errors import BadSettings, NotATensor
+from manyhands.training.jax import linen
 
 Tree = dict[Any, Any]  # nested, with arrays as leaves
 Numbers = dict[str, Tree]
@@ -34,16 +35,17 @@ class Skeleton:
 
     def __init__(self, model: nnx.Module) -> None:
         if not isinstance(model, nnx.Module):
+            how = f"{linen.HOW} makes one of this Linen module" if linen.is_linen(model) else "nothing else is trained"
             raise NotATensor(
-                f"a {type(model).__name__} is no model that can be trained here: give a flax.nnx.Module (of a Linen "
-                "module, nnx.bridge.ToNNX makes one)"
+                f"a {type(model).__name__} is no model that can be trained here: give a flax.nnx.Module ({how})"
             )
         self._graph, *states = nnx.split(model, *_FILTERS)
         self._states = dict(zip(PARTS, states, strict=True))
         self._keys = {path: key for path, key in _leaves(self._pure("random")) if _is_key(key)}
         self.all_evaluating = _all_evaluating(model)
         if not jax.tree.leaves(self._pure("parameters")):
-            raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+            lazy = f": initialise it, {linen.HOW}" if isinstance(model, nnx.bridge.ToNNX) else ""
+            raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained{lazy}")
 
     def numbers(self, model: nnx.Module) -> Numbers:
         """All numbers of a model of this kind; variables that a call has added to it are left out."""
@@ -125,12 +127,14 @@ def training(model: nnx.Module, skeleton: Skeleton) -> nnx.Module:
     """In training mode, if all of it was in evaluation; single layers that the caller has frozen stay so."""
     if skeleton.all_evaluating:
         model.train()
+    linen.in_mode(model, training=True)
     return model
 
 
 def evaluating(model: nnx.Module) -> nnx.Module:
     """In evaluation mode: no dropout, and statistics as they were learned."""
     model.eval()
+    linen.in_mode(model, training=False)
     return model
 
 

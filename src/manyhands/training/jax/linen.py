@@ -1,0 +1,66 @@
+"""Linen modules as NNX modules, made by ``nnx.bridge.ToNNX``.
+
+A Linen module does not know whether it is trained: it is told so in every call, by an argument that its author has
+chosen, and its statistics change only where the caller allows it. NNX's ``train()`` and ``eval()`` do not reach it. So
+the modules of a model that lives for one trace become ones of a class that adds both to each call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from flax import linen, nnx
+
+from manyhands.errors import BadSettings
+
+HOW = "nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(X[:1])"
+_TRAINING = ("train", "training", "is_training")
+_EVALUATING = ("deterministic", "use_running_average", "eval")
+
+
+def is_linen(model: object) -> bool:
+    return isinstance(model, linen.Module)
+
+
+def in_mode(model: nnx.Module, *, training: bool) -> None:
+    """Tell every Linen module in the model in which mode it is; what a call says itself stays."""
+    for _, layer in nnx.iter_modules(model):
+        if isinstance(layer, nnx.bridge.ToNNX):
+            object.__setattr__(layer, "__class__", _told(layer, training=training))
+
+
+def keeps_statistics(layer: nnx.Module) -> bool:
+    """Whether it is a Linen module with numbers that a step changes beside its parameters, as BatchNorm has."""
+    return isinstance(layer, nnx.bridge.ToNNX) and bool(_collections(layer))
+
+
+def _told(layer: Any, *, training: bool) -> Any:
+    parameters = inspect.signature(type(layer.to_nnx__module).__call__).parameters
+    mode = {name: training for name in _TRAINING if name in parameters}
+    mode |= {name: not training for name in _EVALUATING if name in parameters}
+    changing = _collections(layer)
+    if changing and not mode:
+        raise BadSettings(
+            f"the Linen module {type(layer.to_nnx__module).__name__} keeps {', '.join(changing)}, and its __call__ has "
+            "no argument that says whether it is trained: give it one, __call__(self, x, train: bool = False), and "
+            "write nn.BatchNorm(use_running_average=not train)"
+        )
+    kind = nnx.bridge.ToNNX
+
+    def call(self: Any, *arguments: Any, method: Any = None, mutable: Any = None, **others: Any) -> Any:
+        if method is None:
+            names = list(parameters)[1 : 1 + len(arguments)]
+            others = {**{name: value for name, value in mode.items() if name not in names}, **others}
+        if mutable is None and training:
+            mutable = changing or False
+        return kind.__call__(self, *arguments, method=method, mutable=mutable, **others)
+
+    return type(kind.__name__, (kind,), {"__call__": call})
+
+
+def _collections(layer: Any) -> list[str]:
+    """Linen's names for the kinds of variables that a step changes: all but parameters and random numbers."""
+    _, _, rest = nnx.state(layer, nnx.Param, nnx.RngState, ...)
+    kinds = {type(variable) for _, variable in nnx.to_flat_state(rest)}
+    return sorted(nnx.variable_name_from_type(kind) for kind in kinds)
