@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,6 +13,7 @@ from flax import nnx
 from jax_cases import CLASSES, Net, difference, fit, rows, vectors
 
 from manyhands.training.jax.division import division
+from manyhands.training.loss_sum import LossSum
 from manyhands.training.recipes import one_cycle
 
 CLOSE = 1e-12
@@ -61,13 +63,51 @@ def squares(answer: Any, target: Any) -> Any:
     return (answer - jnp.eye(CLASSES)[target]) ** 2
 
 
-def test_losses_of_samples_one_by_one() -> None:
-    """With uneven shares a loss may give a mean, or one number (or several) per sample."""
+def test_any_loss_with_uneven_shares() -> None:
+    """It sees the samples of the batch and nothing else: a mean, one number or several per sample, anything."""
     how = {"precision": "fp64", "max_epochs": 1}
-    alone, _ = fit(Net(), vectors(48), 1, loss=lambda a, t: squares(a, t).sum(1).mean(), **how)
-    for loss in (squares, lambda a, t: squares(a, t).sum(1).mean()):
+    for loss in (squares, lambda a, t: squares(a, t).sum(), loss_of_all):
+        alone, _ = fit(Net(), vectors(48), 1, loss=loss, **how)
         uneven, _ = fit(Net(), vectors(48), 2, loss=loss, shares=[5, 1], **how)
         assert difference(uneven, alone) <= CLOSE
+
+
+WEIGHT = np.array([0.2, 1.0, 5.0])
+
+
+def weighted(answer: Any, target: Any) -> LossSum:
+    """A mean that is divided by what the labels weigh."""
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(answer, target)
+    weights = jnp.asarray(WEIGHT)[target]
+    return LossSum((losses * weights).sum(), weights.sum())
+
+
+class WeightedStep(Net):
+    def training_step(self, batch: Any) -> LossSum:
+        return weighted(self(batch[0]), batch[1])
+
+
+def test_a_sum_and_its_count() -> None:
+    """In a step it is the mean of the batch; over a test set all sums are divided by all counts, once."""
+    X, y = vectors(600)  # two batches of a test
+    net = Net()
+    alone, result = fit(net, (vectors(), (X, y)), 1, precision="fp64", loss=weighted)
+
+    def mean(answer: Any, target: Any) -> Any:
+        both = weighted(answer, target)
+        return both.total / both.count
+
+    as_mean, plain = fit(Net(), (vectors(), (X, y)), 1, precision="fp64", loss=mean)
+    assert difference(alone, as_mean) <= CLOSE
+    assert result.rows[-1]["train_loss"] == pytest.approx(plain.rows[-1]["train_loss"], rel=1e-12)
+    with jax.enable_x64(True):
+        expected = float(mean(net(jnp.asarray(X)), y))
+    assert result.rows[-1]["test_loss"] == pytest.approx(expected, rel=1e-12)
+    assert result.rows[-1]["test_loss"] != pytest.approx(plain.rows[-1]["test_loss"], rel=1e-6)
+    for model, count, options in ((Net(), 3, {"shares": [3, 1, 2], "loss": weighted}), (WeightedStep(), 2, {})):
+        several, other = fit(model, (vectors(), (X, y)), count, precision="fp64", **options)
+        assert difference(several, alone) <= CLOSE
+        assert other.rows[-1]["test_loss"] == pytest.approx(expected, rel=1e-12)
 
 
 class Chunks:

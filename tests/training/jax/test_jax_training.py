@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax_cases import CLASSES, Net, devices, difference, fit, numbers, same, vectors
-from test_jax_exact import Chunks, squares
+from test_jax_exact import Chunks
 
 from manyhands import jax as mh
 from manyhands.errors import (
@@ -222,6 +222,70 @@ def test_the_books_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert str(result).endswith("sec/epoch on [virtual:0, virtual:1]")
 
 
+# Linen modules and meshes
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, X: Any, train: bool) -> Any:
+        X = linen.BatchNorm(use_running_average=not train, momentum=0.9)(linen.Dense(8)(X))
+        return linen.Dense(CLASSES)(linen.Dropout(0.2, deterministic=not train)(jnp.tanh(X)))
+
+
+class AroundLinen(nnx.Module):
+    def __init__(self) -> None:
+        self.inner = linen_net(LinenNet(), train=False)
+
+    def __call__(self, X: Any) -> Any:
+        return self.inner(X)
+
+
+def linen_net(module: Any, **options: Any) -> Any:
+    return nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(jnp.zeros((1, 6)), **options)
+
+
+def test_a_linen_module_is_told_that_it_is_trained() -> None:
+    """Its statistics change, dropout draws, and a test does neither; on any number of devices."""
+    alone, first = fit(linen_net(LinenNet(), train=False), (vectors(48), vectors(41)), 1)
+    assert np.abs(alone["BatchNorm_0.mean"]).max() > 1e-3
+    for model in (linen_net(LinenNet(), train=False), AroundLinen()):
+        three, second = fit(model, (vectors(48), vectors(41)), 3)
+        found = {name.removeprefix("inner."): one for name, one in three.items()}
+        assert difference(found, alone) < 1e-4  # in float32
+        assert second.rows[-1]["test_loss"] == pytest.approx(first.rows[-1]["test_loss"], rel=1e-4)
+    frozen, _ = fit(AroundLinen(), vectors(), 1, loss=lambda a, t: jax.lax.stop_gradient(a).sum(), max_epochs=1)
+    assert not np.array_equal(frozen["inner.BatchNorm_0.mean"], np.zeros(8))
+
+
+def test_linen_modules_that_cannot_be_trained() -> None:
+    class Silent(linen.Module):
+        @linen.compact
+        def __call__(self, X: Any) -> Any:
+            return linen.BatchNorm(use_running_average=True)(linen.Dense(CLASSES)(X))
+
+    with pytest.raises(NotATensor, match=r"ToNNX\(module, rngs=nnx.Rngs\(0\)\).lazy_init\(X\[:1\]\)"):
+        fit(LinenNet(), vectors())
+    with pytest.raises(BadSettings, match="no parameters that could be trained: initialise it"):
+        fit(nnx.bridge.ToNNX(LinenNet(), rngs=nnx.Rngs(0)), vectors())
+    with pytest.raises(BadSettings, match=r"Silent keeps batch_stats.*use_running_average=not train"):
+        fit(linen_net(Silent()), vectors())
+    with pytest.raises(BadSettings, match="statistics of a Linen module"):
+        fit(AroundLinen(), vectors(), 2, shares=[2, 1])
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_mesh_that_the_caller_has_set(kind: str) -> None:
+    plain, _ = fit(Net(norm=True), vectors(), 3, max_epochs=1)
+    mesh = jax.make_mesh((2,), ("mine",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    with jax.set_mesh(mesh):
+        net = Net(norm=True)
+        before = net.first.kernel[...].sharding
+        found, _ = fit(net, (vectors(), vectors(9)), 3, max_epochs=1)
+        assert net.first.kernel[...].sharding == before
+        net(jnp.zeros((2, 6)))
+    assert difference(found, plain) < 1e-6
+
+
 # What is refused
 
 
@@ -246,6 +310,12 @@ def test_options_that_mean_nothing_here(options: dict[str, Any], said: str) -> N
         fit(Net(), vectors(), 2, **options)
 
 
+@pytest.mark.parametrize("value", [None, 0.5, {"loss": 1.0}, mh.LossSum(np.ones(2), 2)])
+def test_what_is_no_loss(value: Any) -> None:
+    with pytest.raises(BadSettings, match=r"the loss returned a .*(LossSum\(total, count\)|array of one number)"):
+        fit(Net(), vectors(), loss=lambda answer, target: value)
+
+
 def test_what_is_no_model() -> None:
     with pytest.raises(BadSettings, match="no parameters that could be trained"):
         fit(nnx.Sequential(nnx.relu), vectors())
@@ -267,9 +337,9 @@ def test_labels_of_a_loader_are_looked_at() -> None:
         fit(Net(), [(X, y[:, None])])
 
 
-def test_uneven_shares_need_a_loss_by_samples() -> None:
-    with pytest.raises(BadSettings, match="leave shares away, then it may be anything"):
-        fit(Net(), vectors(), 2, shares=[2, 1], loss=lambda a, t: squares(a, t).sum())
+def test_uneven_shares_need_one_answer_per_sample() -> None:
+    with pytest.raises(BadSettings, match=r"22 rows with an array of shape \(\).*Leave shares away"):
+        fit(nnx.Sequential(Net(), lambda X: X.mean()), vectors(), 2, shares=[2, 1], loss=lambda a, t: a)
     tokens = nnx.Sequential(lambda X: X.reshape(-1, 3), nnx.BatchNorm(3, rngs=nnx.Rngs(0)), lambda X: X.reshape(-1, 6),
                             nnx.Linear(6, CLASSES, rngs=nnx.Rngs(0)))  # fmt: skip
     with pytest.raises(BadSettings, match="44 rows of 22"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,12 +59,3 @@ def labels_of(
         if isinstance(source, Arrays):
             look.check(source.arrays)
     return look
-
-
-def few_samples(source: Source, count: int) -> tuple[Any, ...] | None:
-    """The first samples, ready for the model; None where looking would take them away."""
-    if isinstance(source, Arrays):
-        return source.prepare(jax.device_put(source.rows(slice(count))))
-    if isinstance(source.loader, Iterator):
-        return None
-    return tuple(jax.device_put(part[:count]) for part in source.first_batch())

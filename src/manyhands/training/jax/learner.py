@@ -16,7 +16,7 @@ from flax import nnx
 
 from manyhands.training import blobs, saving, streams
 from manyhands.training.figures import Figures
-from manyhands.training.jax import feed, sums
+from manyhands.training.jax import feed, linen, sums
 from manyhands.training.jax.checks import Labels
 from manyhands.training.jax.division import Division, division
 from manyhands.training.jax.objective import Objective
@@ -107,7 +107,8 @@ class JaxLearner:
         self.notes.append(f"one compiled program a step; batches are {where}")
         if self.job.dtype is not None:
             self.notes.append(f"layers compute in {jnp.dtype(self.job.dtype).name}, parameters are kept as they are")
-        normalises = any(isinstance(layer, nnx.BatchNorm) for _, layer in nnx.iter_modules(self.job.model))
+        layers = [layer for _, layer in nnx.iter_modules(self.job.model)]
+        normalises = any(isinstance(layer, nnx.BatchNorm) or linen.keeps_statistics(layer) for layer in layers)
         if normalises and len(self.world.devices) > 1:
             self.notes.append("statistics of normalisation are over the whole batch, as on one device")
 
@@ -208,7 +209,7 @@ class JaxLearner:
                     rows = feed.rows_of(data, order, window, how, self.world)
                     total = self.steps.test_on(state, total, rows, how, prepare)
                 self._evaluated(total, alive)
-        return self._own(total)
+        return sums.mean_of(total, counted=self.steps.counts_right)
 
     def _evaluated(self, total: Sums, alive: Callable[[], None]) -> None:
         self._under_way.append(total)
@@ -275,7 +276,8 @@ def _home(array: jax.Array, like: Any) -> Any:
     if not isinstance(like, jax.Array):
         return host
     host = host.astype(like.dtype)
-    return jax.device_put(host, like.sharding) if like.committed else jax.device_put(host)
+    kept = like.committed or isinstance(like.sharding, jax.sharding.NamedSharding)
+    return jax.device_put(host, like.sharding) if kept else jax.device_put(host)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -9,16 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 
 from manyhands.errors import BadSettings
+from manyhands.training.jax import linen
 
 
-def counting_only(model: nnx.Module, weights: jax.Array | None) -> nnx.Module:
-    """Let every BatchNorm of the model take its statistics over the rows whose weight is not zero."""
-    if weights is None:
+def counting_only(model: nnx.Module, samples: NDArray[np.bool_] | None) -> nnx.Module:
+    """Let every BatchNorm of the model take its statistics over the rows that are samples (None: all of them)."""
+    if samples is None:
         return model
+    weights = jnp.asarray(samples)
     for _, layer in nnx.iter_modules(model):
+        if linen.keeps_statistics(layer):
+            raise BadSettings(
+                "uneven shares fill up every device's part with rows that do not count, and the statistics of a Linen "
+                "module would be taken over these, too: leave shares away, or write the model with nnx.BatchNorm"
+            )
         if isinstance(layer, nnx.BatchNorm):
             object.__setattr__(layer, "__class__", _masked(type(layer), weights))
     return model

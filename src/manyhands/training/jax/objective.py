@@ -1,7 +1,8 @@
 """What a step minimises: from a model and a batch to a loss, and to the number of right answers where there is one.
 
-The batch is the whole one, on however many devices it lies: a loss may be any function of it. Only where shares are
-uneven (:mod:`.division`) rows have weights, and the loss must then be a mean over samples; it is taken one by one.
+The batch is the whole one, on however many devices it lies: a loss may be any function of it. Where shares are uneven
+(:mod:`.division`) the model computes with rows that only fill up a device's part; its answers to them are left out
+before the loss sees them.
 """
 
 from __future__ import annotations
@@ -14,21 +15,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.jax.book import Module, cross_entropy
+from manyhands.training.loss_sum import LossSum
 
 Batch = tuple[Any, ...]
-Loss = Callable[[Any, Any], jax.Array]
+Loss = Callable[[Any, Any], Any]
+Rows = NDArray[np.bool_]  # which rows of a batch are samples
 
-_CLOSE = 1e-3
+
+@dataclass(frozen=True)
+class Value:
+    """The loss of a batch: a mean, or (where the user's loss is a :class:`LossSum`) a sum and what divides it."""
+
+    loss: jax.Array
+    count: jax.Array | None
+    right: jax.Array | None
+
+    @property
+    def mean(self) -> jax.Array:
+        return self.loss if self.count is None else self.loss / self.count
 
 
 class Objective(Protocol):
-    def __call__(
-        self, model: nnx.Module, batch: Batch, weights: jax.Array | None, *, training: bool
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The loss as a mean over the samples that count, and how many of them were answered rightly."""
+    def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
+        """The loss of the rows that are samples (None: all of them)."""
 
 
 @dataclass(frozen=True)
@@ -45,30 +58,25 @@ class Supervised:
             return self.loss
         return cross_entropy if has_default_loss(model) else model.loss
 
-    def __call__(
-        self, model: nnx.Module, batch: Batch, weights: jax.Array | None, *, training: bool
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
         if len(batch) < 2:
             raise BadBatch(
                 "a batch (inputs, target) is needed, this one has one part: give both, or a model with a "
                 "training_step(batch) of its own"
             )
-        answer, target, loss = _widened(model(*batch[:-1])), batch[-1], self.loss_of(model)
-        if weights is None:
-            return _mean(loss(answer, target)), _right(answer, target, None)
-        losses = jnp.where(weights, one_by_one(loss, answer, target), 0)
-        return losses.sum() / weights.sum(), _right(answer, target, weights)
+        answer, target = _widened(model(*batch[:-1])), batch[-1]
+        if samples is not None:
+            answer, target = _only(samples, answer), target[np.flatnonzero(samples)]
+        return _value(self.loss_of(model)(answer, target), "the loss", _right(answer, target))
 
 
 @dataclass(frozen=True)
 class OwnStep:
-    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss."""
+    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a :class:`LossSum`."""
 
-    def __call__(
-        self, model: nnx.Module, batch: Batch, weights: jax.Array | None, *, training: bool
-    ) -> tuple[jax.Array, jax.Array | None]:
-        step = model.training_step if training else getattr(model, "validation_step", model.training_step)
-        return _mean(_widened(step(batch))), None
+    def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
+        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
+        return _value(getattr(model, name)(batch), name, None)
 
 
 def objective_for(model: nnx.Module, loss: Loss | None) -> Objective:
@@ -82,46 +90,51 @@ def has_default_loss(model: nnx.Module) -> bool:
     return not isinstance(model, Module) or type(model).loss is Module.loss
 
 
-def check_shares(objective: Objective, make: Callable[[], nnx.Module], few: Callable[[], Batch | None]) -> None:
-    """Refuse a loss that is no mean over samples where rows have weights: it would train another model.
-
-    ``make`` makes the model, in evaluation mode; ``few`` gives some samples.
-    """
+def check_shares(objective: Objective) -> None:
+    """Refuse uneven shares where nobody knows which of a model's answers belong to the rows that fill up."""
     if not isinstance(objective, Supervised):
         raise BadSettings(
-            "uneven shares divide the loss by samples, and this model's training_step(batch) gives only that of a "
-            "whole batch: leave shares away, or give the trainer a loss(answer, target)"
+            "uneven shares fill up every device's part with rows that do not count, and training_step(batch) does not "
+            "show which of the model's answers belong to them: leave shares away, or give the trainer a "
+            "loss(answer, target), which may return the mean or mh.LossSum(total, count)"
         )
-    if objective.loss_of(make()) is cross_entropy or (batch := few()) is None:
-        return
 
-    def both(batch: Batch) -> tuple[jax.Array, jax.Array]:
-        model = make()
-        answer, target, loss = _widened(model(*batch[:-1])), batch[-1], objective.loss_of(model)
-        return _mean(loss(answer, target)), one_by_one(loss, answer, target).mean()
 
-    whole, parts = map(float, jax.jit(both)(batch))
-    if not np.isclose(whole, parts, rtol=_CLOSE, atol=_CLOSE * _CLOSE) and np.isfinite(whole):
+def _only(samples: Rows, answer: Any) -> Any:
+    """The answers to the rows that are samples."""
+
+    def only(leaf: jax.Array) -> jax.Array:
+        if leaf.shape[:1] != samples.shape:
+            raise BadSettings(
+                f"uneven shares fill up every device's part with rows that do not count, and the model answers "
+                f"{len(samples)} rows with an array of shape {leaf.shape}: it must have one row per sample, or nobody "
+                "knows which to leave out. Leave shares away"
+            )
+        return leaf[np.flatnonzero(samples)]
+
+    return jax.tree.map(only, answer)
+
+
+def _value(value: Any, name: str, right: jax.Array | None) -> Value:
+    """What the user's code gave: a mean, one number (or several) per sample, or a sum with its count."""
+    if isinstance(value, LossSum):
+        total, count = _widened(value.total), jnp.asarray(value.count)
+        if getattr(total, "shape", None) != () or count.ndim:
+            raise BadSettings(
+                f"{name} returned a LossSum of {_kind(value.total)} and {_kind(value.count)}: total has to be an array "
+                "of one number without dimensions, count too, or a plain number"
+            )
+        return Value(total, jax.lax.stop_gradient(count).astype(total.dtype), right)
+    if not isinstance(value, jax.Array):
         raise BadSettings(
-            f"the loss of {len(batch[-1])} samples is {whole:.6g}, but {parts:.6g} on average if each is taken alone: "
-            "with uneven shares this loss would train another model than one device does. It must be the mean over "
-            "the samples of the batch; or leave shares away, then it may be anything"
+            f"{name} returned {_kind(value)}: it has to return the loss, an array of JAX's (the mean over the samples, "
+            "or one number per sample), or mh.LossSum(total, count)"
         )
+    return Value(_mean(_widened(value)), None, right)
 
 
-def one_by_one(loss: Loss, answer: Any, target: Any) -> jax.Array:
-    """The loss of every sample; one that gives a mean is asked about each alone."""
-    size = len(target)
-    shape = jax.eval_shape(loss, answer, target).shape
-    if shape[:1] == (size,):
-        return loss(answer, target).reshape(size, -1).sum(1)
-    alone = jax.vmap(lambda one, wanted: loss(_batch_of_one(one), _batch_of_one(wanted)))
-    losses: jax.Array = alone(answer, target)
-    return losses
-
-
-def _batch_of_one(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf[None], tree)
+def _kind(value: Any) -> str:
+    return f"an array of shape {value.shape}" if hasattr(value, "shape") else f"a {type(value).__name__}"
 
 
 def _mean(value: jax.Array) -> jax.Array:
@@ -133,15 +146,14 @@ def _widened(answer: Any) -> Any:
     """The loss is computed in full precision, whatever the model computes in."""
 
     def widened(leaf: Any) -> Any:
-        narrow = leaf.dtype in (jnp.bfloat16, jnp.float16)
+        narrow = getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16)
         return leaf.astype(jnp.float32) if narrow else leaf
 
     return jax.tree.map(widened, answer)
 
 
-def _right(answer: Any, target: Any, weights: jax.Array | None) -> jax.Array | None:
+def _right(answer: Any, target: Any) -> jax.Array | None:
     """How many rows of class scores have their largest at the target; None where that has no meaning."""
     if getattr(answer, "ndim", 0) != 2 or target.ndim != 1 or not jnp.issubdtype(target.dtype, jnp.integer):
         return None
-    right = answer.argmax(1) == target
-    return (right if weights is None else right & weights).sum()
+    return (answer.argmax(1) == target).sum()

@@ -25,7 +25,7 @@ from manyhands.training.jax import skeleton as models
 from manyhands.training.jax import sums
 from manyhands.training.jax.division import Division
 from manyhands.training.jax.masking import counting_only
-from manyhands.training.jax.objective import Batch, Objective
+from manyhands.training.jax.objective import Batch, Objective, Rows
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.sums import Sums
 from manyhands.training.jax.world import World
@@ -111,10 +111,9 @@ class Steps:
         return divided
 
     def _update(self, state: State, so_far: Sums, factor: Any, batch: Batch, division: Division) -> tuple[State, Sums]:
-        weights = None if division.weights is None else jnp.asarray(division.weights)
         before = state["parameters"]
         loss_of = jax.value_and_grad(self._loss, has_aux=True)
-        (loss, (numbers, right)), gradients = loss_of(before, state["random"], state["rest"], batch, weights)
+        (loss, (numbers, right)), gradients = loss_of(before, state["random"], state["rest"], batch, division.weights)
         if self.clip:
             norm = optax.global_norm(gradients)
             gradients = jax.tree.map(lambda one: one * (self.clip / jnp.maximum(norm, self.clip)), gradients)
@@ -129,23 +128,25 @@ class Steps:
         so_far = sums.add(so_far, loss, right, division.size, step)
         return {**after, "at": jnp.stack([position + division.size, step + 1])}, so_far
 
-    def _loss(self, parameters: Any, random: Any, rest: Any, batch: Batch, weights: Any) -> tuple[jax.Array, Any]:
+    def _loss(
+        self, parameters: Any, random: Any, rest: Any, batch: Batch, samples: Rows | None
+    ) -> tuple[jax.Array, Any]:
         model = self.skeleton.model({"parameters": parameters, "random": random, "rest": rest})
-        model = counting_only(models.training(model, self.skeleton), weights)
+        model = counting_only(models.training(model, self.skeleton), samples)
         if self.dtype is not None:
             models.computing_in(model, self.dtype, statistics=True)
-        loss, right = self.objective(model, _as_parameters(batch, parameters), weights, training=True)
-        self.counts_right = right is not None
+        value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
+        self.counts_right = value.right is not None
         numbers = self.skeleton.numbers(model)
-        return loss, ({"random": numbers["random"], "rest": numbers["rest"]}, right)
+        return value.mean, ({"random": numbers["random"], "rest": numbers["rest"]}, value.right)
 
     def _tested(self, numbers: Any, so_far: Sums, batch: Batch, division: Division) -> Sums:
         model = models.evaluating(self.skeleton.model(numbers))
         if self.dtype is not None:
             models.computing_in(model, self.dtype, statistics=False)
         batch = _as_parameters(batch, numbers["parameters"])
-        loss, right = self.objective(model, batch, None, training=False)
-        return sums.add(so_far, loss, right, division.size)
+        value = self.objective(model, batch, None, training=False)
+        return sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
 
 
 def _gathered(arrays: Batch, numbers: jax.Array) -> Batch:

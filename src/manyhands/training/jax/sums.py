@@ -25,23 +25,43 @@ def from_figures(figures: Figures) -> Sums:
     first = np.float64(np.float32(figures.loss_sum))
     kept = [first, figures.loss_sum - first] if math.isfinite(figures.loss_sum) else [figures.loss_sum, 0.0]
     bad = _NEVER if figures.bad_step is None else figures.bad_step
+    kind = np.float64 if jax.config.jax_enable_x64 else np.float32
     return {
-        "loss": np.array(kept, np.float64 if jax.config.jax_enable_x64 else np.float32),
+        "loss": np.array(kept, kind),
         "counts": np.array([figures.right, figures.count, bad], np.int32),
+        "divisor": np.zeros(2, kind),
     }
 
 
-def add(sums: Sums, loss: jax.Array, right: jax.Array | None, count: int, step: jax.Array | int = 0) -> Sums:
-    """The sums with one batch more: its mean loss and right answers."""
-    total, rounded = sums["loss"]
-    new = loss.astype(total.dtype) * count
-    larger = total + new
-    part = larger - total
-    rounded = rounded + ((total - (larger - part)) + (new - part))
+def add(
+    sums: Sums,
+    loss: jax.Array,
+    right: jax.Array | None,
+    count: int,
+    step: jax.Array | int = 0,
+    divisor: jax.Array | None = None,
+) -> Sums:
+    """The sums with one batch more: its mean loss and right answers.
+
+    With a divisor the loss is no mean but a sum; all sums are divided by all divisors at the end (:func:`mean_of`).
+    """
+    kind = sums["loss"].dtype
+    new = loss.astype(kind) * (count if divisor is None else 1)
     before = sums["counts"]
     bad = jnp.where(jnp.isfinite(loss), _NEVER, step)
     counts = [before[0] + (0 if right is None else right), before[1] + count, jnp.minimum(before[2], bad)]
-    return {"loss": jnp.stack([larger, rounded]), "counts": jnp.stack([one.astype(jnp.int32) for one in counts])}
+    return {
+        "loss": _longer(sums["loss"], new),
+        "counts": jnp.stack([one.astype(jnp.int32) for one in counts]),
+        "divisor": _longer(sums["divisor"], jnp.asarray(count if divisor is None else divisor, kind)),
+    }
+
+
+def _longer(sum_of_two: jax.Array, new: jax.Array) -> jax.Array:
+    total, rounded = sum_of_two
+    larger = total + new
+    part = larger - total
+    return jnp.stack([larger, rounded + ((total - (larger - part)) + (new - part))])
 
 
 def is_there(sums: Sums) -> bool:
@@ -54,3 +74,10 @@ def figures(sums: Sums, *, counted: bool) -> Figures:
     right, count, bad = map(int, np.asarray(sums["counts"]))
     total = float(loss.sum()) if np.isfinite(loss).all() else math.nan
     return Figures(total, right, count, None if bad == _NEVER else bad, counted)
+
+
+def mean_of(sums: Sums, *, counted: bool) -> Figures:
+    """What the sums of a test say, whose loss is divided once, by all divisors together."""
+    found = figures(sums, counted=counted)
+    divisor = float(np.asarray(sums["divisor"], np.float64).sum())
+    return found if divisor == found.count else found.weighed(divisor)

@@ -8,6 +8,7 @@ door joins them when it is imported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -56,6 +57,14 @@ def check() -> None:
             "has to hear of them before it starts. Import manyhands.jax before the first array, or call "
             "jax.distributed.initialize yourself"
         )
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Leave the mesh that the caller has set (``jax.set_mesh``): a job has one of its own, which may differ in size."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    left: contextlib.AbstractContextManager[Any] = jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+    return left
 
 
 class World:
