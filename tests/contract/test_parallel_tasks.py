@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from manyhands.errors import UndeclaredWrite
 
@@ -268,6 +270,61 @@ def test_reading_is_no_writing(mh: Any, own: Any) -> None:
             with mh.parallel(threads=2):
                 for _ in range(2):
                     mh.task(function)(*arguments)
+
+
+# Steps of a random program: what is touched and how it is reached, whether it is written to, and a pause before that.
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 100),
+        st.sampled_from([way for way in WAYS if "global" not in way]),
+        st.booleans(),
+        st.sampled_from([0.0, 0.001]),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+def do_step(store: Slow, number: int, writes: bool, pause: float, results: list[float], held: Any) -> None:
+    before = store.read(held)
+    time.sleep(pause)
+    if writes:
+        store.write(held, before + number)
+    results.append(float(before))
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_programs_are_those_of_plain_calls_or_refused(mh: Any, own: Any, data: Any) -> None:
+    """Three places, written to in turns; at times one write is not declared, which is never silent."""
+    kinds = stores(own.framework)
+    names = data.draw(st.lists(st.sampled_from([name for name in kinds if name != "set"]), min_size=3, max_size=3))
+    steps, threads = data.draw(STEPS), data.draw(st.integers(1, 3))
+    written = [number for number, step in enumerate(steps) if step[2]]
+    forgotten = data.draw(st.sampled_from([None, None, *written]))
+
+    def run(give: Callable[..., Any]) -> list[float]:
+        places = [kinds[name].make() for name in names]
+        kept: list[list[float]] = [[] for _ in steps]
+        for number, (place, way, writes, pause) in enumerate(steps):
+            store, held = kinds[names[place % 3]], places[place % 3]
+            do = functools.partial(do_step, store, number + 1, writes, pause, kept[number])
+            function, arguments = WAYS[way](held, do)
+            declared = (kept[number],) if not writes or number == forgotten else (kept[number], held)
+            give(function, declared, arguments)
+        mh.waitall()
+        last = [[float(kinds[name].read(place))] for name, place in zip(names, places, strict=True)]
+        return [one for results in (*kept, *last) for one in results]
+
+    expected = run(lambda function, _, arguments: function(*arguments))
+    try:
+        with mh.parallel(threads=threads):
+            found = run(lambda function, declared, arguments: mh.task(function, writes=declared)(*arguments))
+    except UndeclaredWrite:
+        assert forgotten is not None
+    else:
+        assert found == expected
+        assert forgotten is None
 
 
 class Point(NamedTuple):
