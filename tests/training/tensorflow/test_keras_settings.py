@@ -16,7 +16,7 @@ from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import parity
 from manyhands.training.result import Result
 
-FEW = 20
+FEW = 24
 
 
 def fit(model: Any, data: Any, devices: int = 2, **how: Any) -> Result:

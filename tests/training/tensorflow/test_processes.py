@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_cases import fit, mixed, mlp, tensors, vectors
+from keras_cases import fit, mixed, mlp, tensors, unequal, vectors
 
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import parity
@@ -25,20 +25,21 @@ from manyhands.training.tensorflow.trainer import Trainer
 SCRIPT = """
 import sys
 from pathlib import Path
-from keras_cases import mixed, momentum, tensors, vectors
+from keras_cases import mixed, momentum, tensors, unequal, vectors
 import numpy as np
 import tensorflow as tf
 from manyhands import tensorflow as mh
 from manyhands.errors import BadBatch
 folder = Path(sys.argv[1])
-how = dict(lr=0.05, batch_size=16, optimizer=momentum, quiet=True, shares=[3, 1], run=folder / "run", resume="auto")
+how = dict(lr=0.05, batch_size=16, optimizer=momentum, quiet=True, shares=[3, 1], run=folder / "run", resume="auto",
+           loss=unequal)
 trainer = mh.Trainer(2, checkpoint_every=3, **how)
 model = mixed()
 if trainer_rank := int(__import__("os").environ["RANK"]):
     model.set_weights([0 * weight for weight in model.get_weights()])  # it gets those of the first process
 result = trainer.fit(model, (vectors(), vectors(9)))
 np.savez(folder / f"{trainer_rank}.npz", **tensors(model))
-(folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['test_acc']} {result}")
+(folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['test_loss']} {result}")
 
 data = tf.data.Dataset.from_tensor_slices(vectors())
 model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, shares=[3, 1])
@@ -84,13 +85,13 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ended([start(tmp_path, {"RANK": str(rank), **common}) for rank in range(2)])
     alone = mixed()
-    result = fit(alone, (vectors(), vectors(9)), 2, shares=[3, 1])
+    result = fit(alone, (vectors(), vectors(9)), 2, shares=[3, 1], loss=unequal)
     for rank in range(2):
         found = dict(np.load(tmp_path / f"{rank}.npz"))
         assert parity.largest_difference(found, tensors(alone)) < 1e-5
-        samples, accuracy, line = (tmp_path / f"{rank}.txt").read_text().split(" ", 2)
+        samples, loss, line = (tmp_path / f"{rank}.txt").read_text().split(" ", 2)
         assert samples == "50"
-        assert float(accuracy) == result.rows[-1]["test_acc"]
+        assert float(loss) == pytest.approx(result.rows[-1]["test_loss"], rel=1e-5)
         assert "cpu of process 1" in line
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
     shuffled, dataset = mixed(), tf.data.Dataset.from_tensor_slices(vectors())
