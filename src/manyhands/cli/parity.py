@@ -63,7 +63,14 @@ def run(options: argparse.Namespace) -> int:
         shares = "even" if one.shares is None else ":".join(f"{share:g}" for share in one.shares)
         figures = f"{one.difference:>10.1e} {one.limit:>7.0e}"
         print(f"{one.precision:<10} {one.steps:>5} {one.devices:>7} {shares:<12} {figures} {one.words}")
-    return 0 if all(one.equal for one in found) else 1
+    if all(one.equal for one in found):
+        return 0
+    if drawing := parity.drawing_layers(recipes.layers(model)):
+        print(
+            f"The model draws random numbers in {', '.join(drawing)}. Every device draws its own, by design, so that "
+            "several devices differ from one. Set the rate to 0 to compare everything else."
+        )
+    return 1
 
 
 def _what(text: str, recipes: Recipes) -> tuple[Any, Any, Any]:

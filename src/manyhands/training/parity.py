@@ -15,8 +15,9 @@ never half of what there is, where float32 itself has lost its way and would exc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -106,6 +107,19 @@ def compare(
             one = Comparison(trial.precision, steps, devices, shares, difference, trial.limit)
             found.append(yardstick.held_against(one, several) if trial.precision == "fp32" else one)
     return found
+
+
+def drawing_layers(layers: Iterable[Any]) -> list[str]:
+    """Layers that drop something by chance in training, as ``Dropout(0.5)``; of any framework."""
+    found: dict[str, None] = {}
+    for layer in layers:
+        kind = type(layer).__name__
+        named = "drop" in kind.lower()  # Dropout, AlphaDropout, SpatialDropout2D, DropPath
+        rates = [getattr(layer, name, None) for name in (("p", "rate", "_rate") if named else ("dropout",))]
+        rate = next((rate for rate in rates if isinstance(rate, Real) and not isinstance(rate, bool)), 0)
+        if rate:
+            found[f"{kind}({rate:g})" if named else f"{kind}(dropout={rate:g})"] = None
+    return list(found)
 
 
 class _Yardstick:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -41,6 +41,9 @@ class Recipes(Protocol):
 
     def trained(self, model: Any, data: Any, way: Way, loss: Any = None) -> Mapping[str, Any]:
         """Train a copy of the model with momentum, in that way; its tensors by name, as NumPy's."""
+
+    def layers(self, model: Any) -> Iterable[Any]:
+        """All layers of a model, also those within others."""
 
     def load_model(self, run: str | Path) -> Any:
         """The model that ``manyhands train`` has trained in a run, for evaluation."""

@@ -224,6 +224,14 @@ def make():
 """
 
 
+DROPS = """
+def drops():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
+    return net, (torch.randn(40, 4), torch.randint(3, (40,)))
+"""
+
+
 def test_parity_of_a_users_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     result = run_command("parity", f"{tmp_path / 'script.py'}:make", "--devices", "2")
@@ -235,6 +243,10 @@ def test_parity_of_a_users_script(tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert "not a mean over the samples" in refused.stderr
     assert "mh.LossSum(total, count)" in refused.stderr
+    (tmp_path / "drops.py").write_text(SCRIPT + DROPS)
+    differs = run_command("parity", f"{tmp_path / 'drops.py'}:drops", "--devices", "2")
+    assert differs.returncode == 1
+    assert "The model draws random numbers in Dropout(0.5). Every device draws its own, by design" in differs.stdout
     wrong = run_command("parity", "nothing")
     assert wrong.returncode == 1
     assert "script.py:function" in wrong.stderr

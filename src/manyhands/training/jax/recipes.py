@@ -79,6 +79,10 @@ def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict
         return {name: np.array(one) for name, one in _tensors(net).items()}
 
 
+def layers(model: nnx.Module) -> list[Any]:
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+
+
 def load_model(run: str | Path) -> nnx.Module:
     """The model that ``manyhands train`` has trained in a run, in evaluation mode."""
     name, weights = recipes.model_and_weights(run, "jax")

@@ -74,6 +74,10 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, n
             state.restore_model(model, before)
 
 
+def layers(model: Any) -> list[Any]:
+    return [model, *(layer for child in model._children.values() for layer in layers(child))]
+
+
 def load_model(run: str | Path) -> Any:
     """The model that ``manyhands train`` has trained in a run, on the CPU."""
     name, weights = recipes.model_and_weights(run, "mxnet")

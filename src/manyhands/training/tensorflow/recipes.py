@@ -70,6 +70,10 @@ def _momentum(rate: float) -> Any:
     return keras.optimizers.SGD(0.02, momentum=0.9)
 
 
+def layers(model: Any) -> list[Any]:
+    return list(model._flatten_layers())
+
+
 def load_model(run: str | Path) -> Any:
     """The model that ``manyhands train`` has trained in a run."""
     name, weights = recipes.model_and_weights(run, "tensorflow")

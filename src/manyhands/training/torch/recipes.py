@@ -80,6 +80,10 @@ class _Momentum:
         return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
 
+def layers(model: torch.nn.Module) -> list[Any]:
+    return list(model.modules())
+
+
 def load_model(run: str | Path) -> torch.nn.Module:
     """The model that ``manyhands train`` has trained in a run, on the CPU and in evaluation mode."""
     name, weights = recipes.model_and_weights(run, "torch")
