@@ -23,7 +23,17 @@ from jax.extend.core import ClosedJaxpr
 
 from manyhands import machine, tree
 from manyhands.backends.jax_graph import Graph
-from manyhands.backends.native import Call, Outputs, Same, Traced, compared, content_of, refuse_unknown, told
+from manyhands.backends.native import (
+    Call,
+    Outputs,
+    Same,
+    Traced,
+    compared,
+    content_of,
+    difference,
+    refuse_unknown,
+    told,
+)
 from manyhands.errors import CannotTrace
 from manyhands.spans import Held
 
@@ -228,10 +238,40 @@ def parts_of(value: Any) -> Sequence[Any] | None:
 
 
 def version_of(value: Any) -> Any:
-    """A variable and a module of Flax are what they hold; arrays never change, references to them do."""
+    """A variable of Flax is its value, a module of the user's what it holds; arrays never change, references do."""
     if isinstance(value, _REFERENCES):
         return np.asarray(value[...]).tobytes()
-    return Held([*(parts_of(value) or ())]) if _is_nnx(value) else None
+    if not _is_nnx(value):
+        return None
+    variable: Any = _nnx_classes()[1]
+    if isinstance(value, variable):
+        return _Value(value.get_raw_value())
+    # nnx.jit writes the attributes of Flax's own modules back as they were.
+    return None if type(value).__module__.startswith("flax.") else Held([*(parts_of(value) or ())])
+
+
+class _Value:
+    """The value of a variable; an array that was written back as it was is the same one (``nnx.jit`` does that)."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Value) or self._value is other._value:
+            return isinstance(other, _Value)
+        if not isinstance(self._value, jax.Array) or not isinstance(other._value, jax.Array):
+            return False
+        return difference(*(jax.random.key_data(one) if _is_key(one) else one for one in (self._value, other._value)))[
+            0
+        ]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_key(array: jax.Array) -> bool:
+    return bool(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
