@@ -24,9 +24,8 @@ from manyhands.engine.simulate import moments, simulate
 HANDOVER = 20e-6  # seconds; below this it does not pay to hand a task to another thread
 _CLEARLY = 0.97  # of plain execution's time
 _ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
-_LONG = 0.1  # seconds of a call, from which on every round counts
-_ROUNDS_OF_LONG = 2  # at least
-_BEHIND = 1.3  # times plain execution's warm-up: no more rounds for who takes longer
+_LONG = 0.1  # seconds of a call, from which on two rounds are enough, and the first one counts
+_BEHIND = 1.3  # times plain execution's first round: no more rounds for who takes longer
 _BUDGET = 1.0  # seconds for all rounds: the least number of them may take longer, the next number three times as long
 
 
@@ -129,8 +128,8 @@ def better(measured: Graph, count: int) -> tuple[float, Schedule]:
 def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> list[list[float]]:
     """Run all of them in turns; the seconds of each in every round. ``put_back`` is called before each.
 
-    The first of them is the one to beat. Of calls that take long, those that are far behind it after the warm-up are
-    out: they keep the time of that.
+    The first of them is the one to beat. Calls that take long, and have been compared already, need no warm-up, and
+    those that are far behind after the first round are out: they keep the time of that.
     """
     times: list[list[float]] = [[] for _ in runs]
     running, spent_by = list(range(len(runs))), dict[int, float]()
@@ -139,10 +138,10 @@ def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> 
     for number in range(most + 1):
         turn = number % len(running)
         spent_by |= {one: _once(runs[one], put_back) for one in running[turn:] + running[:turn]}
-        if not number:  # the first round is the warm-up
+        if not number:  # the warm-up
             running = [one for one in running if spent_by[one] < max(_LONG, _BEHIND * spent_by[0])]
-            least = _ROUNDS_OF_LONG if spent_by[0] > _LONG else least
-        for one in range(len(runs)) if number else ():
+            least = 1 if spent_by[0] > _LONG else least
+        for one in range(len(runs)) if number or least == 1 else ():
             times[one].append(spent_by[one])
         spent = time.perf_counter() - start
         if spent > _BUDGET and (number >= some or (number >= least and spent > 3 * _BUDGET)):

@@ -351,3 +351,25 @@ def test_explicit_tasks_know_views_and_carry_the_grad_mode() -> None:
         task(lambda t: time.sleep(0.02) or t.add_(1), writes=(top,))(top)
         assert task(lambda t: t.sum().item())(whole).result() == 2
         assert task(torch.is_grad_enabled)().result() is False
+
+
+def test_calls_that_take_long_are_tried_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: plain execution takes as many seconds as are given, and so do others."""
+    now, called = 0.0, list[int]()
+
+    def taking(number: int, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal now
+            now += seconds
+            called.append(number)
+
+        return run
+
+    monkeypatch.setattr(parallel_cpu.time, "perf_counter", lambda: now)
+    times = parallel_cpu.race([taking(0, 4.0), taking(1, 3.0), taking(2, 6.0)], lambda: None)
+    assert times == [[4.0, 4.0], [3.0, 3.0], [6.0, 6.0]]
+    assert [called.count(number) for number in range(3)] == [2, 2, 1]
+    called.clear()
+    times = parallel_cpu.race([taking(0, 0.01), taking(1, 0.02)], lambda: None)
+    assert [len(one) for one in times] == [30, 30]
+    assert [called.count(number) for number in range(2)] == [31, 31]  # the first round is the warm-up
