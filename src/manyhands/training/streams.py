@@ -155,8 +155,8 @@ def _says_endless(loader: Any) -> bool:
 
 
 END_IT = (
-    "Say where an epoch ends: dataset.take(1000) in tf.data (or leave repeat() away), elsewhere a function such as "
-    "lambda: itertools.islice(batches(), 1000)"
+    "Say where an epoch ends: in tf.data leave .repeat() out (the trainer iterates max_epochs times), or give "
+    "dataset.take(1000); elsewhere give a function such as lambda: itertools.islice(batches(), 1000)"
 )
 _AGAIN = "Give the function that makes it (batches instead of batches()), or an object whose __iter__ begins anew"
 

@@ -100,13 +100,6 @@ def test_data_that_is_none() -> None:
         fit(mlp(), 5)
 
 
-def test_a_dataset_without_an_end() -> None:
-    dataset = tf.data.Dataset.from_tensor_slices(vectors()).batch(16)
-    with pytest.raises(BadBatch, match=r"without an end was given.*take\(1000\)"):
-        fit(mlp(), dataset.repeat())
-    fit(mlp(), dataset.repeat(2), epochs=1)
-
-
 def test_devices_that_are_not_there() -> None:
     with pytest.raises(NoSuchDevice, match="virtual"):
         Trainer(1, devices=["virtual:5"])

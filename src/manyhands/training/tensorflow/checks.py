@@ -136,12 +136,3 @@ def few_samples(data: Source, count: int) -> Batch | None:
 
 def _first_batch(data: Stream) -> tuple[Array, ...] | None:
     return None if isinstance(data.loader, Iterator) else data.first_batch()
-
-
-def check_end(data: Any) -> None:
-    """Refuse a dataset of TensorFlow's without an end: there would be no first epoch's end, either."""
-    if isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise BadSettings(
-            "the dataset has no end (.repeat() without a number), and an epoch is one pass over it: leave .repeat() "
-            "out, the trainer passes over it max_epochs times; or give dataset.take(n) for epochs of n batches"
-        )

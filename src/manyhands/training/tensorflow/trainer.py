@@ -55,8 +55,6 @@ class Trainer(BaseTrainer):
 
     def _sources(self, data: Any) -> tuple[Source, Source | None]:
         train, test = two_parts(data, is_array)
-        for part in (train, test):
-            checks.check_end(part)
         return source(train), None if test is None else source(test, shuffle=False)
 
     def _train(
