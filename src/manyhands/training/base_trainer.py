@@ -37,7 +37,9 @@ class BaseTrainer(HyperParameters, abc.ABC):
     (``optimizer="adamw"``), as a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``) or as a function that takes a
     rate (``optax.adamw``). Without ``lr`` those have their own default. A finished optimizer, or a function that takes
     no rate, has its own: giving ``lr`` as well is an error. ``batch_size`` counts all devices together; a loader that
-    has another one is an error.
+    has another one is an error. ``loss`` is a function, an object, or a class that makes one (in PyTorch and TensorFlow
+    also a name, ``"mse"``). ``schedule`` is a function from how much of the training is done (0 to 1) to a factor of
+    the learning rate.
 
     ``loss`` is called as the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet,
     ``loss(y_true, y_pred)`` with Keras, which also takes names (``loss="mse"``). It gives the mean over the samples of
@@ -184,6 +186,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         ``val_dataloader``, or a function that makes the batches of an epoch, ``batches()`` or ``batches(epoch)``; or a
         pair of two such, for training and testing.
         """
+        self._check_step(model)
         self.train_source, self.test_source = self._sources(data)
         settings = self._settings()
         for source in (self.train_source, self.test_source):
@@ -204,6 +207,15 @@ class BaseTrainer(HyperParameters, abc.ABC):
         result.run = str(run.path) if run else None
         self.result = result
         return result
+
+    def _check_step(self, model: Any) -> None:
+        """A training_step of the user's own computes its loss itself; the book's Module has one that does not count."""
+        step = getattr(type(model), "training_step", None)
+        if self._option("loss") is None or step is None or step.__module__.startswith("manyhands."):
+            return
+        raise BadSettings(
+            f"loss= and training_step of {type(model).__name__}, which computes its loss itself: leave out one of them"
+        )
 
     # What config.json of the run says besides the settings.
     run_config: Mapping[str, Any] = MappingProxyType({})

@@ -194,6 +194,16 @@ def test_a_loss_that_is_a_class_is_made(bench: Bench) -> None:
         bench.mh.Trainer(1, loss=Bench)
 
 
+def test_a_loss_beside_a_training_step(bench: Bench) -> None:
+    class Stepping(bench.mh.Module):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step(batch)
+
+    trainer, model = bench.mh.Trainer(1, loss=lambda answer, target: answer), with_net(bench, Stepping())
+    with pytest.raises(BadSettings, match="loss= and training_step of Stepping, which computes its loss itself"):
+        trainer.fit(model, bench.data())
+
+
 # Data
 
 
