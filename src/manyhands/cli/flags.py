@@ -11,8 +11,8 @@ _FLAGS = {"max_epochs": "--epochs", "batch_size": "--batch-size", "batch_stats":
 _FLAGS |= {"checkpoint_every": "--checkpoint-every"}
 # These are also plain words: they are flags only where a value follows.
 _WORDS = ("lr", "seed", "shares", "precision", "compile", "parallel", "devices", "run", "resume", "framework")
-_GIVEN = re.compile(rf"(?<![-\w])({'|'.join((*_FLAGS, *_WORDS))})=(\[[^\]]*\]|'[^']*'|\w[\w.+-]*\w|\w|-[\w.]*\w)")
-_NAMED = re.compile(rf"(?<![-\w])({'|'.join(_FLAGS)})(?![\w=])")
+_GIVEN = re.compile(rf"(?<![-\w/])({'|'.join((*_FLAGS, *_WORDS))})=(\[[^\]]*\]|'[^']*'|\w[\w.+-]*\w|\w|-[\w.]*\w)")
+_NAMED = re.compile(rf"(?<![-\w/])({'|'.join(_FLAGS)})(?![\w=/])")
 
 
 def of(name: str) -> str:
@@ -31,6 +31,8 @@ def in_command_words(text: str) -> str:
     '--batch-size 10 is wrong: give --batch-size 16, or --resume RUN'
     >>> in_command_words("compile=False and shares=[0.7, 0.3], each with max_epochs")
     '--no-compile and --shares 0.7,0.3, each with --epochs'
+    >>> in_command_words("runs/lr=0.1 and runs/batch_size are folders")
+    'runs/lr=0.1 and runs/batch_size are folders'
     """
 
     def flag(match: re.Match[str]) -> str:
