@@ -63,7 +63,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 def test_the_graph_computes_what_plain_steps_compute(extra: dict[str, Any], limit: float) -> None:
     plain, plain_result = trained(fast=False, **extra)
     graph, graph_result = trained(**extra)
-    assert "one CUDA graph" in graph_result.notes[0], graph_result.notes
+    assert any("one CUDA graph" in note for note in graph_result.notes), graph_result.notes
     assert difference(graph, plain) < limit
     for one, other in zip(graph_result.rows, plain_result.rows, strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=limit)
@@ -82,7 +82,7 @@ def test_biases_before_a_batch_norm_are_left_out(options: dict[str, Any], tmp_pa
         settings: Any = {"devices": ["gpu:0"], "batch_size": 32, "lr": 0.01, "precision": "fp64", "quiet": True}
         result = mh.Trainer(2, **settings, **extra).fit(model, (IMAGES[:320], LABELS[:320]))
         found.append(model.state_dict())
-    assert "one CUDA graph" in result.notes[0], result.notes
+    assert any("one CUDA graph" in note for note in result.notes), result.notes
     assert len(result.notes) == 1, result.notes
     told = (tmp_path / "run" / "step.txt").read_text()
     assert "biases left out, as a BatchNorm takes them away again: 7" in told
@@ -166,7 +166,7 @@ def test_a_loader_is_prefetched_without_waits() -> None:
     assert any("plain steps" in note for note in rank.notes)
     loop, rank = _loop(train=samples)
     loop._train_epoch()
-    assert "loader" in rank.notes[0]
+    assert any("loader" in note for note in rank.notes)
 
 
 def test_samples_that_are_on_the_gpu_already() -> None:
@@ -230,7 +230,7 @@ def test_random_numbers_are_drawn_after_a_fallback() -> None:
     assert torch.cuda.get_sync_debug_mode() == before
     told = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True).fit(net(), (IMAGES, LABELS))
     assert any("one CUDA graph" in note for note in told.notes)
-    assert len(told.notes) == 1
+    assert len([note for note in told.notes if not note.startswith("precision")]) == 1
 
 
 def test_the_model_comes_back_where_it_was() -> None:
@@ -257,7 +257,8 @@ def test_adam_goes_on_in_the_graph(tmp_path: Path) -> None:
         model = net().double()
         settings: dict[str, Any] = {"optimizer": lambda p: torch.optim.Adam(p, lr=1e-3), "precision": "fp64", **where}
         trainer = mh.Trainer(epochs, devices=["gpu:0"], batch_size=32, quiet=True, **settings)
-        assert "one CUDA graph" in trainer.fit(model, (IMAGES, LABELS)).notes[0]
+        notes = trainer.fit(model, (IMAGES, LABELS)).notes
+        assert any("one CUDA graph" in note for note in notes)
         return model.state_dict()
 
     straight = going_on(4)
