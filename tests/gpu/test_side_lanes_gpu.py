@@ -56,7 +56,7 @@ def test_twenty_steps_end_in_the_same_weights(name: str, compiled: bool) -> None
     """To the bit; of a compiled step only that it trains: its gradients are looked at below."""
     plain, told = trained(name, compile=compiled, side_lanes=False)
     lanes, told_too = trained(name, compile=compiled, side_lanes=True)
-    assert "one CUDA graph" in told.notes[0], told.notes
+    assert any("one CUDA graph" in note for note in told.notes), told.notes
     assert told.notes == told_too.notes
     if compiled:
         assert all(bool(value.isfinite().all()) for value in lanes.values())
