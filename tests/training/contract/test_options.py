@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -260,3 +262,15 @@ def dropping(bench: Bench) -> Any:
 
 def test_parity_knows_the_layers_that_draw(bench: Bench) -> None:
     assert drawing_layers(bench.recipes.layers(dropping(bench))) == ["Dropout(0.5)"]
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32"])
+def test_the_run_says_what_auto_was(bench: Bench, precision: str) -> None:
+    """In PyTorch and JAX, where the trainer chooses; elsewhere it is always the model's own."""
+    run = bench.fit(epochs=1, precision=precision).run
+    config = json.loads((Path(run) / "config.json").read_text())
+    if precision == "auto" and bench.framework in ("torch", "jax"):
+        assert config["chosen"]["precision"]
+        assert config["chosen"]["why"]
+    else:
+        assert "chosen" not in config
