@@ -133,6 +133,8 @@ def draw(seed: int, words: Words) -> Case:
     epochs = int(random.integers(1, 4))
     # The last batch is short, of a single sample or whole; at most so many steps that no chaos sets in.
     samples = int(random.integers(batch_size, batch_size * (MOST_STEPS // epochs) + 1))
+    if kind.mixes and samples % batch_size == 1:
+        samples += 1  # a single sample has no statistics, and PyTorch refuses it
     options: dict[str, Any] = {"seed": int(random.integers(1000)), "checkpoint_every": int(random.integers(1, 4))}
     if random.random() < 0.3:
         options["gradient_clip_val"] = float(some([0.01, 0.3, 100.0]))
@@ -146,7 +148,7 @@ def draw(seed: int, words: Words) -> Case:
     if random.random() < 0.5 and "shares" not in words.without:
         shares = [float(round(one, 2)) for one in random.dirichlet([1.0] * DEVICES)]
         shares = some([shares, [0.5, 0.0, 0.5], [0.0, 0.3, 0.7], shares])
-    if random.random() < 0.4 and "accumulate" not in words.without and "batch_stats" not in options:
+    if random.random() < 0.4 and "accumulate" not in words.without and not kind.mixes:
         accumulate = int(random.integers(2, 5))
     case = Case(
         seed=seed,
@@ -174,7 +176,9 @@ def draw(seed: int, words: Words) -> Case:
 def _stopped(case: Case, random: np.random.Generator) -> Case:
     """Somewhere between the first checkpoint and the end."""
     first = min(case.options["checkpoint_every"], -(-case.samples // case.batch_size))
-    return replace(case, stop_after=int(random.integers(first, max(first + 1, case.steps))))
+    if first >= case.steps:
+        return replace(case, stop="at a checkpoint", stop_after=first)
+    return replace(case, stop_after=int(random.integers(first, case.steps)))
 
 
 # The arrays
