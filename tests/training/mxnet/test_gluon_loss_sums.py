@@ -16,9 +16,11 @@ from mxnet.gluon import nn
 
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.mxnet import LossSum
-from manyhands.training.mxnet import state
+from manyhands.training.mxnet import checks, state
 from manyhands.training.mxnet.modes import numpy_like
+from manyhands.training.mxnet.objective import Objective
 from manyhands.training.parity import largest_difference
+from manyhands.training.sources import source
 
 CLOSE = 1e-12
 WEIGHTS = np.array([1.0, 5.0, 0.2])
@@ -117,6 +119,80 @@ def test_a_mean_over_something_else_is_refused_in_parts() -> None:
             fit(Tokens("mean"), texts(), **options)
         with pytest.raises(BadSettings, match=r"return mh\.LossSum\(total, count\)"):
             fit(mlp(), vectors(), loss=weighted_mean, **options)
+
+
+def test_one_text_of_another_length_is_enough() -> None:
+    """In arrays and in a loader's batch, and on two devices: the first texts, and most others, are equally long."""
+    X, _ = vectors()
+    labels = np.random.default_rng(2).integers(CLASSES, size=(90, 3)).astype("float64")
+    fit(Tokens("mean"), (X, labels), 2)  # all texts are equally long: a mean over samples
+    labels[47, 1:] = -1
+    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(X, labels), 90)
+    for data, options in (((X, labels), {}), (loader, {"batch_size": None})):
+        with pytest.raises(BadSettings, match=r"not a mean over the samples of a batch: it is .* put together from 8"):
+            fit(Tokens("mean"), data, 2, **options)
+    expected, _ = fit(Tokens("mean"), (X, labels), 1)
+    summed, _ = fit(Tokens("array"), (X, labels), 2)
+    assert largest_difference(summed, expected) <= CLOSE
+
+
+def zeros() -> Any:
+    net = mlp()
+    for parameter in net[-1].collect_params().values():
+        parameter.set_data(parameter.data() * 0)
+    return net
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_a_last_layer_of_zeros_hides_nothing(hybridized: bool) -> None:
+    """All samples have the same loss, so only the gradients show that it is no mean over samples."""
+
+    def net() -> Any:
+        made = zeros()
+        made.hybridize(hybridized)
+        return made
+
+    with pytest.raises(BadSettings, match=r"the gradients of 8 samples .*return mh\.LossSum\(total, count\)"):
+        fit(net(), vectors(), 2, loss=weighted_mean)
+    expected, _ = fit(net(), vectors(), 1, loss=weighted_mean)
+    summed, _ = fit(net(), vectors(), 2, loss=weighted_sum)
+    assert largest_difference(summed, expected) <= CLOSE
+
+
+def test_the_trial_of_a_loss_leaves_the_model_as_it_is() -> None:
+    """Also with dropout, statistics and a layer that is not used: the loss is a mean, and is not refused."""
+
+    class Wider(gluon.Block):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.unused = mlp(dropout=0.5, norm=True), sequential(nn.Dense(2, in_units=2))
+
+        def forward(self, X: Any) -> Any:
+            return self.net(X)
+
+    model = Wider()
+    model.cast("float64")
+    before = state.model_tensors(model)
+    objective = Objective(model, lambda answer, target: softmax(answer, target).mean() * 2)
+    assert checks.check_loss(model, objective, source(vectors()), 2) is None
+    assert largest_difference(before, state.model_tensors(model)) == 0
+    for parameter in model.collect_params().values():
+        if parameter.grad_req != "null":
+            assert not parameter.data()._fresh_grad
+            assert not parameter.grad().asnumpy().any()
+
+
+def test_what_is_not_checked_is_noted() -> None:
+    def noisy(answer: Any, target: Any) -> Any:
+        return softmax(answer + mx.nd.random.normal(shape=answer.shape, dtype="float64"), target).mean() * 2
+
+    _, result = fit(mlp(), vectors(), accumulate=2, max_epochs=1, loss=noisy)
+    assert any("draws random numbers" in note for note in result.notes)
+    X, y = vectors(32)
+    batches = ((X[start : start + 16], y[start : start + 16]) for start in (0, 16))
+    plain = lambda answer, target: softmax(answer, target).mean()  # noqa: E731
+    _, result = fit(mlp(), batches, accumulate=2, max_epochs=1, batch_size=None, loss=plain)
+    assert any("can be read only once" in note for note in result.notes)
 
 
 def test_batch_statistics_over_all_devices() -> None:

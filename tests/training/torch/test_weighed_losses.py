@@ -14,6 +14,7 @@ from training_cases import CLASSES, convnet, difference, fit, images, mlp, vecto
 
 from manyhands.errors import BadSettings
 from manyhands.training.loss_sum import LossSum
+from manyhands.training.torch import loss_trial
 
 WEIGHT = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
 
@@ -213,6 +214,14 @@ def test_one_rare_text_is_enough() -> None:
         fit(Language("masked"), (X, y), accumulate=2)
     with pytest.raises(BadSettings, match="not a mean over the samples"):
         fit(Language("masked"), DataLoader(TensorDataset(X, y), 60, drop_last=True), accumulate=2)
+
+
+def test_sparse_and_large_gradients_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Language("masked", zeros=True)
+    model.net[0].sparse = True
+    monkeypatch.setattr(loss_trial, "_COMPARED", 10)
+    with pytest.raises(BadSettings, match="the gradients of 8 samples"):
+        fit(model, texts(), accumulate=2)
 
 
 def test_losses_that_pass() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +10,9 @@ from mxnet import autograd, gluon
 
 from manyhands.backends import mxnet as backend
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training import launcher
+from manyhands.training import launcher, loss_trial
 from manyhands.training.labels import ClassLabels
+from manyhands.training.loss_trial import Pass, Term
 from manyhands.training.mxnet import batch_norm, modes, replicas
 from manyhands.training.mxnet.feed import Look
 from manyhands.training.mxnet.models import initialise
@@ -22,8 +21,6 @@ from manyhands.training.settings import Settings
 from manyhands.training.sources import Arrays, Batch, Source, Stream
 
 _FEW = 2
-_TRIED = 16  # samples that a loss is tried on, as a whole and in parts
-_CLOSE = 1e-3
 
 
 def refuse_launcher() -> None:
@@ -85,38 +82,39 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
     return look
 
 
-def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> None:
-    """Refuse a loss that is no mean over samples where a batch is processed in parts: the parts would not add up."""
-    if parts == 1 or objective.is_gluons or not can_be_read(data):
-        return
+def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> str | None:
+    """Refuse a loss that is no mean over samples where batches are processed in parts; or a note that it is not known.
+
+    Nothing of the model changes: gradients come apart from the parameters, in the model's way of predicting.
+    """
+    if parts == 1 or objective.is_gluons:
+        return None
+    if not can_be_read(data):
+        return loss_trial.note("the loader can be read only once")
     try:
-        batch = laid_for(model, few_samples(data, _TRIED, spread=True))
-        size = min(len(batch[0]), _TRIED)
-        cuts = sorted({0, min(1, size // 2), size // 2, size})
-        whole, again = (_loss(objective, batch, 0, size) for _ in range(2))
-        of_parts = [_loss(objective, batch, *part) for part in itertools.pairwise(cuts)]
-    except Exception:  # the first step will say it, with all that belongs to it
-        return
-    if whole != again or not all(map(math.isfinite, whole)):  # a loss that draws random numbers says nothing
-        return
-    total, count = (sum(values) for values in zip(*of_parts, strict=True))
-    if math.isclose(whole[0], total, rel_tol=_CLOSE, abs_tol=1e-6) and math.isclose(whole[1], count, rel_tol=_CLOSE):
-        return
-    raise BadSettings(
-        f"the loss of {size} samples is {whole[0] / whole[1]:.6g}, but put together from {len(of_parts)} parts of them "
-        f"it is {total / count:.6g}: on several devices, or with accumulate, the batch is processed in parts, and this "
-        "loss would then train another model than one device does. Give a loss of one number per sample, or their "
-        "mean; if it is divided by something else, as by the tokens that are not padding, return "
-        "mh.LossSum(total, count)"
-    )
+        trained = [one.list_data()[0] for one in replicas.distinct(model) if one.grad_req != "null"]
+        few = loss_trial.unlike_samples(data if isinstance(data, Arrays) else Arrays(data.first_batch()))
+
+        def compute(rows: Sequence[int]) -> Pass:
+            batch = laid_for(model, few.prepare(tuple(map(modes.native, few.rows(list(rows))))))
+            return _pass(objective, batch, trained)
+
+        precisions, own_step = {np.dtype(array.dtype).name for array in trained}, objective.loss is None
+        return loss_trial.note(loss_trial.check(compute, few.count, precisions=precisions, own_step=own_step))
+    except BadSettings:
+        raise
+    except Exception as error:
+        return loss_trial.note(error)
 
 
-def _loss(objective: Objective, batch: Batch, start: int, stop: int) -> tuple[float, float]:
-    """A sum of losses, and what it is divided by."""
-    with autograd.pause():
-        loss = objective(tuple(part[start:stop] for part in batch), training=True)
-    count = stop - start if loss.count is None else float(loss.count.asnumpy().reshape(()))
-    return float(loss.total.asnumpy().reshape(())), count
+def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:
+    with autograd.record(train_mode=False):
+        loss = objective(batch, training=True)
+        # MXNet wants to see each parameter in what it differentiates, and not every one need be used.
+        head = sum((0 * array.sum().astype(loss.total.dtype) for array in trained), loss.total)
+    gradients = [array.asnumpy().astype(np.float64) for array in autograd.grad(head, trained, train_mode=False)]
+    count = len(batch[0]) if loss.count is None else float(loss.count.asnumpy().reshape(()))
+    return Pass([Term(float(loss.total.asnumpy().reshape(())), count, gradients)])
 
 
 def can_be_read(data: Source) -> bool:
@@ -124,11 +122,10 @@ def can_be_read(data: Source) -> bool:
     return not (isinstance(data, Stream) and isinstance(data.loader, Iterator))
 
 
-def few_samples(data: Source, count: int, *, spread: bool = False) -> Batch:
-    """The first samples, or some from everywhere; for a stream its first batch. As the model will get them."""
+def few_samples(data: Source, count: int) -> Batch:
+    """The first samples; for a stream its first batch. As the model will get them."""
     if isinstance(data, Arrays):
-        rows = np.unique(np.linspace(0, data.count - 1, count).astype(int)) if spread else slice(count)
-        return data.prepare(tuple(map(modes.native, data.rows(rows))))
+        return data.prepare(tuple(map(modes.native, data.rows(slice(count)))))
     return tuple(map(modes.native, data.first_batch()))
 
 

@@ -91,11 +91,12 @@ class Trainer(BaseTrainer):
         with modes.numpy_like(modes.of_model(model)):
             checks.make_parameters(model, train, settings.seed)
             look = checks.check_labels(model, objective, train, test)
-            checks.check_loss(model, objective, train, max(len(devices), settings.accumulate))
+            note = checks.check_loss(model, objective, train, max(len(devices), settings.accumulate))
         schedule, given = self._option("schedule"), self._option("optimizer")
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
             trainer = optimizers.trainer_for(model, given, settings.lr, scheduled=schedule is not None, devices=devices)
             learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
+            learner.notes += [] if note is None else [note]
             result = Loop(learner, settings, display.event, schedule=schedule, run=run, resume=resume).fit()
         result.devices = self.device_names
         return result

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from manyhands.errors import BadBatch, BadSettings, NotATensor
 from manyhands.training.labels import ClassLabels
+from manyhands.training.loss_trial import note
 from manyhands.training.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.tensorflow import loss_trial
 from manyhands.training.tensorflow.batch_parts import Parts, answer_of, parts_of
@@ -115,12 +116,9 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
     """Refuse a loss whose parts do not add up, where batches are processed in parts; or a note that it is not known."""
     samples = train if isinstance(train, Arrays) else _first_batch(train)
     if samples is None:
-        why: str | None = "the loader can be read only once"
-    else:
-        why = loss_trial.check(Function(model, objective, 0), loss_trial.unlike(samples))
-    return (
-        None if why is None else f"the loss was not checked to be a mean over samples, as several parts need it: {why}"
-    )
+        return note("the loader can be read only once")
+    data = samples if isinstance(samples, Arrays) else Arrays(samples)
+    return note(loss_trial.check(Function(model, objective, 0), data))
 
 
 # A few samples

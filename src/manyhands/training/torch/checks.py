@@ -1,7 +1,7 @@
 """What is looked at before a job begins. On one device no pass is made for it through the model or the loss.
 
 There are two exceptions: lazy layers need a few samples to get their shapes, and on several devices, or with
-``accumulate``, a loss that we cannot look into is tried once, on a copy (:mod:`.loss_trial`).
+``accumulate``, a loss that we cannot look into is tried once, on a copy (:mod:`manyhands.training.loss_trial`).
 """
 
 from __future__ import annotations

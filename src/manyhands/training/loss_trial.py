@@ -1,0 +1,212 @@
+"""Is a loss that we cannot look into a mean over samples? Tried on real samples, before a job begins.
+
+On several devices, or with ``accumulate``, a batch is processed in parts, and their losses and gradients are added up:
+means weighted by their samples, a ``LossSum`` by its counts. The result is the loss of the whole batch unless the loss
+is another kind of mean, and a user's function does not say. So loss and gradients are computed for a few samples at
+once and for parts of them, and both must agree. For example a mean over tokens, of two texts with 1 and 3 tokens whose
+losses are 4 and 2, 2, 2::
+
+    whole   (4 + 2 + 2 + 2) / 4 = 2.5
+    parts   (4 / 1 + 6 / 3) / 2 = 3.0     -> refused
+
+Three things make the trial sensitive:
+
+- The samples are as unlike as possible: targets with little and with much padding, labels of every kind.
+- Gradients are compared, not values alone: with a last layer of zeros every sample has the same loss.
+- Parts are single samples, and halves with the small losses in one and the large ones in the other.
+
+A framework's adapter computes the loss and the gradients of some of the samples (:class:`Pass`), in a way that leaves
+the model as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from manyhands.errors import BadSettings
+from manyhands.training.order import spread
+from manyhands.training.sources import Array, Arrays
+
+FEW = 8  # samples that are tried
+POOL = 1024  # samples of an array among which unlike ones are looked for
+WIDTH = 4096  # numbers of a sample that are looked at
+# By precision, how far apart losses and gradients may be.
+_CLOSE = {"float64": (1e-7, 1e-7), "float32": (1e-4, 1e-4), "tf32": (1e-3, 1e-3)}
+_OTHERWISE_CLOSE = (3e-2, 3e-2)
+_SMALL = 1e-3  # of all gradients: those of a weight that are smaller may be nothing but rounding
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a loss: a sum over some samples, what it is divided by, and the sum's gradient for each weight."""
+
+    total: float
+    count: float
+    gradients: Sequence[Array]
+
+    @property
+    def divisor(self) -> float:
+        return self.count or 1.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The loss of some samples, as the sum of its terms."""
+
+    terms: Sequence[Term]
+
+    @cached_property
+    def loss(self) -> float:
+        return sum(term.total / term.divisor for term in self.terms)
+
+    @cached_property
+    def gradients(self) -> list[Array]:
+        columns = zip(*([array / term.divisor for array in term.gradients] for term in self.terms), strict=True)
+        return [np.asarray(sum(column)) for column in columns]
+
+    @cached_property
+    def norms(self) -> list[float]:
+        return [float(np.linalg.norm(array)) for array in self.gradients]
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and all(map(math.isfinite, self.norms))
+
+
+Compute = Callable[[Sequence[int]], Pass]
+
+
+def check(compute: Compute, size: int, *, precisions: Iterable[str], own_step: bool) -> str | None:
+    """Refuse a loss whose parts do not add up; or say why that is not known.
+
+    ``compute`` gives the pass of some rows of a batch of ``size`` samples, in these ``precisions``. ``own_step``: the
+    loss comes from the model's ``training_step``.
+    """
+    close = max(_CLOSE.get(name, _OTHERWISE_CLOSE) for name in precisions)
+    whole, again = compute(range(size)), compute(range(size))
+    if not (whole.is_finite and again.is_finite):
+        return "it is NaN for the samples that were tried"
+    if _differ(whole, again, [again], close):
+        return "it draws random numbers"
+    if size < 2:
+        return "there is only one sample"
+    why: str | None = "it is NaN, or fails, for a part of a batch"
+    for passes in _divisions(compute, size):
+        why, together = None, _together(passes)
+        if _differ(whole, together, passes, close):
+            raise BadSettings(_refusal(whole.loss, together.loss, size, len(passes), own_step))
+    return why
+
+
+def note(why: str | Exception | None) -> str | None:
+    """What a user reads where the trial came to no answer; an error will be raised again by the first step."""
+    if why is None:
+        return None
+    if isinstance(why, Exception):
+        why = f"{type(why).__name__}: {why}".splitlines()[0][:200]
+    return f"it was not checked whether the loss is a mean over the samples, as several parts need it ({why})"
+
+
+# Samples
+
+
+def unlike_samples(data: Arrays) -> Arrays:
+    """A few samples that differ as much as possible."""
+    pool = data.spread(POOL)
+    return Arrays(pool.rows(unlike(pool.arrays, pool.count)), data.prepare)
+
+
+def unlike(arrays: Sequence[Array], size: int) -> list[int]:
+    """Rows that differ as much as possible: in the target first, which is the last part of most batches."""
+    wishes = [list(_extremes(array)) for array in reversed(arrays)]
+    in_turns = [row for turn in itertools.zip_longest(*wishes) for row in turn if row is not None]
+    return sorted(list(dict.fromkeys([*in_turns, *spread(size, FEW).tolist()]))[:FEW])
+
+
+def _extremes(array: Array) -> Iterator[int]:
+    """The rows of an array that are the furthest apart: by padding, by kind of label, and by value."""
+    flat = array.reshape(len(array), -1)[:, :WIDTH]
+    if not flat.shape[1] or flat.dtype.kind not in "biuf":
+        return
+    if flat.dtype.kind != "f":
+        kinds, firsts, counts = np.unique(flat, return_index=True, return_counts=True)
+        for padding in (kinds[counts.argmax()], kinds[0]):
+            amount = (flat == padding).sum(1)
+            yield from (int(amount.argmax()), int(amount.argmin()))
+        if flat.shape[1] == 1:
+            yield from firsts[:: max(1, len(kinds) // FEW)].tolist()
+    means = flat.mean(1, dtype=np.float64)
+    if np.isfinite(means).all():
+        yield from (int(means.argmax()), int(means.argmin()))
+
+
+# Whole and parts
+
+
+def _divisions(compute: Compute, size: int) -> Iterator[list[Pass]]:
+    """Single samples; halves by their losses; halves in order. Those that fail are left out."""
+    orders = [list(range(size))]
+    if (singles := _all(compute, [[row] for row in range(size)])) is not None:
+        losses = [single.loss for single in singles]
+        orders.insert(0, sorted(range(size), key=losses.__getitem__))
+        yield singles
+    for order in orders:
+        if (halves := _all(compute, [order[: size // 2], order[size // 2 :]])) is not None:
+            yield halves
+
+
+def _all(compute: Compute, parts: Iterable[Sequence[int]]) -> list[Pass] | None:
+    """None where a part fails: a layer may want more than one sample."""
+    try:
+        passes = [compute(rows) for rows in parts]
+    except Exception:
+        return None
+    alike = len({len(one.terms) for one in passes}) == 1
+    return passes if alike and all(one.is_finite for one in passes) else None
+
+
+def _together(passes: Sequence[Pass]) -> Pass:
+    """The parts put together: all totals are added, and divided by all counts."""
+
+    def added(terms: Sequence[Term]) -> Term:
+        columns = zip(*(term.gradients for term in terms), strict=True)
+        gradients = [np.asarray(sum(column)) for column in columns]
+        return Term(sum(term.total for term in terms), sum(term.count for term in terms), gradients)
+
+    return Pass([added(terms) for terms in zip(*(one.terms for one in passes), strict=True)])
+
+
+def _differ(whole: Pass, other: Pass, parts: Sequence[Pass], close: tuple[float, float]) -> bool:
+    """Whether losses or gradients are further apart than rounding explains, relative to those of the parts."""
+    if abs(whole.loss - other.loss) > close[0] * (sum(abs(part.loss) for part in parts) / len(parts) or 1.0):
+        return True
+    scales = [max(column) for column in zip(*(part.norms for part in parts), strict=True)]
+    least = _SMALL * math.hypot(*scales) or 1.0
+    gaps = [float(np.linalg.norm(a - b)) for a, b in zip(whole.gradients, other.gradients, strict=True)]
+    return any(gap > close[1] * max(scale, least) for gap, scale in zip(gaps, scales, strict=True))
+
+
+def _refusal(whole: float, parts: float, size: int, number: int, own_step: bool) -> str:
+    if own_step:
+        advice = "return a mean over samples, or a sum and its divisor from training_step: mh.LossSum(total, count)"
+    else:
+        advice = (
+            "let the loss return one number per sample, or their mean (reduction='none' of a PyTorch or Keras loss "
+            "gives the numbers); or a sum and its divisor, mh.LossSum(total, count)"
+        )
+    values = f"it is {whole:.6g} for {size} samples, and {parts:.6g} put together from {number} parts of them"
+    if math.isclose(whole, parts, rel_tol=1e-4):
+        values = f"the gradients of {size} samples are not those of {number} parts of them put together"
+    return (
+        f"the loss is not a mean over the samples of a batch: {values}. On several devices, or with accumulate, a "
+        "batch is processed in parts, and this loss would then train another model than one device does. To train with "
+        f"it, {advice}. A mean over the tokens that are not padding ends with `return mh.LossSum(total, count)` "
+        "instead of `return total / count`. A loss that compares samples with each other needs the whole batch: one "
+        "device, and accumulate=1"
+    )
