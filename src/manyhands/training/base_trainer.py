@@ -37,13 +37,13 @@ class BaseTrainer(HyperParameters, abc.ABC):
     (``optimizer="adamw"``), as a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``) or as a function that takes a
     rate (``optax.adamw``). Without ``lr`` those have their own default. A finished optimizer, or a function that takes
     no rate, has its own: giving ``lr`` as well is an error. ``batch_size`` counts all devices together; a loader that
-    has another one is an error. ``loss`` is a function, an object, or a class that makes one (in PyTorch and TensorFlow
-    also a name, ``"mse"``). ``schedule`` is a function from how much of the training is done (0 to 1) to a factor of
+    has another one is an error. ``schedule`` is a function from how much of the training is done (0 to 1) to a factor of
     the learning rate.
 
-    ``loss`` is called as the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet,
-    ``loss(y_true, y_pred)`` with Keras, which also takes names (``loss="mse"``). It gives the mean over the samples of
-    a batch, or one number per sample, or a :class:`~manyhands.training.loss_sum.LossSum`.
+    ``loss`` is a function, an object, a class that makes one, or in PyTorch and TensorFlow a name (``"mse"``). It is
+    called as the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet,
+    ``loss(y_true, y_pred)`` with Keras. It gives the mean over the samples of a batch, or one number per sample, or a
+    :class:`~manyhands.training.loss_sum.LossSum`.
     """
 
     # Of each framework: its adapter, and the options that have no meaning there, with the reason.
