@@ -132,7 +132,8 @@ def run(options: argparse.Namespace) -> int:
         chosen["epochs"] = _EPOCHS_OF_SUBSET
     if not launcher.is_there():
         _check_devices(chosen, len(devices))
-    mh.Trainer(**_trainer_options(chosen, recipes), **where)  # refuses what no job can have, before there is a folder
+    # Refuses what no job can have, before there is a folder; this trainer is not used.
+    mh.Trainer(**_trainer_options(chosen, recipes), **where, run=options.run or options.resume or "runs")
     say = print if launcher.is_first() else _say_nothing
     say(f"data: {data.source}; {samples:,} to train on, {len(data.test.labels):,} to test with")
     # Under torchrun all processes do the job of the first one, in the folder that it makes.

@@ -15,7 +15,7 @@ from safetensors.numpy import load, save
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadRunFolder, BadSettings
 from manyhands.training import checkpoint
-from manyhands.training.recipes import model_and_weights
+from manyhands.training.recipes import MODELS, model_and_weights
 from manyhands.training.run_folder import RunFolder, named_refusals
 
 _KEPT = ("cursor", "settings", "samples", "shuffle", "figures", "shares")
@@ -43,6 +43,11 @@ def convert(run: Path, target: str, out: Path | None = None) -> Path:
     if target not in FRAMEWORKS:
         raise BadSettings(f"there is no framework {target!r}: choose one of {', '.join(FRAMEWORKS)}")
     source = framework_of(run)
+    if RunFolder.open(run).config.get("train", {}).get("model") not in MODELS:
+        raise BadRunFolder(
+            f"{run} does not say which model it is of: manyhands convert knows the models of manyhands train "
+            f"({', '.join(MODELS)}), whose layers have the same names in every framework"
+        )
     model, weights = model_and_weights(run, source)
     if out is not None and out.resolve() == run.resolve():
         raise BadRunFolder(f"{run} would be overwritten: give another folder")
