@@ -80,6 +80,7 @@ class Loop:
         return self.learner.rank == 0
 
     def fit(self) -> Result:
+        begun_at = self.cursor.step
         try:
             self.say_alive()
             if self.cursor.epoch >= self.settings.max_epochs:
@@ -97,6 +98,10 @@ class Loop:
             self.result.shares = self.learner.shares
             self.result.unsaved = self._unsaved()
             return self.result
+        except BaseException:
+            if self.run is not None and self.cursor.step == begun_at:
+                self.run.withdraw()
+            raise
         finally:
             self._close()
 

@@ -55,6 +55,7 @@ class RunFolder:
         self.path = path
         self._may_be_torn = True
         self._lock: RunLock | None = None
+        self._is_new = False  # whether this job began the run
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -129,11 +130,21 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             note = self.lock()
             plan.check()  # again: another job may have been here meanwhile
-            before = self.config if self.config_path.exists() else {}
+            self._is_new = not self.config_path.exists()
+            before = {} if self._is_new else self.config
             after = {**before, **plan.config, "settings": dict(settings)}
             if after != before:
                 self.config = after
         return note
+
+    def withdraw(self) -> None:
+        """Take back a new run that has made no step, because its first one was refused: no folder is left behind."""
+        if not self._is_new:
+            return
+        with contextlib.suppress(OSError):
+            self.config_path.unlink(missing_ok=True)
+            self.release()
+            self.path.rmdir()  # only if nothing else is in it
 
     @property
     def config_path(self) -> Path:
