@@ -198,7 +198,7 @@ def test_a_given_path_is_not_replaced_by_another(
     (tmp_path / "file").write_text("")
     write(tmp_path / "partial", {name: content for name, content in small_files().items() if name != TEST_LABELS})
     reason = {"nowhere": "does not exist", "file": "is not a directory", "partial": f"lacks {TEST_LABELS} (plain"}
-    with pytest.raises(DataNotFound, match="load\\(path\\) needs the directory") as caught:
+    with pytest.raises(DataNotFound, match="Give the directory with the four files") as caught:
         load(tmp_path / where)
     assert f"{tmp_path / where} {reason[where]}" in str(caught.value)
     assert isinstance(caught.value, FileNotFoundError)

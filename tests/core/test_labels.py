@@ -9,6 +9,7 @@ import pytest
 
 from manyhands.errors import BadBatch, BadLabels
 from manyhands.training.labels import ClassLabels
+from manyhands.training.order import Cursor
 from manyhands.training.sources import Stream, source
 
 X = np.zeros((4, 2), dtype=np.float32)
@@ -45,9 +46,9 @@ def test_data_that_are_no_numbers() -> None:
     with pytest.raises(BadBatch, match=r"hold text where numbers are needed.*np\.unique"):
         source((X, Y.astype(str)))
     with pytest.raises(BadBatch, match="hold object"):
-        list(Stream([(X, np.array([None] * 4))]).batches(0))
+        list(Stream([(X, np.array([None] * 4))]).windows(Cursor(), 0))
 
 
 def test_samples_that_are_not_put_together_to_batches() -> None:
     with pytest.raises(BadBatch, match="single numbers where a batch has one row per sample"):
-        list(Stream(zip(X, Y, strict=True)).batches(0))
+        list(Stream(zip(X, Y, strict=True)).windows(Cursor(), 0))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
 
+from manyhands.training.order import Cursor, Window
 from manyhands.training.randomness import with_own_numbers
 from manyhands.training.sources import Stream
 
@@ -56,6 +57,11 @@ class Shuffles:
 
 def test_a_stream_that_shuffles_is_gone_through_again_in_the_same_order() -> None:
     stream = Stream(Shuffles())
-    whole = [X.tolist() for X, _ in stream.batches(0, seed=3)]
-    assert [X.tolist() for X, _ in stream.batches(1, seed=3)] == whole[1:]
-    assert [X.tolist() for X, _ in stream.batches(0, seed=4)] != whole
+    whole = list(stream.windows(Cursor(), seed=3))
+    second = Cursor().after(whole[0][0])
+    assert _samples(stream.windows(second, seed=3)) == _samples(whole)[1:]
+    assert _samples(stream.windows(Cursor(), seed=4)) != _samples(whole)
+
+
+def _samples(windows: Iterable[tuple[Window, tuple[np.ndarray, ...]]]) -> list[list[int]]:
+    return [X.tolist() for _, (X, _) in windows]

@@ -37,8 +37,8 @@ class BaseTrainer(HyperParameters, abc.ABC):
     (``optimizer="adamw"``), as a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``) or as a function that takes a
     rate (``optax.adamw``). Without ``lr`` those have their own default. A finished optimizer, or a function that takes
     no rate, has its own: giving ``lr`` as well is an error. ``batch_size`` counts all devices together; a loader that
-    has another one is an error. ``schedule`` is a function from how much of the training is done (0 to 1) to a factor of
-    the learning rate.
+    has another one is an error. ``schedule`` is a function from how much of the training is done (0 to 1) to a factor
+    of the learning rate.
 
     ``loss`` is a function, an object, a class that makes one, or in PyTorch and TensorFlow a name (``"mse"``). It is
     called as the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet,
