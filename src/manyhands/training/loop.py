@@ -45,6 +45,7 @@ class Loop:
         self.batches_before: int | None = None  # that a loader gave in the epoch before
         self.keeps_checkpoints = run is not None
         self.run = RunFolder(run.path) if run is not None and self.first else None
+        self._begun: Cursor | None = None  # where the job begins; None again after its first step
         self._unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._shown = time.perf_counter()
         try:
@@ -54,7 +55,7 @@ class Loop:
             raise
 
     def _begin(self, run: RunPlan | None, resume: Path | None) -> None:
-        """Restore, and only then write to the run's folder: a job that is refused leaves it as it was."""
+        """Restore, and only then begin a run: a job that is refused leaves its folder as it was."""
         if self.run is not None and self.run.path.is_dir():
             self.run.lock()  # also for reading: nobody shall write meanwhile
         resumed = saving.restore(self, resume)
@@ -63,9 +64,17 @@ class Loop:
             note = self.run.begin(run, self.settings.as_dict())
             if note is not None:
                 self.say({"kind": "warning", "text": note})
-            saving.rewind(self)
+            self.result.rows = saving.rows_before(self.run, self.cursor)
+            self._begun = self.cursor
         if resumed:
             saving.share_rows(self)
+
+    def _commit(self) -> None:
+        """Write to a run that is there already, now that the job's first step was made."""
+        if self.run is not None and self._begun is not None:
+            self.run.commit()
+            saving.rewind(self.run, self._begun)
+            self._begun = None
 
     def _close(self) -> None:
         try:
@@ -80,11 +89,12 @@ class Loop:
         return self.learner.rank == 0
 
     def fit(self) -> Result:
-        begun_at = self.cursor.step
         try:
             self.say_alive()
             if self.cursor.epoch >= self.settings.max_epochs:
                 self.learner.notes.append("this run was at its end already: nothing was trained, its figures are shown")
+                if self.run is not None:
+                    self.run.restore_config()
             else:
                 self._check_repeats()
             while self.cursor.epoch < self.settings.max_epochs:
@@ -99,7 +109,7 @@ class Loop:
             self.result.unsaved = self._unsaved()
             return self.result
         except BaseException:
-            if self.run is not None and self.cursor.step == begun_at:
+            if self.run is not None and self._begun is not None:
                 self.run.withdraw()
             raise
         finally:
@@ -110,6 +120,7 @@ class Loop:
         loader = getattr(self.learner.data, "loader", None)
         for window, batch in streams.agreed(self.learner.batches(self.cursor), self.learner.all_have, loader):
             self.learner.step(window, batch, self._factor())
+            self._commit()
             self.cursor = self.cursor.after(window)
             self._look(window)
             if self.cursor.batch == streams.MANY and self._batches() is None:
@@ -234,6 +245,7 @@ class Loop:
 
     def _end_epoch(self, figures: Figures, seconds: float, *, whole: bool) -> None:
         epoch = self.cursor.epoch
+        self._commit()
         self.say_alive()
         tested = self.learner.evaluate(self._say_alive_now_and_then)
         self.say_alive()

@@ -56,6 +56,8 @@ class RunFolder:
         self._may_be_torn = True
         self._lock: RunLock | None = None
         self._is_new = False  # whether this job began the run
+        self._config_before: bytes | None = None  # of a run that this job goes on with
+        self._next_config: dict[str, Any] | None = None  # what `commit` will write
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -125,26 +127,49 @@ class RunFolder:
             self._lock = None
 
     def begin(self, plan: RunPlan, settings: Mapping[str, Any]) -> str | None:
-        """Make the folder if need be, lock it, and write down how the job was started; the lock's note."""
+        """Make the folder if need be, lock it, and write down how the job was started; the lock's note.
+
+        A run that is there already stays as it is until `commit`.
+        """
         with named_refusals(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             note = self.lock()
             plan.check()  # again: another job may have been here meanwhile
             self._is_new = not self.config_path.exists()
-            before = {} if self._is_new else self.config
-            after = {**before, **plan.config, "settings": dict(settings)}
-            if after != before:
-                self.config = after
+            self._next_config = {**plan.config, "settings": dict(settings)}
+            if self._is_new:
+                self.commit()
+            else:
+                self._config_before = self.config_path.read_bytes()
         return note
 
+    def commit(self) -> None:
+        """Write down how this job goes on: its first step was made."""
+        if self._next_config is None:
+            return
+        before = self.config if self.config_path.exists() else {}
+        after = {**before, **self._next_config}
+        if after != before:
+            with named_refusals(self.path):
+                self.config = after
+        self._next_config = None
+
     def withdraw(self) -> None:
-        """Take back a new run that has made no step, because its first one was refused: no folder is left behind."""
+        """Take back a job whose first step was refused: of a new run no folder is left, another one is as it was."""
         if not self._is_new:
+            self.restore_config()
             return
         with contextlib.suppress(OSError):
             self.config_path.unlink(missing_ok=True)
             self.release()
             self.path.rmdir()  # only if nothing else is in it
+
+    def restore_config(self) -> None:
+        """Make config.json what it was before a job that has trained nothing."""
+        before = self._config_before
+        with contextlib.suppress(OSError):
+            if before is not None and self.config_path.read_bytes() != before:
+                durable.replace(self.config_path, before)
 
     @property
     def config_path(self) -> Path:
@@ -205,9 +230,9 @@ class RunFolder:
             file.write(line.encode())
         self._may_be_torn = False
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Every row, oldest first, without a last line that a kill cut short."""
-        return [row for _, row in self._rows()]
+    def metrics(self, until: float = math.inf) -> list[dict[str, Any]]:
+        """Every row up to a step, oldest first, without a last line that a kill cut short."""
+        return [row for _, row in self._rows() if not _is_after(row.get("step"), until)]
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the rows of later steps: for a run that goes on from an earlier one."""
@@ -258,7 +283,7 @@ def _or_null(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _is_after(value: Any, step: int) -> bool:
+def _is_after(value: Any, step: float) -> bool:
     return isinstance(value, int | float) and value > step
 
 

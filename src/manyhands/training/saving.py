@@ -111,14 +111,20 @@ def is_kept(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool
     return name in options and own.get(name) != options[name]
 
 
-def rewind(loop: Loop) -> None:
+def rows_before(run: RunFolder, begun: Cursor) -> list[dict[str, Any]]:
+    """The epochs of a run that were over where the job begins."""
+    return [row for row in run.metrics(_last_row(begun)) if "epoch" in row]
+
+
+def rewind(run: RunFolder, begun: Cursor) -> None:
     """Drop what a run's folder holds of later steps than the one that the job begins at."""
-    if loop.run is None:
-        return
-    # A row stands at the last step of its epoch: if that epoch is not over yet, it will come again.
-    loop.run.truncate_metrics(loop.cursor.step - (1 if loop.cursor.sample else 0))
-    loop.result.rows = [row for row in loop.run.metrics() if "epoch" in row]
-    checkpoint.drop_after(loop.run.checkpoints, loop.cursor.step)
+    run.truncate_metrics(_last_row(begun))
+    checkpoint.drop_after(run.checkpoints, begun.step)
+
+
+def _last_row(begun: Cursor) -> int:
+    """The step of the last row. A row stands at its epoch's last step: if that is not over, it will come again."""
+    return begun.step - (1 if begun.sample else 0)
 
 
 def share_rows(loop: Loop) -> None:

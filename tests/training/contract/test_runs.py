@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_bench import Bench
+from training_bench import Bench, StopAt, Stopped
 
-from manyhands.errors import BadRunFolder, BadSettings, RunInUse, WrongCheckpoint
+from manyhands.errors import BadRunFolder, BadSettings, RunInUse, WorkerFailed, WrongCheckpoint
 from manyhands.training.parity import largest_difference
 
 
@@ -148,3 +148,22 @@ def test_a_folder_that_nobody_can_write_to(bench: Bench) -> None:
 def test_wrong_options_are_refused_when_the_trainer_is_made(bench: Bench, options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadSettings, match=words):
         bench.mh.Trainer(**options)
+
+
+def test_a_resumed_job_that_makes_no_step_leaves_every_byte(bench: Bench) -> None:
+    """The run was at its end, or the first step failed; also where the job goes on from an earlier checkpoint."""
+    run = bench.new_run()
+    bench.fit(epochs=2, run=run, checkpoint_every=2)
+    before = contents(run)
+    result = bench.fit(epochs=1, run=run, resume="auto", gradient_clip_val=7.0, precision="auto")
+    assert any("nothing was trained" in note for note in result.notes)
+    assert [row["epoch"] for row in result.rows] == [1, 2]
+    assert contents(run) == before
+    earlier = sorted((run / "checkpoints").iterdir())[-2]
+    for resume, epochs in (("auto", 3), (earlier, 2)):
+        with pytest.raises((Stopped, WorkerFailed)):
+            bench.fit(epochs=epochs, run=run, resume=resume, precision="auto", schedule=StopAt(0))
+        assert contents(run) == before
+    bench.fit(epochs=2, run=run, resume=earlier, gradient_clip_val=7.0)
+    assert json.loads((run / "config.json").read_text())["settings"]["gradient_clip_val"] == 7.0
+    assert [json.loads(line)["epoch"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2]
