@@ -95,6 +95,8 @@ def _announce(loop: Loop, before: Mapping[str, Any]) -> None:
     then |= before.get("optimizer_options", {})
     if not learner.optimizer_options.keys().isdisjoint(("lr", "learning_rate")):  # the optimizer's own rate counts
         del now[_ANNOUNCED["lr"]]
+    if settings["precision"] == "auto" and getattr(learner, "keeps_precision", False):
+        del now[_ANNOUNCED["precision"]]
     changed = [
         f"{name} {value} instead of {then[name]}" for name, value in now.items() if then.get(name, value) != value
     ]

@@ -103,6 +103,18 @@ def test_the_choice_is_kept_in_the_run_and_by_a_resumed_job(monkeypatch: pytest.
     assert json.loads((run / "config.json").read_text())["chosen"] == chosen, "the first reason stays"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_job_stays_in_float64(ranks: int, tmp_path: Path) -> None:
+    run, optimizer = tmp_path / "run", torch.optim.Adam
+    whole, _ = trained(precision="fp64", optimizer=optimizer, max_epochs=3, ranks=ranks)
+    trained(precision="fp64", optimizer=optimizer, max_epochs=1, run=run, ranks=ranks)
+    for epochs in (2, 3):  # the second time its checkpoint is of a job with precision="auto"
+        resumed, result = trained(optimizer=optimizer, max_epochs=epochs, run=run, resume="auto", ranks=ranks)
+        assert "precision fp64: as in the checkpoint that this job continues" in result.notes
+        assert not any("instead of fp64" in note for note in result.notes)
+    assert same(whole, resumed)
+
+
 def test_what_the_user_gives_is_not_decided(tmp_path: Path) -> None:
     _, result = trained(precision="fp32", max_epochs=1, run=tmp_path / "run")
     assert not any("precision" in note for note in result.notes)

@@ -38,6 +38,7 @@ from manyhands.training.torch.sources import Batch
 from manyhands.training.torch.step import EagerStep, Numbers
 from manyhands.training.torch.world import World
 
+CONTINUED = "as in the checkpoint that this job continues"
 _TWO = 2
 _WIDE = 64  # channels
 
@@ -63,7 +64,7 @@ def choose(job: Job, model: torch.nn.Module, objective: Objective, world: World,
     ``before``: whether a resumed job computed in bfloat16 (None: it is not resumed).
     """
     if before is not None:
-        return Choice("bf16" if before else _of_weights(model), "as in the checkpoint that this job continues")
+        return Choice("bf16" if before else _of_weights(model), CONTINUED)
     own = _of_this_rank(job, model, world.device)
     if own.bf16 and world.size > 1:
         own = _refusal(job, model, objective, world.device) or own

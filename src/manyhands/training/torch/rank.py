@@ -58,6 +58,7 @@ class Rank:
     """The state of one rank while it works; a :class:`~manyhands.training.learner.Learner`."""
 
     framework = "torch"
+    keeps_precision = True  # of a checkpoint, with precision="auto"
 
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world, self.settings = job, world, job.settings
@@ -122,6 +123,9 @@ class Rank:
     def _choose_precision(self) -> None:
         """bfloat16 or float32, where the user leaves it to us; all ranks alike, and as a resumed job had it."""
         if self.settings.precision != "auto":
+            return
+        if self.numbers.dtype is torch.float64:
+            self._note_precision(precision.Choice("fp64", precision.CONTINUED))
             return
         choice = precision.choose(self.job, self.model, self.objective, self.world, self.half_before)
         self._note_precision(choice)
@@ -345,6 +349,7 @@ class Rank:
                 "world": self.world.size,
                 "devices": devices,
                 "half": self.numbers.autocast is not None,
+                "double": self.numbers.dtype is torch.float64,
                 "optimizer": numbers,
                 "optimizer_groups": state.optimizer_groups(self.optimizer),
             },
@@ -357,6 +362,8 @@ class Rank:
         )
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
+        if self.settings.precision == "auto" and _was_double(saved):
+            self._become_double()
         state.restore_model(self.model, blobs["model"])
         if "module_state" in saved:
             self.module_state.restore(saved["module_state"], state.unpack(blobs["module_state"]))
@@ -381,6 +388,16 @@ class Rank:
             self.shares = saved["shares"]
         self.metrics.restore(figures.loss_sum, figures.right, figures.count, counted=figures.counted)
 
+    def _become_double(self) -> None:
+        """As a job that was begun in float64, before it gets the state of its checkpoint."""
+        self.numbers.dtype = torch.float64
+        self.model.double()
+        self.objective = placed(self.job.objective, self.world.device, self.numbers.dtype)
+        state.settle(self.optimizer)
+        if self.plain_step.gradients is not None:
+            self.plain_step.gradients.close()
+        self.plain_step = self._make_step()
+
     def from_first(self, data: bytes) -> bytes:
         return self.world.bytes_from_first(data)
 
@@ -403,3 +420,7 @@ def _watched(batches: Iterator[Batch | None], alive: Callable[[], None]) -> Iter
     for batch in batches:
         yield batch
         alive()
+
+
+def _was_double(saved: Mapping[str, Any]) -> bool:
+    return bool(saved.get("double", saved["settings"].get("precision") == "fp64"))
