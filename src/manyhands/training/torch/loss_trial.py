@@ -7,6 +7,7 @@ as they are.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -26,7 +27,9 @@ from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective, OwnStep
 from manyhands.training.torch.sources import Arrays, Batch, Samples, Stream, pick, rows
 
-_POOL = {Arrays: POOL, Samples: 32}  # samples among which unlike ones are looked for; reading a dataset costs something
+# Samples among which unlike ones are looked for. A count, not a time: all ranks must look at the same ones.
+_POOL = {Arrays: 16 * POOL, Samples: POOL}
+_POOL_BYTES = 1 << 27  # of these samples together: large ones, pictures from files say, take long to read
 _STREAMED = 2  # batches of a loader
 _DOUBLE = 50_000_000  # parameters: up to that many a copy in float64 takes little memory, and says more
 _COMPARED = 4_000_000  # numbers of a gradient: of a larger one as many are looked at, from everywhere
@@ -48,6 +51,8 @@ def sums(model: torch.nn.Module, job: Job) -> tuple[bool, str | None]:
             if _is_sum(tried, objective, batches[0]):
                 return True, None
             why: str | Exception | None = _mixes_samples(tried) or _check(tried, objective, batches)
+            if why is None:
+                return False, _partial(job)
     except BadSettings:
         raise
     except Exception as error:
@@ -92,8 +97,32 @@ def _pools(job: Job) -> Iterator[Batch]:
     if isinstance(data, Stream):
         yield from itertools.islice(samples.first_batches(job), _STREAMED)
         return
-    assert data.count is not None
-    yield samples.take(data, spread(data.count, _POOL[type(data)]))
+    yield samples.take(data, spread(data.count, _pool_size(data)))
+
+
+def _pool_size(data: Arrays | Samples) -> int:
+    """How many samples are looked at: as many as may be read, fewer where they are large."""
+    first = samples.few_samples(data, FEW)
+    leaves = [leaf for leaf in tree.flatten(first)[0] if isinstance(leaf, torch.Tensor)]
+    size = max(1, sum(leaf.numel() * leaf.element_size() for leaf in leaves) // rows(first))
+    return min(data.count, _POOL[type(data)], max(4 * FEW, _POOL_BYTES // size))
+
+
+def _partial(job: Job) -> str | None:
+    """A note, where the trial has not seen all of the data, and the loss is not one of PyTorch's."""
+    data, loss = job.train, getattr(job.objective, "loss", None)
+    if (loss if inspect.isfunction(loss) else type(loss)).__module__.startswith("torch.nn."):
+        return None
+    if isinstance(data, Stream):
+        seen = f"the first {_STREAMED} batches of the loader"
+    elif (size := _pool_size(data)) < data.count:
+        seen = f"{size} of {data.count} samples"
+    else:
+        return None
+    return (
+        f"whether the loss is a mean over samples was tried on {seen}: where others may weigh more or less, return "
+        "mh.LossSum(total, count) to be sure"
+    )
 
 
 def _unlike(batch: Batch, size: int) -> list[int]:
