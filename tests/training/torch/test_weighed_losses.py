@@ -67,6 +67,18 @@ def test_weights_follow_the_model() -> None:
     assert loss.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_within_a_function_follow_the_model(ranks: int) -> None:
+    """In float64, with the weights of a lambda in float32."""
+    narrow = WEIGHT.float()
+    expected, _ = fit(mlp(), vectors(), ranks, loss=nn.CrossEntropyLoss(weight=narrow), max_epochs=1)
+    for loss in (
+        lambda scores, y: functional.cross_entropy(scores, y, narrow),
+        lambda scores, y: functional.cross_entropy(scores, y, weight=narrow),
+    ):
+        assert difference(fit(mlp(), vectors(), ranks, loss=loss, max_epochs=1)[0], expected) < 1e-12
+
+
 def marked(count: int = 90) -> tuple[torch.Tensor, torch.Tensor]:
     X, y = vectors(count)
     y[::3] = -100
@@ -216,6 +228,37 @@ def test_one_rare_text_is_enough() -> None:
         fit(Language("masked"), DataLoader(TensorDataset(X, y), 60, drop_last=True), accumulate=2)
 
 
+def rarely_weighed(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores, y, weight=torch.tensor([1.0, 1.0, 9.0])) + 1e-3 * scores.pow(2).mean()
+
+
+def test_a_rare_class_of_a_dataset_is_found() -> None:
+    X, y = vectors(2000)
+    y[y == 2] = 1
+    y[7::100] = 2
+    model = nn.Sequential(mlp()).float()
+    for data in ((X.float(), y), TensorDataset(X.float(), y)):
+        with pytest.raises(BadSettings, match="not a mean over the samples"):
+            fit(model, data, loss=rarely_weighed, accumulate=4, max_epochs=1)
+
+
+def test_how_many_samples_were_tried_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(scores, y) * 2
+
+    X, y = vectors()
+    monkeypatch.setattr(loss_trial, "_POOL_BYTES", 56 * 40)  # 6 numbers and a label take 56 bytes
+
+    def tried(data: Any, loss: Any) -> list[str]:
+        _, result = fit(mlp(), data, accumulate=2, max_epochs=1, loss=loss)
+        return [note for note in result.notes if "was tried on" in note]
+
+    assert "tried on 40 of 90 samples: " in tried(TensorDataset(X, y), own)[0]
+    assert "tried on the first 2 batches of the loader: " in tried([(X, y)].__iter__(), own)[0]
+    assert not tried(TensorDataset(X[:40], y[:40]), own)
+    assert not tried((X, X[:, :CLASSES]), nn.MSELoss())
+
+
 def test_sparse_and_large_gradients_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Language("masked", zeros=True)
     model.net[0].sparse = True
@@ -255,6 +298,21 @@ def test_a_generator_keeps_its_first_batch() -> None:
     batches = ((X[start : start + 16], y[start : start + 16]) for start in range(0, 48, 16))
     fit(mlp(), batches, accumulate=2, max_epochs=1, loss=counted)
     assert seen == [8] * 6
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_malformed_sum_is_refused(accumulate: int) -> None:
+    for total, count, said in (
+        (lambda loss: loss, 1, r"the total of a LossSum is of type Tensor and shape \(\d+,\)"),
+        (lambda loss: float(loss.detach().sum()), 1, "the total of a LossSum is of type float: "),
+        (lambda loss: loss.sum(), torch.ones(3), r"the count of a LossSum has the shape \(3,\): "),
+    ):
+
+        def malformed(scores: torch.Tensor, y: torch.Tensor, total: Any = total, count: Any = count) -> LossSum:
+            return LossSum(total(functional.cross_entropy(scores, y, reduction="none")), count)
+
+        with pytest.raises(BadSettings, match=said):
+            fit(mlp(), vectors(), loss=malformed, accumulate=accumulate)
 
 
 def test_two_kinds_of_loss_are_refused() -> None:

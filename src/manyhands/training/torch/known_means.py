@@ -45,6 +45,7 @@ class KnownMeans(TorchFunctionMode):
         if options is None:
             return func(*args, **(kwargs or {}))
         scores, target = options.pop("input"), options.pop("target")
+        options["weight"] = _like(options["weight"], scores)
         total = func(scores, target, **{**options, "reduction": "sum"})
         count = _weight(scores, target, options)
         mean = total / count.to(total.dtype)
@@ -54,6 +55,23 @@ class KnownMeans(TorchFunctionMode):
     def sum_of(self, loss: Any) -> LossSum | None:
         """The sum and the weight behind a loss; None where it is none of the means that were computed here."""
         return next((both for mean, both in self._sums if mean is loss), None)
+
+
+class WeightsFollow(TorchFunctionMode):
+    """Within it, class weights are cast to the scores' dtype: a function of the user's may hold some in float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _MEANS:
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound.arguments["weight"] = _like(bound.arguments.get("weight"), bound.arguments["input"])
+            args, kwargs = bound.args, bound.kwargs
+        return func(*args, **(kwargs or {}))
+
+
+def _like(weight: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor | None:
+    return None if weight is None else weight.to(scores.device, scores.dtype)
 
 
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

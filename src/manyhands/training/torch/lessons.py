@@ -25,9 +25,10 @@ from torch.nn.modules.conv import _ConvNd
 from manyhands import tree
 from manyhands.training.torch import randomness
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Supervised, inputs_and_target
+from manyhands.training.torch.objective import Supervised, inputs_and_target, placed
 from manyhands.training.torch.samples import can_be_read, few_samples
 from manyhands.training.torch.sources import Batch, Samples
+from manyhands.training.torch.step import Numbers
 
 _FEW = 4
 _CHANNELS = 4  # of an image, at most
@@ -179,8 +180,7 @@ def _of_layer(job: Job) -> str | None:
             layer.register_forward_pre_hook(lambda layer, given, name=name: running.append((name, layer, given)))
             layer.register_forward_hook(lambda *_: running.pop() and None)
     try:
-        with randomness.kept(next(model.parameters()).device):
-            job.objective(model, batch)
+        _loss(job, model, batch)
     except Exception as error:
         if not running or not running[-1][2] or not isinstance(running[-1][2][0], torch.Tensor):
             return None
@@ -211,9 +211,7 @@ def _misfit(layer_name: str, layer: Any, given: torch.Tensor, direct: bool, erro
 
 def _of_gradient(job: Job) -> str | None:
     model, batch = _copy(job, few_samples(job.train, _FEW))
-    with randomness.kept(next(model.parameters()).device):
-        loss, _ = job.objective(model, batch)
-    if loss.requires_grad:
+    if _loss(job, model, batch).requires_grad:
         return None
     return (
         "the loss does not depend on the model's weights, so that there are no gradients: compute it without "
@@ -222,18 +220,27 @@ def _of_gradient(job: Job) -> str | None:
 
 
 def _copy(job: Job, batch: Batch) -> tuple[torch.nn.Module, Batch]:
-    """A copy of the model, and the samples where it is."""
+    """A copy of the model, and the samples where it is; both in float64 where the job is."""
     model = copy.deepcopy(job.model)
     device = next(model.parameters()).device
-    return model, tree.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    numbers = Numbers(dtype=torch.float64 if job.settings.precision == "fp64" else None)
+    model = model.to(numbers.dtype) if numbers.dtype is not None else model
+    moved = tree.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return model, numbers.lay(moved)
+
+
+def _loss(job: Job, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    first = next(model.parameters())
+    dtype = first.dtype if job.settings.precision == "fp64" else None
+    with randomness.kept(first.device):
+        return placed(job.objective, first.device, dtype)(model, batch)[0]
 
 
 def _works(job: Job, batch: Batch) -> bool:
     """Whether a copy of the model makes a forward and a backward pass with these samples."""
     model, batch = _copy(job, batch)
     try:
-        with randomness.kept(next(model.parameters()).device):
-            job.objective(model, batch)[0].backward()
+        _loss(job, model, batch).backward()
     except Exception:
         return False
     return True

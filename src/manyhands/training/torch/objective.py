@@ -13,12 +13,13 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from manyhands import tree
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch.book import Module
-from manyhands.training.torch.known_means import KnownMeans
+from manyhands.training.torch.known_means import KnownMeans, WeightsFollow
 from manyhands.training.torch.label_range import LabelRange
 from manyhands.training.torch.sources import Batch, rows
 
@@ -29,13 +30,16 @@ class Objective(abc.ABC):
     ``sums`` says how the parts of a batch are put together, on several ranks or with ``accumulate``. True: each part
     gives a sum and its count (:class:`LossSum`), and all sums are divided by all counts, once. False: the loss is a
     mean over samples. None: not known, because no batch is processed in parts.
+
+    ``dtype``: that of the model, where the trainer has changed it; class weights of a loss are then cast to it.
     """
 
     sums: bool | None = None
+    dtype: torch.dtype | None = None
 
     @abc.abstractmethod
     def value(
-        self, model: torch.nn.Module, batch: Batch, known: KnownMeans | None = None
+        self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, torch.Tensor | None]:
         """What the user's loss gives for the batch, and how many samples were answered rightly.
 
@@ -46,13 +50,13 @@ class Objective(abc.ABC):
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The mean loss of the batch, and how many samples were answered rightly; ``part``: there are other parts."""
-        value, right = self.value(model, batch)
+        value, right = self.value(model, batch, WeightsFollow() if self.dtype is not None else None)
         if not isinstance(value, LossSum):
             return value, right
         if part:
             raise BadSettings(_TWO_KINDS)
-        count = value.count.detach().to(value.total.dtype) if isinstance(value.count, torch.Tensor) else value.count
-        return value.total / count, right
+        whole = _checked(value)
+        return whole.total / whole.count.to(whole.total.dtype), right
 
     def in_parts(self, model: torch.nn.Module, part: Batch) -> tuple[LossSum, torch.Tensor | None]:
         """The loss of a part of a batch as a sum and its count; for an objective with ``sums``."""
@@ -79,9 +83,12 @@ def _checked(given: LossSum) -> LossSum:
     """The same with tensors of no dimensions: the count in float64, without a gradient."""
     total, count = given.total, given.count
     if not isinstance(total, torch.Tensor) or total.dim():
-        shape = f" of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else ""
-        raise BadSettings(f"the total of a LossSum is a {type(total).__name__}{shape}: give a tensor with one number")
+        shape = f" and shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else ""
+        what = f"of type {type(total).__name__}{shape}"
+        raise BadSettings(f"the total of a LossSum is {what}: give a tensor with one number")
     if isinstance(count, torch.Tensor):
+        if count.numel() != 1:
+            raise BadSettings(f"the count of a LossSum has the shape {tuple(count.shape)}: give one number, as .sum()")
         return LossSum(total, count.detach().to(total.device, torch.float64).reshape(()))
     return LossSum(total, torch.full((), float(count), dtype=torch.float64, device=total.device))
 
@@ -92,11 +99,12 @@ class Supervised(Objective):
 
     loss: Callable[[Any, Any], Any]
     sums: bool | None = None
+    dtype: torch.dtype | None = None
     # Learns from the first answer how many classes there are, before the loss sees a label that it has no output for.
     labels: LabelRange | None = None
 
     def value(
-        self, model: torch.nn.Module, batch: Batch, known: KnownMeans | None = None
+        self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, torch.Tensor | None]:
         inputs, target = inputs_and_target(batch)
         answer = model(*inputs)
@@ -115,11 +123,12 @@ class OwnStep(Objective):
     """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a ``LossSum``."""
 
     sums: bool | None = None
+    dtype: torch.dtype | None = None
     # Whether it is to be training_step, or validation_step; None: as the model's mode says.
     training: bool | None = None
 
     def value(
-        self, model: torch.nn.Module, batch: Batch, known: KnownMeans | None = None
+        self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, torch.Tensor | None]:
         user: Any = model
         trains = (model.training if self.training is None else self.training) or not hasattr(model, "validation_step")
@@ -173,6 +182,8 @@ def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None
 
     ``dtype``: that of the model, where the trainer has changed it. The caller's own loss stays as it is.
     """
+    if dtype is not None:
+        objective = dataclasses.replace(objective, dtype=dtype)  # type: ignore[type-var]
     if not isinstance(objective, Supervised):
         return objective
 
