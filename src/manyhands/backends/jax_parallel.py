@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,7 +35,6 @@ from manyhands.backends.native import (
     told,
 )
 from manyhands.errors import CannotTrace
-from manyhands.spans import Held
 
 name = "jax"
 PLAINLY = "JAX issues operations one by one and does not wait for them"
@@ -113,7 +112,7 @@ def parts(value: Any) -> Iterable[tuple[str, Callable[[], Any]]] | None:
     if isinstance(value, variable):
         return [("value", value.get_raw_value)]
     own = vars(value)
-    return [(word, functools.partial(own.get, word)) for word in own if not word.startswith("_pytree__")]
+    return [(word, functools.partial(own.get, word)) for word in [*own] if not word.startswith("_pytree__")]
 
 
 def _nnx_classes() -> tuple[type, ...]:
@@ -227,6 +226,7 @@ def _compiled(closed: ClosedJaxpr, outputs: Outputs) -> Callable[[Call], Any]:
 # What explicit tasks need of JAX (manyhands.engine.futures)
 
 memory_of = id  # an array never changes, so none needs to be known by its memory
+_ARRAYS = (jax.Array, np.ndarray)
 _REFERENCES: Any = getattr(jax, "Ref", ())
 
 
@@ -247,7 +247,49 @@ def version_of(value: Any) -> Any:
     if isinstance(value, variable):
         return _Value(value.get_raw_value())
     # nnx.jit writes the attributes of Flax's own modules back as they were.
-    return None if type(value).__module__.startswith("flax.") else Held([*(parts_of(value) or ())])
+    if type(value).__module__.startswith("flax."):
+        return None
+    return _content(value, ())
+
+
+def _content(value: Any, above: tuple[int, ...]) -> Any:
+    """A module by its attributes, a variable by its value; ``above``: the modules that this one is in."""
+    variable: Any = _nnx_classes()[1]
+    if isinstance(value, variable):
+        return _Value(value.get_raw_value())
+    if not _is_nnx(value):
+        return _Value(value)
+    inside = () if id(value) in above else parts(value) or ()
+    return type(value), {word: _content(look(), (*above, id(value))) for word, look in inside}
+
+
+# What takes the attributes out of the modules that it is given, and puts them back.
+_TRANSFORMS = {
+    "jit",
+    "pmap",
+    "shard_map",
+    "vmap",
+    "scan",
+    "remat",
+    "checkpoint",
+    "grad",
+    "value_and_grad",
+    "vjp",
+    "jvp",
+}
+_TRANSFORMS |= {"custom_vjp", "cond", "switch", "while_loop", "fori_loop", "eval_shape", "cached_partial"}
+
+
+def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
+    """Flax's modules, where a task calls a transform of Flax: it empties them and fills them again."""
+    modules = [one for one in objects if isinstance(one, _nnx_classes()[:1])]
+    if not modules or not (words & _TRANSFORMS or any(_is_transform(one) for one in objects)):
+        return []
+    return modules
+
+
+def _is_transform(value: Any) -> bool:
+    return type(value).__module__.startswith("flax.nnx.transforms")
 
 
 class _Value:
@@ -261,8 +303,9 @@ class _Value:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Value) or self._value is other._value:
             return isinstance(other, _Value)
-        if not isinstance(self._value, jax.Array) or not isinstance(other._value, jax.Array):
-            return False
+        if not isinstance(self._value, _ARRAYS) or not isinstance(other._value, _ARRAYS):
+            same_kind = type(self._value) is type(other._value) and isinstance(self._value, (*_BY_VALUE, tuple))
+            return bool(same_kind and self._value == other._value)
         return difference(*(jax.random.key_data(one) if _is_key(one) else one for one in (self._value, other._value)))[
             0
         ]
@@ -270,7 +313,7 @@ class _Value:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _is_key(array: jax.Array) -> bool:
+def _is_key(array: Any) -> bool:
     return bool(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import mxnet as mx
@@ -197,8 +197,22 @@ def version_of(value: Any) -> Any:
         content = value.asnumpy()
         return content.tobytes() if content.nbytes <= _WHOLE else zlib.adler32(np.ascontiguousarray(content).data)
     if isinstance(value, mx.gluon.Parameter):
-        return Held([*(value._data or ())])
+        return None if value._data is None else Held([*value._data])  # values that a first call makes are no write
     return Held([*(parts_of(value) or ())]) if isinstance(value, mx.gluon.Block) else None
+
+
+def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
+    """Blocks that two threads must not call at once: hybridized ones, and those whose parameters have no values yet."""
+    blocks = {id(part): part for one in objects if isinstance(one, mx.gluon.Block) for part in _blocks(one)}
+    return [block for block in blocks.values() if _is_cached(block) or _is_deferred(block)]
+
+
+def _is_cached(block: Any) -> bool:
+    return isinstance(block, mx.gluon.SymbolBlock) or getattr(block, "_active", False)
+
+
+def _is_deferred(block: Any) -> bool:
+    return any(parameter._data is None for parameter in block._reg_params.values())
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Hashable, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Set
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from manyhands.engine import contents
 from manyhands.engine.job import NOTHING, Future, Job, Touched
@@ -89,6 +91,12 @@ class Call(Job):
             found = self._read()
             if found.inputs:
                 arguments, keywords = filled(arguments), filled(keywords)
+        if not found.in_turn:
+            return self._watched(found, arguments, keywords)
+        with _in_turn(found.in_turn):
+            return self._watched(self._read(), arguments, keywords)
+
+    def _watched(self, found: Found, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         watch = Watch(self._objects, found, self.really_written())
         assert self._context is not None
         value = self._context.run(call_at_once, self._done_by, arguments, keywords)
@@ -104,6 +112,21 @@ class Call(Job):
         for variable in found.variables:
             if not variable.is_bound() and not found.locks and variable.key() not in self._objects.rebound:
                 raise UndeclaredWrite(_rebound(self.name, variable.name))
+
+
+_turns: WeakValueDictionary[int, Any] = WeakValueDictionary()  # a lock for each object that a task waits for or uses
+_turns_lock = threading.Lock()
+
+
+@contextmanager
+def _in_turn(objects: Collection[Any]) -> Iterator[None]:
+    """While no other task uses one of these objects."""
+    with _turns_lock:
+        locks = [_turns.setdefault(one, threading.RLock()) for one in sorted({id(one) for one in objects})]
+    with ExitStack() as stack:
+        for lock in locks:  # all tasks take them in the same order
+            stack.enter_context(lock)
+        yield
 
 
 def _nothing() -> None:

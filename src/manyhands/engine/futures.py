@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -65,7 +65,9 @@ class parallel:
     for objects that share memory, or a :class:`~manyhands.spans.Span`, so that a write to one is a write to the other.
     ``parts_of``: what else is read and written with an object; None: its attributes. ``version_of``: something that
     every write to an object changes, or None. ``bound``: applied to each function in the thread that gives the task, to
-    carry along what is that thread's own (a framework's modes).
+    carry along what is that thread's own (a framework's modes). ``in_turn``: given the objects that a task reaches and
+    the words in its code, those objects that change inside when they are only used (a block that is traced at its first
+    call): tasks that share one run one after the other, in any order.
     """
 
     def __init__(
@@ -77,12 +79,13 @@ class parallel:
         parts_of: Callable[[Any], Collection[Any] | None] = lambda value: None,
         version_of: Callable[[Any], Any] | None = None,
         bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        in_turn: Callable[[list[Any], Set[str]], Collection[Any]] | None = None,
     ) -> None:
         must_be_threads(threads)
         if threads is not None and threads < 1:
             raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
-        self._objects = Objects(memory_of, parts_of, version_of, bound)
+        self._objects = Objects(memory_of, parts_of, version_of, bound, in_turn)
         self._jobs: dict[Job, None] = {}  # those that are not over, or have failed, and nobody has seen it
         self._crew: Crew | None = None
         self._outer: parallel | None = None

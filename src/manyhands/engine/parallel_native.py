@@ -270,6 +270,7 @@ class Offer:
                 parts_of=backend.parts_of,
                 version_of=backend.version_of,
                 bound=backend.bound,
+                in_turn=getattr(backend, "in_turn", None),
             )
         if synchronous:
             raise EngineError(f"parallel(synchronous=True): {runtime} chooses the order; for debugging call fn itself")

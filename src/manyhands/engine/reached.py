@@ -27,7 +27,7 @@ import threading
 import types
 from argparse import Namespace
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Set
 from typing import Any, NamedTuple, TypeAlias
 
 from manyhands.engine import contents
@@ -78,6 +78,7 @@ class Found:
         "arrays",
         "for_good",
         "holders",
+        "in_turn",
         "inputs",
         "locks",
         "memories",
@@ -95,6 +96,7 @@ class Found:
         self.objects: list[Any] = []  # that a framework may have something to say of
         self.holders: list[Any] = []  # Python's containers and the user's objects
         self.variables: list[Variable] = []
+        self.in_turn: Collection[Any] = ()  # of the objects, those that one task at a time can use
         self.locks = False  # whether a lock, or the like, is among them
         self.words: set[str] | None = None  # the names of attributes that are looked up; None: perhaps all
         self.for_good = True  # whether this is all that there will ever be, as long as the variables stay
@@ -128,7 +130,9 @@ class Objects:
         parts_of: Callable[[Any], Collection[Any] | None],
         version_of: Callable[[Any], Any] | None,
         bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+        in_turn: Callable[[list[Any], Set[str]], Collection[Any]] | None,
     ) -> None:
+        self.in_turn = in_turn
         self.memory_of, self.parts_of, self.version_of, self.bound = memory_of, parts_of, version_of, bound
         self.rebound: set[Hashable] = set()  # variables that some task has declared to write
         self._kinds: dict[type, _Kind | None] = {}
@@ -144,6 +148,8 @@ class Objects:
                 walk.stack, walk.later = walk.later, []
                 self._through(walk)
             found.inputs, found.reached = inputs, found.inputs
+        if self.in_turn is not None:
+            found.in_turn = self.in_turn(found.objects, walk.words)
         return found
 
     def _goes_on(self, walk: _Walk) -> bool:

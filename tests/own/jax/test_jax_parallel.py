@@ -24,6 +24,7 @@ from manyhands import jax as mh
 from manyhands.backends import jax_parallel
 from manyhands.backends.native import Traced
 from manyhands.engine.outside import Outside
+from manyhands.errors import UndeclaredWrite
 
 NUMBERS, DICE = itertools.count(), random.Random(1)
 
@@ -238,3 +239,50 @@ def test_arguments_that_are_never_the_same_are_not_planned_for_ever() -> None:
     for number in range(70):
         assert fast(jnp.zeros(1), number).tolist() == [number]
     assert "of another form at every call" in fast.explain()
+
+
+def flax_net(seed: int) -> Any:
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(seed)
+            self.linear, self.dropout, self.calls = nnx.Linear(4, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), 0
+
+        def __call__(self, x: Any) -> Any:
+            return self.dropout(self.linear(x))
+
+    return Net()
+
+
+def test_tasks_share_a_module_under_a_transform() -> None:
+    """``nnx.jit`` takes the attributes out of a module and puts them back: no other task may look meanwhile."""
+    nnx = pytest.importorskip("flax.nnx")
+    call, slope = nnx.jit(lambda net, x: net(x)), nnx.grad(lambda net, x: net(x).sum())
+    x = jnp.ones((2, 4))
+    for seed in range(3):
+        net = flax_net(seed)
+        net.eval()
+        with mh.parallel(threads=4):
+            answers = [mh.task(call)(net, x) for _ in range(6)]
+            slopes = [mh.task(lambda net=net: slope(net, x))() for _ in range(3)]
+        for answer in answers:
+            np.testing.assert_array_equal(answer.result(), call(net, x))
+        assert all(jnp.allclose(one.result().linear.kernel[...], 2) for one in slopes)
+
+
+def test_a_task_that_changes_a_module_has_to_declare_it() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    def counts(net: Any) -> None:
+        net.calls += 1
+
+    def exchanges(net: Any) -> None:
+        net.linear = nnx.Linear(4, 3, rngs=nnx.Rngs(9))
+
+    for change in (counts, exchanges):
+        net = flax_net(0)
+        with pytest.raises(UndeclaredWrite, match="Net"), mh.parallel(threads=2):
+            mh.task(change)(net)
+        with mh.parallel(threads=2):
+            mh.task(change, writes=(net,))(net)

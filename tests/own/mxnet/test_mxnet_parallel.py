@@ -236,3 +236,24 @@ def test_tasks_do_as_the_thread_that_gave_them() -> None:
         for _ in range(4):
             mh.task(lambda t: t.__imul__(2), writes=(view,))(view)
         assert mh.task(lambda t: t.asnumpy().tolist())(x).result() == [1, 16, 16]
+
+
+@pytest.mark.parametrize("kind", ["hybridized", "shapes unknown", "both", "from symbols"])
+def test_tasks_share_a_block_from_its_first_call_on(kind: str) -> None:
+    """A first call traces the block and makes values; two threads in one CachedOp end the process."""
+    for _ in range(4):
+        units = 0 if kind in ("shapes unknown", "both") else 8
+        block = mx.gluon.nn.HybridSequential()
+        for _ in range(4):
+            block.add(mx.gluon.nn.Dense(8, in_units=units, activation="tanh"))
+        block.initialize()
+        if kind in ("hybridized", "both"):
+            block.hybridize()
+        if kind == "from symbols":
+            data = mx.sym.var("data")
+            block = mx.gluon.SymbolBlock([block(data)], [data], params=block.collect_params())
+        batches = [mx.nd.random.normal(shape=(2, 8)) for _ in range(6)]
+        with mh.parallel(threads=4):
+            answers = [mh.task(lambda x, block=block: block(x))(x) for x in batches]
+        for answer, x in zip(answers, batches, strict=True):
+            np.testing.assert_array_equal(answer.result().asnumpy(), block(x).asnumpy())
