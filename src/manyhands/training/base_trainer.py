@@ -189,6 +189,8 @@ class BaseTrainer(HyperParameters, abc.ABC):
         self._check_step(model)
         self.train_source, self.test_source = self._sources(data)
         settings = self._settings()
+        if self.train_source.count is None and self.train_source.batch_size is None:
+            self.train_source = dataclasses.replace(self.train_source, required_size=self._option("batch_size"))
         for source in (self.train_source, self.test_source):
             streams.check(source, 1 if self._option("resume") is not None else settings.max_epochs)
         run, resume = self._run_plan(), None
@@ -244,10 +246,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
     def _settings(self) -> Settings:
         size, of_data = self._option("batch_size"), self.train_source.batch_size
         if None not in (size, of_data) and size != of_data:
-            raise BadSettings(
-                f"batch_size={size} was given to the trainer, and the data come in batches of {of_data}: give one of "
-                "them, or both alike. A batch is divided over all devices"
-            )
+            raise streams.another_size(size, of_data)
         return self._settings_with(of_data if size is None else size)
 
     def _settings_with(self, size: int | None) -> Settings:

@@ -60,6 +60,8 @@ class Loop:
             self.run.lock()  # also for reading: nobody shall write meanwhile
         resumed = saving.restore(self, resume)
         self._check_schedule()
+        if (note := streams.unseeded(self.learner.data)) is not None:
+            self.learner.notes.append(note)
         if self.run is not None and run is not None:
             note = self.run.begin(run, self.settings.as_dict())
             if note is not None:

@@ -5,6 +5,7 @@ PyTorch has sources of its own (:mod:`.torch.sources`), because it has datasets 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -141,12 +142,17 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Stream:
-    """A loader that gives batches (inputs, target) in an order of its own; every process reads all of it."""
+    """A loader that gives batches (inputs, target) in an order of its own; every process reads all of it.
+
+    ``required_size``: the trainer's ``batch_size``, where the loader does not say its own; a loader of batches of
+    another size is refused.
+    """
 
     loader: Any
     batch_size: int | None = None
     shuffle: bool = False
     count: None = None
+    required_size: int | None = None
 
     def windows(self, cursor: Cursor, seed: int) -> Iterator[tuple[Window, tuple[Array, ...]]]:
         """The batches that are left of the cursor's epoch, in NumPy's arrays, each with its window.
@@ -157,10 +163,16 @@ class Stream:
         mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
         batches = map(_parts, with_own_numbers(self.loader, mixed))
         full = (parts for parts in batches if len(parts[0]))
-        yield from streams.windows(self.loader, full, cursor, lambda parts: len(parts[0]), _pieces)
+        checked = streams.of_size(full, self.required_size, _rows)
+        yield from streams.windows(self.loader, checked, cursor, _rows, _pieces)
 
+    @functools.cached_property
     def first_batch(self) -> tuple[Array, ...]:
-        """The first batch, for a look at it."""
+        """The first batch, for a look at it.
+
+        The loader is read once for all looks: a tf.data.Dataset has another order each time that it is read, and how
+        often it is looked at depends on the number of devices.
+        """
         _, parts = next(self.windows(Cursor(), 0))
         return parts
 
@@ -192,6 +204,10 @@ def is_array(part: Any) -> bool:
 def as_numpy(part: Any) -> Array:
     """An array of a framework in the host's memory; MXNet's has its own word for it."""
     return np.asarray(part.asnumpy() if hasattr(part, "asnumpy") else part)
+
+
+def _rows(parts: tuple[Array, ...]) -> int:
+    return len(parts[0])
 
 
 def _pieces(parts: tuple[Array, ...]) -> Iterator[bytes]:

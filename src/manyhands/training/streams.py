@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from manyhands.errors import BadBatch, WrongCheckpoint
+from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint
 from manyhands.training.order import Cursor, Window
 
 B = TypeVar("B")
@@ -84,6 +84,23 @@ def windows(
         raise _not_repeated(loader, cursor)
     if not repeated:  # the epoch was at its end: no sample is missed
         warnings.warn(not_repeated_epoch(loader, cursor.epoch + 1), stacklevel=2)
+
+
+def of_size(batches: Iterable[B], size: int | None, rows: Callable[[B], int]) -> Iterator[B]:
+    """The same batches; an error where the first has another size, unless it is short and the only one."""
+    left = iter(batches)
+    first = list(itertools.islice(left, 1))
+    if size is not None and first and rows(first[0]) != size and (rows(first[0]) > size or any(True for _ in left)):
+        raise another_size(size, rows(first[0]))
+    yield from first
+    yield from left
+
+
+def another_size(size: int, of_data: int) -> BadSettings:
+    return BadSettings(
+        f"batch_size={size} was given to the trainer, and the data come in batches of {of_data}: give one of them, or "
+        "both alike. A batch is divided over all devices"
+    )
 
 
 def agreed(
@@ -148,6 +165,23 @@ def check(data: Any, epochs: int) -> None:
         )
 
 
+def unseeded(data: Any) -> str | None:
+    """A note for a tf.data.Dataset that shuffles without a seed, or None."""
+    left: list[Any] = [getattr(data, "loader", None)]
+    while left:
+        dataset: Any = left.pop()
+        if not type(dataset).__module__.startswith("tensorflow.") or not hasattr(dataset, "_inputs"):
+            continue
+        if type(dataset).__name__ == "_ShuffleDataset" and int(dataset._seed) == int(dataset._seed2) == 0:
+            return (
+                "the tf.data.Dataset shuffles without a seed, so every run has another order, and one that stopped "
+                "within an epoch cannot be resumed there: give a function of the epoch, "
+                "lambda epoch: dataset.shuffle(1000, seed=epoch).batch(64)"
+            )
+        left += dataset._inputs()
+    return None
+
+
 def _says_endless(loader: Any) -> bool:
     """A tf.data.Dataset knows how many elements it has; -1 is one without an end."""
     cardinality = getattr(loader, "cardinality", None)
@@ -175,8 +209,8 @@ def _no_batch(loader: Any, epoch: int) -> BadBatch:
 
 def _not_repeated(loader: Any, cursor: Cursor) -> WrongCheckpoint:
     return WrongCheckpoint(
-        f"the checkpoint stands after {cursor.batch} batches ({cursor.sample} samples) of epoch {cursor.epoch + 1}, "
-        "and the loader does not give these batches again: some samples would be trained on twice and others never. "
+        f"the checkpoint stands after batch {cursor.batch} ({cursor.sample} samples) of epoch {cursor.epoch + 1}, and "
+        "the loader does not give the batches up to it again: some samples would be trained on twice and others never. "
         f"{_advice(loader)}. This run can go on from a checkpoint at the end of an epoch"
     )
 

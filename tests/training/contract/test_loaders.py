@@ -56,6 +56,14 @@ def stopped(bench: Bench, data: Any, step: int, **options: Any) -> Path:
     return run
 
 
+def test_the_batches_of_a_loader_have_the_size_that_was_given(bench: Bench) -> None:
+    for size in (5, 50):
+        with pytest.raises(BadSettings, match=f"batch_size={size} .* in batches of 16"):
+            bench.fit(epochs=1, data=Loader(bench), batch_size=size)
+    bench.fit(epochs=1, data=Loader(bench), batch_size=16)
+    bench.fit(epochs=1, data=Loader(bench, lambda count: range(1)), batch_size=50)  # one short batch
+
+
 # The schedule
 
 
@@ -115,7 +123,7 @@ def test_an_order_that_cannot_be_repeated_is_said(bench: Bench) -> None:
     drawn = itertools.cycle([[0, 1, 2, 3], [1, 0, 2, 3], [2, 0, 1, 3], [3, 0, 1, 2], [0, 2, 1, 3]])
     data = Loader(bench, lambda count: next(drawn))
     run = stopped(bench, data, 6)
-    with pytest.raises(WrongCheckpoint, match=r"after 2 batches .32 samples. of epoch 2.*default_rng\(\(0, epoch\)\)"):
+    with pytest.raises(WrongCheckpoint, match=r"after batch 2 .32 samples. of epoch 2.*default_rng\(\(0, epoch\)\)"):
         bench.fit(epochs=3, data=data, schedule=same, resume="auto", run=run)
     for every in (4, None):  # the last batch of an epoch is done, or the next epoch is begun
         run = stopped(bench, data, 9, checkpoint_every=every)

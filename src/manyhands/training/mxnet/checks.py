@@ -93,7 +93,7 @@ def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> st
         return loss_trial.note("the loader can be read only once")
     try:
         trained = [one.list_data()[0] for one in replicas.distinct(model) if one.grad_req != "null"]
-        few = loss_trial.unlike_samples(data if isinstance(data, Arrays) else Arrays(data.first_batch()))
+        few = loss_trial.unlike_samples(data if isinstance(data, Arrays) else Arrays(data.first_batch))
 
         def compute(rows: Sequence[int]) -> Pass:
             batch = laid_for(model, few.prepare(tuple(map(modes.native, few.rows(list(rows))))))
@@ -126,7 +126,7 @@ def few_samples(data: Source, count: int) -> Batch:
     """The first samples; for a stream its first batch. As the model will get them."""
     if isinstance(data, Arrays):
         return data.prepare(tuple(map(modes.native, data.rows(slice(count)))))
-    return tuple(map(modes.native, data.first_batch()))
+    return tuple(map(modes.native, data.first_batch))
 
 
 def first_answer(model: Any, batch: Batch) -> Any:

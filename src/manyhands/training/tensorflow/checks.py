@@ -133,4 +133,4 @@ def few_samples(data: Source, count: int) -> Batch | None:
 
 
 def _first_batch(data: Stream) -> tuple[Array, ...] | None:
-    return None if isinstance(data.loader, Iterator) else data.first_batch()
+    return None if isinstance(data.loader, Iterator) else data.first_batch

@@ -83,7 +83,8 @@ def shards(
 
 def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator[tuple[Window, Batch]]:
     """The batches that a loader gives from the cursor on, each with its window."""
-    return streams.windows(source.loader, source.batches(seed), cursor, rows, _pieces)
+    batches = streams.of_size(source.batches(seed), source.required_size, rows)
+    return streams.windows(source.loader, batches, cursor, rows, _pieces)
 
 
 def _pieces(batch: Batch) -> Iterator[bytes]:

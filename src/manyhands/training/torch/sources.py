@@ -151,6 +151,7 @@ class Stream:
     shuffle: bool = False
     count: int | None = None
     look: Look | None = None
+    required_size: int | None = None  # the trainer's, where the loader does not say its own
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """All batches of an epoch; the loader draws the same random numbers on every rank."""
