@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from manyhands.cli import flags
 from manyhands.device import FRAMEWORKS
 
 
@@ -16,10 +16,10 @@ def add(commands: Any) -> None:
         description="Makes a new run with the same weights in the other framework's form. It can be loaded there "
         "(mh.load_model(RUN)) and trained on (manyhands train --resume RUN). No framework needs to be installed.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run of manyhands train")
+    parser.add_argument("run", type=flags.folder, metavar="RUN", help="the folder of a run of manyhands train")
     parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="the framework that the new run is for")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="the new run's folder; default: RUN-FRAMEWORK beside RUN"
+        "--out", type=flags.folder, metavar="FOLDER", help="the new run's folder; default: RUN-FRAMEWORK beside RUN"
     )
     parser.set_defaults(run_command=run)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 _FLAGS = {"max_epochs": "--epochs", "batch_size": "--batch-size", "batch_stats": "--batch-stats"}
 _FLAGS |= {"checkpoint_every": "--checkpoint-every"}
@@ -22,6 +25,27 @@ def of(name: str) -> str:
     ('--batch-size', '--epochs')
     """
     return _FLAGS.get(name, f"--{name}")
+
+
+def changed(name: str, value: Any, before: Any) -> str:
+    """What a resumed run has now, and what it was begun with.
+
+    >>> changed("lr", 0.2, 0.05), changed("plain", True, False)
+    ('--lr 0.2: the run was begun with 0.05', '--plain: the run was begun with --no-plain')
+    >>> changed("data", "b", None), changed("shares", None, "0.7,0.3")
+    ('--data b: the run was begun without it', 'no --shares: the run was begun with 0.7,0.3')
+    """
+    if isinstance(before, bool):
+        begun = f"with {_with_value(name, before)}"
+    else:
+        begun = "without it" if before is None else f"with {before}"
+    return f"{_with_value(name, value)}: the run was begun {begun}"
+
+
+def _with_value(name: str, value: Any) -> str:
+    if value is None:
+        return f"no {of(name)}"
+    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"{of(name)} {value}"
 
 
 def in_command_words(text: str) -> str:
@@ -57,6 +81,11 @@ def whole_number(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def folder(text: str) -> Path:
+    """The type of an option that takes a folder: a shell leaves the ``~`` in ``--run=~/mine`` to us."""
+    return Path(os.path.expanduser(text))
 
 
 def rate(text: str) -> float:

@@ -17,12 +17,14 @@ from manyhands.errors import (
     BadRunFolder,
     BadSettings,
     BadShares,
+    DataNotFound,
     NoSuchDevice,
     WorkerFailed,
     WrongCheckpoint,
 )
 
 if TYPE_CHECKING:
+    from manyhands.training.fashion_mnist import FashionMnist
     from manyhands.training.recipes import Recipes
     from manyhands.training.result import Result
 
@@ -45,6 +47,7 @@ _ON_CPU: dict[str, Any] = {"model": "lenet", "epochs": 4, "batch_size": 128, "lr
 _EPOCHS_OF_SUBSET = 20  # of 4,000 images: as many as lenet needs for a test accuracy of 0.85
 # Another one of these makes another job: the weights would not fit, or samples would be seen twice or never.
 _FIXED = ("model", "batch_size", "seed")
+_SETTINGS = {"epochs": "max_epochs"}  # the trainer's name where it is another one
 
 
 def add(commands: Any) -> None:
@@ -93,14 +96,19 @@ def add(commands: Any) -> None:
     option("--parallel", action=yes_or_no, help="plan the step as a whole; default: where it pays")
     option(
         "--data",
-        type=Path,
+        type=flags.folder,
         metavar="FOLDER",
         help="with the four IDX files; default: $MANYHANDS_DATA, the user cache, a download, else the small subset",
     )
-    option("--run", type=Path, metavar="FOLDER", help="a new run's folder; default: one under runs/, named by the time")
+    option(
+        "--run",
+        type=flags.folder,
+        metavar="FOLDER",
+        help="a new run's folder; default: one under runs/, named by the time",
+    )
     option(
         "--resume",
-        type=Path,
+        type=flags.folder,
         metavar="RUN",
         help="go on with that run from its last checkpoint, with the options it was begun with; default: a new run",
     )
@@ -115,7 +123,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.training import fashion_mnist, launcher
+    from manyhands.training import launcher
     from manyhands.training import recipes as _recipes
 
     begun = _begun(options)
@@ -126,8 +134,9 @@ def run(options: argparse.Namespace) -> int:
     where = trainer_devices(chosen["devices"], recipes, mh)
     devices = mh.Trainer(1, **where).device_names  # refuses those that are not there
     chosen = {**(_ON_GPU if any(name.startswith("gpu") for name in devices) else _ON_CPU), **chosen}
-    data = fashion_mnist.load(chosen["data"])
+    data = _load_data(chosen["data"], begun, options)
     samples = len(data.train.labels)
+    chosen |= {"data": chosen["data"] or str(data.directory), "samples": samples}
     if data.subset and "epochs" not in (begun | _asked(options, begun)):
         chosen["epochs"] = _EPOCHS_OF_SUBSET
     if not launcher.is_there():
@@ -140,11 +149,12 @@ def run(options: argparse.Namespace) -> int:
     folder_name, chosen = recipes.from_first(lambda: (_folder(options), chosen))
     folder, how = Path(folder_name), _trainer_options(chosen, recipes) | where
     say(f"{chosen['model']} for {_counted(chosen['epochs'], 'epoch')} on {', '.join(devices)}")
-    for name, value in _asked(options, begun).items():
-        if value != begun.get(name, value):
-            say(f"{flags.of(name)} {value}: the run was begun with {begun[name]}")
+    changes = {name: value for name, value in _asked(options, begun).items() if value != begun.get(name, value)}
+    for name, value in changes.items():
+        say(flags.changed(name, value, begun[name]))
     trainer = mh.Trainer(**how, run=folder, resume="auto" if options.resume else None, quiet=options.quiet)
     trainer.run_config = {"train": {**chosen, "framework": framework}}
+    trainer.announced = [_SETTINGS.get(name, name) for name in changes] + ["learning_rate"] * ("lr" in changes)
     try:
         result = trainer.fit(recipes.model(chosen["model"], chosen["seed"]), recipes.data(data, chosen["batch_size"]))
     except BaseException as error:
@@ -208,6 +218,28 @@ def _asked(options: argparse.Namespace, begun: dict[str, Any]) -> dict[str, Any]
         asked["shares"] = None  # those of the run were for its devices
     parse_shares(asked.get("shares"))
     return asked
+
+
+def _load_data(folder: str | None, begun: dict[str, Any], options: argparse.Namespace) -> FashionMnist:
+    """The data set; a resumed run's is the one that it was begun with."""
+    from manyhands.training import fashion_mnist
+
+    try:
+        data = fashion_mnist.load(folder)
+    except DataNotFound as error:
+        if options.data is not None or folder is None or not begun:
+            raise
+        raise DataNotFound(
+            f"{options.resume} was begun with the data in {folder}, and they are not there any more. If they were "
+            "moved, name their folder with --data"
+        ) from error
+    count, before = len(data.train.labels), begun.get("samples")
+    if before not in (None, count):
+        raise WrongCheckpoint(
+            f"{options.resume} was begun with {before:,} samples to train on, and {data.directory} has {count:,}. Name "
+            "the folder of its data with --data"
+        )
+    return data
 
 
 def _trainer_options(chosen: dict[str, Any], recipes: Recipes) -> dict[str, Any]:

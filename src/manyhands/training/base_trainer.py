@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -221,14 +221,16 @@ class BaseTrainer(HyperParameters, abc.ABC):
 
     # What config.json of the run says besides the settings.
     run_config: Mapping[str, Any] = MappingProxyType({})
+    # Settings, and options of the optimizer, whose change in a resumed run the caller has announced.
+    announced: Collection[str] = ()
 
     def _run_plan(self) -> RunPlan | None:
         run, resume = self._option("run"), self._option("resume")
         if run is None:
             return None
-        path = Path(run).absolute()
-        resumes = resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(path.resolve()))
-        return RunPlan(path, resumes, dict(self.run_config))
+        path = _path(run).absolute()
+        resumes = resume == "auto" or (resume is not None and _path(resume).resolve().is_relative_to(path.resolve()))
+        return RunPlan(path, resumes, dict(self.run_config), self.announced)
 
     @abc.abstractmethod
     def _sources(self, data: Any) -> tuple[Any, Any]:
@@ -287,13 +289,18 @@ def _loader_of(part: Any) -> Any:
     return streams.MadeAnew(part) if makes else part
 
 
+def _path(text: str | Path) -> Path:
+    """The folder that is meant; ``~`` is the user's home."""
+    return Path(os.path.expanduser(text))
+
+
 def _resume(resume: str | Path | None, run: RunPlan | None) -> Path | None:
     if resume is None:
         return None
     if resume == "auto":
         folder = None if run is None else run.path / "checkpoints"
         return folder if folder is not None and checkpoint.latest(folder) is not None else None
-    path = Path(resume)
+    path = _path(resume)
     found = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if not found.exists():
         raise NoCheckpoint(f"there is no run or checkpoint at {path}")

@@ -71,6 +71,7 @@ class FashionMnist:
     test: Images
     source: str
     subset: bool  # True when it is the small one shipped in the package
+    directory: Path | None = None  # that they were read from
 
 
 def load(path: str | Path | None = None, *, download: bool = True) -> FashionMnist:
@@ -201,7 +202,7 @@ def _read_set(directory: Path, source: str, *, subset: bool = False) -> FashionM
     if sizes[0] != sizes[1]:
         path = _find(directory, "t10k-images-idx3-ubyte")
         raise _bad(path, f"its images are {sizes[1]} pixels, those for training {sizes[0]}")
-    return FashionMnist(train, test, source, subset)
+    return FashionMnist(train, test, source, subset, directory.absolute())
 
 
 # --- finding

@@ -58,7 +58,7 @@ class Loop:
         """Restore, and only then begin a run: a job that is refused leaves its folder as it was."""
         if self.run is not None and self.run.path.is_dir():
             self.run.lock()  # also for reading: nobody shall write meanwhile
-        resumed = saving.restore(self, resume)
+        resumed = saving.restore(self, resume, run.announced if run is not None else ())
         self._check_schedule()
         if (note := streams.unseeded(self.learner.data)) is not None:
             self.learner.notes.append(note)

@@ -17,7 +17,7 @@ import contextlib
 import io
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class RunPlan:
     resumes: bool  # whether a run that is there may be continued
     # What config.json says besides the settings.
     config: Mapping[str, Any] = field(default_factory=dict)
+    announced: Collection[str] = ()  # settings whose change the caller has announced
 
     def check(self) -> None:
         """Refuse a path that cannot be this job's folder; reads only."""

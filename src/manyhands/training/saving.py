@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ def save(loop: Loop) -> None:
     loop.say_alive()
 
 
-def restore(loop: Loop, path: Path | None) -> bool:
+def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> bool:
     """Go on where a checkpoint stands, if there is one; on another number of devices too. Writes no file.
 
     The first process reads it and sends it to the others, which may be on machines that do not have the file.
@@ -83,11 +83,11 @@ def restore(loop: Loop, path: Path | None) -> bool:
     loop.cursor = Cursor(**state["cursor"])
     loop.batches_before = state.get("batches_before")
     if loop.first:
-        _announce(loop, state)
+        _announce(loop, state, announced)
     return True
 
 
-def _announce(loop: Loop, before: Mapping[str, Any]) -> None:
+def _announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str]) -> None:
     """Say where the job goes on, and what is not as it was: what the caller gives now counts."""
     learner, settings = loop.learner, loop.settings.as_dict()
     now = {words: settings[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
@@ -97,8 +97,11 @@ def _announce(loop: Loop, before: Mapping[str, Any]) -> None:
         del now[_ANNOUNCED["lr"]]
     if settings["precision"] == "auto" and getattr(learner, "keeps_precision", False):
         del now[_ANNOUNCED["precision"]]
+    known = {_ANNOUNCED.get(name, name) for name in announced} | set(announced)
     changed = [
-        f"{name} {value} instead of {then[name]}" for name, value in now.items() if then.get(name, value) != value
+        f"{name} {value} instead of {then[name]}"
+        for name, value in now.items()
+        if name not in known and then.get(name, value) != value
     ]
     if changed:
         learner.notes.append(f"resumed with {', '.join(changed)}")

@@ -110,6 +110,12 @@ def test_the_optimizer_of_the_resuming_job_counts(bench: Bench) -> None:
     assert not any("0.9 instead of" in note for note in results[0.9].notes)
 
 
+def test_a_tilde_is_the_home(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(bench.folder))
+    assert bench.fit(epochs=1, run="~/mine").run == str(bench.folder / "mine")
+    assert len(bench.fit(epochs=2, run="~/mine", resume="~/mine").rows) == 2
+
+
 def test_a_path_that_cannot_be_a_run(bench: Bench) -> None:
     file = bench.folder / "file"
     file.write_text("dear")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +38,9 @@ def test_from_the_data_to_the_picture_and_on(tmp_path: Path) -> None:
 
     second = run_command("train", "--resume", str(run), "--epochs", "2")
     assert second.returncode == 0, second.stderr
-    assert "resuming after step 32, in epoch 2 of 2, with epochs 2 instead of 1" in second.stderr
+    assert "resuming after step 32, in epoch 2 of 2" in second.stderr
+    assert "--epochs 2: the run was begun with 1" in second.stdout
+    assert " instead of " not in second.stdout + second.stderr, "a change is announced once"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["samples"] == 4000
@@ -72,6 +75,36 @@ def test_a_resumed_run_is_the_job_that_it_was(tmp_path: Path, capsys: pytest.Cap
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     config = json.loads((run / "config.json").read_text())["train"]
     assert (config["data"], config["devices"], config["shares"]) == (SMALL, "cpu", None)
+
+
+def test_a_resumed_run_has_the_data_that_it_was_begun_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where they were found by $MANYHANDS_DATA; and where they are gone, the option that names them is."""
+    data, run, home = tmp_path / "data", tmp_path / "run", tmp_path / "home"
+    shutil.copytree(SMALL, data)
+    monkeypatch.setenv("MANYHANDS_DATA", str(data))
+    begin = ["train", "--model", "mlp", "--epochs", "1", "--devices", "cpu", "--precision", "fp32", "--quiet"]
+    assert main([*begin, "--run", str(run)]) == 0
+    assert json.loads((run / "config.json").read_text())["train"]["data"] == str(data)
+    monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path))
+    capsys.readouterr()
+    go_on = ["train", "--resume", str(run), "--quiet"]
+    assert main([*go_on, "--epochs", "2", "--lr", "0.2"]) == 0
+    shown = capsys.readouterr().out
+    assert f"data: {data}; " in shown
+    assert shown.count("0.05") == 1, "a change is announced once"
+    data.rename(home)
+    assert main(go_on) == 1
+    assert "not there any more" in (said := capsys.readouterr().err)
+    assert "--data" in said
+    assert main([*go_on, "--data", str(home), "--epochs", "3"]) == 0
+    assert f"--data {home}: the run was begun with {data}" in capsys.readouterr().out
+    config = json.loads((run / "config.json").read_text())
+    config["train"]["samples"] = 60_000
+    (run / "config.json").write_text(json.dumps(config))
+    assert main(go_on) == 1
+    assert "begun with 60,000 samples to train on" in capsys.readouterr().err
 
 
 def test_folders_that_cannot_be_are_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
