@@ -52,7 +52,10 @@ class Several(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_that_gives_several_things(ranks: int) -> None:
-    said = r"the model gives a tuple of 2 parts \(\(4, 3\), \?\), and cross_entropy takes one tensor: give loss=lambda"
+    said = (
+        r"the model gives a tuple of 2 parts \(\(4, 3\), \?\), and cross_entropy takes one tensor: give "
+        r"loss=lambda answer, y: torch\.nn\.functional\.cross_entropy\("
+    )
     with pytest.raises(BadBatch, match=said) as raised:
         train(Several(lambda scores: (scores, None)), data(), ranks)
     assert raised.value.__cause__ is not None
@@ -190,6 +193,51 @@ def test_data_that_a_model_does_not_take(kind: str) -> None:
     with pytest.raises(BadBatch, match=said) as raised:
         train(model, given)
     assert raised.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_third_part_is_no_sample_weight(ranks: int) -> None:
+    X, y = data()
+    said = r"a batch has 3 parts, and the model's forward takes 1 input: .*training_step\(batch\) .*mh\.LossSum\("
+    for model in (mlp().float(), nn.Linear(6, CLASSES))[:: -1 if ranks == 1 else 2]:
+        with pytest.raises(BadBatch, match=said):
+            train(model, (X, y, torch.ones(16)), ranks)
+
+
+def test_a_lazy_model_without_channels() -> None:
+    X, y = images(16)
+    model = nn.Sequential(nn.LazyConv2d(2, 3), nn.Flatten(), nn.LazyLinear(CLASSES))
+    with pytest.raises(BadBatch, match=r"without the axis of channels.*X\.unsqueeze\(1\)"):
+        train(model, (X[:, 0].float(), y))
+
+
+def test_test_data_of_another_width() -> None:
+    X, y = data()
+    with pytest.raises(BadBatch, match=r"the test data are to blame: the layer '0', .* takes 6 .* the samples have 4"):
+        train(mlp().float(), ((X, y), (X[:, :4], y)))
+
+
+def test_a_layer_is_not_blamed_for_an_error_of_the_loss() -> None:
+    X, y = data()
+    with pytest.raises(RuntimeError, match=r"Float|dtype") as raised:
+        train(mlp().float(), (X, y), loss=lambda scores, _: (scores @ torch.ones(3, 3)).mean(), precision="fp64")
+    assert not isinstance(raised.value, BadBatch)
+
+
+def test_binary_cross_entropy_with_labels_of_classes() -> None:
+    X, y = data()
+    with pytest.raises(
+        BadBatch, match=r"BCELoss compares .*, here \(4, 3\), .* numbers of classes: give loss='cross_en"
+    ):
+        train(nn.Sequential(mlp().float(), nn.Sigmoid()), (X, y), loss=nn.BCELoss)
+    with pytest.raises(BadBatch, match=r"the targets are \(4,\): give y\.reshape\(-1, 1\)\.float\(\)"):
+        train(nn.Linear(6, 1), (X, y % 2), loss="bce_with_logits")
+
+
+def test_optimizers_that_have_no_name() -> None:
+    for name in ("sparseadam", "lbfgs"):
+        with pytest.raises(BadSettings, match=f"optimizer='{name}'"):
+            Trainer(1, optimizer=name)
 
 
 def test_a_step_of_the_users_own_is_told_its_layer() -> None:

@@ -6,6 +6,7 @@ There are two exceptions: lazy layers need a few samples to get their shapes, an
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -22,15 +23,20 @@ from manyhands.training.torch.sources import Arrays, Source
 _FEW = 2  # normalisation over a batch wants more than one
 
 
+def is_lazy(model: torch.nn.Module) -> bool:
+    return any(torch.nn.parameter.is_lazy(tensor) for tensor in [*model.parameters(), *model.buffers()])
+
+
 def materialise(model: torch.nn.Module, data: Source) -> None:
     """Give lazy layers their shapes, by a few samples: they must be the same on every rank."""
-    if not any(torch.nn.parameter.is_lazy(tensor) for tensor in [*model.parameters(), *model.buffers()]):
+    if not is_lazy(model):
         return
     numbers = [part for part in few_samples(data, _FEW)[:-1] if isinstance(part, torch.Tensor)]
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()  # no statistics, no dropout
     try:
         with torch.no_grad():
+            copy.deepcopy(model)(*as_the_model(model, numbers))  # if that fails, the layers stay as they are
             model(*as_the_model(model, numbers))
     finally:
         for layer, training in modes:

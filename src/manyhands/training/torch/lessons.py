@@ -15,7 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
+import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,15 +37,26 @@ from manyhands.training.torch.step import Numbers
 _FEW = 4
 _CHANNELS = 4  # of an image, at most
 _AT_ONCE = 3  # changes that are tried together
+_Lesson = Callable[[Job], str | None]
 _Change = Callable[[Batch], Batch]
 
 
-def of(job: Job) -> str | None:
+def of(job: Job, error: Exception) -> str | None:
     """What to change so that the model can be trained with these data; None where nothing is found."""
     if not can_be_read(job.train):
         return None
-    of_data = [_of_batches, _of_text, _of_kinds, _of_answer] if isinstance(job.objective, Supervised) else []
-    for lesson in (*of_data, _of_layer, _of_gradient):
+    if (words := _of_training(job, error)) is not None:
+        return words
+    if job.test is None or not can_be_read(job.test) or not _works(job, few_samples(job.train, _FEW)):
+        return None
+    words = _of_training(dataclasses.replace(job, train=job.test, test=None), error)
+    return None if words is None else f"the test data are to blame: {words}"
+
+
+def _of_training(job: Job, error: Exception) -> str | None:
+    of_data: list[_Lesson] = [_of_batches, _of_parts, _of_text, _of_pairs, _of_kinds, _of_answer]
+    of_model: list[_Lesson] = [functools.partial(_of_layer, error=error), _of_gradient]
+    for lesson in (of_data if isinstance(job.objective, Supervised) else []) + of_model:
         with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
             if (words := lesson(job)) is not None:
                 return words
@@ -58,6 +73,52 @@ def _of_batches(job: Job) -> str | None:
     return (
         f"the data are a list of {len(entries)} batches, and each entry of a list is taken for one sample: give the "
         "loader itself, or the arrays (X, y)"
+    )
+
+
+def _of_parts(job: Job) -> str | None:
+    """More inputs than the model takes: a weight for each sample, say."""
+    inputs, _ = inputs_and_target(few_samples(job.train, _FEW))
+    forward = inspect.signature(job.model.forward)
+    try:
+        forward.bind(*inputs)
+    except TypeError:
+        takes = sum(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in forward.parameters.values())
+    else:
+        return None
+    return (
+        f"a batch has {len(inputs) + 1} parts, and the model's forward takes {takes} "
+        f"input{'' if takes == 1 else 's'}: the last part is the target, all others are inputs. To weigh samples, give "
+        "the model a training_step(batch) that returns mh.LossSum((weight * losses).sum(), weight.sum())"
+    )
+
+
+_BINARY = {
+    torch.nn.BCELoss: "BCELoss",
+    torch.nn.BCEWithLogitsLoss: "BCEWithLogitsLoss",
+    torch.nn.functional.binary_cross_entropy: "binary_cross_entropy",
+    torch.nn.functional.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
+}
+
+
+def _of_pairs(job: Job) -> str | None:
+    """Labels of classes for a loss that wants a target for each number of the answer."""
+    loss: Any = job.objective.loss  # type: ignore[attr-defined]
+    name = _BINARY.get(loss if inspect.isfunction(loss) else type(loss))
+    model, batch = _copy(job, few_samples(job.train, _FEW))
+    inputs, target = inputs_and_target(batch)
+    answer = model(*inputs) if name is not None else None
+    if not isinstance(answer, torch.Tensor) or not isinstance(target, torch.Tensor) or answer.shape == target.shape:
+        return None
+    says = f"{name} compares each number of the answer, here {tuple(answer.shape)}, with a target of its own, and "
+    if answer.numel() == target.numel():
+        cast = "" if target.is_floating_point() else ".float()"
+        shape = ", ".join(map(str, (-1, *answer.shape[1:])))
+        return f"{says}the targets are {tuple(target.shape)}: give y.reshape({shape}){cast}"
+    if target.is_floating_point() or target.dim() != 1:
+        return f"{says}the targets are {tuple(target.shape)}: give targets of the answer's shape"
+    return (
+        f"{says}the targets are numbers of classes: give loss='cross_entropy', and a model without sigmoid at its end"
     )
 
 
@@ -168,11 +229,12 @@ def _of_answer(job: Job) -> str | None:
     else:
         what, part = f"a {type(answer).__name__}", ".logits"
     name = getattr(loss, "__name__", f"{type(loss).__name__}()")
-    return f"the model gives {what}, and {name} takes one tensor: give loss=lambda answer, y: {name}(answer{part}, y)"
+    call = f"torch.nn.{name}" if isinstance(loss, torch.nn.Module) else f"torch.nn.functional.{name}"
+    return f"the model gives {what}, and {name} takes one tensor: give loss=lambda answer, y: {call}(answer{part}, y)"
 
 
-def _of_layer(job: Job) -> str | None:
-    """Which layer fails, what it takes, and what it gets."""
+def _of_layer(job: Job, error: Exception) -> str | None:
+    """Which layer fails as the job did, what it takes, and what it gets."""
     model, batch = _copy(job, few_samples(job.train, _FEW))
     running: list[tuple[str, torch.nn.Module, Any]] = []
     for name, layer in model.named_modules():
@@ -181,13 +243,20 @@ def _of_layer(job: Job) -> str | None:
             layer.register_forward_hook(lambda *_: running.pop() and None)
     try:
         _loss(job, model, batch)
-    except Exception as error:
+    except Exception as again:
         if not running or not running[-1][2] or not isinstance(running[-1][2][0], torch.Tensor):
+            return None
+        if _without_numbers(str(again).splitlines()[0]) not in _without_numbers(str(error)):
             return None
         name, layer, (given, *_) = running[-1]
         samples = batch[0] if isinstance(batch, (tuple, list)) else None
-        return _misfit(f"the layer {name!r}, {layer}," if name else f"{layer}", layer, given, given is samples, error)
+        return _misfit(f"the layer {name!r}, {layer}," if name else f"{layer}", layer, given, given is samples, again)
     return None
+
+
+def _without_numbers(text: str) -> str:
+    """Those of a batch's size differ between the job and a few samples."""
+    return re.sub(r"\d+", "#", text)
 
 
 def _misfit(layer_name: str, layer: Any, given: torch.Tensor, direct: bool, error: Exception) -> str:

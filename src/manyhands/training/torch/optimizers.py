@@ -13,11 +13,14 @@ from manyhands.training.torch.book import Module
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
+# One takes sparse gradients only, the other a function that computes the loss again.
+_NOT_NAMED = (torch.optim.SparseAdam, torch.optim.LBFGS)
+
 
 def _by_name() -> dict[str, type]:
     base = torch.optim.Optimizer
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    return {kind.__name__.lower(): kind for kind in kinds if issubclass(kind, base) and kind is not base}
+    return {kind.__name__.lower(): kind for kind in kinds if issubclass(kind, base) and kind not in (base, *_NOT_NAMED)}
 
 
 OPTIMIZERS = Optimizers(

@@ -7,6 +7,7 @@ process is a rank already, and the same script runs on several machines unchange
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Mapping
 from numbers import Integral
@@ -69,15 +70,16 @@ class Trainer(BaseTrainer):
         self, model: torch.nn.Module, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         _check_model(model)
-        with modes_kept(model):
-            checks.materialise(model, self.train_source)
-            job = self._job(model, settings, run, resume)
-            checks.check_labels(job)
-            checks.check_loss(model, job, launcher.size() or len(self.ranks))
+        before = copy.deepcopy(model) if checks.is_lazy(model) else model
+        job = self._job(model, settings, run, resume)
         try:
+            with modes_kept(model):
+                checks.materialise(model, self.train_source)
+                checks.check_labels(job)
+                checks.check_loss(model, job, launcher.size() or len(self.ranks))
             return self._fit(job, display)
         except Exception as error:
-            lesson = lessons.of(job) if _may_be_the_data(error) else None
+            lesson = lessons.of(dataclasses.replace(job, model=before), error) if _may_be_the_data(error) else None
             if lesson is None:
                 raise
             raise BadBatch(lesson) from error
