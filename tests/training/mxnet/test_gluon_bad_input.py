@@ -311,3 +311,14 @@ def test_float32_data_and_float64_models_and_back() -> None:
     Trainer(1, quiet=True, devices=contexts(2), precision="fp64").fit(net, (X.astype(np.float32), y))
     assert np.dtype(net[0].weight.dtype) == np.float32
     Trainer(1, quiet=True, devices=contexts(2)).fit(net, (X, y.astype(np.int16)))
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+def test_images_without_an_axis_of_channels(initialised: bool) -> None:
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(2, 3), nn.Dense(CLASSES))
+    if initialised:
+        net.initialize()
+    images, labels = np.zeros((8, 5, 5), np.float32), np.zeros(8, np.int32)
+    with pytest.raises(BadBatch, match=r"shape \(5, 5\), without the axis of channels.*X\[:, np.newaxis\]"):
+        Trainer(1, quiet=True).fit(net, (images, labels))

@@ -10,7 +10,7 @@ pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
 
 import mxnet as mx
 import numpy as np
-from gluon_cases import CLASSES, fit, mlp, rows, sequential, vectors
+from gluon_cases import CLASSES, contexts, fit, mlp, rows, sequential, vectors
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -19,6 +19,7 @@ from manyhands.mxnet import LossSum
 from manyhands.training.mxnet import checks, state
 from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Objective
+from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.parity import largest_difference
 from manyhands.training.sources import source
 
@@ -258,3 +259,10 @@ def test_the_weights_stay_finite_where_nothing_counts() -> None:
     with pytest.warns(UserWarning, match="not a number"):
         after, _ = fit(mlp(), vectors(16), 2, on_nan="continue", loss=lambda a, t: LossSum((a * 0).sum(), 0))
     assert largest_difference(before, after) < 1e-6
+
+
+def test_a_loss_of_gluons_that_compares_the_samples_of_a_batch() -> None:
+    X, targets = np.random.default_rng(0).normal(size=(2, 40, 4)).astype(np.float32)
+    net = nn.Dense(4, in_units=4)
+    with pytest.raises(BadSettings, match="not a mean over the samples"):
+        Trainer(1, devices=contexts(2), quiet=True, loss=gluon.loss.SDMLLoss()).fit(net, (X, targets))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from mxnet import autograd, gluon
+from mxnet.gluon import nn
 
 from manyhands.backends import mxnet as backend
 from manyhands.errors import BadBatch, BadSettings
@@ -137,11 +138,25 @@ def first_answer(model: Any, batch: Batch) -> Any:
         kind = np.dtype(replicas.distinct(model)[0].dtype).name
         others = {np.dtype(part.dtype).name for part in batch[:-1] if "float" not in np.dtype(part.dtype).name}
         if not others or not _answers(model, (*(part.astype(kind) for part in batch[:-1]), batch[-1])):
+            _refuse_missing_channels(model, batch)
             raise
         raise BadBatch(
             f"the samples are {', '.join(sorted(others))}, the model's weights {kind}, and MXNet does not compute with "
             f"both: give X.astype('{kind}')"
         ) from None
+
+
+def _refuse_missing_channels(model: Any, batch: Batch) -> None:
+    """Grey images need an axis of channels; MXNet only says that it cannot infer shapes."""
+    convolutions = []
+    model.apply(lambda block: convolutions.append(block) if isinstance(block, nn.Conv2D) else None)
+    shapes = [part.shape for part in batch[:-1]]
+    if not convolutions or len(shapes) != 1 or len(shapes[0]) != 3:
+        return
+    raise BadBatch(
+        f"the samples have the shape {tuple(shapes[0][1:])}, without the axis of channels that a convolution takes: "
+        "give X[:, np.newaxis]"
+    ) from None
 
 
 def _answers(model: Any, batch: Batch) -> bool:

@@ -88,6 +88,8 @@ class Objective:
     @property
     def is_gluons(self) -> bool:
         """Whether the loss is one of Gluon's own, with one number per sample: its parts add up."""
+        if isinstance(self.loss, gluon.loss.SDMLLoss):  # it compares each sample with the others of its batch
+            return False
         return type(self.loss).__module__ == gluon.loss.__name__ and getattr(self.loss, "_batch_axis", 0) == 0
 
 
