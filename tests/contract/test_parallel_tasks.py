@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -168,6 +168,21 @@ def through_global(increment: Callable[[Any], None]) -> None:
     increment(total)
 
 
+def through_class(held: Any, increment: Callable[[Any], None]) -> Callable[[], None]:
+    class Totals:
+        number = held
+
+    return lambda: increment(Totals.number)
+
+
+def made_by(held: Any, increment: Callable[[Any], None]) -> type:
+    class Made:
+        def __init__(self) -> None:
+            increment(held)
+
+    return Made
+
+
 class Counter:
     """It says nothing of what it writes, but its method does."""
 
@@ -197,6 +212,8 @@ WAYS: dict[str, Callable[[Any, Callable[[Any], None]], tuple[Callable[..., Any],
     "keyword default": lambda x, do: (lambda *, held=x: do(held), ()),
     "global": lambda x, do: (through_global, (do,)),
     "a function's global": lambda x, do: (lambda: through_global(do), ()),
+    "a class attribute": lambda x, do: (through_class(x, do), ()),
+    "a class": lambda x, do: (made_by(x, do), ()),
     "a method's global": lambda x, do: (lambda held: held.note(do), (Counter(),)),
 }
 
@@ -218,7 +235,10 @@ def outcome(mh: Any, store: Slow, way: str, declared: bool) -> float | str:
 def test_an_undeclared_write_is_an_error_whatever_is_written(mh: Any, own: Any) -> None:
     for name, store in stores(own.framework).items():
         for way in ("argument", "closure"):
-            assert "writes=(x,)" in str(outcome(mh, store, way, declared=False)), (name, way)
+            said = str(outcome(mh, store, way, declared=False))
+            assert "writes=(x,)" in said, (name, way)
+            assert " a ND" not in said, (name, way)
+            assert " a nd" not in said, (name, way)
             assert outcome(mh, store, way, declared=True) == TIMES, (name, way)
 
 
@@ -347,6 +367,7 @@ def test_what_holds_futures_arrives_as_what_it_was(mh: Any, own: Any) -> None:
             (defaultdict(list, a=one), defaultdict(list, a=1)),
             (Point(one, 2), Point(1, 2)),
             (deque([one, 2], maxlen=5), deque([1, 2], maxlen=5)),
+            (ChainMap({"a": one}, {"b": 2}), ChainMap({"a": 1}, {"b": 2})),
             ({one}, {1}),
             (Batch(one), Batch(1)),
             ([(one,)], [(1,)]),

@@ -161,9 +161,9 @@ def _undeclared(name: str, changed: Any) -> str:
     what = in_words(changed)
     return (
         f"{name}: {what} that it reads was written to while it ran, and no task has declared that. Tasks that read it "
-        "may have done so before or after. Where this task changes it (x.add_(1), a layer with running averages, "
-        "loss.backward() its gradient), write task(fn, writes=(x,))(x); where other code does, let it wait with "
-        "result() or waitall() first"
+        "may have done so before or after. Where this task changes it (in place, by a layer with running averages, by "
+        "a backward pass that fills its gradient), write task(fn, writes=(x,))(x); where other code does, let it wait "
+        "with result() or waitall() first"
     )
 
 

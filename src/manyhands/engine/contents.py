@@ -1,4 +1,4 @@
-"""What is in a value that is made of others: lists, tuples, dicts, sets, deques, dataclasses, partial functions.
+"""What is in a value made of others: lists, tuples, dicts, sets, deques, ChainMap, dataclasses, partial functions.
 
 ``contents(Batch(x, [y]))`` is ``[x, [y]]``; ``filled(Batch(future, 2), result_of)`` is a ``Batch`` with the future's
 result. A value of a subclass (``OrderedDict``, ``defaultdict``, a named tuple, one of the user's) stays one of it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +20,8 @@ def contents(value: Any) -> list[Any] | None:
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(value)
+    if isinstance(value, ChainMap):
+        return list(value.maps)
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if (names := _fields(value)) is not None:
@@ -60,6 +62,8 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
     elif isinstance(value, set):
         made.clear()
         made.update(parts)
+    elif isinstance(value, ChainMap):
+        made.maps = parts
     else:
         for name, part in zip(_fields(value) or (), parts, strict=True):
             object.__setattr__(made, name, part)  # also where it is frozen

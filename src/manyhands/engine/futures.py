@@ -142,9 +142,9 @@ class parallel:
 def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callable[..., Future[T]]:
     """A function whose calls are tasks: ``task(fn)(a, b)`` gives a :class:`Future`.
 
-    Arguments may be futures, also inside lists, tuples, dicts, sets, deques, dataclasses and partial functions: the
-    function gets their results. ``writes`` are the objects that the call changes, as a tuple: arguments, futures, or
-    things that the function knows from elsewhere; ``writes=(fn,)`` are the variables that it closes over.
+    Arguments may be futures, also inside lists, tuples, dicts, sets, deques, ``ChainMap``, dataclasses and partial
+    functions: the function gets their results. ``writes`` are the objects that the call changes, as a tuple: arguments,
+    futures, or things that the function knows from elsewhere; ``writes=(fn,)`` are the variables that it closes over.
     """
     if not callable(function):
         raise TypeError(

@@ -1,10 +1,10 @@
 """What a task can touch: everything that its function and its arguments lead to.
 
-Two steps. First the arguments: what lists, tuples, dicts, sets, deques, dataclasses and partial functions hold, and the
-futures among that, whose results the task takes. Then what functions and objects lead to: a function to the variables
-it closes over, its default values, and the globals its code names; a method to its object; an object to the attributes
-and methods that the code names. Of its other attributes only arrays are followed: in ``self.futures.append(task(
-self.step)(x))`` the task is not concerned with ``futures``, unless the code of ``step`` is.
+Two steps. First the arguments: what lists, tuples, dicts, sets, deques, ``ChainMap``, dataclasses and partial functions
+hold, and the futures among that, whose results the task takes. Then what functions and objects lead to: a function to
+the variables it closes over, its default values, and the globals its code names; a method to its object; an object and
+a class to the attributes and methods that the code names. Of its other attributes only arrays are followed: in
+``self.futures.append(task(self.step)(x))`` the task is not concerned with ``futures``, unless the code of ``step`` is.
 
 ::
 
@@ -26,7 +26,7 @@ import sys
 import threading
 import types
 from argparse import Namespace
-from collections import UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Set
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,6 +45,7 @@ BUFFERS = (bytearray, memoryview, array.array)
 _HOLDERS = (types.SimpleNamespace, Namespace, UserDict, UserList)  # Python's own, but what is in them is the user's
 _MAKING = frozenset({"__new__", "__init__", "__post_init__"})  # what calling a class calls
 _CALLED = frozenset({"forward", "call", "hybrid_forward", "training_step"})  # by frameworks, not by the user's code
+_CODE = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
 _ANY = {"getattr", "setattr", "delattr", "vars", "__dict__", "asdict", "astuple", "deepcopy"}  # may name any attribute
 _BY_NAME = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 
@@ -142,7 +143,7 @@ class Objects:
         walk = _Walk(values)
         self._through(walk)
         found = walk.found
-        if walk.later or walk.owners:
+        if walk.later or walk.owners or walk.classes:
             inputs, found.inputs = found.inputs, found.reached
             while walk.later or self._goes_on(walk):
                 walk.stack, walk.later = walk.later, []
@@ -165,7 +166,20 @@ class Objects:
                     walk.followed.add(mark)
                     walk.later.extend([value] if wholly else self._arrays_in(value))
         walk.later.extend(_methods(walk))
+        self._class_attributes(walk)
         return bool(walk.later)
+
+    def _class_attributes(self, walk: _Walk) -> None:
+        """What the code names of the classes themselves: ``class Totals: table = zeros(3)``, ``Totals.table``."""
+        for cls in walk.classes:
+            for owner in cls.__mro__:
+                names = () if is_foreign(owner) else walk.words & vars(owner).keys()
+                for name in names:
+                    value = vars(owner)[name]
+                    if (mark := (id(owner), name, True)) not in walk.followed and not isinstance(value, _CODE):
+                        walk.followed.add(mark)
+                        walk.found.for_good = False
+                        walk.later.append(value)
 
     def _through(self, walk: _Walk) -> None:
         stack, seen, kinds = walk.stack, walk.seen, self._kinds
@@ -221,6 +235,10 @@ class Objects:
 
     def _dataclass(self, one: Any, walk: _Walk) -> None:
         walk.stack.extend(contents.contents(one) or ())
+        self._object(one, walk)
+
+    def _chain(self, one: Any, walk: _Walk) -> None:
+        walk.stack.extend(one.maps)
         self._object(one, walk)
 
     def _array(self, one: Any, walk: _Walk) -> None:
@@ -399,6 +417,7 @@ _KINDS: tuple[tuple[tuple[type, ...], _Kind | None], ...] = (
     ((list, dict, set, deque), Objects._changeable),
     ((tuple, frozenset), Objects._fixed),
     ((functools.partial,), Objects._partial),
+    ((ChainMap,), Objects._chain),
     ((types.FunctionType,), Objects._function),
     (_METHODS, Objects._method),
     (_LOCKS, Objects._lock),

@@ -79,4 +79,6 @@ def _held_by(one: Any, words: Set[str] | None) -> Held:
 def in_words(changed: Any) -> str:
     """What has changed, for an error."""
     shape = getattr(changed, "shape", None)
-    return f"a {type(changed).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
+    name = type(changed).__name__
+    article = "an" if name[0] in "aeioAEIO" or name in ("NDArray", "ndarray") else "a"
+    return f"{article} {name}" + ("" if shape is None else f" of shape {tuple(shape)}")
