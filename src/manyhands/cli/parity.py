@@ -83,5 +83,9 @@ def _what(text: str, recipes: Recipes) -> tuple[Any, Any, Any]:
     if ":" not in text:
         raise BadSettings(f"{text!r} is neither one of {', '.join(MODELS)} nor script.py:function")
     _, function = script.load(text)
-    model, data, *loss = function()
+    made = function()
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+        what = f"{len(made)} things" if isinstance(made, (tuple, list)) else f"a {type(made).__name__}"
+        raise BadSettings(f"{text} returns {what}: let it return (model, (X, y)), or (model, (X, y), loss)")
+    model, data, *loss = made
     return model, recipes.arrays(data), loss[0] if loss else None
