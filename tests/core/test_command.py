@@ -46,6 +46,26 @@ def test_an_unknown_command_is_refused() -> None:
     assert "devices" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "command", "meant"),
+    [
+        (["train", "--learning-rate", "3"], "train", "--learning-rate 3; did you mean --lr?"),
+        (["train", "--num-epochs=3"], "train", "--num-epochs=3; did you mean --epochs?"),
+        (["devices", "--jsno"], "devices", "--jsno; did you mean --json?"),
+        (["parity", "mlp", "--batchsize", "4"], "parity", "did you mean --batch-size?"),
+        (["convert", "x", "--to", "jax", "--xyz"], "convert", "unrecognized arguments: --xyz\n"),
+    ],
+)
+def test_an_unknown_option_is_told_what_it_may_be(
+    given: list[str], command: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(given)
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: manyhands {command} ")
+    assert meant in said
+
+
 def test_no_framework_is_a_useful_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("manyhands.cli.probe.FRAMEWORKS", ())
     assert main(["devices"]) == 0
@@ -96,6 +116,8 @@ def test_a_child_that_is_noisy_is_understood(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_child_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask("raise SystemExit('the driver is broken')", monkeypatch)["error"] == "the driver is broken"
     assert ask("raise SystemExit(3)", monkeypatch)["error"] == "exit status 3"
+    missing = "from manyhands.errors import FrameworkMissing; raise FrameworkMissing('jax is not installed')"
+    assert ask(missing, monkeypatch)["error"] == "jax is not installed"
 
 
 def test_files_in_the_current_folder_are_not_taken_for_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import convert, devices, parallel, parity, train
+from manyhands.cli import convert, devices, flags, parallel, parity, train
 from manyhands.errors import ManyhandsError
 
 _COMMANDS = (devices, train, parity, convert, parallel)
@@ -31,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     top = parser()
-    options = top.parse_args(arguments)
+    options, unknown = top.parse_known_args(arguments)
+    if unknown:
+        flags.refuse(top, options.command, unknown)
     if options.command is None:
         top.print_help()
         return 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _FLAGS = {"max_epochs": "--epochs", "batch_size": "--batch-size", "batch_stats": "--batch-stats"}
 _FLAGS |= {"checkpoint_every": "--checkpoint-every"}
@@ -46,6 +47,25 @@ def _with_value(name: str, value: Any) -> str:
     if value is None:
         return f"no {of(name)}"
     return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"{of(name)} {value}"
+
+
+def refuse(top: argparse.ArgumentParser, command: str | None, unknown: Sequence[str]) -> NoReturn:
+    """End with the usage of the subcommand, and the option that was probably meant."""
+    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    parser: argparse.ArgumentParser = commands.choices[command] if command is not None else top
+    known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    wrong = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
+    near = None if wrong is None else _near(wrong, known)
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
+
+
+def _near(wrong: str, known: Sequence[str]) -> str | None:
+    from manyhands.training import option_names
+
+    option = option_names.option_called(wrong.lstrip("-").replace("-", "_"))
+    if option is not None and of(option) in known:
+        return of(option)
+    return next(iter(difflib.get_close_matches(wrong, known, 1)), None)
 
 
 def in_command_words(text: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,7 @@ def ask(
             return {"framework": framework, "error": f"did not answer within {_SECONDS} seconds"}
         noise.seek(0)
         last = [line for line in noise if line.strip()] or [f"exit status {child.returncode}"]
-    return {"framework": framework, "error": last[-1].strip()}
+    return {"framework": framework, "error": re.sub(r"^manyhands\.errors\.\w+: ", "", last[-1].strip())}
 
 
 def _command(framework: str, *, measured: bool) -> list[str]:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import flags
-from manyhands.device import FRAMEWORKS
+from manyhands.device import FRAMEWORKS, Device
 from manyhands.errors import (
     BadDevice,
     BadRunFolder,
     BadSettings,
     BadShares,
     DataNotFound,
+    DuplicateDevices,
     NoSuchDevice,
     WorkerFailed,
     WrongCheckpoint,
@@ -334,6 +335,7 @@ def trainer_devices(text: str, recipes: Recipes, mh: Any) -> dict[str, Any]:
     if text.strip().lower().partition(":")[0] == "cpu" and "," not in text:
         return recipes.on_cpu(parse_devices(text, 0)[1])
     names, gpus = parse_devices(text, mh.num_gpus())[0], mh.num_gpus()
+    _check_names(text, names)
     for name in names:
         if re.fullmatch(r"gpu(:\d+)?", name) and int(name.partition(":")[2] or 0) >= gpus:
             raise NoSuchDevice(
@@ -341,6 +343,26 @@ def trainer_devices(text: str, recipes: Recipes, mh: Any) -> dict[str, Any]:
                 "cpu:2 for two devices made of the CPU"
             )
     return {"devices": names}
+
+
+def _check_names(text: str, names: list[str]) -> None:
+    """Refuse what is no device, and one that stands there twice, in the words of ``--devices``."""
+    devices: list[str] = []
+    for name in names:
+        try:
+            device = Device.parse(name)
+        except BadDevice as error:
+            raise BadDevice(
+                f"--devices {text}: {name!r} is not the name of a device. Write all, 2 (GPUs), gpu:0,gpu:1, cpu, or "
+                "cpu:2 for two devices made of the CPU"
+            ) from error
+        label = "cpu" if device.kind == "cpu" else str(device)
+        if label in devices:
+            raise DuplicateDevices(
+                f"--devices {text}: {label} stands there more than once. Name each device once, or write "
+                f"cpu:{len(names)} for {len(names)} devices made of the CPU"
+            )
+        devices.append(label)
 
 
 def parse_devices(text: str, gpus: int) -> tuple[list[str], int]:

@@ -59,6 +59,11 @@ _EXPLAINED = {
 _EXPLAINED["patience"] = _EXPLAINED["early_stopping"]
 
 
+def option_called(name: str) -> str | None:
+    """The trainer's option that others call so, if there is one."""
+    return _MEANT.get(name.lower())
+
+
 def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorates a method: a keyword that it does not have is an error that names the one that is meant.
 
@@ -88,7 +93,7 @@ def _meant(owner: str, method: str, name: str, known: Iterable[str]) -> str:
     wrong = f"{call} has no option {name}"
     options = [*_CALLED, *known] if method != "__init__" else list(known)
     place = "" if method == "__init__" else f" of {owner}"
-    if (option := _MEANT.get(name.lower())) is not None:
+    if (option := option_called(name)) is not None:
         return f"{wrong}: it is called {option}{place} here"
     if (reason := _EXPLAINED.get(name.lower())) is not None:
         return f"{wrong}: {reason}"

@@ -177,7 +177,8 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--devices", "tpu"], "not the name of a device"),
+        (["--devices", "tpu"], "'tpu' is not the name of a device. Write all, 2 (GPUs), gpu:0,gpu:1, cpu, or cpu:2"),
+        (["--devices", "cpu,cpu"], "cpu stands there more than once. Name each device once, or write cpu:2"),
         (["--devices", "cpu:3", "--shares", "1,2"], "2 shares for 3 devices"),
         (["--devices", "cpu:2", "--batch-size", "1"], "smaller than the number of devices"),
     ],
@@ -280,6 +281,11 @@ def test_parity_of_a_users_script(tmp_path: Path) -> None:
     differs = run_command("parity", f"{tmp_path / 'drops.py'}:drops", "--devices", "2")
     assert differs.returncode == 1
     assert "The model draws random numbers in Dropout(0.5). Every device draws its own, by design" in differs.stdout
+    (tmp_path / "model.py").write_text("import torch\ndef make(): return torch.nn.Linear(4, 3)\n")
+    alone = run_command("parity", f"{tmp_path / 'model.py'}:make")
+    assert alone.returncode == 1
+    assert "make returns a Linear: let it return (model, (X, y)), or" in alone.stderr
+    assert "Traceback" not in alone.stderr
     wrong = run_command("parity", "nothing")
     assert wrong.returncode == 1
     assert "script.py:function" in wrong.stderr
