@@ -6,7 +6,7 @@ PyTorch has sources of its own (:mod:`.torch.sources`), because it has datasets 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,6 +220,12 @@ def _pieces(parts: tuple[Array, ...]) -> Iterator[bytes]:
 def _parts(batch: Any) -> tuple[Array, ...]:
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise BadBatch(f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both")
+    for part in batch:
+        if isinstance(part, Mapping):
+            raise BadBatch(
+                f"a part of the loader's batch is a dict of {', '.join(map(repr, part))}, and dicts are not supported: "
+                "give arrays, (inputs..., target), in the order in which the model takes them"
+            )
     parts = tuple(map(as_numpy, batch))
     check_numbers(parts)
     if any(not part.ndim for part in parts):

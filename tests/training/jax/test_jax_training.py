@@ -303,6 +303,8 @@ def test_devices_of_several_kinds() -> None:
         ({"compile": False}, "always compiled"),
         ({"optimizer": "adma"}, "Did you mean 'adamax'"),
         ({"optimizer": lambda rate: rate}, "has to make one"),
+        ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, r"\.gradient_transformation\(\)"),
+        ({"optimizer": nnx.Optimizer(Net(), optax.sgd(0.1), wrt=nnx.Param)}, r"its \.tx"),
     ],
 )
 def test_options_that_mean_nothing_here(options: dict[str, Any], said: str) -> None:
@@ -312,7 +314,9 @@ def test_options_that_mean_nothing_here(options: dict[str, Any], said: str) -> N
 
 @pytest.mark.parametrize("value", [None, 0.5, {"loss": 1.0}, mh.LossSum(np.ones(2), 2)])
 def test_what_is_no_loss(value: Any) -> None:
-    with pytest.raises(BadSettings, match=r"the loss returned a .*(LossSum\(total, count\)|array of one number)"):
+    with pytest.raises(
+        BadSettings, match=r"the loss returned (None .is a `return`|a ).*(LossSum\(total, count\)|array of one number)"
+    ):
         fit(Net(), vectors(), loss=lambda answer, target: value)
 
 
@@ -321,6 +325,16 @@ def test_what_is_no_model() -> None:
         fit(nnx.Sequential(nnx.relu), vectors())
     with pytest.raises(NotATensor, match=r"flax\.nnx\.Module"):
         fit(lambda X: X, vectors())
+
+
+def test_data_that_the_model_does_not_take() -> None:
+    X, y = vectors()
+    with pytest.raises(BadBatch, match=r"a sample of the data has shape \(2,\), and Net does not take it"):
+        fit(Net(), (X[:, :2], y))
+    with pytest.raises(BadBatch, match=r"3 parts.* Net does not take 2 .*training_step\(batch\)"):
+        fit(Net(), (X, y, np.ones(len(y))))
+    with pytest.raises(BadSettings, match=r"answers with a tuple.*give the trainer loss="):
+        fit(nnx.Sequential(Net(), lambda scores: (scores, scores)), vectors())
 
 
 def test_labels_of_a_loader_are_looked_at() -> None:
@@ -334,7 +348,7 @@ def test_labels_of_a_loader_are_looked_at() -> None:
     with pytest.raises(BadLabels, match="float32, and class numbers are whole"):
         fit(Net(), (X, y.astype(np.float32)))
     with pytest.raises(BadLabels, match=r"give y\.reshape\(-1\)"):
-        fit(Net(), [(X, y[:, None])])
+        fit(Net(), [(X, y[:, None])], batch_size=50)
 
 
 def test_uneven_shares_need_one_answer_per_sample() -> None:

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from keras_cases import fit, mlp, vectors
+from keras_cases import fit, mlp, unequal, vectors
 
 from manyhands.errors import BadBatch, BadLabels, BadSettings, BadShares, NoSuchDevice, NotATensor
 from manyhands.training.tensorflow.book import Module
 from manyhands.training.tensorflow.trainer import Trainer
+
+
+def _decay() -> Any:
+    return keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,7 @@ from manyhands.training.tensorflow.trainer import Trainer
         ({"batch_size": 2}, BadSettings, "at least 3"),
         ({"shares": [1, 2]}, BadShares, "3 devices"),
         ({"loss": lambda y_true, y_pred: tf.reduce_sum(y_pred)}, BadSettings, "mean over the samples"),
+        ({"schedule": _decay()}, BadSettings, "give it to the optimizer"),
         (
             {"schedule": lambda done: 1.0, "optimizer": lambda rate: keras.optimizers.SGD(_decay())},
             BadSettings,
@@ -40,16 +45,12 @@ def test_settings(how: dict[str, Any], error: type[Exception], words: str) -> No
         fit(mlp(), vectors(), 3, **how)
 
 
-def _decay() -> Any:
-    return keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-
-
 def test_labels_that_the_model_has_no_output_for() -> None:
     X, y = vectors()
     with pytest.raises(BadLabels, match="from 0 to 3, but the model has 3 outputs"):
         fit(mlp(), (X, np.where(y == 2, 3, y)))
     with pytest.raises(BadLabels, match="from -1"):
-        fit(mlp(), [(X[:8], y[:8]), (X[8:16], y[8:16]), (X[16:], y[16:] - 1)])
+        fit(mlp(), [(X[:8], y[:8]), (X[8:16], y[8:16]), (X[16:], y[16:] - 1)], batch_size=8)
     with pytest.raises(BadLabels, match="float32, and class numbers are whole"):
         fit(mlp(), (X, y.astype(np.float32)))
     with pytest.raises(BadLabels, match="from 0 to 7"):
@@ -98,6 +99,11 @@ def test_data_that_is_none() -> None:
         fit(mlp(), [])
     with pytest.raises(NotATensor, match="no data to train on"):
         fit(mlp(), 5)
+    X, y = vectors()
+    with pytest.raises(BadBatch, match=r"dict of 'a', and dicts are not supported.*inputs\.\.\., target"):
+        fit(mlp(), tf.data.Dataset.from_tensor_slices(({"a": X}, y)).batch(16))
+    with pytest.raises(BadSettings, match=r"gives a LossSum for the whole batch.*training_step"):
+        fit(mlp(), (X, y, np.ones(len(y))), loss=unequal)
 
 
 def test_devices_that_are_not_there() -> None:

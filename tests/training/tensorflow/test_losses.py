@@ -233,6 +233,9 @@ def test_a_mean_over_something_else_is_refused_with_advice_that_works() -> None:
     with pytest.raises(BadSettings, match="gradients of"):
         fit(zeros, (X, y), 2, loss=weighted)
     fit(mlp(), numbers(), 1, loss=weighted)  # one device, the batch as a whole: any loss
+    with pytest.raises(BadSettings, match=r"train on one device, with accumulate=1.*Dice\(axis="):
+        fit(mlp(), numbers(), 2, loss=keras.losses.Dice(dtype="float64"))
+    fit(mlp(), numbers(), 2, loss=keras.losses.Dice(axis=1, dtype="float64"))
 
 
 def test_a_loss_that_adds_up_is_not_refused_because_of_dropout_and_statistics() -> None:

@@ -7,6 +7,7 @@ before the loss sees them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from manyhands.errors import BadBatch, BadSettings
+from manyhands.errors import BadBatch, BadSettings, ManyhandsError
 from manyhands.training.jax.book import Module, cross_entropy
 from manyhands.training.loss_sum import LossSum
 
@@ -64,10 +65,15 @@ class Supervised:
                 "a batch (inputs, target) is needed, this one has one part: give both, or a model with a "
                 "training_step(batch) of its own"
             )
-        answer, target = _widened(model(*batch[:-1])), batch[-1]
+        answer, target, loss = _widened(_answer(model, batch[:-1])), batch[-1], self.loss_of(model)
+        if loss is cross_entropy and not isinstance(answer, jax.Array):
+            raise BadSettings(
+                f"{type(model).__name__} answers with a {type(answer).__name__}, and the default loss, cross-entropy, "
+                "takes an array of class scores: give the trainer loss=, a function of this answer and the target"
+            )
         if samples is not None:
             answer, target = _only(samples, answer), target[np.flatnonzero(samples)]
-        return _value(self.loss_of(model)(answer, target), "the loss", _right(answer, target))
+        return _value(loss(answer, target), "the loss", _right(answer, target))
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,30 @@ def check_shares(objective: Objective) -> None:
         )
 
 
+def _answer(model: nnx.Module, inputs: Batch) -> Any:
+    """The model's answer. If it takes no such inputs, that is said of the user's data."""
+    try:
+        return model(*inputs)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, (ManyhandsError, jax.errors.JAXTypeError)):
+            raise
+        raise BadBatch(_not_taken(model, inputs, error)) from error
+
+
+def _not_taken(model: nnx.Module, inputs: Batch, error: Exception) -> str:
+    name, reason = type(model).__name__, next(iter(str(error).splitlines()), type(error).__name__)
+    try:
+        inspect.signature(model).bind(*inputs)
+    except TypeError:
+        return (
+            f"a batch has {len(inputs) + 1} parts, (inputs..., target), and {name} does not take {len(inputs)} of them "
+            f"as inputs ({reason}). Weights of samples, or several targets, need a training_step(batch) of the model: "
+            "it takes all parts, and returns the mean loss or mh.LossSum(total, count)"
+        )
+    shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
+    return f"a sample of the data has shape {shapes}, and {name} does not take it ({reason})"
+
+
 def _only(samples: Rows, answer: Any) -> Any:
     """The answers to the rows that are samples."""
 
@@ -126,14 +156,17 @@ def _value(value: Any, name: str, right: jax.Array | None) -> Value:
             )
         return Value(total, jax.lax.stop_gradient(count).astype(total.dtype), right)
     if not isinstance(value, jax.Array):
+        missing = " (is a `return` missing?)" if value is None else ""
         raise BadSettings(
-            f"{name} returned {_kind(value)}: it has to return the loss, an array of JAX's (the mean over the samples, "
-            "or one number per sample), or mh.LossSum(total, count)"
+            f"{name} returned {_kind(value)}{missing}: it has to return the loss, an array of JAX's (the mean over the "
+            "samples, or one number per sample), or mh.LossSum(total, count)"
         )
     return Value(_mean(_widened(value)), None, right)
 
 
 def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
     return f"an array of shape {value.shape}" if hasattr(value, "shape") else f"a {type(value).__name__}"
 
 

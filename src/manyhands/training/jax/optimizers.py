@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from manyhands.errors import BadSettings
 from manyhands.training.jax.book import Module
@@ -35,12 +36,25 @@ OPTIMIZERS = Optimizers(
 )
 
 
+def check(optimizer: Any, lr: float | None) -> None:
+    """Refuse what is no optimizer of Optax's; of what wraps one, name the one inside."""
+    if isinstance(optimizer, nnx.Optimizer):
+        raise BadSettings(
+            "an nnx.Optimizer holds one model's state: give the trainer the Optax optimizer that it was made with, "
+            "its .tx"
+        )
+    if isinstance(optimizer, optax.MultiSteps):
+        raise BadSettings("optax.MultiSteps wraps an optimizer and is none itself: give its .gradient_transformation()")
+    OPTIMIZERS.check(optimizer, lr)
+
+
 def optimizer_for(
     model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
 ) -> tuple[optax.GradientTransformation, str]:
     """The optimizer, and a name for it: Optax's have none, so it is told by the parts of their state."""
     if optimizer is None and OPTIMIZERS.configured_by(model, lr):
         optimizer = model.configure_optimizers()
+        check(optimizer, None)
     if isinstance(optimizer, optax.GradientTransformation):
         made = optimizer
     else:

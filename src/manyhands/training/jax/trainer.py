@@ -54,7 +54,7 @@ class Trainer(BaseTrainer):
             )
         if self._option("compile") is False:
             raise BadSettings("compile=False: a step in JAX is always compiled")
-        optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
+        optimizers.check(self._option("optimizer"), self._option("lr"))
 
     @property
     def device_names(self) -> list[str]:

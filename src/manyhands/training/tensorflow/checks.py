@@ -13,7 +13,7 @@ from manyhands.errors import BadBatch, BadSettings, NotATensor
 from manyhands.training.labels import ClassLabels
 from manyhands.training.loss_trial import note
 from manyhands.training.sources import Array, Arrays, Batch, Source, Stream
-from manyhands.training.tensorflow import loss_trial
+from manyhands.training.tensorflow import loss_trial, losses
 from manyhands.training.tensorflow.batch_parts import Parts, answer_of, parts_of
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.objective import ClassScores, Objective, Supervised
@@ -118,7 +118,17 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
     if samples is None:
         return note("the loader can be read only once")
     data = samples if isinstance(samples, Arrays) else Arrays(samples)
-    return note(loss_trial.check(Function(model, objective, 0), data))
+    try:
+        return note(loss_trial.check(Function(model, objective, 0), data))
+    except BadSettings as error:
+        if isinstance(objective, Supervised) and (name := losses.of_whole_batch(objective.loss.loss)):
+            raise BadSettings(
+                f"{name} of Keras is one ratio over all samples of a batch, and on several devices, or with "
+                "accumulate, a batch is processed in parts: train on one device, with accumulate=1. With the axes of a "
+                f"sample, as {name}(axis=(1, 2, 3)) for images, it is a loss of each sample, which any number of "
+                "devices can train with"
+            ) from error
+        raise
 
 
 # A few samples

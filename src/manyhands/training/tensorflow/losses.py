@@ -103,6 +103,15 @@ def check_names(loss: Any) -> None:
             raise BadSettings(f"loss={one!r}: Keras has no loss of this name. It has {', '.join(known)}")
 
 
+def of_whole_batch(loss: Any) -> str | None:
+    """The name of a loss that is a ratio over all samples of a batch, if there is one."""
+    for kind in (keras.losses.Dice, keras.losses.Tversky):
+        for one in keras.tree.flatten(loss):
+            if isinstance(one, kind) or one is kind or one in (kind.__name__, kind.__name__.lower()):
+                return str(kind.__name__)
+    return None
+
+
 def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: Any) -> Losses:
     """One Keras loss of one output, reduced so that parts of a batch add up."""
     if type(loss).__call__ is not keras.losses.Loss.__call__:  # a reduction of its own
@@ -116,9 +125,11 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
     name = loss.fn.__name__ if type(loss) is LossFunctionWrapper and hasattr(loss.fn, "__name__") else loss.name
     if isinstance(values, LossSum) or not tf.is_tensor(values) or not values.shape.rank:
         if sample_weight is not None:
+            gives = "a LossSum" if isinstance(values, LossSum) else "one number"
             raise BadSettings(
-                f"the data have sample weights, but the loss {name} gives one number for the whole batch: return one "
-                "number per sample, and the trainer applies the weights"
+                f"the data have sample weights, but the loss {name} gives {gives} for the whole batch: return one "
+                "number per sample, and the trainer applies the weights; or write a training_step(batch), which is "
+                "given the weights and returns mh.LossSum(total, count) with them in both"
             )
         return reduced(values, name=name)
     masks = [mask for mask in (*masks, keras.src.backend.get_keras_mask(values)) if mask is not None]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import keras
 import tensorflow as tf
 
 from manyhands.backends import tensorflow as backend
@@ -45,6 +46,12 @@ class Trainer(BaseTrainer):
             raise BadSettings(
                 f"shares={self._option('shares')!r}: TensorFlow does not tell how long each device works at its part "
                 "of a step. Give one number per device, as shares=[0.7, 0.3]"
+            )
+        if isinstance(self._option("schedule"), keras.optimizers.schedules.LearningRateSchedule):
+            raise BadSettings(
+                f"schedule= is a {type(self._option('schedule')).__name__} of Keras, a function of the step that gives "
+                "a learning rate: give it to the optimizer, keras.optimizers.SGD(your_schedule). Here a schedule is a "
+                "function from how much of the training is done (0 to 1) to a factor of the learning rate"
             )
         optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
         losses.check_names(self._option("loss"))
