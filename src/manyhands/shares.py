@@ -24,7 +24,9 @@ def check(shares: Sequence[float], count: int) -> list[Fraction]:
     except TypeError:
         raise BadShares(f"shares are a list, one per device; {shares!r} is none: for example [0.7, 0.3]") from None
     if len(given) != count:
-        raise BadShares(f"{len(given)} shares for {count} devices: give one share per device")
+        raise BadShares(
+            f"{len(given)} share{'' if len(given) == 1 else 's'} for {count} devices: give one share per device"
+        )
     exact = [_exact(share) for share in given]
     whole = sum(exact)
     if whole == 0:
@@ -35,7 +37,7 @@ def check(shares: Sequence[float], count: int) -> list[Fraction]:
 def _exact(share: object) -> Fraction:
     """One share, of Python's or NumPy's numbers, as a fraction of Python's whole numbers."""
     if isinstance(share, bool) or not isinstance(share, numbers.Real):
-        raise BadShares(f"a share is a number, {share!r} is a {type(share).__name__}")
+        raise BadShares(f"a share is a number, {share!r} is of type {type(share).__name__}")
     try:
         about = float(share)
     except OverflowError:

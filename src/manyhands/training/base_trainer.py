@@ -17,7 +17,7 @@ from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, NoCheckpoi
 from manyhands.placement import Placement
 from manyhands.training import checkpoint, launcher, option_names, streams
 from manyhands.training.display import Display
-from manyhands.training.learner import SCHEDULE_HINT, Schedule
+from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Schedule
 from manyhands.training.result import Result
 from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import BatchStats, Precision, Settings
@@ -119,7 +119,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
                 return function
             raise BadSettings(f"loss={loss!r}: give a function, or one of {', '.join(self.losses_by_name)}")
         if not callable(loss):
-            raise BadSettings(f"loss={loss!r} is a {type(loss).__name__}: give a function")
+            raise BadSettings(f"loss={loss!r} is of type {type(loss).__name__}: give a function")
         if not isinstance(loss, type):
             return loss
         try:
@@ -205,7 +205,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
                 words = not_finite(self.train_source)
                 if words is None:
                     raise
-                raise LossIsNotANumber(f"{error}. {words}") from error
+                raise LossIsNotANumber(f"{str(error).removesuffix(NAN_HINT)}{words}") from error
         result.run = str(run.path) if run else None
         self.result = result
         return result

@@ -16,6 +16,14 @@ from numpy.typing import NDArray
 from manyhands.errors import BadLabels
 
 
+def out_of_range(low: Any, high: Any, classes: int) -> BadLabels:
+    """The error for labels that a model has no output for."""
+    cure = ". If they begin at 1, subtract 1: y - 1" if low > 0 and high == classes else ""
+    return BadLabels(
+        f"labels go from {low} to {high}, but the model has {classes} outputs: they must be 0 to {classes - 1}{cure}"
+    )
+
+
 @dataclass(frozen=True)
 class ClassLabels:
     """Refuses labels that are no class numbers, and those that the model has no output for."""
@@ -40,10 +48,7 @@ class ClassLabels:
             return
         low, high = labels.min(), labels.max()
         if low < 0 or high >= self.classes:
-            raise BadLabels(
-                f"labels go from {low} to {high}, but the model has {self.classes} outputs: they must be 0 to "
-                f"{self.classes - 1}"
-            )
+            raise out_of_range(low, high, self.classes)
 
     def _check_kind(self, labels: NDArray[Any]) -> None:
         if labels.ndim == 2 and labels.shape[1] == self.classes > 1:

@@ -6,16 +6,19 @@ host waits at the end of an epoch and for a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training import saving, streams
 from manyhands.training.figures import Figures, or_none, together
-from manyhands.training.learner import SCHEDULE_HINT, Learner, Say, Schedule
+from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Learner, Say, Schedule
 from manyhands.training.order import Cursor, Window, epoch_order
 from manyhands.training.result import Result
 from manyhands.training.run_folder import RunFolder, RunPlan
@@ -211,18 +214,31 @@ class Loop:
         if figures.bad_step is None or self.settings.on_nan == "continue":
             return
         raise LossIsNotANumber(
-            f"{self._bad_step_in_words(figures.bad_step)}. A smaller learning rate or gradient_clip_val may help; "
-            "on_nan='continue' goes on without the batch"
+            f"{self._bad_step_in_words(figures.bad_step)}. {self._bad_samples(figures.bad_step) or NAN_HINT}"
         )
 
-    def _bad_step_in_words(self, step: int) -> str:
-        size, epoch = self.settings.batch_size, self.cursor.epoch
+    def _bad_samples(self, step: int) -> str | None:
+        """What is NaN in the samples of a step, where the learner can look at them again."""
+        look, numbers = getattr(self.learner, "bad_samples", None), self._samples_of(step)
+        if look is None or numbers is None:
+            return None
+        with contextlib.suppress(Exception):  # the loss is what counts
+            words: str | None = look(numbers)
+            return words
+        return None
+
+    def _samples_of(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        size, data = self.settings.batch_size, self.learner.data
+        if data.count is None:
+            return None
         batch = self.cursor.batch - (self.cursor.step - step)
-        which = f"batch {batch} of the loader"
-        data = self.learner.data
-        if data.count is not None:
-            order = epoch_order(self.settings.seed, epoch, data.count, shuffle=data.shuffle)
-            numbers = order[batch * size : (batch + 1) * size]
+        order = epoch_order(self.settings.seed, self.cursor.epoch, data.count, shuffle=data.shuffle)
+        return order[batch * size : (batch + 1) * size]
+
+    def _bad_step_in_words(self, step: int) -> str:
+        epoch, numbers = self.cursor.epoch, self._samples_of(step)
+        which = f"batch {self.cursor.batch - (self.cursor.step - step)} of the loader"
+        if numbers is not None:
             which = f"samples {', '.join(map(str, numbers[:_NAMED]))}{', ...' if len(numbers) > _NAMED else ''}"
         return f"the loss of step {step} is not a number (epoch {epoch + 1}, {which})"
 
@@ -305,7 +321,7 @@ def _factor_at(schedule: Schedule, done: float) -> float:
     except TypeError as error:
         if "is not an Optimizer" not in str(error):
             raise
-        raise BadSettings(f"schedule: a function of the optimizer is none. {SCHEDULE_HINT}") from error
+        raise BadSettings(f"schedule is a function of an optimizer, and {SCHEDULE_HINT}") from error
     try:
         factor = float(given)
     except (TypeError, ValueError) as error:

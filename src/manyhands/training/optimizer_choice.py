@@ -17,6 +17,7 @@ nothing                                       ``SGD(0.01)``          ``SGD(0.1)`
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,9 +55,12 @@ class Optimizers:
         elif not callable(optimizer):
             function = "a function of the parameters" if self.of_parameters else "a function of the learning rate"
             raise BadSettings(
-                f"optimizer={optimizer!r} is a {type(optimizer).__name__}: give a name ('adam'), {self.example}, "
+                f"optimizer={optimizer!r} is of type {type(optimizer).__name__}: give a name ('adam'), {self.example}, "
                 f"{function}, or a finished optimizer"
             )
+        elif isinstance(optimizer, functools.partial) and self.rate in optimizer.keywords:
+            has = f"{self.rate}={optimizer.keywords[self.rate]}"
+            self.refuse_rate(lr, f"optimizer=partial({_name_of(optimizer.func)}, {has})")
         elif self._rate_argument(optimizer) is None:
             self.refuse_rate(lr, f"optimizer={_name_of(optimizer)}, a function that takes no {self.rate}")
 
@@ -102,7 +106,9 @@ class Optimizers:
             return entry
         close = difflib.get_close_matches(name.lower(), known, 1)
         meant = f"Did you mean {close[0]!r}? " if close else ""
-        raise BadSettings(f"optimizer={name!r}: {self.where} has none of that name. {meant}It has {', '.join(known)}")
+        raise BadSettings(
+            f"optimizer={name!r}: {self.where} has none of that name for training. {meant}It has {', '.join(known)}"
+        )
 
     def _rate_argument(self, make: Callable[..., Any]) -> inspect.Parameter | None:
         """The argument through which a class or a function takes its rate; None where it takes none."""

@@ -33,7 +33,7 @@ _CALLED = {
     "checkpoint_every": "save_every save_steps save_freq checkpoint_interval every_n_train_steps",
     "keep_checkpoints": "save_total_limit save_top_k max_to_keep",
     "ranks_per_device": "num_processes nproc nprocs num_proc world_size n_procs",
-    "quiet": "verbose progress_bar enable_progress_bar disable_tqdm silent",
+    "quiet": "disable_tqdm silent",
     "compile": "jit jit_compile torch_compile",
     "fast": "run_eagerly eager",
 }
@@ -54,6 +54,7 @@ _EXPLAINED = {
     "num_workers": "workers belong to the loader: DataLoader(dataset, num_workers=...)",
     "shuffle": "(X, y) arrays are shuffled; for another order give a loader",
     "num_nodes": "start the script with torchrun, which gives every process its place",
+    **dict.fromkeys(("verbose", "progress_bar", "enable_progress_bar"), "progress is shown; quiet=True shows none"),
     "early_stopping": "there is none. Train with run=..., and go on with resume='auto' and more epochs",
 }
 _EXPLAINED["patience"] = _EXPLAINED["early_stopping"]

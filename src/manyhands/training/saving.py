@@ -171,6 +171,6 @@ def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -
         raise WrongCheckpoint("the checkpoint is of data in another order: one is shuffled, the other is not")
     if saved["optimizer_type"] not in (None, learner.optimizer_name):  # None: only the weights, they were converted
         raise WrongCheckpoint(
-            f"the checkpoint holds the state of the optimizer {saved['optimizer_type']}, this job has a "
+            f"the checkpoint holds the state of the optimizer {saved['optimizer_type']}, this job has "
             f"{learner.optimizer_name}"
         )

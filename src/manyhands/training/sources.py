@@ -34,16 +34,23 @@ def check_lengths(arrays: Sequence[Any]) -> None:
 
 def not_finite(data: Any) -> str | None:
     """Which arrays of a data set have NaN or infinity, and where; None where there are none, or no arrays."""
-    arrays: Sequence[Any] = getattr(data, "arrays", getattr(data, "tensors", ()))
+    return bad_numbers(getattr(data, "arrays", getattr(data, "tensors", ())))
+
+
+def bad_numbers(arrays: Sequence[Any], samples: Sequence[int] | None = None) -> str | None:
+    """The same of some arrays; ``samples``: the numbers of the samples that their rows are, where they are a batch."""
     found = []
     for number, array in enumerate(arrays):
         bad = _not_finite(array)
         if bad.any():
             name = ("X" if len(arrays) == 2 else f"array {number}") if number < len(arrays) - 1 else "y"
             rows = np.flatnonzero(bad.reshape(len(bad), -1).any(1))
+            count = int(bad.sum())
+            what = "1 number that is" if count == 1 else f"{count} numbers that are"
+            where = "" if samples is None else " of the batch"
             found.append(
-                f"{name} has {int(bad.sum())} numbers that are NaN or infinite, in {len(rows)} of {len(bad)} samples "
-                f"(the first is sample {rows[0]})"
+                f"{name} has {what} NaN or infinite, in {len(rows)} of {len(bad)} samples{where} (the first is sample "
+                f"{rows[0] if samples is None else samples[rows[0]]})"
             )
     return f"The data are to blame: {'; '.join(found)}. Leave these samples out, or fill them in" if found else None
 

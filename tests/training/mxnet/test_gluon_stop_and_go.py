@@ -152,5 +152,5 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(WrongCheckpoint, match=r"weights of another model: .*missing"):
         fit(other, vectors(), 2, run=tmp_path / "run", resume="auto")
     assert other.weight.list_ctx() == contexts(1)  # it is home again
-    with pytest.raises(WrongCheckpoint, match="optimizer SGD, this job has a Adam"):
+    with pytest.raises(WrongCheckpoint, match="optimizer SGD, this job has Adam"):
         fit(mlp(), vectors(), 2, run=tmp_path / "run", resume="auto", optimizer="adam")

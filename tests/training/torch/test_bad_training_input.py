@@ -96,7 +96,21 @@ def test_a_batch_that_is_left_out_leaves_no_trace(name: str, bad: tuple[int, ...
 def test_a_loss_from_a_loader_that_is_no_number() -> None:
     X, y = spoilt(17)
     with pytest.raises(LossIsNotANumber, match=r"step 2 is not a number .*batch 2 of the loader"):
-        fit(mlp(), Chunks(X, y, BATCH), 1)
+        fit(mlp(), Chunks(X, y, BATCH), 1, batch_size=BATCH)
+
+
+def test_data_that_are_not_numbers_are_to_blame() -> None:
+    """Also those of a dataset; then nothing is said of the learning rate."""
+    X, y = spoilt(17)
+    X[17] = 1
+    X[17, 2] = torch.nan
+    for data, of in (((X, y), "40 samples"), (list(zip(X, y, strict=True)), f"{BATCH} samples of the batch")):
+        said = (
+            rf"The data are to blame: X has 1 number that is NaN or infinite, in 1 of {of} \(the first is sample 17\)"
+        )
+        with pytest.raises(LossIsNotANumber, match=said) as raised:
+            fit(mlp(), data, batch_size=BATCH)
+        assert "learning rate" not in str(raised.value)
 
 
 def test_a_model_without_parameters() -> None:
@@ -121,6 +135,13 @@ def test_labels_out_of_range() -> None:
         fit(mlp(), (vectors(), (X, y)))
     with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
         fit(mlp(), DataLoader(TensorDataset(X, y), batch_size=8, sampler=range(len(y))))
+
+
+def test_labels_that_begin_at_1() -> None:
+    X, y = vectors()
+    said = f"labels go from 1 to {CLASSES}, .* must be 0 to {CLASSES - 1}. If they begin at 1, subtract 1: y - 1"
+    with pytest.raises(BadLabels, match=said):
+        fit(mlp(), (X, y + 1))
 
 
 def test_labels_that_are_left_out_and_targets_that_are_no_labels() -> None:

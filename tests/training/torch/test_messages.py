@@ -234,6 +234,19 @@ def test_binary_cross_entropy_with_labels_of_classes() -> None:
         train(nn.Linear(6, 1), (X, y % 2), loss="bce_with_logits")
 
 
+def test_options_in_their_own_words() -> None:
+    for options, said in (
+        (
+            {"optimizer": functools.partial(torch.optim.SGD, lr=0.3), "lr": 0.1},
+            r"lr=0\.1 and optimizer=partial\(SGD, lr=0\.3\): ",
+        ),
+        ({"optimizer": 3}, "optimizer=3 is of type int: "),
+        ({"verbose": 1}, "no option verbose: progress is shown; quiet=True shows none"),
+    ):
+        with pytest.raises((BadSettings, TypeError), match=said):
+            Trainer(1, **options)  # type: ignore[arg-type]
+
+
 def test_optimizers_that_have_no_name() -> None:
     for name in ("sparseadam", "lbfgs"):
         with pytest.raises(BadSettings, match=f"optimizer='{name}'"):

@@ -114,7 +114,7 @@ def test_a_resumed_job_goes_on_with_it(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     checkpoint.drop_after(tmp_path / "killed" / "checkpoints", 4)
     _, result = fit(resumed, vectors(48), run=tmp_path / "killed", resume="auto", **options)
-    named = "Counting.average (a Average) has changed and stays with the job and is not in checkpoints"
+    named = "Counting.average (of type Average) has changed and stays with the job and is not in checkpoints"
     assert any(note.startswith(named) for note in result.notes)
     resumed.average.updates = whole.average.updates
     assert held(whole) == held(resumed)
@@ -156,7 +156,9 @@ def test_what_stays_is_noted() -> None:
         return functional.cross_entropy(scores, y)
 
     _, result = fit(Locked(), vectors(48), 2, max_epochs=1)
-    assert any("Locked.lock (a lock) has changed and stays with its worker process" in note for note in result.notes)
+    assert any(
+        "Locked.lock (of type lock) has changed and stays with its worker process" in note for note in result.notes
+    )
     assert any(note.startswith("calls is a variable outside the model") for note in result.notes)
     _, result = fit(mlp(), vectors(48), 2, max_epochs=1, loss=loss)
     assert any(note.startswith("closed_over is a variable outside the model") for note in result.notes)

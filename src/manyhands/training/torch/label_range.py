@@ -8,12 +8,14 @@ kept, and held against it then, before the loss sees them.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from manyhands.errors import BadLabels
+from manyhands.training.labels import out_of_range
 from manyhands.training.torch.sources import Batch
 
 
@@ -23,8 +25,8 @@ class LabelRange:
 
     ignored: int
     classes: int | None = None
-    low: int = 0
-    high: int = -1
+    low: int = sys.maxsize  # of the labels seen so far
+    high: int = -sys.maxsize
 
     def __call__(self, batch: Batch) -> None:
         """Look at the labels of a batch."""
@@ -55,7 +57,4 @@ class LabelRange:
 
     def _check(self, classes: int) -> None:
         if self.low < 0 or self.high >= classes:
-            raise BadLabels(
-                f"labels go from {self.low} to {self.high}, but the model has {classes} outputs: they must be 0 to "
-                f"{classes - 1}"
-            )
+            raise out_of_range(self.low, self.high, classes)

@@ -140,7 +140,7 @@ def _with_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module
 def _stays(model: torch.nn.Module, place: Place, value: Any, where: str) -> str:
     path, name = place
     owner = ".".join(filter(None, (type(model).__name__, path)))
-    return f"{owner}.{name} (a {type(value).__name__}) has changed and stays with {where}"
+    return f"{owner}.{name} (of type {type(value).__name__}) has changed and stays with {where}"
 
 
 class Names:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyhands import tree
 from manyhands.errors import ManyhandsError
 from manyhands.training import saving, streams
 from manyhands.training.figures import Figures, together
@@ -20,6 +21,7 @@ from manyhands.training.learner import Saved, Say
 from manyhands.training.loop import Loop
 from manyhands.training.order import Cursor, Window, epoch_order, windows
 from manyhands.training.run_folder import RunFolder
+from manyhands.training.sources import bad_numbers
 from manyhands.training.torch import (
     batch_norm,
     capturable,
@@ -30,6 +32,7 @@ from manyhands.training.torch import (
     own_stream,
     precision,
     randomness,
+    samples,
     state,
 )
 from manyhands.training.torch.drawn_samples import generator_of
@@ -326,6 +329,13 @@ class Rank:
             count = evaluate(self.model, self.objective, _watched(batches, alive), sums, self.numbers)
         figures = together(self._of_all_ranks(sums))
         return figures.weighed(sum(float(one) for one in self.world.gather(count)))
+
+    def bad_samples(self, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> str | None:
+        """Which of these samples of a dataset have NaN or infinity, in words."""
+        if not isinstance(self.data, Samples):
+            return None
+        leaves = tree.flatten(samples.take(self.data, numbers))[0]
+        return bad_numbers([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], numbers.tolist())
 
     # Checkpoints
 
