@@ -240,7 +240,7 @@ class Loop:
         which = f"batch {self.cursor.batch - (self.cursor.step - step)} of the loader"
         if numbers is not None:
             which = f"samples {', '.join(map(str, numbers[:_NAMED]))}{', ...' if len(numbers) > _NAMED else ''}"
-        return f"the loss of step {step} is not a number (epoch {epoch + 1}, {which})"
+        return f"the loss or a gradient of step {step} is not a number (epoch {epoch + 1}, {which})"
 
     # The end of an epoch
 

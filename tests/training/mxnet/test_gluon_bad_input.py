@@ -48,6 +48,20 @@ def test_a_loss_that_is_no_number(devices: int) -> None:
         assert net[0].weight.list_ctx() == contexts(1)  # it is home again
 
 
+def test_bad_samples_that_only_the_gradients_show() -> None:
+    """MXNet's ReLU makes 0 of NaN: the loss stays a number, and the weights do not."""
+    X, y = spoilt(17)
+
+    def net() -> Any:
+        return sequential(nn.Dense(8, activation="relu", in_units=X.shape[1]), nn.Dense(CLASSES, in_units=8))
+
+    with pytest.raises(LossIsNotANumber, match=r"a gradient of step.*The data are to blame: X has"):
+        fit(net(), (X, y), 1, batch_size=BATCH, max_epochs=1)
+    with pytest.warns(UserWarning, match="going on"):
+        weights, _ = fit(net(), (X, y), 2, batch_size=BATCH, max_epochs=1, on_nan="continue")
+    assert all(np.isfinite(array).all() for array in weights.values())
+
+
 def test_a_loss_that_is_no_number_can_be_ignored() -> None:
     with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
         _, result = fit(mlp(), spoilt(17), 2, batch_size=BATCH, max_epochs=2, on_nan="continue")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
@@ -62,8 +63,11 @@ class Metrics:
         self.counts_right = self.counts_right or loss.right is not None
         self._shards.append(loss)
 
-    def add_up(self, step: int, count: int) -> Any:
-        """Add the step's parts, of so many samples, to the sums; whether its loss is a number, on the device."""
+    def add_up(self, step: int, count: int, finite: Sequence[Any] = ()) -> Any:
+        """Add the step's parts, of so many samples, to the sums; whether its loss is a number, on the device.
+
+        ``finite``: 1 or 0, each of them is to be 1 as well.
+        """
         self._count += count
         with numpy_like():
             loss = self._together([one.total for one in self._shards])
@@ -74,6 +78,8 @@ class Metrics:
                 else:
                     loss = loss / divisor * count
             good = mx.np.isfinite(loss)
+            if finite:
+                good = good.astype("float64") + self._together([*finite]) == 1 + len(finite)
             self._loss = self._loss + loss
             if rights := [one.right for one in self._shards if one.right is not None]:
                 self._right = self._right + self._together(rights)

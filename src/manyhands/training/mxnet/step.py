@@ -32,6 +32,7 @@ from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
 from manyhands.training.mxnet.spared import Spared
 
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
+_AT_ONCE = 100  # arrays that one operation looks through; 200 are its limit
 
 
 class Step:
@@ -86,9 +87,10 @@ class Step:
             self._divide(len(shards), counts)
         if self.clip:
             self._clip(len(shards))
+        gradients = self._finite()
         # Stale: no device used it, so it has no gradient. Not zero, for weight decay and momentum would move it.
         self.trainer.update(1, ignore_stale_grad=True)
-        good = self.metrics.add_up(step, whole)
+        good = self.metrics.add_up(step, whole, gradients)
         if self.spared is not None:
             self.spared.put_back(good)
         self.metrics.set_out()
@@ -127,6 +129,15 @@ class Step:
                 if not used:
                     gradient[:] = 0
                     array._fresh_grad = True
+
+    def _finite(self) -> list[Any]:
+        """1 or 0 on a device: MXNet's ReLU makes 0 of NaN, so bad samples may show in the gradients alone."""
+        by_dtype: dict[Any, list[Any]] = {}
+        for parameter in self.parameters:
+            if parameter.list_data()[0]._fresh_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter.list_grad()[0].as_nd_ndarray())
+        parts = [ones[at : at + _AT_ONCE] for ones in by_dtype.values() for at in range(0, len(ones), _AT_ONCE)]
+        return [mx.nd.multi_all_finite(*part, num_arrays=len(part)) for part in parts]
 
     def _clip(self, devices: int) -> None:
         """Scale all gradients together, on each device for itself: they are the same everywhere."""
