@@ -19,7 +19,11 @@ SCHEDULE_HINT = (
     "a schedule is a function from how much of the training is done (0 to 1) to a factor of the learning rate, as "
     "mh.one_cycle or lambda done: 1 - done. The frameworks' own schedulers are not supported"
 )
-NAN_HINT = "A smaller learning rate or gradient_clip_val may help; on_nan='continue' goes on without the batch"
+NAN_HINT = (
+    "If the loss is divided by a count (mh.LossSum, or a mean over the labels that are not ignored), the count of this "
+    "batch may be 0: give at least 1. Else a smaller learning rate or gradient_clip_val may help; on_nan='continue' "
+    "goes on without the batch"
+)
 Say = Callable[[dict[str, Any]], None]  # takes the events that a display shows
 
 

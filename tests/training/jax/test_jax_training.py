@@ -199,6 +199,11 @@ def test_a_batch_that_is_no_number_can_be_left_out() -> None:
         fit(Net(), (X, y), 1, batch_size=8)
 
 
+def test_a_batch_without_a_count_is_named() -> None:
+    with pytest.raises(LossIsNotANumber, match=r"mh\.LossSum.*the count of this batch may be 0: give at least 1"):
+        fit(Net(), vectors(), loss=lambda answer, target: mh.LossSum(answer.sum() * 0, 0))
+
+
 def test_steps_in_flight_are_few_where_threads_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, most in (("8", 2), ("2", 1)):
         monkeypatch.setenv("NPROC", given)

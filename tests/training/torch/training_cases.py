@@ -181,7 +181,7 @@ def fit(model: nn.Module, data: Any, ranks: int = 1, **options: Any) -> tuple[di
     """Train on a number of ranks; gives copies of the weights, and the result."""
     given = {"max_epochs": 2, "precision": "fp64", "quiet": True, **options}
     loader = data[0] if isinstance(data, tuple) else data
-    if getattr(loader, "batch_size", None) is None:  # a loader has one already
+    if getattr(loader, "batch_size", None) is None and hasattr(loader, "__getitem__"):  # a loader has one already
         given.setdefault("batch_size", 16)
     if given.get("optimizer") is None and not isinstance(model, WithOptimizer):
         given.setdefault("lr", 0.1)
