@@ -91,6 +91,14 @@ def add(commands: Any) -> None:
         choices=["per_device", "global"],
         help="BatchNorm's statistics are of each device's part or of the whole batch; default: per_device",
     )
+    _add_ways_and_folders(parser)
+    option("--quiet", action="store_true", help="no progress display; default: show it")
+    parser.set_defaults(run_command=run, error_text=flags.in_command_words)
+
+
+def _add_ways_and_folders(parser: argparse.ArgumentParser) -> None:
+    """How steps are run, and where data, figures and checkpoints are."""
+    option = parser.add_argument
     yes_or_no: Any = argparse.BooleanOptionalAction
     option("--plain", action=yes_or_no, help="plain steps only: no CUDA graph, no compiling; default: --no-plain")
     option("--compile", action=yes_or_no, help="compile kernels; default: where it pays")
@@ -115,12 +123,10 @@ def add(commands: Any) -> None:
     )
     option(
         "--checkpoint-every",
-        type=whole(1),
+        type=flags.whole_number(1),
         metavar="STEPS",
         help="steps between checkpoints; default: one at the end of every epoch",
     )
-    option("--quiet", action="store_true", help="no progress display; default: show it")
-    parser.set_defaults(run_command=run, error_text=flags.in_command_words)
 
 
 def run(options: argparse.Namespace) -> int:

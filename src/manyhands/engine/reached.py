@@ -123,7 +123,7 @@ _Kind: TypeAlias = "Callable[[Objects, Any, _Walk], None]"
 
 
 class Objects:
-    """What is known of objects: see :class:`manyhands.engine.futures.parallel`, which is told by the framework."""
+    """What is known of objects: see :class:`manyhands.engine.futures.parallel`, which gets it from the framework."""
 
     def __init__(
         self,

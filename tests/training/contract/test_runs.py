@@ -58,7 +58,7 @@ time.sleep(600)
 
 
 def test_two_jobs_never_share_a_run(bench: Bench) -> None:
-    """The second is told who holds it; a job that is killed holds nothing."""
+    """The second job's error names the holder; a job that is killed holds nothing."""
     run = bench.new_run()
     bench.fit(epochs=1, run=run)
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)

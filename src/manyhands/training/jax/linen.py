@@ -1,8 +1,8 @@
 """Linen modules as NNX modules, made by ``nnx.bridge.ToNNX``.
 
-A Linen module does not know whether it is trained: it is told so in every call, by an argument that its author has
-chosen, and its statistics change only where the caller allows it. NNX's ``train()`` and ``eval()`` do not reach it. So
-the modules of a model that lives for one trace become ones of a class that adds both to each call.
+A Linen module does not know whether it is trained: every call says so, by an argument that its author has chosen, and
+its statistics change only where the caller allows it. NNX's ``train()`` and ``eval()`` do not reach it. So the modules
+of a model that lives for one trace become ones of a class that adds both to each call.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def check(optimizer: Any, lr: float | None) -> None:
 def optimizer_for(
     model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
 ) -> tuple[optax.GradientTransformation, str]:
-    """The optimizer, and a name for it: Optax's have none, so it is told by the parts of their state."""
+    """The optimizer, and a name for it: Optax has no names, so the parts of its state make one."""
     if optimizer is None and OPTIMIZERS.configured_by(model, lr):
         optimizer = model.configure_optimizers()
         check(optimizer, None)

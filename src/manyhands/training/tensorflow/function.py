@@ -6,7 +6,7 @@ variables (running statistics) comes out as new values. Nothing of the caller's 
 cloned. Random layers draw from seeds that are computed of (seed, step, replica): a job that goes on at a step draws
 what it would have drawn.
 
-Code within the model's layers or its loss that asks how many replicas there are is told: one. Keras's losses (and
+Within the model's layers and its loss the number of replicas reads 1. Keras's losses (and
 ``tf.nn.compute_average_loss``) divide by that number, because Keras adds up the replicas' losses; the step weighs each
 part of a batch by its samples, so they would divide twice.
 """
