@@ -164,9 +164,12 @@ class Harm:
 
     def __init__(self, kind: str, number: int, once: Path | None = None) -> None:
         self.kind, self.number, self.once = kind, number, once
+        self.home = os.getpid()
 
     def __call__(self, number: int) -> None:
         if number != self.number or (self.once is not None and self.once.exists()):
+            return
+        if self.kind == "hang" and os.getpid() == self.home:  # the caller, who looks at samples before the job
             return
         if self.once is not None:
             self.once.touch()

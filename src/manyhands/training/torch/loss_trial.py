@@ -28,7 +28,7 @@ from manyhands.training.torch.objective import Objective, OwnStep
 from manyhands.training.torch.sources import Arrays, Batch, Samples, Stream, pick, rows
 
 # Samples among which unlike ones are looked for. A count, not a time: all ranks must look at the same ones.
-_POOL = {Arrays: 16 * POOL, Samples: POOL}
+_POOL = {Arrays: 16 * POOL, Samples: POOL // 4}  # reading a dataset may take milliseconds a sample
 _POOL_BYTES = 1 << 27  # of these samples together: large ones, pictures from files say, take long to read
 _STREAMED = 2  # batches of a loader
 _DOUBLE = 50_000_000  # parameters: up to that many a copy in float64 takes little memory, and says more
@@ -47,6 +47,8 @@ def sums(model: torch.nn.Module, job: Job) -> tuple[bool, str | None]:
             tried.eval()  # no dropout, and no statistics of the batch
             if isinstance(objective, OwnStep):
                 objective.training = True
+            if not isinstance(job.train, Stream) and _is_sum(tried, objective, samples.few_samples(job.train, FEW)):
+                return True, None  # no need to read more of them
             batches = list(_batches(job))
             if _is_sum(tried, objective, batches[0]):
                 return True, None
