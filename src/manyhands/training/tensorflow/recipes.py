@@ -61,11 +61,11 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, A
     net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
     net.set_weights([nudged(one, way.nudge) for one in net.get_weights()])
     how: dict[str, Any] = {"shares": way.shares, "batch_stats": "global", "loss": loss, "batch_size": way.batch_size}
-    Trainer(way.epochs, devices=_devices(way.devices), optimizer=_momentum, quiet=True, **how).fit(net, part)
+    Trainer(way.epochs, devices=_devices(way.devices), optimizer=_momentum(), quiet=True, **how).fit(net, part)
     return dict(zip(naming.names(net), net.get_weights(), strict=True))
 
 
-def _momentum(rate: float) -> Any:
+def _momentum() -> Any:
     """An optimizer with a memory, so that differences of early steps would show."""
     return keras.optimizers.SGD(0.02, momentum=0.9)
 
