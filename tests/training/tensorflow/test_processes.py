@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from keras_cases import fit, mixed, mlp, tensors, unequal, vectors
+from keras_cases import fit, mixed, mlp, shuffled, tensors, unequal, vectors
 
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import parity
@@ -25,7 +24,7 @@ from manyhands.training.tensorflow.trainer import Trainer
 SCRIPT = """
 import sys
 from pathlib import Path
-from keras_cases import mixed, momentum, tensors, unequal, vectors
+from keras_cases import mixed, momentum, shuffled, tensors, unequal, vectors
 import numpy as np
 import tensorflow as tf
 from manyhands import tensorflow as mh
@@ -43,7 +42,7 @@ np.savez(folder / f"{trainer_rank}.npz", **tensors(model))
 
 data = tf.data.Dataset.from_tensor_slices(vectors())
 model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, shares=[3, 1])
-trainer.fit(model, lambda epoch: data.shuffle(50, seed=epoch).batch(16))
+trainer.fit(model, shuffled)
 np.savez(folder / f"shuffled{trainer_rank}.npz", **tensors(model))
 try:
     trainer.fit(mixed(), data.shuffle(50).batch(16))
@@ -94,11 +93,11 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
         assert float(loss) == pytest.approx(result.rows[-1]["test_loss"], rel=1e-5)
         assert "cpu of process 1" in line
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
-    shuffled, dataset = mixed(), tf.data.Dataset.from_tensor_slices(vectors())
-    fit(shuffled, lambda epoch: dataset.shuffle(50, seed=epoch).batch(16), 2, shares=[3, 1])
+    alone = mixed()
+    fit(alone, shuffled, 2, shares=[3, 1])
     for rank in range(2):
         found = dict(np.load(tmp_path / f"shuffled{rank}.npz"))
-        assert parity.largest_difference(found, tensors(shuffled)) < 1e-5
+        assert parity.largest_difference(found, tensors(alone)) < 1e-5
         refused = (tmp_path / f"refused{rank}.txt").read_text()
         assert re.search(
             r"different batches \(noticed after sample 16 of epoch 1.*shuffle\(1000, seed=epoch\)", refused
