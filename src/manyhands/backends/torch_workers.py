@@ -94,7 +94,18 @@ class Pool:
 _pools: dict[int, Pool] = {}
 
 
+@functools.cache
+def initialize_vector_math() -> None:
+    """Call one vector function before threads do.
+
+    Intel's vector math library, which PyTorch uses for ``sin``, ``exp`` and the like, chooses its kernels in its first
+    call. Where two threads make that call at once, one of them may get a less accurate kernel for it.
+    """
+    torch.exp(torch.zeros(1, device="cpu"))
+
+
 def pool() -> Pool:
+    initialize_vector_math()
     own = os.getpid()
     return _pools.get(own) or _pools.setdefault(own, Pool())
 
@@ -198,6 +209,7 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     with its stream. The random generators are the process's: which of several tasks draws first is not known, so tasks
     that draw take a generator each, or write one object.
     """
+    initialize_vector_math()
     return functools.partial(_under, _modes(), torch.is_grad_enabled(), function)
 
 
