@@ -5,6 +5,8 @@ VENVS := .venvs
 FRAMEWORKS := torch jax tensorflow mxnet
 TORCH := $(VENVS)/torch/bin
 VIRTUAL := 3
+CORE := tests/test_structure.py tests/test_words.py tests/test_benchmark_limits.py tests/backends/test_exactness.py \
+	tests/schedule tests/tasks tests/parallel tests/placement tests/training/neutral tests/cli
 
 # MXNet 1.9.1 stops at Python 3.11, TensorFlow 2.21 at 3.13; what cannot be installed here is named and skipped.
 SKIPPED := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
@@ -36,7 +38,7 @@ types: $(VENVS)/torch/.ready
 
 # The core's own tests need no framework: they run on the fake one.
 test-core: $(VENVS)/torch/.ready
-	$(TORCH)/pytest tests/core
+	$(TORCH)/pytest $(CORE)
 
 # Where there is no GPU these are skipped, and say so.
 test-gpu: $(VENVS)/torch/.ready
@@ -46,8 +48,8 @@ test-torch: test-core test-gpu
 
 # The contract suite, and what is each framework's own: with the devices that are there, then with virtual ones.
 $(addprefix test-,$(FRAMEWORKS)): test-%: $(VENVS)/%/.ready
-	$(VENVS)/$*/bin/pytest tests/contract tests/own/$* --framework $*
-	MANYHANDS_VIRTUAL_DEVICES=$(VIRTUAL) $(VENVS)/$*/bin/pytest tests/contract tests/own/$* --framework $*
+	$(VENVS)/$*/bin/pytest tests/contract tests/backends/$* --framework $*
+	MANYHANDS_VIRTUAL_DEVICES=$(VIRTUAL) $(VENVS)/$*/bin/pytest tests/contract tests/backends/$* --framework $*
 
 # Training makes its devices itself. The contract suite, then what is each framework's own.
 $(addprefix test-training-,$(FRAMEWORKS)): test-training-%: $(VENVS)/%/.ready

@@ -14,7 +14,7 @@ from parallel_host import logged_norms, pipeline, products_to_host
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
-from manyhands.training.torch import models
+from manyhands.training.torch.book import models
 
 # --- inference
 

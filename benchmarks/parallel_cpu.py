@@ -22,13 +22,13 @@ from typing import Any
 import parallel_limits
 import torch
 
-from manyhands.backends import torch_parallel
-from manyhands.engine import parallel_cpu
-from manyhands.engine.check import check
-from manyhands.engine.costs import costs
-from manyhands.engine.graph import graph
-from manyhands.engine.parallel import Parallel
+from manyhands.backends.torch import planning
 from manyhands.machine import host_name
+from manyhands.parallel import choose_cpu
+from manyhands.parallel.costs import costs
+from manyhands.parallel.function import Parallel
+from manyhands.schedule.check import check
+from manyhands.schedule.graph import graph
 
 LEAST = 0.95  # of the better plain way's speed
 
@@ -106,10 +106,10 @@ def main(rounds: int) -> int:
 def one_row(name: str, program: Program, inputs: list[torch.Tensor], threads: int, rounds: int) -> float:
     """Measure and print a row; how many times as fast as the better plain way what was chosen is."""
     inputs = [tensor.clone() for tensor in inputs]
-    chosen, lanes = Parallel(program, torch_parallel), on_lanes(program, inputs, threads)
+    chosen, lanes = Parallel(program, planning), on_lanes(program, inputs, threads)
     expected = program(*inputs)
     for results in (chosen(*inputs), lanes()):
-        same, difference = torch_parallel.equal(results, expected)
+        same, difference = planning.equal(results, expected)
         assert same or difference < 1e-5, f"{name}: results differ by {difference:.1e}"
     ways = [plain(program, inputs, 1), plain(program, inputs, threads), lanes, lambda: chosen(*inputs)]
     times: list[list[float]] = [[] for _ in ways]
@@ -147,12 +147,12 @@ def plain(program: Program, inputs: list[torch.Tensor], threads: int) -> Callabl
 
 def on_lanes(program: Program, inputs: list[torch.Tensor], threads: int) -> Callable[[], Any]:
     """As many lanes as threads, whether that is better or not."""
-    call = torch_parallel.call(tuple(inputs), {})
-    found = torch_parallel.trace(program, call)
-    measured = graph(costs(torch_parallel, found, None).tasks)
-    _, made = parallel_cpu.better(measured, threads)
+    call = planning.call(tuple(inputs), {})
+    found = planning.trace(program, call)
+    measured = graph(costs(planning, found, None).tasks)
+    _, made = choose_cpu.better(measured, threads)
     check(made)
-    run = torch_parallel.thread_run(found, torch_parallel.plan_of(made), threads)
+    run = planning.thread_run(found, planning.plan_of(made), threads)
     return lambda: run.replay(inputs)
 
 

@@ -11,13 +11,13 @@ import statistics
 import time
 from typing import Any
 
-from manyhands.engine.check import check
-from manyhands.engine.graph import graph
-from manyhands.engine.memory import Footprint
-from manyhands.engine.schedule import Lane, schedule
-from manyhands.engine.simulate import simulate
-from manyhands.engine.thrift import thrifty
-from manyhands.task import Task
+from manyhands.schedule.check import check
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import Lane, schedule
+from manyhands.schedule.memory import Footprint
+from manyhands.schedule.memory_limit import thrifty
+from manyhands.schedule.simulate import simulate
+from manyhands.schedule.task import Task
 
 
 def planning() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from parallel_case import Case
 from torch.utils._pytree import tree_leaves
 
-from manyhands.backends import torch_exact
+from manyhands.backends.torch.run import float64
 from manyhands.errors import CannotBeExact
 
 
@@ -49,7 +49,7 @@ class Wanted:
         if self._case.exact is not None and apart < float("inf"):
             with contextlib.suppress(CannotBeExact):
                 coarse = torch.finfo(self._case.coarse).eps
-                verdict = torch_exact.verdict(found, self._expected, self._exactly, coarse)
+                verdict = float64.verdict(found, self._expected, self._exactly, coarse)
                 if verdict.accepted:
                     return True, f"as exact as eager ({verdict.error:.2f} of its error)", apart
                 return False, f"NOT EQUAL to eager, and {verdict.words}", apart

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from parallel_case import Case
 
-from manyhands.backends import torch_parallel
-from manyhands.backends.torch_runs import let_draw_again
-from manyhands.engine.parallel import Parallel
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.run.streams import let_draw_again
+from manyhands.parallel.function import Parallel
 
 COMPILED = "manyhands, compile"
 OURS: dict[str, dict[str, bool]] = {
@@ -67,7 +67,7 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ours(case: Case, name: str) -> tuple[Callable[[], Any], Parallel]:
-    fast = Parallel(case.function, torch_parallel, **OURS[name])
+    fast = Parallel(case.function, planning, **OURS[name])
     return lambda: fast(*case.arguments), fast
 
 

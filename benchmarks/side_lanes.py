@@ -33,10 +33,10 @@ from typing import Any
 import torch
 
 from manyhands import machine
-from manyhands.backends import torch_exact
-from manyhands.training.torch import models
-from manyhands.training.torch.beside import Beside
-from manyhands.training.torch.idle_biases import IdleBiases, Search
+from manyhands.backends.torch.run import float64
+from manyhands.training.torch.book import models
+from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.redundant_biases import IdleBiases, Search
 
 ROWS = {
     "graph": (False, False),  # compiled, side lanes
@@ -159,7 +159,7 @@ def compare(found: Gradients, wanted: Gradients, exact: Gradients | None) -> tup
         return True, "equal to the bit"
     if exact is not None:
         three = ([one[key] for key in wanted] for one in (found, wanted, exact))
-        verdict = torch_exact.verdict(*three, torch.finfo(torch.bfloat16).eps)
+        verdict = float64.verdict(*three, torch.finfo(torch.bfloat16).eps)
         return verdict.accepted, verdict.words
     largest = max(float(right.norm()) for right in wanted.values())
     off = {key: float((found[key] - right).norm()) / largest for key, right in wanted.items()}

@@ -32,9 +32,9 @@ import torch
 from peers import Outcome, Problem
 
 from manyhands import machine
-from manyhands.training import fashion_mnist
-from manyhands.training.recipes import one_cycle
-from manyhands.training.torch.sources import Arrays, scale_images
+from manyhands.training.commands.recipes import one_cycle
+from manyhands.training.data import fashion_mnist
+from manyhands.training.torch.data.sources import Arrays, scale_images
 from manyhands.training.torch.trainer import Trainer
 
 FRAMEWORKS = ("book", "lightning", "lightning-bf16", "accelerate", "accelerate-bf16")

@@ -29,11 +29,12 @@ import optax
 from flax import nnx
 
 from manyhands import machine
-from manyhands.training import fashion_mnist
-from manyhands.training.jax import datasets, recipes
+from manyhands.training.data import fashion_mnist
+from manyhands.training.data.order import epoch_order
+from manyhands.training.data.sources import Arrays
+from manyhands.training.jax import command
+from manyhands.training.jax.book import datasets
 from manyhands.training.jax.trainer import Trainer
-from manyhands.training.order import epoch_order
-from manyhands.training.sources import Arrays
 
 AIM = 1.05  # of the loop by hand
 
@@ -56,7 +57,7 @@ class Outcome:
 
 
 def by_hand(problem: Problem) -> Outcome:
-    net = recipes.model(problem.model, 0)
+    net = command.model(problem.model, 0)
     if problem.bf16:
         for _, layer in nnx.iter_modules(net):
             if hasattr(layer, "dtype"):
@@ -107,7 +108,7 @@ def manyhands(problem: Problem) -> Outcome:
         precision="bf16" if problem.bf16 else "fp32",
         quiet=True,
     )
-    result = trainer.fit(recipes.model(problem.model, 0), problem.data)
+    result = trainer.fit(command.model(problem.model, 0), problem.data)
     seconds = [row["seconds"] for row in result.rows]
     return Outcome(seconds[1:], seconds[0], result.rows[-1]["train_loss"])
 

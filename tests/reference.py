@@ -62,8 +62,8 @@ def _read() -> dict[str, Any]:
 def _write() -> None:
     import torch
 
-    from manyhands.training.torch.layout import to_common
-    from manyhands.training.torch.models import MODELS as TORCH
+    from manyhands.training.torch.book.models import MODELS as TORCH
+    from manyhands.training.torch.book.weight_names import to_common
 
     written: dict[str, Any] = {}
     for model in MODELS:

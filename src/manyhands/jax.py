@@ -1,37 +1,31 @@
 """The JAX door: ``from manyhands import jax as mh``.
 
 Its devices are ``jax.Device``. Every name here is the same in all four doors; what each does is
-written once, in :mod:`manyhands.api`.
+written once, in :mod:`manyhands.placement.verbs`.
 """
 
-from manyhands.placement import require
+from manyhands.placement.moves import require
 
 require("jax")
 
-from manyhands.api import Verbs  # noqa: E402
-from manyhands.backend import Arrival  # noqa: E402
-from manyhands.backends import jax as _backend  # noqa: E402
-from manyhands.backends import jax_parallel as _parallel_backend  # noqa: E402
-from manyhands.engine.futures import Future, task  # noqa: E402
-from manyhands.engine.parallel_native import Offer, Parallel  # noqa: E402
+from manyhands.backends.jax import devices as _backend  # noqa: E402
+from manyhands.backends.jax import planning as _parallel_backend  # noqa: E402
+from manyhands.backends.protocol import Arrival  # noqa: E402
+from manyhands.parallel.delegated import Offer, Parallel  # noqa: E402
+from manyhands.placement.verbs import Verbs  # noqa: E402
+from manyhands.tasks.scope import Future, task  # noqa: E402
+from manyhands.training.book.vocabulary import Accumulator, Animator, HyperParameters, Timer, add_to_class  # noqa: E402
+from manyhands.training.book.vocabulary import Benchmark as _Benchmark  # noqa: E402
+from manyhands.training.commands.recipes import one_cycle  # noqa: E402
 from manyhands.training.jax import world as _world  # noqa: E402
-from manyhands.training.jax.book import DataModule, Module  # noqa: E402
-from manyhands.training.jax.datasets import load_data_fashion_mnist  # noqa: E402
-from manyhands.training.jax.figures import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus  # noqa: E402
-from manyhands.training.jax.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.jax.recipes import load_model, load_weights  # noqa: E402
+from manyhands.training.jax.book.accuracy import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus  # noqa: E402
+from manyhands.training.jax.book.datasets import load_data_fashion_mnist  # noqa: E402
+from manyhands.training.jax.book.models import Residual, lenet, resnet18  # noqa: E402
+from manyhands.training.jax.book.module import DataModule, Module  # noqa: E402
+from manyhands.training.jax.command import load_model, load_weights  # noqa: E402
 from manyhands.training.jax.trainer import Trainer, train  # noqa: E402
 from manyhands.training.loss_sum import LossSum  # noqa: E402
-from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
-from manyhands.training.vocabulary import (  # noqa: E402
-    Accumulator,
-    Animator,
-    HyperParameters,
-    Timer,
-    add_to_class,
-)
-from manyhands.training.vocabulary import Benchmark as _Benchmark  # noqa: E402
 
 _world.join()  # if a launcher has started several processes: JAX has to know before it starts
 _verbs = Verbs(_backend)

@@ -1,43 +1,33 @@
 """The MXNet door: ``from manyhands import mxnet as mh``.
 
 Its devices are contexts. Every name here is the same in all four doors; what each does is
-written once, in :mod:`manyhands.api`.
+written once, in :mod:`manyhands.placement.verbs`.
 
 The door leaves MXNet in the mode it is in: call ``npx.set_np()`` yourself for ``mx.np`` arrays, as the book does. A
 model is trained in the mode in which its parameters were made.
 """
 
-from manyhands.placement import require
+from manyhands.placement.moves import require
 
 require("mxnet")
 
-from manyhands.api import Verbs  # noqa: E402
-from manyhands.backend import Arrival  # noqa: E402
-from manyhands.backends import mxnet as _backend  # noqa: E402
-from manyhands.backends import mxnet_parallel as _parallel_backend  # noqa: E402
-from manyhands.engine.futures import Future, task  # noqa: E402
-from manyhands.engine.parallel_native import Offer, Parallel  # noqa: E402
+from manyhands.backends.mxnet import devices as _backend  # noqa: E402
+from manyhands.backends.mxnet import planning as _parallel_backend  # noqa: E402
+from manyhands.backends.protocol import Arrival  # noqa: E402
+from manyhands.parallel.delegated import Offer, Parallel  # noqa: E402
+from manyhands.placement.verbs import Verbs  # noqa: E402
+from manyhands.tasks.scope import Future, task  # noqa: E402
+from manyhands.training.book.vocabulary import Accumulator, Animator, HyperParameters, Timer, add_to_class  # noqa: E402
+from manyhands.training.book.vocabulary import Benchmark as _Benchmark  # noqa: E402
+from manyhands.training.commands.recipes import one_cycle  # noqa: E402
 from manyhands.training.loss_sum import LossSum  # noqa: E402
-from manyhands.training.mxnet.book import DataModule, Module  # noqa: E402
-from manyhands.training.mxnet.datasets import load_data_fashion_mnist  # noqa: E402
-from manyhands.training.mxnet.figures import (  # noqa: E402
-    accuracy,
-    evaluate_accuracy_gpu,
-    evaluate_accuracy_gpus,
-)
-from manyhands.training.mxnet.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.mxnet.recipes import load_model, load_weights  # noqa: E402
+from manyhands.training.mxnet.book.accuracy import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus  # noqa: E402
+from manyhands.training.mxnet.book.datasets import load_data_fashion_mnist  # noqa: E402
+from manyhands.training.mxnet.book.models import Residual, lenet, resnet18  # noqa: E402
+from manyhands.training.mxnet.book.module import DataModule, Module  # noqa: E402
+from manyhands.training.mxnet.command import load_model, load_weights  # noqa: E402
 from manyhands.training.mxnet.trainer import Trainer, train  # noqa: E402
-from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
-from manyhands.training.vocabulary import (  # noqa: E402
-    Accumulator,
-    Animator,
-    HyperParameters,
-    Timer,
-    add_to_class,
-)
-from manyhands.training.vocabulary import Benchmark as _Benchmark  # noqa: E402
 
 _verbs = Verbs(_backend)
 

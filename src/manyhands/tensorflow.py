@@ -1,40 +1,30 @@
 """The TensorFlow door: ``from manyhands import tensorflow as mh``.
 
 Its devices are names that ``with mh.try_gpu():`` and ``tf.device(...)`` accept. Every name here is the
-same in all four doors; what each does is written once, in :mod:`manyhands.api`.
+same in all four doors; what each does is written once, in :mod:`manyhands.placement.verbs`.
 """
 
-from manyhands.placement import require
+from manyhands.placement.moves import require
 
 require("tensorflow")
 
-from manyhands.api import Verbs  # noqa: E402
-from manyhands.backend import Arrival  # noqa: E402
-from manyhands.backends import tensorflow as _backend  # noqa: E402
-from manyhands.backends import tensorflow_parallel as _parallel_backend  # noqa: E402
-from manyhands.engine.futures import Future, task  # noqa: E402
-from manyhands.engine.parallel_native import Offer, Parallel  # noqa: E402
+from manyhands.backends.protocol import Arrival  # noqa: E402
+from manyhands.backends.tensorflow import devices as _backend  # noqa: E402
+from manyhands.backends.tensorflow import planning as _parallel_backend  # noqa: E402
+from manyhands.parallel.delegated import Offer, Parallel  # noqa: E402
+from manyhands.placement.verbs import Verbs  # noqa: E402
+from manyhands.tasks.scope import Future, task  # noqa: E402
+from manyhands.training.book.vocabulary import Accumulator, Animator, HyperParameters, Timer, add_to_class  # noqa: E402
+from manyhands.training.book.vocabulary import Benchmark as _Benchmark  # noqa: E402
+from manyhands.training.commands.recipes import one_cycle  # noqa: E402
 from manyhands.training.loss_sum import LossSum  # noqa: E402
-from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
-from manyhands.training.tensorflow.book import DataModule, Module  # noqa: E402
-from manyhands.training.tensorflow.datasets import load_data_fashion_mnist  # noqa: E402
-from manyhands.training.tensorflow.figures import (  # noqa: E402
-    accuracy,
-    evaluate_accuracy_gpu,
-    evaluate_accuracy_gpus,
-)
-from manyhands.training.tensorflow.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.tensorflow.recipes import load_model, load_weights  # noqa: E402
+from manyhands.training.tensorflow.book.accuracy import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus  # noqa: E402
+from manyhands.training.tensorflow.book.datasets import load_data_fashion_mnist  # noqa: E402
+from manyhands.training.tensorflow.book.models import Residual, lenet, resnet18  # noqa: E402
+from manyhands.training.tensorflow.book.module import DataModule, Module  # noqa: E402
+from manyhands.training.tensorflow.command import load_model, load_weights  # noqa: E402
 from manyhands.training.tensorflow.trainer import Trainer, train  # noqa: E402
-from manyhands.training.vocabulary import (  # noqa: E402
-    Accumulator,
-    Animator,
-    HyperParameters,
-    Timer,
-    add_to_class,
-)
-from manyhands.training.vocabulary import Benchmark as _Benchmark  # noqa: E402
 
 _verbs = Verbs(_backend)
 

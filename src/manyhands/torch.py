@@ -1,48 +1,38 @@
 """The PyTorch door: ``from manyhands import torch as mh``.
 
 Its devices are ``torch.device``. Every name here is the same in all four doors; what each does is
-written once, in :mod:`manyhands.api`.
+written once, in :mod:`manyhands.placement.verbs`.
 """
 
 from collections.abc import Callable
 from typing import Any, overload
 
-from manyhands.placement import require
+from manyhands.placement.moves import require
 
 require("torch")
 
-from manyhands.api import Verbs  # noqa: E402
-from manyhands.backend import Arrival  # noqa: E402
-from manyhands.backends import torch as _backend  # noqa: E402
-from manyhands.backends import torch_dynamo as _dynamo  # noqa: E402
-from manyhands.backends import torch_parallel as _parallel_backend  # noqa: E402
-from manyhands.backends import torch_workers as _workers  # noqa: E402
-from manyhands.engine.futures import Future, task  # noqa: E402
-from manyhands.engine.futures import no_threads as _no_threads  # noqa: E402
-from manyhands.engine.futures import parallel as _Scope  # noqa: E402
-from manyhands.engine.parallel import Parallel  # noqa: E402
+from manyhands.backends.protocol import Arrival  # noqa: E402
+from manyhands.backends.torch import devices as _backend  # noqa: E402
+from manyhands.backends.torch import dynamo as _dynamo  # noqa: E402
+from manyhands.backends.torch import planning as _parallel_backend  # noqa: E402
+from manyhands.backends.torch import threads_and_modes as _workers  # noqa: E402
 from manyhands.errors import EngineError as _EngineError  # noqa: E402
+from manyhands.parallel.function import Parallel  # noqa: E402
+from manyhands.placement.verbs import Verbs  # noqa: E402
+from manyhands.tasks.scope import Future, task  # noqa: E402
+from manyhands.tasks.scope import no_threads as _no_threads  # noqa: E402
+from manyhands.tasks.scope import parallel as _Scope  # noqa: E402
+from manyhands.training.book.vocabulary import Accumulator, Animator, HyperParameters, Timer, add_to_class  # noqa: E402
+from manyhands.training.book.vocabulary import Benchmark as _Benchmark  # noqa: E402
+from manyhands.training.commands.recipes import one_cycle  # noqa: E402
 from manyhands.training.loss_sum import LossSum  # noqa: E402
-from manyhands.training.recipes import one_cycle  # noqa: E402
 from manyhands.training.result import Result  # noqa: E402
-from manyhands.training.torch.book import DataModule, Module  # noqa: E402
-from manyhands.training.torch.datasets import load_data_fashion_mnist  # noqa: E402
-from manyhands.training.torch.figures import (  # noqa: E402
-    accuracy,
-    evaluate_accuracy_gpu,
-    evaluate_accuracy_gpus,
-)
-from manyhands.training.torch.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.torch.recipes import load_model, load_weights  # noqa: E402
+from manyhands.training.torch.book.accuracy import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus  # noqa: E402
+from manyhands.training.torch.book.datasets import load_data_fashion_mnist  # noqa: E402
+from manyhands.training.torch.book.models import Residual, lenet, resnet18  # noqa: E402
+from manyhands.training.torch.book.module import DataModule, Module  # noqa: E402
+from manyhands.training.torch.command import load_model, load_weights  # noqa: E402
 from manyhands.training.torch.trainer import Trainer, train  # noqa: E402
-from manyhands.training.vocabulary import (  # noqa: E402
-    Accumulator,
-    Animator,
-    HyperParameters,
-    Timer,
-    add_to_class,
-)
-from manyhands.training.vocabulary import Benchmark as _Benchmark  # noqa: E402
 
 _verbs = Verbs(_backend)
 

@@ -13,7 +13,7 @@ class Own:
 
     def __init__(self, framework: str) -> None:
         self.framework = framework
-        self.backend = importlib.import_module(f"manyhands.backends.{framework}")
+        self.backend = importlib.import_module(f"manyhands.backends.{framework}.devices")
         getattr(self, f"_{framework}")()
 
     def tensor(self, values: Any) -> Any:

@@ -11,12 +11,13 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from manyhands.backends import torch_graph_run, torch_parallel  # noqa: E402
-from manyhands.engine.check import check  # noqa: E402
-from manyhands.engine.costs import costs  # noqa: E402
-from manyhands.engine.graph import graph  # noqa: E402
-from manyhands.engine.parallel import Parallel  # noqa: E402
-from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
+from manyhands.backends.torch import planning  # noqa: E402
+from manyhands.backends.torch.run import cuda_graph  # noqa: E402
+from manyhands.parallel.costs import costs  # noqa: E402
+from manyhands.parallel.function import Parallel  # noqa: E402
+from manyhands.schedule.check import check  # noqa: E402
+from manyhands.schedule.graph import graph  # noqa: E402
+from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
 
 GPU = "cuda:0"
 
@@ -29,27 +30,25 @@ class Forced:
         self.made: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        call = torch_parallel.call(arguments, {})
+        call = planning.call(arguments, {})
         if self.made is None or not self.made[0].holds():
-            found = torch_parallel.trace(self.function, call)
-            device = torch_parallel.device_of(call, found)
-            with torch_parallel.untouched(found, call.tensors):
-                measured = graph(costs(torch_parallel, found, device).tasks)
+            found = planning.trace(self.function, call)
+            device = planning.device_of(call, found)
+            with planning.untouched(found, call.tensors):
+                measured = graph(costs(planning, found, device).tasks)
             one = schedule(measured, lanes_for(measured, self.lanes), switch_seconds=1e-6)
             check(one)
-            make = torch_parallel.graph_run if self.kind == "graph" else torch_parallel.stream_run
-            with torch_parallel.untouched(found, call.tensors):
-                self.made = found, make(found, torch_parallel.plan_of(one), call.tensors, device)
+            make = planning.graph_run if self.kind == "graph" else planning.stream_run
+            with planning.untouched(found, call.tensors):
+                self.made = found, make(found, planning.plan_of(one), call.tensors, device)
         found, run = self.made
-        return torch_parallel.together(found)(run.replay(call.tensors))
+        return planning.together(found)(run.replay(call.tensors))
 
 
 def graph_run_of(fast: Parallel) -> Any:
     """The run behind a planned function's last call."""
     replay: Any = fast.planned.run
-    (run,) = (
-        cell.cell_contents for cell in replay.__closure__ if isinstance(cell.cell_contents, torch_graph_run.GraphRun)
-    )
+    (run,) = (cell.cell_contents for cell in replay.__closure__ if isinstance(cell.cell_contents, cuda_graph.GraphRun))
     return run
 
 

@@ -15,12 +15,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.backends import torch_call, torch_exact, torch_fuse  # noqa: E402
-from manyhands.backends import torch_parallel as backend  # noqa: E402
-from manyhands.engine.costs import costs  # noqa: E402
-from manyhands.engine.graph import graph  # noqa: E402
-from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
-from manyhands.training.torch import models  # noqa: E402
+from manyhands.backends.torch import planning as backend  # noqa: E402
+from manyhands.backends.torch.capture import call as torch_call  # noqa: E402
+from manyhands.backends.torch.passes import regions  # noqa: E402
+from manyhands.backends.torch.run import float64  # noqa: E402
+from manyhands.parallel.costs import costs  # noqa: E402
+from manyhands.schedule.graph import graph  # noqa: E402
+from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
+from manyhands.training.torch.book import models  # noqa: E402
 
 nn = torch.nn
 DEVICE = "cuda:0"
@@ -53,7 +55,7 @@ def problem(name: str, cast: bool) -> tuple[Callable[..., Any], Any, Any, Any]:
 
 
 def must_be_as_exact(ours: Any, plain: Any, exactly: Any, cast: bool) -> None:
-    verdict = torch_exact.verdict(ours, plain, exactly, torch.finfo(torch.bfloat16 if cast else torch.float32).eps)
+    verdict = float64.verdict(ours, plain, exactly, torch.finfo(torch.bfloat16 if cast else torch.float32).eps)
     assert verdict.accepted, verdict.words
 
 
@@ -64,7 +66,7 @@ def test_each_gradient_of_a_fused_step(name: str, cast: bool) -> None:
     step, x, y, exactly = problem(name, cast)
     call = torch_call.call((x, y), {})
     found = torch_call.trace(step, call)
-    fused = torch_fuse.fuse(found)
+    fused = regions.fuse(found)
     device = backend.device_of(call, fused)
     measured = graph(costs(backend, fused, device).tasks)
     made = schedule(measured, lanes_for(measured, 4), switch_seconds=1e-6)
@@ -84,7 +86,7 @@ def test_biases_are_beside_convolutions(last: bool) -> None:
     x = torch.rand(16, 1, 28, 28, device=DEVICE).to(memory_format=layout)
     y = torch.arange(16, device=DEVICE) % 10
     step, call = step_of(net, True), torch_call.call((x, y), {})
-    fused = torch_fuse.fuse(torch_call.trace(step, call))
+    fused = regions.fuse(torch_call.trace(step, call))
     alone = {one.task.name for one in fused.steps}
     assert not alone & {"add", "sum", "add_", "native_batch_norm_backward", "_native_batch_norm_legit_functional"}
     assert not any(one.node.args[2] is not None for one in fused.steps if one.task.name == "convolution")
@@ -106,7 +108,7 @@ def test_a_trace_in_float64_is_the_net_in_float64(name: str, cast: bool) -> None
     """What plans are judged by: cuDNN's operations and autocast's types are in the trace, not in the exact results."""
     step, x, y, exactly = problem(name, cast)
     call = torch_call.call((x, y), {})
-    found = torch_exact.exact(torch_call.trace(step, call), call.tensors, [])
+    found = float64.exact(torch_call.trace(step, call), call.tensors, [])
     largest = max(float(one.norm()) for one in exactly)
     for one, other in zip(found, exactly, strict=True):
         assert one.dtype is torch.float64

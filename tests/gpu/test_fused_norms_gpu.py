@@ -16,9 +16,9 @@ from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.backends import torch_norm_kernels  # noqa: E402
-from manyhands.training.torch import models  # noqa: E402
-from manyhands.training.torch.fused_norms import FusedNorms  # noqa: E402
+from manyhands.backends.torch.kernels import batch_norm  # noqa: E402
+from manyhands.training.torch.book import models  # noqa: E402
+from manyhands.training.torch.fast.fused_norm import FusedNorms  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 COUNT = 320
@@ -42,7 +42,7 @@ def test_gradients_and_statistics_are_as_exact(name: str) -> None:
     net = models.initialise(NETS[name](), seed=0).to(DEVICE, memory_format=torch.channels_last)
     wide = copy.deepcopy(net).double()
     x, y = IMAGES[:64].to(DEVICE).as_strided((64, 1, 28, 28), (784, 1, 28, 1)), LABELS[:64].to(DEVICE)
-    torch_norm_kernels.ready(DEVICE)
+    batch_norm.ready(DEVICE)
 
     def stepped(norms: FusedNorms | None) -> Any:
         own = copy.deepcopy(net)

@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 
 from parallel_gpu_cases import GPU, Forced, assert_same, graph_run_of  # noqa: E402
 
-from manyhands.backends import torch_graph_copies, torch_graph_run, torch_parallel  # noqa: E402
-from manyhands.engine.parallel import Parallel  # noqa: E402
+from manyhands.backends.torch import planning  # noqa: E402
+from manyhands.backends.torch.run import cuda_graph, graph_copies  # noqa: E402
 from manyhands.errors import CannotCompile  # noqa: E402
+from manyhands.parallel.function import Parallel  # noqa: E402
 
 
 def of_all_kinds(x: Any, y: Any) -> list[Any]:
@@ -62,7 +63,7 @@ def test_arguments_that_stay_and_results_that_do_not() -> None:
     fast = Forced(of_all_kinds, 4, "graph")
     x, y = arguments(0)
     expected = of_all_kinds(x, y)
-    found = [fast(x, y) for _ in range(2 * torch_graph_run._LIKELY)]
+    found = [fast(x, y) for _ in range(2 * cuda_graph._LIKELY)]
     assert fast.made[1]._in_place is not None
     for ours in found:
         assert_same(ours, expected)
@@ -145,7 +146,7 @@ def test_without_a_compiler_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> N
     def refused(*_: Any, **__: Any) -> Any:
         raise CannotCompile("the library is not there")
 
-    monkeypatch.setattr(torch_graph_copies, "compiled", refused)
+    monkeypatch.setattr(graph_copies, "compiled", refused)
     fast = Forced(of_all_kinds, 4, "graph")
     given = [arguments(number) for number in range(20)]
     found = [fast(*one) for one in given]
@@ -158,7 +159,7 @@ def test_copies_that_cannot_be_found_again(monkeypatch: pytest.MonkeyPatch) -> N
     def refused(*_: Any) -> Any:
         raise CannotCompile("the copies are not in the graph")
 
-    monkeypatch.setattr(torch_graph_copies, "_node", refused)
+    monkeypatch.setattr(graph_copies, "_node", refused)
     fast = Forced(of_all_kinds, 4, "graph")
     for number in range(5):
         one = arguments(number)
@@ -209,7 +210,7 @@ def test_no_memory_for_results(monkeypatch: pytest.MonkeyPatch) -> None:
         weight.sub_(0.01 * x)
         return weight @ x, weight.sum()
 
-    fast = Parallel(lambda x: step(weight, x), torch_parallel)
+    fast = Parallel(lambda x: step(weight, x), planning)
     for number in range(6):
         x, _ = arguments(number)
         if number == 3:

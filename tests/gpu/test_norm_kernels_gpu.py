@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from manyhands.backends import torch_norm_kernels as kernels  # noqa: E402
+from manyhands.backends.torch.kernels import batch_norm as kernels  # noqa: E402
 
 aten = torch.ops.aten
 SHAPES = [

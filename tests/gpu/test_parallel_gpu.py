@@ -14,8 +14,8 @@ from parallel_gpu_cases import GPU, Forced, assert_same, chains, each_run  # noq
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
-from manyhands.backends import torch_parallel  # noqa: E402
-from manyhands.engine.parallel import Parallel  # noqa: E402
+from manyhands.backends.torch import planning  # noqa: E402
+from manyhands.parallel.function import Parallel  # noqa: E402
 
 
 @each_run
@@ -70,7 +70,7 @@ def test_attention_in_bfloat16_with_its_backward_pass(lanes: int, kind: str) -> 
 
 
 def test_what_checks_values_on_a_gpu_is_run_as_it_is() -> None:
-    fast = Parallel(lambda x: torch.linalg.cholesky(x) + 1, torch_parallel)
+    fast = Parallel(lambda x: torch.linalg.cholesky(x) + 1, planning)
     good = torch.eye(4, device=GPU) * 2
     for _ in range(3):
         assert_same(fast(good), fast.function(good))
@@ -86,7 +86,7 @@ def test_probabilities_stay_probabilities_while_plans_are_tried(value: float) ->
     def function(p: Any) -> Any:
         return nn.functional.binary_cross_entropy(p, p) + (p @ p).sin(), torch.bernoulli(p) * 2
 
-    fast, p = Parallel(function, torch_parallel), torch.full((8, 8), value, device=GPU)
+    fast, p = Parallel(function, planning), torch.full((8, 8), value, device=GPU)
     for _ in range(3):
         torch.manual_seed(0)
         expected = function(p)
@@ -247,7 +247,7 @@ def test_the_cpu_computes_in_between(lanes: int) -> None:
 
 
 def test_a_number_on_the_host_is_not_baked_in() -> None:
-    fast = Parallel(lambda x, rate: (x @ x) * rate, torch_parallel)
+    fast = Parallel(lambda x, rate: (x @ x) * rate, planning)
     x = torch.randn(64, 64, device=GPU)
     for rate in (1.0, 2.0, 3.0):
         assert_same(fast(x, torch.tensor(rate)), (x @ x) * rate)
@@ -257,7 +257,7 @@ def test_a_number_on_the_host_is_not_baked_in() -> None:
 def test_results_stay_unless_they_are_reused() -> None:
     w = torch.randn(128, 128, device=GPU) / 11
     xs = [[torch.randn(128, 128, device=GPU) for _ in range(8)] for _ in range(2)]
-    keeping, reusing = (Parallel(chains, torch_parallel, reuse_outputs=reuse) for reuse in (False, True))
+    keeping, reusing = (Parallel(chains, planning, reuse_outputs=reuse) for reuse in (False, True))
     first = keeping(xs[0], w)
     expected = [one.clone() for one in first]
     keeping(xs[1], w)
@@ -273,7 +273,7 @@ def test_results_that_share_memory_share_it_again() -> None:
         y = x @ x
         return y, y[1:3], y.t(), x @ y
 
-    fast = Parallel(function, torch_parallel)
+    fast = Parallel(function, planning)
     x = torch.randn(64, 64, device=GPU)
     for _ in range(2):
         whole, rows, turned, other = fast(x)
@@ -288,7 +288,7 @@ def test_results_that_share_memory_share_it_again() -> None:
 def test_parameters_of_another_net_are_another_plan() -> None:
     nets = [nn.Linear(64, 64, device=GPU) for _ in range(2)]
     before = [p.detach().clone() for net in nets for p in net.parameters()]
-    fast = Parallel(lambda w, b, x: torch.addmm(b, x, w.t()), torch_parallel)
+    fast = Parallel(lambda w, b, x: torch.addmm(b, x, w.t()), planning)
     x = torch.randn(8, 64, device=GPU)
     with torch.no_grad():
         for net in (*nets, *nets):
@@ -304,7 +304,7 @@ def test_planning_changes_nothing_and_memory_is_told(capsys: pytest.CaptureFixtu
     torch.manual_seed(0)
     expected = theirs(x, y)
     eager = torch.cuda.max_memory_allocated()
-    fast = Parallel(step, torch_parallel)
+    fast = Parallel(step, planning)
     torch.manual_seed(0)
     found = fast(x, y)
     assert torch.allclose(found, expected)
@@ -322,8 +322,8 @@ def test_a_lane_that_runs_ahead_of_copies_is_held_back(monkeypatch: pytest.Monke
 
     x = torch.randn(1024, 1024, device=GPU)
     size = x.numel() * x.element_size()
-    monkeypatch.setattr(torch_parallel, "device_memory", lambda _: 100 * 20 * size)  # a hundredth is twenty results
-    fast = Parallel(function, torch_parallel, memory=1)
+    monkeypatch.setattr(planning, "device_memory", lambda _: 100 * 20 * size)  # a hundredth is twenty results
+    fast = Parallel(function, planning, memory=1)
     assert_same(fast(x), function(x))
     assert "run as plain execution" not in fast.explain(), fast.explain().splitlines()
     torch.cuda.synchronize()
@@ -340,7 +340,7 @@ def test_calls_on_two_streams_and_from_two_threads_do_not_mix() -> None:
             x = y / y.norm()
         return x
 
-    fast = Parallel(function, torch_parallel)
+    fast = Parallel(function, planning)
     xs = [torch.randn(1500, 1500, device=GPU) for _ in range(4)]
     expected = [function(x) for x in xs]
     fast(xs[0])
@@ -371,7 +371,7 @@ def test_inside_a_graph_of_the_callers_own_it_is_run_as_it_is_written() -> None:
     def function(x: Any) -> Any:
         return (x @ x) + (x * 2) @ x
 
-    fast = Parallel(function, torch_parallel)
+    fast = Parallel(function, planning)
     x = torch.randn(64, 64, device=GPU)
     expected = fast(x)
     torch.cuda.synchronize()

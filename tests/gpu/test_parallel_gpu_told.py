@@ -12,22 +12,22 @@ torch = pytest.importorskip("torch")
 from parallel_gpu_cases import GPU, chains  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.backends import torch_parallel  # noqa: E402
-from manyhands.engine.check import check  # noqa: E402
-from manyhands.engine.graph import graph  # noqa: E402
-from manyhands.engine.schedule import lanes_for, schedule  # noqa: E402
+from manyhands.backends.torch import planning  # noqa: E402
+from manyhands.schedule.check import check  # noqa: E402
+from manyhands.schedule.graph import graph  # noqa: E402
+from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
 
 
 def test_a_measured_timeline_keeps_every_need() -> None:
     torch.manual_seed(0)
     w, xs = torch.randn(256, 256, device=GPU) / 16, [torch.randn(256, 256, device=GPU) for _ in range(4)]
     before = [x.clone() for x in xs]
-    call = torch_parallel.call((xs, w), {})
-    found = torch_parallel.trace(chains, call)
+    call = planning.call((xs, w), {})
+    found = planning.trace(chains, call)
     program = graph(found.tasks)
     made = schedule(program, lanes_for(program, 4))
     check(made)
-    moments = torch_parallel.timed(found, torch_parallel.plan_of(made), torch_parallel.device_of(call, found), 1)
+    moments = planning.timed(found, planning.plan_of(made), planning.device_of(call, found), 1)
     assert all(0 <= start <= stop for start, stop in moments)
     for task, needs in enumerate(program.needs):
         assert all(moments[need][1] <= moments[task][0] + 1e-6 for need in needs)
@@ -73,15 +73,13 @@ def test_two_gpus_in_one_function(count: int) -> None:
     made = None
     for _ in range(5):
         given = [torch.randn(512, 512, device=device) / 20 for device in ("cuda:0", "cuda:0", "cuda:1")]
-        call = torch_parallel.call(tuple(given), {})
+        call = planning.call(tuple(given), {})
         if made is None:
-            found = torch_parallel.trace(function, call)
+            found = planning.trace(function, call)
             program = graph(found.tasks)
             plan = schedule(program, lanes_for(program, count))
             check(plan)
-            made = torch_parallel.stream_run(
-                found, torch_parallel.plan_of(plan), given, torch_parallel.device_of(call, found)
-            )
+            made = planning.stream_run(found, planning.plan_of(plan), given, planning.device_of(call, found))
         before = [torch.cuda.current_stream(number) for number in (0, 1)]
         for one, other in zip(made.replay(given), function(*given), strict=True):
             assert one.device == other.device

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.backends import torch as backend  # noqa: E402
+from manyhands.backends.torch import devices as backend  # noqa: E402
 from manyhands.errors import ChangedInFlight, DeviceMismatch, NoSuchDevice  # noqa: E402
 
 LARGE = 2**20  # floats: taking page-locked memory for them is quick, and their copy is not over at once
@@ -206,7 +206,7 @@ def test_errors_of_asynchronous_work_surface_at_synchronize() -> None:
 
 
 def test_measuring_a_gpu() -> None:
-    from manyhands import measure
+    from manyhands.placement import measure
 
     figures = dict(measure.speed(backend, mh.gpu(0)))
     assert all(value is not None and value > 0 for value in figures.values())

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.training.torch import models  # noqa: E402
+from manyhands.training.torch.book import models  # noqa: E402
 
 COUNT = 64 * 90 + 20  # the last batch of an epoch is short
 IMAGES = torch.rand(COUNT, 1, 28, 28, generator=torch.Generator().manual_seed(0))

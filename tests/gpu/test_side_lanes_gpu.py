@@ -16,10 +16,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.backends import torch_exact  # noqa: E402
-from manyhands.training.torch import models  # noqa: E402
-from manyhands.training.torch.beside import Beside  # noqa: E402
-from manyhands.training.torch.side_lanes import StreamLanes  # noqa: E402
+from manyhands.backends.torch.run import float64  # noqa: E402
+from manyhands.training.torch.book import models  # noqa: E402
+from manyhands.training.torch.fast.lanes.eager import StreamLanes  # noqa: E402
+from manyhands.training.torch.fast.lanes.lanes import Beside  # noqa: E402
 
 DEVICE = "cuda:0"
 COUNT = 320
@@ -96,7 +96,7 @@ def test_gradients_of_a_compiled_step_are_as_exact(name: str) -> None:
                 found = forward()
                 with beside.around(64, compiled=True) if lanes else nullcontext():
                     found.backward()
-        verdict = torch_exact.verdict(gradients(net), plain, exactly, torch.finfo(torch.bfloat16).eps)
+        verdict = float64.verdict(gradients(net), plain, exactly, torch.finfo(torch.bfloat16).eps)
         assert verdict.accepted, f"lanes: {lanes}; {verdict.words}"
 
 

@@ -14,11 +14,12 @@ from manyhands import torch as mh  # noqa: E402
 from manyhands.errors import BadLabels  # noqa: E402
 from manyhands.training.loop import Loop  # noqa: E402
 from manyhands.training.settings import Settings  # noqa: E402
-from manyhands.training.torch import models, world  # noqa: E402
+from manyhands.training.torch.book import models  # noqa: E402
+from manyhands.training.torch.data.sources import Arrays, source  # noqa: E402
 from manyhands.training.torch.job import Job  # noqa: E402
+from manyhands.training.torch.learner import Rank, loop_of  # noqa: E402
 from manyhands.training.torch.objective import Supervised  # noqa: E402
-from manyhands.training.torch.rank import Rank, loop_of  # noqa: E402
-from manyhands.training.torch.sources import Arrays, source  # noqa: E402
+from manyhands.training.torch.ranks import world  # noqa: E402
 
 IMAGES = torch.rand(330, 1, 12, 12, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(5, (330,), generator=torch.Generator().manual_seed(1))

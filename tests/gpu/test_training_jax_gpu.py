@@ -21,12 +21,12 @@ def mh() -> Any:
 def trained(mh: Any, device: str, **options: Any) -> tuple[dict[str, Any], Any]:
     import numpy as np
 
-    from manyhands.training import fashion_mnist
-    from manyhands.training.jax import recipes
+    from manyhands.training.data import fashion_mnist
+    from manyhands.training.jax import command
     from manyhands.training.jax.skeleton import Skeleton, named
 
-    train, test = recipes.data(fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY), 64)
-    net = recipes.model("lenet", 0)
+    train, test = command.data(fashion_mnist.load(fashion_mnist.SUBSET_DIRECTORY), 64)
+    net = command.model("lenet", 0)
     trainer = mh.Trainer(1, devices=[device], lr=0.05, quiet=True, **options)
     with jax.default_matmul_precision("highest"):
         result = trainer.fit(net, (train.first(300), test.first(100)))
@@ -35,7 +35,7 @@ def trained(mh: Any, device: str, **options: Any) -> tuple[dict[str, Any], Any]:
 
 
 def test_the_gpu_gives_what_the_cpu_gives(mh: Any) -> None:
-    from manyhands.training.parity import largest_difference
+    from manyhands.training.commands.parity import largest_difference
 
     on_cpu, _ = trained(mh, "cpu", precision="fp32")
     for fast in (True, False):

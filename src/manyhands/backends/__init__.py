@@ -1,1 +1,1 @@
-"""One adapter module per framework, and a fake one; each follows ``manyhands.backend.Backend``."""
+"""One adapter module per framework, and a fake one; each follows ``manyhands.backends.protocol.Backend``."""

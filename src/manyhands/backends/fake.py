@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.backend import Arrival, Capabilities
+from manyhands.backends.protocol import Arrival, Capabilities
 from manyhands.device import Device, DeviceRecord, Kind, Memory
 from manyhands.errors import NoSuchDevice
 
@@ -71,7 +71,7 @@ class Faults:
 
 
 class FakeBackend:
-    """Follows :class:`manyhands.backend.Backend`; counts what it does in ``calls``."""
+    """Follows :class:`manyhands.backends.protocol.Backend`; counts what it does in ``calls``."""
 
     name = "fake"
     CAPABILITIES = Capabilities(

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.training import convert
+    from manyhands.training.commands import convert
 
     source = convert.framework_of(options.run)
     made = convert.convert(options.run, options.to, options.out)

@@ -45,10 +45,10 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.engine import draw, timeline
+    from manyhands.schedule import picture, timeline
 
     # What can be refused is refused first: planning takes a while.
-    for path, place in ((options.draw, draw.place), (options.timeline, timeline.place)):
+    for path, place in ((options.draw, picture.place), (options.timeline, timeline.place)):
         if path is not None:
             place(path)
     mh: Any = importlib.import_module(f"manyhands.{options.framework}")

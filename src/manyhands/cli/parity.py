@@ -10,7 +10,7 @@ from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
 
 if TYPE_CHECKING:
-    from manyhands.training.recipes import Recipes
+    from manyhands.training.commands.recipes import Recipes
 
 
 def add(commands: Any) -> None:
@@ -49,8 +49,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.training import parity
-    from manyhands.training import recipes as _recipes
+    from manyhands.training.commands import parity
+    from manyhands.training.commands import recipes as _recipes
 
     recipes = _recipes.of(options.framework)
     recipes.on_cpu(options.devices)
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _what(text: str, recipes: Recipes) -> tuple[Any, Any, Any]:
     """Model, data and loss: by name, or from the user's script."""
-    from manyhands.training import fashion_mnist
-    from manyhands.training.recipes import MODELS
+    from manyhands.training.commands.recipes import MODELS
+    from manyhands.training.data import fashion_mnist
 
     if text in MODELS:
         return recipes.model(text, 0), recipes.data(fashion_mnist.load(), None)[0], None

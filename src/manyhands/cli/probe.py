@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from manyhands import measure, placement
 from manyhands.device import FRAMEWORKS
+from manyhands.placement import measure, moves
 
 _SECONDS = 300
 _MODEST = {
@@ -35,7 +35,7 @@ _MODEST = {
 
 def installed() -> list[str]:
     """The frameworks that could be imported here; none of them is."""
-    return [name for name in FRAMEWORKS if placement.installed(name)]
+    return [name for name in FRAMEWORKS if moves.installed(name)]
 
 
 def ask(
@@ -104,7 +104,7 @@ def _lines(child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 def report(framework: str, *, measured: bool) -> dict[str, Any]:
     """What this framework sees, in this process; prints its progress."""
     door = importlib.import_module(f"manyhands.{framework}")
-    backend = importlib.import_module(f"manyhands.backends.{framework}")
+    backend = importlib.import_module(f"manyhands.backends.{framework}.devices")
     rows = []
     records = door.devices()
     _say({"expect": len(records) * len(measure.steps()) if measured else 0})

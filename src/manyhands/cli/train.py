@@ -25,8 +25,8 @@ from manyhands.errors import (
 )
 
 if TYPE_CHECKING:
-    from manyhands.training.fashion_mnist import FashionMnist
-    from manyhands.training.recipes import Recipes
+    from manyhands.training.commands.recipes import Recipes
+    from manyhands.training.data.fashion_mnist import FashionMnist
     from manyhands.training.result import Result
 
 _MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
@@ -131,7 +131,7 @@ def _add_ways_and_folders(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from manyhands.training import launcher
-    from manyhands.training import recipes as _recipes
+    from manyhands.training.commands import recipes as _recipes
 
     begun = _begun(options)
     framework = options.framework or begun.get("framework") or _first_installed()
@@ -179,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
 def _begun(options: argparse.Namespace) -> dict[str, Any]:
     """The options that the resumed run was begun with; none for a new run."""
     from manyhands.training import launcher
-    from manyhands.training.run_folder import RunFolder
+    from manyhands.training.checkpoints.run_folder import RunFolder
 
     if options.resume is None:
         if options.run is not None and RunFolder(options.run).config_path.exists():
@@ -229,7 +229,7 @@ def _asked(options: argparse.Namespace, begun: dict[str, Any]) -> dict[str, Any]
 
 def _load_data(folder: str | None, begun: dict[str, Any], options: argparse.Namespace) -> FashionMnist:
     """The data set; a resumed run's is the one that it was begun with."""
-    from manyhands.training import fashion_mnist
+    from manyhands.training.data import fashion_mnist
 
     try:
         data = fashion_mnist.load(folder)
@@ -250,7 +250,7 @@ def _load_data(folder: str | None, begun: dict[str, Any], options: argparse.Name
 
 
 def _trainer_options(chosen: dict[str, Any], recipes: Recipes) -> dict[str, Any]:
-    from manyhands.training.recipes import one_cycle
+    from manyhands.training.commands.recipes import one_cycle
 
     return {
         "max_epochs": chosen["epochs"],
@@ -275,14 +275,14 @@ def _check_devices(chosen: dict[str, Any], count: int) -> None:
 
 def _folder(options: argparse.Namespace) -> str:
     """The run's folder. One under ``runs/`` is made now, so that no other job takes its name."""
-    from manyhands.training.run_folder import RunFolder
+    from manyhands.training.checkpoints.run_folder import RunFolder
 
     path = options.resume or options.run or RunFolder.create(Path("runs")).path
     return str(path.absolute())
 
 
 def _first_installed() -> str:
-    from manyhands.placement import installed
+    from manyhands.placement.moves import installed
 
     return next((name for name in FRAMEWORKS if installed(name)), FRAMEWORKS[0])
 
@@ -292,14 +292,14 @@ def _first_installed() -> str:
 
 def _leave(folder: Path, *, interrupted: bool) -> None:
     """After an error: no empty folder stays, and an interrupted job says how to go on."""
-    from manyhands.training import checkpoint
-    from manyhands.training.run_folder import RunFolder
+    from manyhands.training.checkpoints import store
+    from manyhands.training.checkpoints.run_folder import RunFolder
 
     with contextlib.suppress(OSError):
         folder.rmdir()  # only if it is empty
     if not interrupted:
         return
-    if checkpoint.latest(RunFolder(folder).checkpoints) is not None:
+    if store.latest(RunFolder(folder).checkpoints) is not None:
         print(f"go on from the last checkpoint with: manyhands train --resume {folder}", file=sys.stderr)
     else:
         print("there was no checkpoint yet; --checkpoint-every STEPS writes more of them", file=sys.stderr)
@@ -307,12 +307,12 @@ def _leave(folder: Path, *, interrupted: bool) -> None:
 
 def _show(result: Result, folder: Path, model: str) -> int:
     """Draw the picture and say what there is; 1 where a full disk has cost a part of it."""
-    from manyhands.training import plot
-    from manyhands.training.run_folder import RunFolder
+    from manyhands.training.checkpoints.run_folder import RunFolder
+    from manyhands.training.display import curves
 
     run = RunFolder(folder)
     try:
-        plot.curves(result.rows, run.plot_path, title=f"{model} on {', '.join(result.devices)}")
+        curves.curves(result.rows, run.plot_path, title=f"{model} on {', '.join(result.devices)}")
     except Exception as error:  # whatever drawing raises: the training is worth more than its picture
         print(f"no picture: {error}")
     files = [run.config_path, run.metrics_path, run.checkpoints, run.plot_path]

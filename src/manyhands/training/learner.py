@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from manyhands.training.figures import Figures
-from manyhands.training.order import Cursor, Window
+from manyhands.training.data.order import Cursor, Window
+from manyhands.training.running_sums import Figures
 
 Schedule = Callable[[float], float]  # from the part of the training that is done (0 to 1) to a factor of the rate
 SCHEDULE_HINT = (

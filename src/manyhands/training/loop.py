@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import BadSettings, LossIsNotANumber
-from manyhands.training import saving, streams
-from manyhands.training.figures import Figures, or_none, together
+from manyhands.training.checkpoints import saving
+from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
+from manyhands.training.data import loader_batches
+from manyhands.training.data.order import Cursor, Window, epoch_order
 from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Learner, Say, Schedule
-from manyhands.training.order import Cursor, Window, epoch_order
 from manyhands.training.result import Result
-from manyhands.training.run_folder import RunFolder, RunPlan
+from manyhands.training.running_sums import Figures, or_none, together
 from manyhands.training.settings import Settings
 
 _SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
@@ -63,7 +64,7 @@ class Loop:
             self.run.lock()  # also for reading: nobody shall write meanwhile
         resumed = saving.restore(self, resume, run.announced if run is not None else ())
         self._check_schedule()
-        if (note := streams.unseeded(self.learner.data)) is not None:
+        if (note := loader_batches.unseeded(self.learner.data)) is not None:
             self.learner.notes.append(note)
         if self.run is not None and run is not None:
             note = self.run.begin(run, self.settings.as_dict())
@@ -123,13 +124,14 @@ class Loop:
     def _train_epoch(self) -> None:
         first = self.cursor.step
         loader = getattr(self.learner.data, "loader", None)
-        for window, batch in streams.agreed(self.learner.batches(self.cursor), self.learner.all_have, loader):
+        for window, batch in loader_batches.agreed(self.learner.batches(self.cursor), self.learner.all_have, loader):
             self.learner.step(window, batch, self._factor())
             self._commit()
             self.cursor = self.cursor.after(window)
             self._look(window)
-            if self.cursor.batch == streams.MANY and self._batches() is None:
-                self._warn(f"epoch {window.epoch + 1} has not ended after {streams.MANY} batches. {streams.END_IT}")
+            if self.cursor.batch == loader_batches.MANY and self._batches() is None:
+                batches = loader_batches.MANY
+                self._warn(f"epoch {window.epoch + 1} has not ended after {batches} batches. {loader_batches.END_IT}")
             every = self.settings.checkpoint_every
             if every and self.cursor.step % every == 0 and self.cursor.step > first:
                 saving.save(self)
@@ -147,7 +149,7 @@ class Loop:
         count = self.learner.data.count
         if count is not None:
             return -(-count // self.settings.batch_size)
-        return self.batches_before or streams.length(self.learner.data)
+        return self.batches_before or loader_batches.length(self.learner.data)
 
     def _check_schedule(self) -> None:
         """A schedule has to know how far an epoch is."""
@@ -173,7 +175,7 @@ class Loop:
         first = next(windows, None)
         windows.close()
         if (first is None or first.digest != before) and self.first:
-            self._warn(streams.not_repeated_epoch(loader, self.cursor.epoch))
+            self._warn(loader_batches.not_repeated_epoch(loader, self.cursor.epoch))
 
     def _warn(self, text: str) -> None:
         self.say({"kind": "warning", "text": text})
@@ -245,7 +247,7 @@ class Loop:
     # The end of an epoch
 
     def _count_batches(self) -> None:
-        says = streams.length(self.learner.data)
+        says = loader_batches.length(self.learner.data)
         if self.batches_before is None and says not in (None, self.cursor.batch):
             self.learner.notes.append(
                 f"the loader's len is {says}, and it gave {self.cursor.batch} batches: progress and schedule go by the "

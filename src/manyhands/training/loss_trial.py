@@ -30,8 +30,8 @@ from functools import cached_property
 import numpy as np
 
 from manyhands.errors import BadSettings
-from manyhands.training.order import spread
-from manyhands.training.sources import Array, Arrays
+from manyhands.training.data.order import spread
+from manyhands.training.data.sources import Array, Arrays
 
 FEW = 8  # samples that are tried
 POOL = 1024  # samples of an array among which unlike ones are looked for

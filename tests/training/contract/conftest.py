@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from training_bench import MOST, Bench
 
-from manyhands.training import recipes
+from manyhands.training.commands import recipes
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from training_bench import Bench, Stopped
 
 from manyhands.errors import WorkerFailed
-from manyhands.training import checkpoint
-from manyhands.training.parity import largest_difference
-from manyhands.training.recipes import one_cycle
+from manyhands.training.checkpoints import store
+from manyhands.training.commands.parity import largest_difference
+from manyhands.training.commands.recipes import one_cycle
 
 CLASSES, FEATURES, LENGTH, WORDS, PADDING = 3, 6, 4, 7, -1
 OWN_SCHEDULE = "a schedule of its own"  # an optimizer with it takes none of the trainer's
@@ -266,7 +266,7 @@ def stop(bench: Bench, case: Case, whole: Path) -> Path:
     if case.stop == "at a checkpoint":
         run = whole.with_name(f"{whole.name}-stopped")
         shutil.copytree(whole, run)
-        checkpoint.drop_after(run / "checkpoints", case.stop_after)
+        store.drop_after(run / "checkpoints", case.stop_after)
         return run
     run = bench.new_run()
     try:

@@ -12,7 +12,7 @@ from mxnet.gluon import nn
 from random_jobs import CLASSES, FEATURES, OWN_SCHEDULE, PADDING, WORDS, Batches, LossKind, ModelKind
 
 from manyhands.mxnet import LossSum
-from manyhands.training.mxnet.models import initialise
+from manyhands.training.mxnet.book.models import initialise
 
 without: frozenset[str] = frozenset()
 channels_first = True

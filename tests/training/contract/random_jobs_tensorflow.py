@@ -12,7 +12,7 @@ from keras import layers
 from random_jobs import CLASSES, FEATURES, LENGTH, PADDING, WORDS, Batches, LossKind, ModelKind
 
 from manyhands.tensorflow import LossSum
-from manyhands.training.tensorflow.models import initialise
+from manyhands.training.tensorflow.book.models import initialise
 
 without: frozenset[str] = frozenset()
 channels_first = False

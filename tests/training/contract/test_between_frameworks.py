@@ -15,20 +15,21 @@ from training_bench import Bench
 
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
-from manyhands.training import checkpoint, convert
-from manyhands.training.run_folder import RunFolder
+from manyhands.training.checkpoints import store
+from manyhands.training.checkpoints.run_folder import RunFolder
+from manyhands.training.commands import convert
 
 
 def run_of_torch(folder: Path, model: str) -> Path:
     """A run of PyTorch's with the reference weights, made without PyTorch."""
     run = RunFolder.at(folder)
     run.config = {"train": {"model": model}}
-    layout = importlib.import_module("manyhands.training.torch.layout")
+    layout = importlib.import_module("manyhands.training.torch.book.weight_names")
     state: dict[str, Any] = {"cursor": {"epoch": 1, "sample": 0, "batch": 0, "step": 4}, "samples": 50, "shuffle": True}
     state |= {"settings": {"batch_size": 16, "seed": 0}, "figures": [[0.0, 0.0, 0.0, True]], "shares": None}
     state |= {"framework": "torch", "optimizer_type": None}
     weights = save(layout.from_common(reference.weights(model), model))
-    checkpoint.save(run.checkpoints, 4, state, {"model": weights})
+    store.save(run.checkpoints, 4, state, {"model": weights})
     return folder
 
 

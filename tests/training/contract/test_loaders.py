@@ -13,9 +13,9 @@ import pytest
 from training_bench import Bench, StopAt, Stopped, same
 
 from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint
-from manyhands.training import streams
-from manyhands.training.order import Cursor, Window
-from manyhands.training.parity import largest_difference
+from manyhands.training.commands.parity import largest_difference
+from manyhands.training.data import loader_batches
+from manyhands.training.data.order import Cursor, Window
 
 
 class Loader:
@@ -170,7 +170,7 @@ def test_an_epoch_without_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     batches = Loader(bench).batches
     with pytest.raises(BadBatch, match="cycle without an end"):
         bench.fit(epochs=1, data=itertools.cycle(batches))
-    monkeypatch.setattr(streams, "MANY", 3)
+    monkeypatch.setattr(loader_batches, "MANY", 3)
     with pytest.warns(UserWarning, match=r"epoch 1 has not ended after 3 batches.*islice"):
         bench.fit(epochs=1, data=Loader(bench))
 
@@ -196,15 +196,15 @@ def test_processes_that_are_given_different_batches() -> None:
         return number < 105
 
     with pytest.raises(BadBatch, match=r"different batches \(noticed after sample 8 of epoch 1\).*default_rng"):
-        list(streams.agreed(pairs, all_have, None))
+        list(loader_batches.agreed(pairs, all_have, None))
     assert asked == [1, 2, 4, 8]
     asked.clear()
-    assert len(list(streams.agreed(pairs[:5], all_have, None))) == 5
+    assert len(list(loader_batches.agreed(pairs[:5], all_have, None))) == 5
     assert asked == [1, 2, 4, 5]
 
 
 def test_a_digest_sees_the_order_of_large_batches(framework: str) -> None:
-    from manyhands.training.sources import Stream
+    from manyhands.training.data.sources import Stream
 
     X = np.zeros((200, 28, 28), np.float32)
     X[:, 14, 14] = np.arange(200)  # most of every sample is the same

@@ -12,7 +12,7 @@ import pytest
 from training_bench import Bench
 
 from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, UnknownOption
-from manyhands.training.parity import drawing_layers, largest_difference
+from manyhands.training.commands.parity import drawing_layers, largest_difference
 
 RATES = {"torch": "lr", "jax": "learning_rate", "tensorflow": "learning_rate", "mxnet": "learning_rate"}
 

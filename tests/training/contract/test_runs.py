@@ -16,7 +16,7 @@ import pytest
 from training_bench import Bench, StopAt, Stopped
 
 from manyhands.errors import BadRunFolder, BadSettings, RunInUse, WorkerFailed, WrongCheckpoint
-from manyhands.training.parity import largest_difference
+from manyhands.training.commands.parity import largest_difference
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -50,7 +50,7 @@ def test_a_refused_job_makes_no_folder(bench: Bench) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from manyhands.training.run_lock import RunLock
+from manyhands.training.checkpoints.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(600)

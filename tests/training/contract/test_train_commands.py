@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support import run_command
 
-from manyhands.training.fashion_mnist import SUBSET_DIRECTORY
+from manyhands.training.data.fashion_mnist import SUBSET_DIRECTORY
 
 SMALL = str(SUBSET_DIRECTORY)
 

@@ -11,7 +11,7 @@ import pytest
 from training_bench import Bench, StopAt, Stopped, same
 
 from manyhands.errors import BadLabels, BadRunFolder, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
-from manyhands.training.parity import Trial, compare, largest_difference
+from manyhands.training.commands.parity import Trial, compare, largest_difference
 
 CLOSE = 1e-5
 

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load
 
-from manyhands.training import checkpoint, fashion_mnist
-from manyhands.training.fashion_mnist import FashionMnist, Images
+from manyhands.training.checkpoints import store
+from manyhands.training.data import fashion_mnist
+from manyhands.training.data.fashion_mnist import FashionMnist, Images
 
 MOST = 3  # devices in a test
 
@@ -60,7 +61,7 @@ class Bench:
 
     def weights(self, run: str | Path) -> dict[str, NDArray[Any]]:
         """The model's tensors in a run's last checkpoint, by the framework's own names."""
-        return dict(load(checkpoint.load(Path(run) / "checkpoints").blobs["model"]))
+        return dict(load(store.load(Path(run) / "checkpoints").blobs["model"]))
 
     def answers(self, model: Any, images: NDArray[np.uint8]) -> NDArray[Any]:
         """The model's class scores for images in bytes, in evaluation mode."""

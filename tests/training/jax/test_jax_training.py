@@ -16,18 +16,12 @@ from jax_cases import CLASSES, Net, devices, difference, fit, numbers, same, vec
 from test_jax_exact import Chunks
 
 from manyhands import jax as mh
-from manyhands.errors import (
-    BadBatch,
-    BadLabels,
-    BadSettings,
-    DeviceMismatch,
-    LossIsNotANumber,
-    NotATensor,
-)
-from manyhands.training import fashion_mnist
-from manyhands.training.figures import Figures
-from manyhands.training.jax import datasets, sums, trainer
+from manyhands.errors import BadBatch, BadLabels, BadSettings, DeviceMismatch, LossIsNotANumber, NotATensor
+from manyhands.training.data import fashion_mnist
+from manyhands.training.jax import running_sums, trainer
+from manyhands.training.jax.book import datasets
 from manyhands.training.jax.world import World
+from manyhands.training.running_sums import Figures
 
 
 class Stopped(Exception):
@@ -180,12 +174,16 @@ def test_the_factor_multiplies_the_update_without_compiling_anew() -> None:
 
 
 def test_long_sums_do_not_lose_small_numbers() -> None:
-    total = jax.tree.map(jnp.asarray, sums.from_figures(Figures(loss_sum=2.0**24, right=1, count=2, counted=True)))
+    total = jax.tree.map(
+        jnp.asarray, running_sums.from_figures(Figures(loss_sum=2.0**24, right=1, count=2, counted=True))
+    )
     for _ in range(3):
-        total = sums.add(total, jnp.float32(0.25), jnp.int32(1), 1, 5)
-    assert sums.figures(total, counted=True) == Figures(2.0**24 + 0.75, 4, 5, None, True)
-    total = sums.add(sums.add(total, jnp.float32(jnp.nan), None, 1, 7), jnp.float32(jnp.inf), None, 1, 8)
-    assert sums.figures(total, counted=True).bad_step == 7
+        total = running_sums.add(total, jnp.float32(0.25), jnp.int32(1), 1, 5)
+    assert running_sums.figures(total, counted=True) == Figures(2.0**24 + 0.75, 4, 5, None, True)
+    total = running_sums.add(
+        running_sums.add(total, jnp.float32(jnp.nan), None, 1, 7), jnp.float32(jnp.inf), None, 1, 8
+    )
+    assert running_sums.figures(total, counted=True).bad_step == 7
 
 
 def test_a_batch_that_is_no_number_can_be_left_out() -> None:

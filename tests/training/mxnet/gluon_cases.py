@@ -11,7 +11,7 @@ from mxnet.gluon import nn
 from numpy.typing import NDArray
 
 from manyhands.training.mxnet import state
-from manyhands.training.mxnet.models import initialise
+from manyhands.training.mxnet.book.models import initialise
 from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.result import Result
 

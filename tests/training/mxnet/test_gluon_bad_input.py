@@ -24,9 +24,9 @@ from manyhands.errors import (
     LossIsNotANumber,
     NotATensor,
 )
-from manyhands.training.mxnet import modes, recipes, state
+from manyhands.training.data.order import epoch_order
+from manyhands.training.mxnet import command, modes, state
 from manyhands.training.mxnet.trainer import Trainer
-from manyhands.training.order import epoch_order
 
 BATCH = 8
 
@@ -265,7 +265,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadSettings, match="no distributed key-value store"):
         fit(mlp(), vectors())
     with pytest.raises(BadSettings, match="no distributed key-value store"):
-        recipes.from_first(lambda: 1)
+        command.from_first(lambda: 1)
 
 
 # What is done for a model that is not ready

@@ -14,13 +14,13 @@ from gluon_cases import CLASSES, Branching, fit, mlp, rows, sequential, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from manyhands.training.commands.parity import Trial, compare, largest_difference
+from manyhands.training.commands.recipes import one_cycle
+from manyhands.training.data.order import epoch_order
+from manyhands.training.data.sources import Arrays
 from manyhands.training.mxnet import modes, state
-from manyhands.training.mxnet.book import Module
-from manyhands.training.mxnet.recipes import trained
-from manyhands.training.order import epoch_order
-from manyhands.training.parity import Trial, compare, largest_difference
-from manyhands.training.recipes import one_cycle
-from manyhands.training.sources import Arrays
+from manyhands.training.mxnet.book.module import Module
+from manyhands.training.mxnet.command import trained
 
 CLOSE = 1e-12
 

@@ -16,12 +16,12 @@ from mxnet.gluon import nn
 
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.mxnet import LossSum
+from manyhands.training.commands.parity import largest_difference
+from manyhands.training.data.sources import source
 from manyhands.training.mxnet import checks, state
 from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Objective
 from manyhands.training.mxnet.trainer import Trainer
-from manyhands.training.parity import largest_difference
-from manyhands.training.sources import source
 
 CLOSE = 1e-12
 WEIGHTS = np.array([1.0, 5.0, 0.2])

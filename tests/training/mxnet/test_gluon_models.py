@@ -16,9 +16,11 @@ from support import run_python
 
 from manyhands import mxnet as mh
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
-from manyhands.training import blobs, fashion_mnist
-from manyhands.training.mxnet import datasets, layout, modes, replicas, state
-from manyhands.training.mxnet.models import MODELS, Residual, initialise
+from manyhands.training.checkpoints import tensors
+from manyhands.training.data import fashion_mnist
+from manyhands.training.mxnet import modes, replicas, state
+from manyhands.training.mxnet.book import datasets, weight_names
+from manyhands.training.mxnet.book.models import MODELS, Residual, initialise
 
 both_modes = pytest.mark.parametrize("numpy_like", [False, True], ids=["nd", "np"])
 
@@ -28,11 +30,11 @@ def test_the_same_logits_as_pytorch_in_numpys_mode(name: str) -> None:
     """In MXNet's older mode the contract suite looks at all of them."""
     with modes.numpy_like():
         net = initialise(MODELS[name](num_classes=10), 0)
-        state.restore_model(net, blobs.pack(layout.from_common(reference.weights(name), name)))
+        state.restore_model(net, tensors.pack(weight_names.from_common(reference.weights(name), name)))
         images, _ = datasets.scale_images((modes.native(reference.images()), modes.native(np.zeros(4))))
         answer = net(images).asnumpy()
     np.testing.assert_allclose(answer, reference.logits(name), atol=1e-4)
-    assert same(layout.to_common(state.model_tensors(net), name), reference.weights(name))
+    assert same(weight_names.to_common(state.model_tensors(net), name), reference.weights(name))
 
 
 def test_a_seed_gives_the_same_weights_on_every_device() -> None:

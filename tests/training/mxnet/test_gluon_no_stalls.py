@@ -14,13 +14,13 @@ from gluon_cases import contexts, mlp, vectors
 from mxnet import gluon
 
 from manyhands.training import loop as loop_module
-from manyhands.training import sources
+from manyhands.training.commands.recipes import one_cycle
+from manyhands.training.data import sources
+from manyhands.training.data.order import Cursor
 from manyhands.training.loop import Loop
-from manyhands.training.mxnet import metrics, optimizers, replicas
+from manyhands.training.mxnet import optimizers, replicas, running_sums
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
-from manyhands.training.order import Cursor
-from manyhands.training.recipes import one_cycle
 from manyhands.training.settings import Settings
 
 # Everything in MXNet's library that comes back only when something has been computed.
@@ -37,7 +37,7 @@ class Waits:
         self._kept: list[Any] = []  # an address that is used again would hide something
         for name in WAITING:
             monkeypatch.setattr(mx.base._LIB, name, self._watched(getattr(mx.base._LIB, name)))
-        set_out = metrics.Metrics._on_the_way
+        set_out = running_sums.Metrics._on_the_way
 
         def watched(sums: Any) -> Any:
             coming = set_out(sums)
@@ -45,7 +45,7 @@ class Waits:
             self._kept.append(coming)
             return coming
 
-        monkeypatch.setattr(metrics.Metrics, "_on_the_way", watched)
+        monkeypatch.setattr(running_sums.Metrics, "_on_the_way", watched)
 
     def _watched(self, wait: Any) -> Any:
         def call(*arguments: Any) -> Any:

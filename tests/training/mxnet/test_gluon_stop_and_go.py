@@ -18,11 +18,11 @@ from mxnet.gluon import nn
 from safetensors.numpy import load
 
 from manyhands.errors import WrongCheckpoint
-from manyhands.training import blobs, checkpoint
+from manyhands.training.checkpoints import store, tensors
+from manyhands.training.checkpoints.run_folder import RunFolder
+from manyhands.training.commands.parity import largest_difference
 from manyhands.training.mxnet import state
 from manyhands.training.mxnet.trainer import Trainer
-from manyhands.training.parity import largest_difference
-from manyhands.training.run_folder import RunFolder
 
 STEPS = 12  # of 96 samples in batches of 16, in two epochs
 
@@ -44,7 +44,7 @@ def as_if_killed(run: Path, step: int) -> Path:
     """A copy of a run's folder as a kill soon after that step would have left it; rows may be ahead of it."""
     copied = run.with_name(f"{run.name}-killed-{step}")
     shutil.copytree(run, copied)
-    checkpoint.drop_after(copied / "checkpoints", step)
+    store.drop_after(copied / "checkpoints", step)
     return copied
 
 
@@ -70,7 +70,7 @@ def test_the_state_of_optimizers(tmp_path: Path, optimizer: str) -> None:
     killed = as_if_killed(tmp_path / "run", 7)
     expected, _ = with_dropout(1, None, made)
     assert same(with_dropout(1, killed, made, resume="auto")[0], expected)
-    arrays = load(checkpoint.load(killed / "checkpoints").blobs["optimizer"])
+    arrays = load(store.load(killed / "checkpoints").blobs["optimizer"])
     assert len(arrays) == 6 * (2 if optimizer in ("adam", "nadam") else 1)
 
 
@@ -89,7 +89,7 @@ def test_resumed_on_another_number_of_devices(tmp_path: Path, before: int, after
     expected, result = train(None, 1)
     train(tmp_path / "run", before)
     killed = as_if_killed(tmp_path / "run", 4)
-    assert checkpoint.load(killed / "checkpoints").state["cursor"]["sample"] == 64
+    assert store.load(killed / "checkpoints").state["cursor"]["sample"] == 64
     weights, resumed = train(killed, after, resume="auto")
     assert largest_difference(weights, expected) <= 1e-12
     assert [row["samples"] for row in resumed.rows] == [96, 96]
@@ -135,13 +135,13 @@ def test_a_loader_that_shuffles_by_itself(tmp_path: Path) -> None:
 def test_a_checkpoint_without_an_optimizer_begins_with_a_fresh_one(tmp_path: Path) -> None:
     """As one converted from another framework: only the weights."""
     weights, _ = fit(mlp(), vectors(), 1, max_epochs=1, run=tmp_path / "run", optimizer="adam")
-    found = checkpoint.load(tmp_path / "run" / "checkpoints")
+    found = store.load(tmp_path / "run" / "checkpoints")
     kept = {**found.state, "optimizer_type": None}
     del kept["optimizer"], kept["devices"], kept["world"]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    checkpoint.save(tmp_path / "run" / "checkpoints", found.step, kept, {"model": found.blobs["model"]})
+    store.save(tmp_path / "run" / "checkpoints", found.step, kept, {"model": found.blobs["model"]})
     begun = mlp()
-    state.restore_model(begun, blobs.pack(weights))
+    state.restore_model(begun, tensors.pack(weights))
     again, _ = fit(mlp(), vectors(), 2, run=tmp_path / "run", resume="auto", optimizer="adam")
     assert not same(again, weights)
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from manyhands.backends import tensorflow as backend
+from manyhands.backends.tensorflow import devices as backend
 
 backend.virtual_devices(3)

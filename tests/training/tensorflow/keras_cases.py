@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from manyhands.training import parity
+from manyhands.training.commands import parity
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.result import Result
-from manyhands.training.tensorflow.models import initialise
+from manyhands.training.tensorflow.book.models import initialise
 from manyhands.training.tensorflow.trainer import Trainer
 
 CLASSES = 3

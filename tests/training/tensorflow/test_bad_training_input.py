@@ -12,7 +12,7 @@ from keras import layers
 from keras_cases import fit, mlp, unequal, vectors
 
 from manyhands.errors import BadBatch, BadLabels, BadSettings, BadShares, NoSuchDevice, NotATensor
-from manyhands.training.tensorflow.book import Module
+from manyhands.training.tensorflow.book.module import Module
 from manyhands.training.tensorflow.trainer import Trainer
 
 

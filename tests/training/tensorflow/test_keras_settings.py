@@ -13,7 +13,7 @@ from keras_cases import CLASSES, images, mlp, tensors, vectors
 
 from manyhands import tensorflow as mh
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training import parity
+from manyhands.training.commands import parity
 from manyhands.training.result import Result
 
 FEW = 24

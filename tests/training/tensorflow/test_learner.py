@@ -15,9 +15,10 @@ from keras_cases import CLASSES, fit, images, mlp, vectors
 
 from manyhands import tensorflow as mh
 from manyhands.errors import BadBatch, NotATensor
-from manyhands.training.order import Cursor
-from manyhands.training.tensorflow import datasets, learner
-from manyhands.training.tensorflow.models import Residual
+from manyhands.training.data.order import Cursor
+from manyhands.training.tensorflow import learner
+from manyhands.training.tensorflow.book import datasets
+from manyhands.training.tensorflow.book.models import Residual
 
 
 def test_a_step_reads_nothing_and_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +50,8 @@ def test_a_step_reads_nothing_and_is_traced_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_shown_comes_by_itself() -> None:
+    from manyhands.training.data.sources import source
     from manyhands.training.settings import Settings
-    from manyhands.training.sources import source
     from manyhands.training.tensorflow import world
     from manyhands.training.tensorflow.job import Job
     from manyhands.training.tensorflow.objective import objective_for

@@ -14,7 +14,7 @@ from keras_cases import CLASSES, mlp, momentum, tensors, vectors
 
 from manyhands import tensorflow as mh
 from manyhands.errors import BadSettings
-from manyhands.training import parity
+from manyhands.training.commands import parity
 from manyhands.training.result import Result
 
 FEW = 24  # samples: three batches of 8

@@ -16,7 +16,7 @@ import pytest
 from keras_cases import fit, mixed, mlp, shuffled, tensors, unequal, vectors
 
 from manyhands.errors import BadSettings, WorkerFailed
-from manyhands.training import parity
+from manyhands.training.commands import parity
 from manyhands.training.launcher import Place
 from manyhands.training.tensorflow import meeting
 from manyhands.training.tensorflow.trainer import Trainer

@@ -12,7 +12,8 @@ from keras import layers
 from keras_cases import convnet, fit, images, mlp, tensors, vectors
 
 from manyhands.errors import BadSettings, LossIsNotANumber, WrongCheckpoint
-from manyhands.training import checkpoint, parity
+from manyhands.training.checkpoints import store
+from manyhands.training.commands import parity
 
 
 class Interrupted(Exception):
@@ -96,9 +97,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_model_stays_as_it_is(t
 
 def test_weights_that_come_alone_are_trained_with_a_fresh_optimizer(tmp_path: Path) -> None:
     fit(mlp(), vectors(), epochs=1, run=tmp_path / "run")
-    found = checkpoint.load(tmp_path / "run" / "checkpoints")
+    found = store.load(tmp_path / "run" / "checkpoints")
     state = {**found.state, "optimizer_type": None}
-    checkpoint.save(tmp_path / "alone", found.step, state, {"model": found.blobs["model"]})
+    store.save(tmp_path / "alone", found.step, state, {"model": found.blobs["model"]})
     assert len(fit(mlp(), vectors(), epochs=2, resume=tmp_path / "alone").rows) == 1
 
 

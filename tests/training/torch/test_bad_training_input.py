@@ -26,7 +26,7 @@ from manyhands.errors import (
     NotSendable,
     WorkerFailed,
 )
-from manyhands.training.order import epoch_order
+from manyhands.training.data.order import epoch_order
 from manyhands.training.torch.trainer import Trainer
 
 BATCH = 8

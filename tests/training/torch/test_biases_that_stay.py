@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from idle_biases_cases import X, found, searched
+from redundant_biases_cases import X, found, searched
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from side_lanes_cases import MODELS, NoLanes, assert_equal, gradients, loss_of, pair
+from lanes_cases import MODELS, NoLanes, assert_equal, gradients, loss_of, pair
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
-from manyhands.engine.check import check
 from manyhands.errors import UnsafeSchedule
-from manyhands.training.torch import models
-from manyhands.training.torch.beside import Beside
-from manyhands.training.torch.compiled_lanes import CompiledLanes
-from manyhands.training.torch.take_aside import TakeAside
+from manyhands.schedule.check import check
+from manyhands.training.torch.book import models
+from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
+from manyhands.training.torch.fast.lanes.inductor_pass import TakeAside
+from manyhands.training.torch.fast.lanes.lanes import Beside
 
 # What hooks do is the caller's, not in the compiled graph.
 NAMES = [

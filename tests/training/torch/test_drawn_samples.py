@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Subset, get_worker_info
 from training_cases import Rows, difference, fit, mlp, same
 
-from manyhands.training import checkpoint
-from manyhands.training.torch.drawn_samples import DrawnSamples
+from manyhands.training.checkpoints import store
+from manyhands.training.torch.data.drawn_samples import DrawnSamples
 
 
 class Augmented(Rows):
@@ -49,7 +49,7 @@ def test_resumed_within_an_epoch_to_the_bit(tmp_path: Path) -> None:
     for step in (2, 8):
         killed = tmp_path / f"killed-{step}"
         shutil.copytree(tmp_path / "whole", killed)
-        checkpoint.drop_after(killed / "checkpoints", step)
+        store.drop_after(killed / "checkpoints", step)
         assert same(whole, train(run=killed, resume="auto", **options)[0])
 
 

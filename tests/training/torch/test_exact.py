@@ -32,7 +32,7 @@ from training_cases import (
 )
 
 from manyhands.errors import BadBatch
-from manyhands.training.recipes import one_cycle
+from manyhands.training.commands.recipes import one_cycle
 
 CLOSE = 1e-12
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from graph_step_cases import COUNT, assert_as_plain_steps, eager_step, without_gpu
+from captured_step_cases import COUNT, assert_as_plain_steps, eager_step, without_gpu
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from training_cases import mlp, vectors
 
-from manyhands.training.torch.at_once import AtOnce
-from manyhands.training.torch.fused_norms import FusedNorms
-from manyhands.training.torch.graph_step import GraphStep
-from manyhands.training.torch.sources import Arrays
+from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast.batched_casts import AtOnce
+from manyhands.training.torch.fast.captured_step import GraphStep
+from manyhands.training.torch.fast.fused_norm import FusedNorms
 
 
 def stepped(net: nn.Module, steps: int, loss: Any = nn.functional.cross_entropy) -> tuple[GraphStep, Any]:

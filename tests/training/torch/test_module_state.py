@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from training_cases import Rows, fit, mlp, vectors
 
-from manyhands.training import checkpoint
-from manyhands.training.torch import plain_json
-from manyhands.training.torch.module_state import ModuleState, take_home
+from manyhands.training.checkpoints import store
+from manyhands.training.torch.state import plain_json
+from manyhands.training.torch.state.module_state import ModuleState, take_home
 
 calls = {"seen": 0}  # outside the model
 
@@ -112,7 +112,7 @@ def test_a_resumed_job_goes_on_with_it(tmp_path: Path) -> None:
     whole, resumed = Counting(), Counting()
     fit(whole, vectors(48), run=tmp_path / "whole", **options)
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    checkpoint.drop_after(tmp_path / "killed" / "checkpoints", 4)
+    store.drop_after(tmp_path / "killed" / "checkpoints", 4)
     _, result = fit(resumed, vectors(48), run=tmp_path / "killed", resume="auto", **options)
     named = "Counting.average (of type Average) has changed and stays with the job and is not in checkpoints"
     assert any(note.startswith(named) for note in result.notes)

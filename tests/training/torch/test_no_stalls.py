@@ -14,16 +14,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import convnet, images, mlp, vectors
 
 from manyhands.training import loop as loop_module
-from manyhands.training.order import Window
-from manyhands.training.recipes import one_cycle
+from manyhands.training.commands.recipes import one_cycle
+from manyhands.training.data.order import Window
 from manyhands.training.settings import Settings
-from manyhands.training.torch import feed, metrics
+from manyhands.training.torch import running_sums
+from manyhands.training.torch.data import feed
+from manyhands.training.torch.data.sources import Arrays, source
 from manyhands.training.torch.job import Job
+from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.rank import loop_of
-from manyhands.training.torch.sources import Arrays, source
-from manyhands.training.torch.step import EagerStep
-from manyhands.training.torch.world import World
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.step.eager import EagerStep
 
 WARM = 3  # steps
 # Operations whose result the host has to know, in its value or in its shape.
@@ -112,7 +113,7 @@ def waits(job: Job, monkeypatch: pytest.MonkeyPatch, looks: int = 10) -> Waits:
         return kept[-1]
 
     monkeypatch.setattr(loop_module, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
-    monkeypatch.setattr(metrics.backend, "start_move", start_move)
+    monkeypatch.setattr(running_sums.backend, "start_move", start_move)
     said: list[Any] = []
     loop, rank = loop_of(job, World(0, 1, torch.device("cpu")), said.append)
     rank.plain_step.__class__ = WatchedStep
@@ -212,5 +213,5 @@ def test_a_look_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     X, y = vectors(80)
     model = mlp()
     job = Job(model, objective_for(model, None), source((X, y)), None, Settings(1, 8), momentum)
-    monkeypatch.setattr(metrics.Metrics, "peek", metrics.Metrics.read)
+    monkeypatch.setattr(running_sums.Metrics, "peek", running_sums.Metrics.read)
     assert "cpu" in waits(job, monkeypatch, looks=0).found

@@ -11,7 +11,7 @@ from torch import nn
 from training_cases import difference, fit, mlp, same, vectors
 
 from manyhands.errors import BadSettings
-from manyhands.training.torch import state
+from manyhands.training.torch.state import job_state
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -111,14 +111,14 @@ def test_state_lies_in_memory_as_its_parameters_do() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.randn(2, 3, 5, 5)).sum().backward()
     optimizer.step()
-    tensors, numbers = state.optimizer_state(optimizer)
+    tensors, numbers = job_state.optimizer_state(optimizer)
     again = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     resumed = torch.optim.AdamW(again.parameters())
-    state.restore_optimizer(resumed, state.pack(tensors), numbers)
+    job_state.restore_optimizer(resumed, job_state.pack(tensors), numbers)
     for name in ("exp_avg", "exp_avg_sq"):
         found = resumed.state[again.weight][name]
         assert found.stride() == again.weight.stride()
         assert torch.equal(found, optimizer.state[net.weight][name])
     again.to(memory_format=torch.contiguous_format)
-    state.settle(resumed)
+    job_state.settle(resumed)
     assert resumed.state[again.weight]["exp_avg"].is_contiguous()

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from graph_step_cases import COUNT, CPU, eager_step
+from captured_step_cases import COUNT, CPU, eager_step
 from torch import nn
 from training_cases import vectors
 
 from manyhands import torch as mh
-from manyhands.backends import torch_parallel
-from manyhands.engine.parallel import Parallel
+from manyhands.backends.torch import planning
 from manyhands.errors import BadSettings
-from manyhands.training.torch import planned_step
-from manyhands.training.torch.planned_step import PlannedStep, as_written
-from manyhands.training.torch.progress import Progress
-from manyhands.training.torch.sources import Arrays
+from manyhands.parallel.function import Parallel
+from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast import planned_step
+from manyhands.training.torch.fast.planned_step import PlannedStep, as_written
+from manyhands.training.torch.fast.position import Progress
 
 RACE = 1 + 3 * 2 * 9  # planning, and in each of three turns a warm-up and eight timed steps of each
 
@@ -67,7 +67,7 @@ def test_a_step_can_be_planned() -> None:
     """All that it reaches can be watched, the trainer's own code included."""
     _, progress, step = job()
     step()  # makes the optimizer's state
-    fast = Parallel(step, torch_parallel, synchronous=True)
+    fast = Parallel(step, planning, synchronous=True)
     fast()
     assert "synchronous" in fast.explain(), fast.explain()
     assert int(progress.step) == 2

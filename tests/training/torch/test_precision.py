@@ -14,13 +14,13 @@ from training_cases import difference, fit, images, mlp, rows, same, vectors
 
 from manyhands import machine
 from manyhands.training.settings import Settings
-from manyhands.training.torch import precision
+from manyhands.training.torch.book.models import MODELS
+from manyhands.training.torch.data.sources import source
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.models import MODELS
+from manyhands.training.torch.learner import Rank
 from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.rank import Rank
-from manyhands.training.torch.sources import source
-from manyhands.training.torch.world import World
+from manyhands.training.torch.preflight import precision
+from manyhands.training.torch.ranks.world import World
 
 AMX = ("amx_bf16", "avx512f")
 

@@ -20,10 +20,10 @@ import torch
 from training_cases import Harm, OneHot, SumsUp, answer_itself, fit, mlp, one_hot, rows, same, vectors
 
 from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
-from manyhands.training import checkpoint, durable
-from manyhands.training.run_folder import RunFolder
-from manyhands.training.torch import pool
+from manyhands.training.checkpoints import atomic_files, store
+from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.torch.trainer import Trainer
+from manyhands.training.torch.workers import pool
 
 COUNT = 40
 STEPS = 12  # of 96 samples in batches of 16, in two epochs
@@ -42,7 +42,7 @@ def as_if_killed(run: Path, step: int) -> Path:
     """A copy of a run's folder as a kill soon after that step would have left it; rows may be ahead of it."""
     copied = run.with_name(f"killed-{step}")
     shutil.copytree(run, copied)
-    checkpoint.drop_after(copied / "checkpoints", step)
+    store.drop_after(copied / "checkpoints", step)
     return copied
 
 
@@ -91,7 +91,7 @@ def seen(run: Path, ranks: int, *, harm: Any = None, epochs: int = 1, **options:
 def test_resumed_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
     seen(tmp_path / "run", before, keep_checkpoints=100)
     killed = as_if_killed(tmp_path / "run", 6)
-    assert checkpoint.load(killed / "checkpoints").state["cursor"]["sample"] == 24
+    assert store.load(killed / "checkpoints").state["cursor"]["sample"] == 24
     assert seen(killed, after, resume="auto").tolist() == [1.0] * COUNT
     assert [row["samples"] for row in RunFolder.open(killed).metrics()] == [COUNT]
 
@@ -113,7 +113,7 @@ def test_a_worker_that_is_killed_from_outside(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=f"rank {victim} .* was killed by SIGKILL"):
         seen(tmp_path / "run", 2, epochs=500)
     assert time.monotonic() - began < 20
-    epochs = int(checkpoint.load(tmp_path / "run" / "checkpoints").state["cursor"]["epoch"]) + 1
+    epochs = int(store.load(tmp_path / "run" / "checkpoints").state["cursor"]["epoch"]) + 1
     assert seen(tmp_path / "run", 2, resume="auto", epochs=epochs).tolist() == [float(epochs)] * COUNT
 
 
@@ -147,7 +147,7 @@ def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:
     caller = subprocess.Popen([sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())])
     try:
         until = time.monotonic() + 60
-        while checkpoint.latest(tmp_path / "run" / "checkpoints") is None and time.monotonic() < until:
+        while store.latest(tmp_path / "run" / "checkpoints") is None and time.monotonic() < until:
             time.sleep(0.1)
         workers = psutil.Process(caller.pid).children(recursive=True)
         assert len(workers) == 2
@@ -156,7 +156,7 @@ def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:
         caller.wait()
     _, alive = psutil.wait_procs(workers, timeout=5)
     assert not alive
-    assert checkpoint.load(tmp_path / "run" / "checkpoints").step > 0
+    assert store.load(tmp_path / "run" / "checkpoints").step > 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -166,7 +166,7 @@ def test_an_interrupted_job_brings_its_weights_home(tmp_path: Path, ranks: int) 
     optimizer = torch.optim.SGD(net.parameters(), lr=4.0, momentum=1e-9)
 
     def interrupt() -> None:
-        while checkpoint.latest(tmp_path / "run" / "checkpoints") is None:
+        while store.latest(tmp_path / "run" / "checkpoints") is None:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -188,14 +188,14 @@ def test_an_interrupted_job_brings_its_weights_home(tmp_path: Path, ranks: int) 
 
 def test_no_space_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on and says so; the checkpoint before stays."""
-    written = durable.write
+    written = atomic_files.write
 
     def full(path: Path, data: bytes) -> None:
         if "step-00000004" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written(path, data)
 
-    monkeypatch.setattr(durable, "write", full)
+    monkeypatch.setattr(atomic_files, "write", full)
     with pytest.warns(UserWarning, match="No space left on device.*goes on"):
         seen(tmp_path / "run", 1, keep_checkpoints=10, checkpoint_every=2)
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import manyhands.training
-from manyhands.training import checkpoint
+from manyhands.training.checkpoints import store
 from manyhands.training.torch.trainer import Trainer
 
 SCRIPT = f"""
@@ -120,7 +120,7 @@ def test_two_machines(tmp_path: Path, plain: Path) -> None:
     for folder in folders:
         folder.mkdir()
     shutil.copytree(plain / "run", folders[0] / "run")
-    checkpoint.drop_after(folders[0] / "run" / "checkpoints", 6)
+    store.drop_after(folders[0] / "run" / "checkpoints", 6)
     address = ["--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     finish(*[start(script, folders[node], *address, "--node_rank", str(node)) for node in range(2)])
     check(*folders, plain)

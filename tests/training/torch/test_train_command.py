@@ -18,7 +18,7 @@ from support import run_command
 import manyhands.training
 from manyhands.cli import main, train
 from manyhands.errors import BadDevice, BadShares
-from manyhands.training import checkpoint
+from manyhands.training.checkpoints import store
 
 SMALL = str(Path(manyhands.training.__file__).parent / "data" / "fashion-mnist-small")
 
@@ -196,7 +196,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "manyhands", "train", "--model", "mlp", "--epochs", "1000", "--devices", "cpu:2"]
     command += ["--data", SMALL, "--run", str(run), "--checkpoint-every", "5"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while checkpoint.latest(run / "checkpoints") is None:
+    while store.latest(run / "checkpoints") is None:
         time.sleep(0.05)
         assert process.poll() is None
     process.send_signal(signal.SIGINT)

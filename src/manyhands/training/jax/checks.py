@@ -9,11 +9,11 @@ import jax
 from flax import nnx
 from numpy.typing import NDArray
 
-from manyhands.training.jax.book import cross_entropy
+from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.sources import Arrays, Source
+from manyhands.training.jax.book.module import cross_entropy
 from manyhands.training.jax.objective import Objective, Supervised
 from manyhands.training.jax.skeleton import Skeleton, evaluating
-from manyhands.training.labels import ClassLabels
-from manyhands.training.sources import Arrays, Source
 
 _FEW = 2
 

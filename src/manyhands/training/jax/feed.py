@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands import machine
-from manyhands.backends import jax as backend
+from manyhands.backends.jax import devices as backend
+from manyhands.training.data.order import Window
+from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax.division import Division
 from manyhands.training.jax.world import World
-from manyhands.training.order import Window
-from manyhands.training.sources import Arrays, Source
 
 _MOST = 0.25  # of the memory that is free
 

@@ -14,20 +14,21 @@ import numpy as np
 import optax
 from flax import nnx
 
-from manyhands.training import blobs, saving, streams
-from manyhands.training.figures import Figures
-from manyhands.training.jax import feed, linen, sums
+from manyhands.training.checkpoints import saving, tensors
+from manyhands.training.data import loader_batches
+from manyhands.training.data.order import Cursor, Window, epoch_order, windows
+from manyhands.training.data.sources import Arrays, Source, Stream
+from manyhands.training.jax import feed, linen, running_sums
 from manyhands.training.jax.checks import Labels
 from manyhands.training.jax.division import Division, division
 from manyhands.training.jax.objective import Objective
+from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import State, Steps
-from manyhands.training.jax.sums import Sums
 from manyhands.training.jax.world import World
 from manyhands.training.learner import Saved
-from manyhands.training.order import Cursor, Window, epoch_order, windows
+from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
-from manyhands.training.sources import Arrays, Source, Stream
 
 _TEST_BATCH = 512
 
@@ -71,7 +72,7 @@ class JaxLearner:
         )
         self.state: State = self._first_state(optimizer)
         self.optimizer_options = _injected(self.state["optimizer"])
-        self.sums: Sums = world.put_anew(sums.from_figures(Figures()))
+        self.sums: Sums = world.put_anew(running_sums.from_figures(Figures()))
         self._under_way: collections.deque[Sums] = collections.deque()
         self._shown: Figures | None = None
         self._looked_at: Sums | None = None
@@ -98,7 +99,7 @@ class JaxLearner:
         found = {}
         for part, tree in numbers.items():
             own = named(tree)
-            first = blobs.fitting(self.from_first(blobs.pack(own)), own, "numbers of another model")
+            first = tensors.fitting(self.from_first(tensors.pack(own)), own, "numbers of another model")
             found[part] = refilled(tree, first)
         return found
 
@@ -168,7 +169,7 @@ class JaxLearner:
     # Figures: every process has those of all
 
     def peek(self) -> Figures | None:
-        if self._looked_at is not None and sums.is_there(self._looked_at):
+        if self._looked_at is not None and running_sums.is_there(self._looked_at):
             self._shown = self._own(self._looked_at)
             self._looked_at = None
         if self._looked_at is None:
@@ -176,25 +177,25 @@ class JaxLearner:
         return self._shown
 
     def read(self) -> list[Figures]:
-        everything = sums.figures(self.sums, counted=self.steps.counts_right)
+        everything = running_sums.figures(self.sums, counted=self.steps.counts_right)
         return [everything, *[Figures(counted=everything.counted)] * (self.size - 1)]
 
     def _own(self, so_far: Sums) -> Figures:
-        return sums.figures(so_far, counted=self.steps.counts_right)
+        return running_sums.figures(so_far, counted=self.steps.counts_right)
 
     def reset(self) -> None:
-        self.sums = self.world.put_anew(sums.from_figures(Figures()))
+        self.sums = self.world.put_anew(running_sums.from_figures(Figures()))
         self._looked_at, self._shown = None, None
 
     def evaluate(self, alive: Callable[[], None]) -> Figures | None:
         data = self.job.test
         if data is None:
             return None
-        total = self.world.put_anew(sums.from_figures(Figures()))
+        total = self.world.put_anew(running_sums.from_figures(Figures()))
         prepare, state = self._prepare(data), self.state
         if isinstance(data, Stream):
             batches = data.windows(Cursor(), self.settings.seed)
-            for window, parts in streams.agreed(batches, self.all_have, data.loader):
+            for window, parts in loader_batches.agreed(batches, self.all_have, data.loader):
                 how = division(window.size, len(self.world.devices), None)
                 total = self.steps.test_on(state, total, feed.sent(parts, how, self.world), how, prepare)
                 self._evaluated(total, alive)
@@ -209,7 +210,7 @@ class JaxLearner:
                     rows = feed.rows_of(data, order, window, how, self.world)
                     total = self.steps.test_on(state, total, rows, how, prepare)
                 self._evaluated(total, alive)
-        return sums.mean_of(total, counted=self.steps.counts_right)
+        return running_sums.mean_of(total, counted=self.steps.counts_right)
 
     def _evaluated(self, total: Sums, alive: Callable[[], None]) -> None:
         self._under_way.append(total)
@@ -225,15 +226,15 @@ class JaxLearner:
         return Saved(
             state={"devices": [device.platform for device in self.world.devices], "processes": self.size},
             blobs={
-                "model": blobs.pack(model),
-                "optimizer": blobs.pack(named(self.state["optimizer"])),
-                "random": blobs.pack(named(self.state["random"])),
+                "model": tensors.pack(model),
+                "optimizer": tensors.pack(named(self.state["optimizer"])),
+                "random": tensors.pack(named(self.state["random"])),
             },
         )
 
     def restore(self, saved: Mapping[str, Any], found: Mapping[str, bytes], figures: Figures) -> None:
         own = {**named(self.state["parameters"]), **named(self.state["rest"])}
-        weights = blobs.fitting(found["model"], own, "weights of another model")
+        weights = tensors.fitting(found["model"], own, "weights of another model")
         for part in ("parameters", "rest"):
             self._refill(part, weights)
         for part, what in (
@@ -242,13 +243,13 @@ class JaxLearner:
         ):
             if part in found:  # weights from another framework come alone
                 own = named(self.state[part])
-                saved_part = blobs.fitting(found[part], own, what)
+                saved_part = tensors.fitting(found[part], own, what)
                 kept = [name for name in own if saving.is_kept(name, self.optimizer_options, saved)]
                 self._refill(part, {**saved_part, **{name: own[name] for name in kept}})
         # All processes have the same sums: those of the first.
         first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
         self.steps.counts_right = first.counted
-        self.sums = self.world.put_anew(sums.from_figures(first))
+        self.sums = self.world.put_anew(running_sums.from_figures(first))
 
     def _refill(self, part: str, numbers: Mapping[str, Any]) -> None:
         self.state[part] = self.world.put_anew(refilled(self.state[part], numbers))

@@ -19,7 +19,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError
-from manyhands.training.jax.book import Module, cross_entropy
+from manyhands.training.jax.book.module import Module, cross_entropy
 from manyhands.training.loss_sum import LossSum
 
 Batch = tuple[Any, ...]

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from manyhands.errors import BadSettings
-from manyhands.training.jax.book import Module
+from manyhands.training.jax.book.module import Module
 from manyhands.training.optimizer_choice import Optimizers
 
 

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from manyhands.training.jax import running_sums
 from manyhands.training.jax import skeleton as models
-from manyhands.training.jax import sums
 from manyhands.training.jax.division import Division
 from manyhands.training.jax.masking import counting_only
 from manyhands.training.jax.objective import Batch, Objective, Rows
+from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import Skeleton
-from manyhands.training.jax.sums import Sums
 from manyhands.training.jax.world import World
 
 # A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", and "at": where in the epoch's order the
@@ -125,7 +125,7 @@ class Steps:
             good = jnp.isfinite(loss)
             after = {name: _chosen(good, after[name], state[name]) for name in after}
         position, step = state["at"]
-        so_far = sums.add(so_far, loss, right, division.size, step)
+        so_far = running_sums.add(so_far, loss, right, division.size, step)
         return {**after, "at": jnp.stack([position + division.size, step + 1])}, so_far
 
     def _loss(
@@ -146,7 +146,7 @@ class Steps:
             models.computing_in(model, self.dtype, statistics=False)
         batch = _as_parameters(batch, numbers["parameters"])
         value = self.objective(model, batch, None, training=False)
-        return sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
+        return running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
 
 
 def _gathered(arrays: Batch, numbers: jax.Array) -> Batch:

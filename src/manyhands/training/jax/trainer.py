@@ -15,21 +15,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from manyhands import tree
-from manyhands.backends import jax as backend
+from manyhands.backends.jax import devices as backend
 from manyhands.device import Device
 from manyhands.errors import BadSettings
-from manyhands.training.base_trainer import BaseTrainer, two_parts
-from manyhands.training.display import Display
+from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
+from manyhands.training.data.sources import is_array, source
+from manyhands.training.display.display import Display
 from manyhands.training.jax import checks, optimizers, world
-from manyhands.training.jax.datasets import load_data_fashion_mnist
+from manyhands.training.jax.book.datasets import load_data_fashion_mnist
 from manyhands.training.jax.learner import JaxLearner, Job
 from manyhands.training.jax.objective import check_shares, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
-from manyhands.training.run_folder import RunFolder, RunPlan
 from manyhands.training.settings import Settings
-from manyhands.training.sources import is_array, source
+from manyhands.training.trainer import BaseTrainer, two_parts
 
 _WITH_BF16 = 8.0  # a GPU's compute capability
 

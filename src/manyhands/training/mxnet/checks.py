@@ -9,17 +9,17 @@ import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from manyhands.backends import mxnet as backend
+from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import launcher, loss_trial
-from manyhands.training.labels import ClassLabels
+from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import Pass, Term
 from manyhands.training.mxnet import batch_norm, modes, replicas
+from manyhands.training.mxnet.book.models import initialise
 from manyhands.training.mxnet.feed import Look
-from manyhands.training.mxnet.models import initialise
 from manyhands.training.mxnet.objective import Objective
 from manyhands.training.settings import Settings
-from manyhands.training.sources import Arrays, Batch, Source, Stream
 
 _FEW = 2
 

@@ -13,10 +13,10 @@ import mxnet as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.backends import mxnet as backend
+from manyhands.backends.mxnet import devices as backend
+from manyhands.training.data.order import Cursor, Window
+from manyhands.training.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.mxnet import modes
-from manyhands.training.order import Cursor, Window
-from manyhands.training.sources import Arrays, Batch, Source, Stream
 
 Shards = list[Batch | None]  # one per device; None where it has no samples
 Look = Callable[[Sequence[NDArray[Any]]], None]

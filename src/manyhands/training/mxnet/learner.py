@@ -1,7 +1,7 @@
 """MXNet's learner: one process, a replica of the model on each of its devices.
 
 Nothing in a step makes the host wait for that step: every call hands work to MXNet's engine, which works on all devices
-at once. The one wait is for the sums of two steps ago, see :mod:`.metrics`.
+at once. The one wait is for the sums of two steps ago, see :mod:`.running_sums`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from manyhands.training import blobs as _blobs
-from manyhands.training import saving
-from manyhands.training.figures import Figures
+from manyhands.training.checkpoints import saving
+from manyhands.training.checkpoints import tensors as _blobs
+from manyhands.training.data.order import Cursor, Window, epoch_order, windows
+from manyhands.training.data.sources import Source, Stream
 from manyhands.training.learner import Saved
 from manyhands.training.mxnet import replicas, state
 from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Feed, Look, Shards
-from manyhands.training.mxnet.metrics import Metrics
 from manyhands.training.mxnet.objective import Objective
-from manyhands.training.mxnet.spared import Spared
+from manyhands.training.mxnet.running_sums import Metrics
+from manyhands.training.mxnet.skip_nan import Spared
 from manyhands.training.mxnet.step import Step, evaluate
-from manyhands.training.order import Cursor, Window, epoch_order, windows
+from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
-from manyhands.training.sources import Source, Stream
 
 _TEST_BATCH = 512
 

@@ -14,8 +14,8 @@ from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.loss_sum import LossSum
-from manyhands.training.mxnet.book import Module
-from manyhands.training.mxnet.figures import right_answers
+from manyhands.training.mxnet.book.accuracy import right_answers
+from manyhands.training.mxnet.book.module import Module
 
 Batch = Sequence[Any]
 

@@ -12,7 +12,7 @@ from mxnet import gluon
 
 from manyhands.errors import BadSettings
 from manyhands.training.mxnet import replicas
-from manyhands.training.mxnet.book import Module
+from manyhands.training.mxnet.book.module import Module
 from manyhands.training.optimizer_choice import Optimizers
 
 Optimizer = mx.optimizer.Optimizer

@@ -11,9 +11,9 @@ from mxnet import gluon
 from numpy.typing import NDArray
 
 from manyhands.errors import WrongCheckpoint
-from manyhands.training import blobs
+from manyhands.training.checkpoints import tensors
 from manyhands.training.mxnet import replicas
-from manyhands.training.mxnet.models import set_values
+from manyhands.training.mxnet.book.models import set_values
 
 # How an optimizer runs, rather than what it has learnt: the job says these.
 _COUNTED = ("rescale_grad", "aggregate_num", "begin_num_update", "num_update")
@@ -29,7 +29,7 @@ def restore_model(model: Any, blob: bytes) -> None:
     """Put weights into a model; a checkpoint of another model is refused, with the differences named."""
     own = replicas.parameters(model)
     arrays = {name: one.list_data()[0] for name, one in own.items()}
-    for name, values in blobs.fitting(blob, arrays, "weights of another model").items():
+    for name, values in tensors.fitting(blob, arrays, "weights of another model").items():
         set_values(own[name], values)
 
 
@@ -64,7 +64,7 @@ def restore_optimizer(
     trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str, Any], kept: Callable[[str], bool]
 ) -> None:
     """Go on with what was saved, on the devices of this trainer; ``kept`` says which options stay as they are."""
-    optimizer, saved = trainer.optimizer, blobs.unpack(blob)
+    optimizer, saved = trainer.optimizer, tensors.unpack(blob)
     counts = {int(index): count for index, count in numbers["counts"].items()}
     if counts and max(counts) >= len(trainer._params):
         raise WrongCheckpoint(

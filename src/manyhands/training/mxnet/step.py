@@ -26,10 +26,10 @@ from mxnet import autograd, gluon
 from manyhands.errors import BadBatch
 from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Shards
-from manyhands.training.mxnet.metrics import Metrics
 from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
-from manyhands.training.mxnet.spared import Spared
+from manyhands.training.mxnet.running_sums import Metrics
+from manyhands.training.mxnet.skip_nan import Spared
 
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
 _AT_ONCE = 100  # arrays that one operation looks through; 200 are its limit

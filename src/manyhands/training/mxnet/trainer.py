@@ -11,19 +11,19 @@ from typing import Any, ClassVar
 import mxnet as mx
 from mxnet import gluon
 
-from manyhands.backends import mxnet as backend
+from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings
-from manyhands.training import sources
-from manyhands.training.base_trainer import BaseTrainer, two_parts
-from manyhands.training.display import Display
+from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.data import sources
+from manyhands.training.data.sources import Source
+from manyhands.training.display.display import Display
 from manyhands.training.loop import Loop
 from manyhands.training.mxnet import checks, modes, optimizers, replicas
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
 from manyhands.training.result import Result
-from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
-from manyhands.training.sources import Source
+from manyhands.training.trainer import BaseTrainer, two_parts
 
 
 class Trainer(BaseTrainer):
@@ -104,7 +104,7 @@ class Trainer(BaseTrainer):
 
 def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
     """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    from manyhands.training.mxnet.datasets import load_data_fashion_mnist
+    from manyhands.training.mxnet.book.datasets import load_data_fashion_mnist
 
     data = load_data_fashion_mnist(batch_size)
     result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)

@@ -17,7 +17,7 @@ import keras
 from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch
-from manyhands.training.tensorflow.book import Module
+from manyhands.training.tensorflow.book.module import Module
 
 _NOT_INPUTS = ("training", "mask")
 

@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from manyhands.errors import BadBatch, BadSettings, NotATensor
-from manyhands.training.labels import ClassLabels
+from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import note
-from manyhands.training.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.tensorflow import loss_trial, losses
 from manyhands.training.tensorflow.batch_parts import Parts, answer_of, parts_of
 from manyhands.training.tensorflow.function import Function

@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from manyhands import shares as _shares
-from manyhands.backends import tensorflow as backend
-from manyhands.training.order import Cursor, Window, epoch_order, windows
-from manyhands.training.sources import Array, Arrays, Source, Stream
+from manyhands.backends.tensorflow import devices as backend
+from manyhands.training.data.order import Cursor, Window, epoch_order, windows
+from manyhands.training.data.sources import Array, Arrays, Source, Stream
 
 _PART = 0.25  # of a GPU's memory that data may take
 

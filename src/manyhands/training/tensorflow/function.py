@@ -24,7 +24,7 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.distribute import distribute_lib
 
-from manyhands.training.sources import Batch
+from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.objective import Objective
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.data.sources import Source
 from manyhands.training.learner import Schedule
-from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
-from manyhands.training.sources import Source
 from manyhands.training.tensorflow.checks import LabelCheck
 from manyhands.training.tensorflow.objective import Objective
 

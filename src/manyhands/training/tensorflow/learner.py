@@ -14,12 +14,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from manyhands.backends import tensorflow as backend
-from manyhands.training import blobs, streams
-from manyhands.training.figures import Figures
+from manyhands.backends.tensorflow import devices as backend
+from manyhands.training.checkpoints import tensors
+from manyhands.training.data import loader_batches
+from manyhands.training.data.order import Cursor, Window
+from manyhands.training.data.sources import Array, Arrays, Source
 from manyhands.training.learner import Saved
-from manyhands.training.order import Cursor, Window
-from manyhands.training.sources import Array, Arrays, Source
+from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import compiled, naming, optimizers
 from manyhands.training.tensorflow.feed import Feed, Given
 from manyhands.training.tensorflow.function import Function
@@ -141,7 +142,7 @@ class KerasLearner:
         self._set_sums(self.step_of.test_sums, Figures())
         size = max(self.settings.batch_size, _TEST_BATCH)
         batches = self.test_feed.batches(Cursor(), size, 0, None, 1)
-        for _, batch in streams.agreed(batches, self.all_have, getattr(self.test_feed.source, "loader", None)):
+        for _, batch in loader_batches.agreed(batches, self.all_have, getattr(self.test_feed.source, "loader", None)):
             self._test(batch.data, batch.order, batch.bounds)
             alive()
         return self._tested()
@@ -201,20 +202,20 @@ class KerasLearner:
         return [self.step_of.on_each(variable)[0].numpy() for variable in self.step_of.memory]
 
     def _packed_weights(self) -> bytes:
-        return blobs.pack(dict(zip(self.names, self._weights(), strict=True)))
+        return tensors.pack(dict(zip(self.names, self._weights(), strict=True)))
 
     def _packed_memory(self) -> bytes:
-        return blobs.pack({str(number): value for number, value in enumerate(self._memory())})
+        return tensors.pack({str(number): value for number, value in enumerate(self._memory())})
 
     def _set_weights(self, blob: bytes) -> None:
         own = dict(zip(self.names, self._weights(), strict=True))
-        values = blobs.fitting(blob, own, "weights of another model")
+        values = tensors.fitting(blob, own, "weights of another model")
         self._set(self._variables(), list(values.values()))
 
     def _set_memory(self, blob: bytes) -> None:
         """The learning rate is the job's own, not the checkpoint's."""
         own = {str(number): value for number, value in enumerate(self._memory())}
-        values = blobs.fitting(blob, own, "the memory of another optimizer")
+        values = tensors.fitting(blob, own, "the memory of another optimizer")
         if self.step_of.rate is not None:
             values[str(self.step_of.rate)] = own[str(self.step_of.rate)]
         self._set(self.step_of.memory, list(values.values()))

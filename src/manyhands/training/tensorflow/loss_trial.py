@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from manyhands.training import loss_trial
+from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.loss_trial import Pass, Term
-from manyhands.training.sources import Arrays, Batch
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.objective import OwnStep

@@ -11,9 +11,9 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training.sources import Batch
+from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.batch_parts import Parts, answer_of, parts_of
-from manyhands.training.tensorflow.book import Module, cross_entropy
+from manyhands.training.tensorflow.book.module import Module, cross_entropy
 from manyhands.training.tensorflow.losses import KerasLoss, Losses, reduced
 
 Accuracy = Callable[[Any, Any], Any]

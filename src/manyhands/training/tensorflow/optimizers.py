@@ -19,7 +19,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from manyhands.errors import BadSettings
 from manyhands.training.optimizer_choice import Optimizers
-from manyhands.training.tensorflow.book import Module
+from manyhands.training.tensorflow.book.module import Module
 
 _neutral = {
     name: vars(BaseOptimizer)[name]

@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from manyhands.errors import BadSettings
+from manyhands.training.data.sources import Array, Batch
 from manyhands.training.settings import Settings
-from manyhands.training.sources import Array, Batch
 from manyhands.training.tensorflow import optimizers
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.losses import Losses

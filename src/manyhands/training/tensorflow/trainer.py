@@ -10,20 +10,20 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
-from manyhands.backends import tensorflow as backend
+from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import launcher
-from manyhands.training.base_trainer import BaseTrainer, two_parts
-from manyhands.training.display import Display
+from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.data.sources import Source, is_array, source
+from manyhands.training.display.display import Display
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
-from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
-from manyhands.training.sources import Source, is_array, source
 from manyhands.training.tensorflow import checks, compiled, losses, meeting, optimizers, precision, world
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
 from manyhands.training.tensorflow.objective import objective_for
+from manyhands.training.trainer import BaseTrainer, two_parts
 
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError, tf.errors.CancelledError)
 
@@ -112,7 +112,7 @@ class Trainer(BaseTrainer):
 
 def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
     """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    from manyhands.training.tensorflow.datasets import load_data_fashion_mnist
+    from manyhands.training.tensorflow.book.datasets import load_data_fashion_mnist
 
     data = load_data_fashion_mnist(batch_size)
     result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from manyhands.backends import tensorflow as backend
+from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings, PlacementFailed
 from manyhands.training import launcher
-from manyhands.training.sources import Array
+from manyhands.training.data.sources import Array
 from manyhands.training.tensorflow import meeting
 
 _joined: World | None = None

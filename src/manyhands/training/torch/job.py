@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from manyhands.errors import BadSettings
+from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.learner import Schedule
-from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
+from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.optimizers import MakeOptimizer
-from manyhands.training.torch.sources import Source
-from manyhands.training.torch.step import Numbers
+from manyhands.training.torch.step.eager import Numbers
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Job:
 
 
 def numbers_for(job: Job, device: torch.device) -> Numbers:
-    """Precision and memory format, as far as the user has given them; :mod:`.precision` chooses the rest later."""
+    """Precision and memory format, as far as the user has given them; :mod:`.preflight.precision` chooses the rest."""
     on_gpu = device.type == "cuda"
     precision = job.settings.precision
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from manyhands import tree
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.loss_sum import LossSum
-from manyhands.training.torch.book import Module
-from manyhands.training.torch.known_means import KnownMeans, WeightsFollow
-from manyhands.training.torch.label_range import LabelRange
-from manyhands.training.torch.sources import Batch, rows
+from manyhands.training.torch.book.module import Module
+from manyhands.training.torch.data.sources import Batch, rows
+from manyhands.training.torch.preflight.label_range import LabelRange
+from manyhands.training.torch.step.known_means import KnownMeans, WeightsFollow
 
 
 class Objective(abc.ABC):

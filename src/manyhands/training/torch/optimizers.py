@@ -9,7 +9,7 @@ import torch
 
 from manyhands.errors import BadSettings
 from manyhands.training.optimizer_choice import Optimizers
-from manyhands.training.torch.book import Module
+from manyhands.training.torch.book.module import Module
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 

@@ -1,7 +1,7 @@
 """``Trainer``: any module, any loss, any optimizer, any data, on every device; and the book's ``train``.
 
-One device is trained on in the calling process. Several are worker processes (:mod:`.pool`). Under torchrun each
-process is a rank already, and the same script runs on several machines unchanged.
+One device is trained on in the calling process. Several are worker processes (:mod:`.workers.pool`). Under torchrun
+each process is a rank already, and the same script runs on several machines unchanged.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from manyhands.backends import torch as backend
+from manyhands.backends.torch import devices as backend
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher
-from manyhands.training.base_trainer import BaseTrainer, two_parts
-from manyhands.training.display import Display
+from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.display.display import Display
 from manyhands.training.result import Result
-from manyhands.training.run_folder import RunPlan
 from manyhands.training.settings import Settings
-from manyhands.training.torch import checks, lessons, module_state, optimizers, pool, randomness, state, world
-from manyhands.training.torch.figures import modes_kept
+from manyhands.training.torch import optimizers
+from manyhands.training.torch.book.accuracy import modes_kept
+from manyhands.training.torch.data.sources import Source, source
 from manyhands.training.torch.job import Job
+from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.rank import loop_of
-from manyhands.training.torch.sources import Source, source
+from manyhands.training.torch.preflight import checks, diagnose
+from manyhands.training.torch.ranks import world
+from manyhands.training.torch.state import job_state, module_state, randomness
+from manyhands.training.torch.workers import pool
+from manyhands.training.trainer import BaseTrainer, two_parts
 
 
 class Trainer(BaseTrainer):
@@ -79,7 +83,7 @@ class Trainer(BaseTrainer):
                 checks.check_loss(model, job, launcher.size() or len(self.ranks))
             return self._fit(job, display)
         except Exception as error:
-            lesson = lessons.of(dataclasses.replace(job, model=before), error) if _may_be_the_data(error) else None
+            lesson = diagnose.of(dataclasses.replace(job, model=before), error) if _may_be_the_data(error) else None
             if lesson is None:
                 raise
             raise BadBatch(lesson) from error
@@ -162,7 +166,7 @@ def _too_few(gpus: int, processes: int) -> str:
 
 def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
     """The book's ``train``: Fashion-MNIST, plain SGD; prints the book's last line."""
-    from manyhands.training.torch.datasets import load_data_fashion_mnist
+    from manyhands.training.torch.book.datasets import load_data_fashion_mnist
 
     data = load_data_fashion_mnist(batch_size)
     result = Trainer(num_epochs, num_gpus, batch_size=batch_size, lr=lr).fit(net, data)
@@ -185,15 +189,17 @@ def _fit_here(job: Job, here: world.World, display: Display) -> Result:
             if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
                 tensor.grad = tensor.grad.to(tensor.dtype)
         if isinstance(job.optimizer, torch.optim.Optimizer):
-            state.settle(job.optimizer)
+            job_state.settle(job.optimizer)
 
 
 def _take_home(job: Job, home: dict[str, Any]) -> None:
     """Put what a worker sent into the caller's model and optimizer."""
-    state.restore_model(job.model, home["weights"])
+    job_state.restore_model(job.model, home["weights"])
     module_state.take_home(job.model, home["module_state"])
     if isinstance(job.optimizer, torch.optim.Optimizer):
-        state.restore_optimizer(job.optimizer, home["optimizer"], home["optimizer_numbers"], home["optimizer_groups"])
+        job_state.restore_optimizer(
+            job.optimizer, home["optimizer"], home["optimizer_numbers"], home["optimizer_groups"]
+        )
 
 
 def _own_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -1,0 +1,1 @@
+"""JAX: its devices, its functions as graphs, and ``jax.jit`` as the way to run them."""

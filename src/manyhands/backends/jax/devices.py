@@ -1,0 +1,310 @@
+"""JAX.
+
+A GPU is a device of JAX's ``gpu`` platform. Virtual devices are JAX's own numbered CPUs, so virtual device 0
+and the host are one place. Models are Flax NNX objects, and whatever else is registered as a pytree with
+JAX only; plain trees of arrays (Linen's variables, Optax's states) need nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from manyhands import machine
+from manyhands.backends.protocol import Arrival, Capabilities
+from manyhands.device import Device, DeviceRecord, Memory
+from manyhands.errors import BadDevice, NoSuchDevice, NotATensor, SeveralDevices, VirtualDevicesError
+
+name = "jax"
+CAPABILITIES = Capabilities(
+    host_beside_virtual=False,
+    virtual_at_any_time=False,
+    refuses_mixed_devices=True,
+    moves_models=True,
+    pins_memory=False,
+    tells_uuid=False,
+    plans_lanes=False,
+    plans_several_devices=False,
+    traces=True,
+    measures_tasks=False,
+    measures_timeline=False,
+    tells_shared_memory=True,
+)
+
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+_virtual = 0
+
+
+# Devices
+
+
+def cpu() -> jax.Device:
+    return _cpus()[0]
+
+
+def gpu(index: int) -> jax.Device:
+    found = _gpus()
+    if index < len(found):
+        return found[index]
+    have = dict.fromkeys(str(neutral(device)) for device in [*_cpus()[:1], *found])
+    raise NoSuchDevice(
+        f"there is no {'virtual' if _virtual else 'gpu'}:{index}: jax sees {', '.join(have)}. "
+        f"mh.try_gpu({index}) falls back to the CPU"
+    )
+
+
+def num_gpus() -> int:
+    return len(_gpus())
+
+
+def is_device(value: object) -> bool:
+    return isinstance(value, jax.Device)
+
+
+def neutral(device: jax.Device) -> Device:
+    if device.platform == "cpu":
+        return Device("virtual" if _virtual else "cpu", _index(device, _cpus()))
+    if device.platform in _GPU_PLATFORMS:
+        return Device("gpu", _index(device, _devices("gpu")))
+    raise BadDevice(f"{device} is neither a CPU nor a GPU: manyhands does not know platform {device.platform!r}")
+
+
+def describe(device: jax.Device) -> DeviceRecord:
+    if device.platform == "cpu":
+        return DeviceRecord(neutral(device), machine.host_name(), None, machine.host_memory(), None)
+    ordinal = device.local_hardware_id
+    uuid = None if ordinal is None else machine.visible_uuid(ordinal)
+    return DeviceRecord(
+        device=neutral(device),
+        name=device.device_kind,
+        uuid=uuid,
+        memory=_gpu_memory(device, uuid),
+        capability=getattr(device, "compute_capability", None),
+    )
+
+
+def virtual_devices(count: int) -> None:
+    global _virtual
+    try:
+        # JAX takes a number that it has already at any time, so it is changed twice: one of the two is refused
+        # if the runtime has started.
+        jax.config.update("jax_num_cpu_devices", -1)
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise VirtualDevicesError(
+            f"{count} virtual devices cannot be made any more: JAX's runtime has started, it does so with the first "
+            f"array or jax.devices(). Set MANYHANDS_VIRTUAL_DEVICES={count} before Python starts, or call "
+            f"mh.virtual_devices({count}) before the first array"
+        ) from error
+    # A GPU would stay JAX's default device, and every new array would be born there.
+    jax.config.update("jax_platforms", "cpu")
+    # XLA's pool has a thread per core. In an all-reduce each device holds one, also for steps issued ahead; where
+    # they run out, all wait for one another for ever.
+    threads = os.environ.get("NPROC", "")
+    have = int(threads) if threads.isdecimal() else machine.usable_cores()
+    os.environ["NPROC"] = str(max(have, 4 * count))
+    _virtual = count
+
+
+def virtual_count() -> int:
+    return _virtual
+
+
+# Tensors
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, jax.Array)
+
+
+def device_of(tensor: jax.Array) -> jax.Device:
+    _refuse_tracer(tensor)
+    found = tensor.sharding.device_set
+    if len(found) > 1:
+        names = ", ".join(str(neutral(device)) for device in sorted(found, key=lambda device: device.id))
+        raise SeveralDevices(
+            f"an array of shape {tensor.shape} is not on one device, it is spread over {names} "
+            f"({tensor.sharding}). tensor.devices() tells them all; mh.to(x, device) puts the whole of it on one"
+        )
+    return next(iter(found))
+
+
+def is_on(tensor: jax.Array, device: jax.Device) -> bool:
+    if isinstance(tensor, jax.core.Tracer):
+        return False
+    found = tensor.sharding.device_set
+    return len(found) == 1 and device in found
+
+
+def all_on(values: Sequence[object], device: jax.Device) -> bool:
+    # Types are looked at once each: asking isinstance of every value costs as much as all the rest.
+    kinds = {type(value): value for value in values}.values()
+    if not all(isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) for value in kinds):
+        return False
+    alone = {device}
+    return all(value.sharding.device_set == alone for value in cast("Sequence[jax.Array]", values))
+
+
+def move(tensor: jax.Array, device: jax.Device) -> jax.Array:
+    _refuse_tracer(tensor)
+    # Not waited for: an array is a promise, and whoever reads or computes with it comes after the copy.
+    return jax.device_put(tensor, device)
+
+
+def copy(tensor: jax.Array, device: jax.Device) -> jax.Array:
+    _refuse_tracer(tensor)
+    return jax.device_put(tensor, device, may_alias=False)
+
+
+def start_move(tensor: jax.Array, device: jax.Device) -> Arrival[jax.Array]:
+    arriving = move(tensor, device)
+    return Arrival(lambda: arriving, _raw(arriving).is_ready)
+
+
+def rows(tensor: jax.Array) -> int | None:
+    return tensor.shape[0] if tensor.ndim else None
+
+
+def cut(tensor: jax.Array, start: int, stop: int) -> jax.Array:
+    _refuse_tracer(tensor)
+    part = tensor[start:stop]
+    # An array that is somewhere only by default follows its partners elsewhere: a shard is put there.
+    return jax.device_put(part, device_of(part)) if len(part.sharding.device_set) == 1 else part
+
+
+def join(tensors: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(list(tensors))
+
+
+def synchronize(device: jax.Device | None) -> None:
+    jax.effects_barrier()
+    for one in [*_cpus(), *_devices("gpu")] if device is None else [device]:
+        # Arrays that nobody holds any more may still be computed; a device does what it is given in order.
+        zero = jax.device_put(0, one)
+        _refuse_tracer(zero)
+        (zero + zero).block_until_ready()
+        for array in jax.live_arrays(one.platform):
+            _wait_for(array, one)
+
+
+# Models
+
+
+def is_model(value: object) -> bool:
+    if _nnx_of(value):
+        return True
+    return not is_tensor(value) and any(is_tensor(leaf) for leaf in jax.tree.leaves(value))
+
+
+def model_tensors(model: Any) -> Iterable[tuple[str, jax.Array]]:
+    nnx = _nnx_of(model)
+    tree = nnx.to_pure_dict(nnx.state(model)) if nnx else model
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if is_tensor(leaf):  # an abstract model (nnx.eval_shape) has shapes in place of arrays
+            yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
+
+
+def move_model(model: Any, device: jax.Device) -> Any:
+    """Move it in place if it is an NNX object; other pytrees cannot be changed, so a new one is given."""
+
+    def moved(leaf: Any) -> Any:
+        return move(leaf, device) if is_tensor(leaf) and not is_on(leaf, device) else leaf
+
+    if all(is_on(tensor, device) for _, tensor in model_tensors(model)):
+        return model
+    nnx = _nnx_of(model)
+    if nnx is None:
+        return jax.tree.map(moved, model)
+    nnx.update(model, jax.tree.map(moved, nnx.state(model)))
+    return model
+
+
+# Measuring
+
+
+def random(shape: tuple[int, ...], dtype: str, device: jax.Device) -> jax.Array:
+    with jax.default_device(device):
+        made = jax.random.normal(jax.random.key(0), shape, getattr(jnp, dtype))
+    return jax.device_put(made, device)  # what is only there by default would follow its partners elsewhere
+
+
+def matmul(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.matmul(left, right)
+
+
+def pin(tensor: jax.Array) -> jax.Array:
+    return tensor
+
+
+# Below: what the verbs above share.
+
+
+def _devices(platform: str) -> list[jax.Device]:
+    """This process's devices of a platform; JAX raises where there is none."""
+    try:
+        return cast("list[jax.Device]", jax.local_devices(backend=platform))
+    except RuntimeError:
+        return []
+
+
+def _cpus() -> list[jax.Device]:
+    found = _devices("cpu")
+    if not found:
+        raise NoSuchDevice(
+            f"jax has no CPU here: its platforms are limited to {jax.config.jax_platforms!r}. "
+            "Set JAX_PLATFORMS=cuda,cpu, or leave it unset"
+        )
+    return found
+
+
+def _gpus() -> list[jax.Device]:
+    """The GPUs, or the virtual devices that stand in for them."""
+    return _cpus() if _virtual else _devices("gpu")
+
+
+def _index(device: jax.Device, local: list[jax.Device]) -> int:
+    """Its number among this process's devices: in a job of several processes ``id`` counts all of them."""
+    return local.index(device) if device in local else cast(int, device.id)
+
+
+def _gpu_memory(device: jax.Device, uuid: str | None) -> Memory | None:
+    """What JAX may use of it; where its allocator does not tell, what the driver knows."""
+    told = device.memory_stats() or {}
+    if told.get("bytes_limit"):
+        return Memory(total=told["bytes_limit"], free=max(0, told["bytes_limit"] - told.get("bytes_in_use", 0)))
+    return next((fact.memory for fact in machine.gpus() if fact.uuid == uuid), None)
+
+
+def _refuse_tracer(tensor: jax.Array) -> None:
+    if isinstance(tensor, jax.core.Tracer):
+        raise NotATensor(
+            f"{tensor} has no device: inside jit, grad or vmap it stands for a value that is computed later, where "
+            "the inputs are. Call mh on the arguments before, or on the result after; inside jit, "
+            "jax.lax.with_sharding_constraint says where a value shall be"
+        )
+
+
+def _raw(tensor: jax.Array) -> jax.Array:
+    """The numbers behind an array of random keys, which does not itself tell whether it is ready."""
+    return jax.random.key_data(tensor) if jnp.issubdtype(tensor.dtype, jax.dtypes.prng_key) else tensor
+
+
+def _wait_for(array: jax.Array, device: jax.Device) -> None:
+    if array.is_deleted() or device not in array.sharding.device_set:
+        return
+    try:
+        array.block_until_ready()
+    except RuntimeError:
+        if not array.is_deleted():  # another thread may donate or delete it meanwhile
+            raise
+
+
+def _nnx_of(value: object) -> Any:
+    """Flax's ``nnx`` if the value is one of its objects, else None. Who has not imported Flax has none."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx if isinstance(value, getattr(nnx, "Pytree", ())) else None

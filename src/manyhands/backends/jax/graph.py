@@ -1,0 +1,122 @@
+"""A jaxpr as tasks: what each operation reads and writes, where it runs, and about how long it takes.
+
+Calls of other jaxprs (``jit``, ``custom_jvp``, ``checkpoint``) are looked into, loops are one task. A jaxpr says
+nothing of devices but in ``device_put``: an operation runs where the first of its inputs is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from manyhands.backends.jax import devices as adapter
+from manyhands.backends.traced import estimate, task
+from manyhands.schedule.task import Task
+
+_HEAVY = ("dot_general", "conv_general_dilated")
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+
+
+class Graph:
+    """The operations of a jaxpr as tasks, and all devices that they and the arguments are on."""
+
+    def __init__(self, tensors: Sequence[Any], closed: ClosedJaxpr) -> None:
+        self.tasks: list[Task] = []
+        self.forms: list[str] = []
+        self._memory: dict[Any, int] = {}
+        self._device: dict[int, str] = {}
+        self._first = _place(tensors[0]) if tensors else _default()
+        values = [*zip(closed.jaxpr.constvars, closed.consts, strict=True)]
+        values += [*zip(closed.jaxpr.invars, tensors, strict=True)]
+        for variable, value in values:
+            self._device[self._of(variable)] = _place(value)
+        self.devices = {_place(tensor) for tensor in tensors}
+        self._add(closed.jaxpr)
+
+    def _of(self, variable: Any) -> int:
+        return self._memory.setdefault(variable, len(self._memory))
+
+    def _add(self, jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            inner = _called(equation)
+            if inner is None:
+                self._task(equation)
+                continue
+            for variable, value in zip(inner.constvars + inner.invars, equation.invars, strict=True):
+                if not isinstance(value, Literal):
+                    self._memory[variable] = self._of(value)
+            self._add(inner)
+            for variable, value in zip(equation.outvars, inner.outvars, strict=True):
+                if not isinstance(value, Literal):
+                    self._memory[variable] = self._of(value)
+
+    def _task(self, equation: Any) -> None:
+        reads = {self._of(one) for one in equation.invars if not isinstance(one, Literal)}
+        writes = {self._of(one) for one in equation.outvars}
+        target = _target(equation)
+        known = [self._device[one] for one in reads if one in self._device]
+        device = target or (known[0] if known else self._first)
+        if target:
+            self.devices.add(target)
+        self._device.update(dict.fromkeys(writes, device))
+        copies = target is not None and target != (known[0] if known else self._first)
+        heavy = equation.primitive.name in _HEAVY
+        self.forms.append(f"{equation.primitive.name} {[one.aval for one in equation.invars]}" if heavy else "")
+        self.tasks.append(task(equation.primitive.name, reads, writes, device, _seconds(equation), copies=copies))
+
+
+def _place(array: Any) -> str:
+    """Where an array is; one that is only there by default follows the others, so it is where they are."""
+    if not isinstance(array, jax.Array):
+        return _default()
+    return "+".join(sorted(str(adapter.neutral(device)) for device in array.sharding.device_set))
+
+
+def _default() -> str:
+    device = jax.config.jax_default_device
+    return str(adapter.neutral(device if isinstance(device, jax.Device) else jax.local_devices()[0]))
+
+
+def _target(equation: Any) -> str | None:
+    """The device that an operation puts its result on, where it says so."""
+    if equation.primitive.name != "device_put":
+        return None
+    devices = equation.params.get("devices") or (None,)
+    return str(adapter.neutral(devices[0])) if isinstance(devices[0], jax.Device) else None
+
+
+def _called(equation: Any) -> Any:
+    """The jaxpr that an operation stands for, where it is just a call."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    inner = next((equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None)
+    inner = getattr(inner, "jaxpr", inner)
+    if inner is None or len(inner.constvars) + len(inner.invars) != len(equation.invars):
+        return None
+    return inner
+
+
+def _seconds(equation: Any) -> float:
+    count = sum(_size(one) for one in [*equation.invars, *equation.outvars])
+    return estimate(_operations(equation), count)
+
+
+def _operations(equation: Any) -> float:
+    primitive, made = equation.primitive.name, sum(_size(one) for one in equation.outvars)
+    if primitive == "dot_general":
+        left = equation.invars[0].aval.shape
+        return 2.0 * made * int(math.prod(left[axis] for axis in equation.params["dimension_numbers"][0][0]))
+    if primitive == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        return 2.0 * made * int(math.prod(kernel) / kernel[equation.params["dimension_numbers"].rhs_spec[0]])
+    if primitive == "scan":
+        return float(equation.params["length"]) * sum(map(_operations, equation.params["jaxpr"].jaxpr.eqns))
+    return float(made)
+
+
+def _size(variable: Any) -> int:
+    return math.prod(getattr(variable.aval, "shape", ()))

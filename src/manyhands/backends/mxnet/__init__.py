@@ -1,0 +1,1 @@
+"""MXNet: its contexts, its operations as graphs, and ``CachedOp`` as the way to run them."""

@@ -1,0 +1,166 @@
+"""The seam between manyhands and a framework: the few verbs on which everything else is built.
+
+An adapter is a plain module, ``manyhands/backends/<framework>.py``, whose functions are these. The
+type checker holds it to the protocol where its door is built (``Verbs(backend)``). Adapters know
+nothing of trees (but may ask for a class to be a leaf: ``tree.keep_whole``), lists of devices or error
+texts for users' arguments: that is done once, in :mod:`manyhands.placement.verbs`. What a framework cannot do stands
+in its :class:`Capabilities`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from manyhands.device import Device, DeviceRecord
+
+T = TypeVar("T")  # the framework's tensor
+D = TypeVar("D")  # the framework's device
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a framework can do: data, so that nobody finds out late."""
+
+    # The host's memory and virtual device 0 are two places (so that moving there is a copy).
+    host_beside_virtual: bool
+    # Virtual devices may be asked for at any time, not only before the runtime starts.
+    virtual_at_any_time: bool
+    # The framework itself refuses to compute with tensors of different devices.
+    refuses_mixed_devices: bool
+    # A model that exists can be moved (elsewhere it is built where it shall live).
+    moves_models: bool
+    # Page-locked host memory can be asked for.
+    pins_memory: bool
+    # The framework tells a GPU's UUID (elsewhere it is found through the driver).
+    tells_uuid: bool
+    # parallel(fn): manyhands chooses the lanes (elsewhere the framework's own runtime does).
+    plans_lanes: bool
+    # parallel(fn): several devices in one function can be planned together (elsewhere it is run as it is written).
+    plans_several_devices: bool
+    # parallel(fn): a function's graph is known before it is run (elsewhere from what its first call did).
+    traces: bool
+    # parallel(fn): each task's time is measured (elsewhere estimated from shapes).
+    measures_tasks: bool
+    # timeline(): when each task ran is measured (elsewhere simulated).
+    measures_timeline: bool
+    # with parallel(): it is known which tensors share memory (elsewhere a task that writes waits for its whole device).
+    tells_shared_memory: bool
+
+
+class Arrival(Generic[V]):
+    """A move under way, as ``to(x, device, wait=False)`` gives it.
+
+    The value is inside, and the only way to it is :meth:`result`, which makes sure first that it is
+    there. So it can be late, but never wrong.
+    """
+
+    __slots__ = ("_finish", "_ready", "_value")
+
+    def __init__(self, finish: Callable[[], V], ready: Callable[[], bool]) -> None:
+        self._finish: Callable[[], V] | None = finish
+        self._ready = ready
+        self._value: V
+
+    def ready(self) -> bool:
+        """Whether :meth:`result` would come back at once. Never waits."""
+        return self._finish is None or self._ready()
+
+    def result(self) -> V:
+        """The value, safe to use on its device; and the source may be written to again.
+
+        For a value that goes to the host this waits until it is there, unless the framework's own
+        reading does (JAX, MXNet). For one that goes to a GPU the host does not wait: work issued on
+        the device from now on comes after the copy. The exception is a page-locked source of yours in
+        PyTorch, which is read in place: this waits until it has been read. For full speed do other
+        work before the call, or give a pageable source, which is staged when the move is started.
+        """
+        if self._finish is not None:
+            self._value = self._finish()
+            self._finish = None
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"<Arrival: {'here' if self.ready() else 'under way'}; its result() is the value>"
+
+
+class Backend(Protocol[T, D]):
+    """What every framework must offer."""
+
+    @property
+    def name(self) -> str:
+        """``torch``, ``jax``, ``tensorflow``, ``mxnet`` or ``fake``."""
+
+    @property
+    def CAPABILITIES(self) -> Capabilities: ...
+
+    # Devices
+
+    def cpu(self) -> D: ...
+
+    def gpu(self, index: int) -> D:
+        """GPU number ``index``, or virtual device ``index`` where those stand in for GPUs."""
+
+    def num_gpus(self) -> int: ...
+
+    def is_device(self, value: object, /) -> bool: ...
+
+    def neutral(self, device: D, /) -> Device: ...
+
+    def describe(self, device: D, /) -> DeviceRecord: ...
+
+    def virtual_devices(self, count: int, /) -> None:
+        """Make them; called once per process."""
+
+    def virtual_count(self) -> int:
+        """How many there are; 0 where GPUs are GPUs."""
+
+    # Tensors
+
+    def is_tensor(self, value: object, /) -> bool: ...
+
+    def device_of(self, tensor: T, /) -> D: ...
+
+    def is_on(self, tensor: T, device: D, /) -> bool: ...
+
+    def all_on(self, values: Sequence[object], device: D, /) -> bool:
+        """Whether all of them are tensors on that device: one tight loop, for large trees."""
+
+    def move(self, tensor: T, device: D, /) -> T:
+        """A tensor on another device with the same content, complete when this returns."""
+
+    def start_move(self, tensor: T, device: D, /) -> Arrival[T]:
+        """The same without waiting for it."""
+
+    def copy(self, tensor: T, device: D, /) -> T:
+        """New memory, on the same device too."""
+
+    def rows(self, tensor: T, /) -> int | None:
+        """The length of the first axis; None for a scalar."""
+
+    def cut(self, tensor: T, start: int, stop: int, /) -> T: ...
+
+    def join(self, tensors: Sequence[T], /) -> T: ...
+
+    def synchronize(self, device: D | None, /) -> None: ...
+
+    # Models
+
+    def is_model(self, value: object, /) -> bool: ...
+
+    def model_tensors(self, model: Any, /) -> Iterable[tuple[str, T]]:
+        """Parameters and buffers with their paths."""
+
+    def move_model(self, model: Any, device: D, /) -> Any: ...
+
+    # Measuring
+
+    def random(self, shape: tuple[int, ...], dtype: str, device: D, /) -> T:
+        """Random numbers of a dtype (``float32``, ``bfloat16``) on a device."""
+
+    def matmul(self, left: T, right: T, /) -> T: ...
+
+    def pin(self, tensor: T, /) -> T:
+        """The same content in page-locked host memory; only where ``pins_memory``."""

@@ -1,0 +1,350 @@
+"""TensorFlow.
+
+A device is a :class:`TensorFlowDevice`: the name that ``tf.device`` takes, and a scope of its own. Virtual
+devices are TensorFlow's logical CPUs, so the host and the first of them are one place.
+
+TensorFlow runs an operation where the scope says, not where its inputs are, and copies them there without a
+word. So everything here that computes does it in the scope of its input's device.
+
+A variable (``tf.Variable``, ``keras.Variable``) counts as a tensor: it has a device, and it stays there for
+life. One that has to move, or is copied, gives a tensor with its value. A composite (ragged, sparse, slices, an
+extension type) counts as one too: it is moved and copied part by part; only ragged ones can be cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import tensorflow as tf
+
+from manyhands import machine
+from manyhands.backends.protocol import Arrival, Capabilities
+from manyhands.device import Device, DeviceRecord
+from manyhands.errors import (
+    BadBatch,
+    BadDevice,
+    DeviceError,
+    NoSuchDevice,
+    NotATensor,
+    SeveralDevices,
+    VirtualDevicesError,
+)
+
+name = "tensorflow"
+CAPABILITIES = Capabilities(
+    host_beside_virtual=False,
+    virtual_at_any_time=False,
+    refuses_mixed_devices=False,
+    moves_models=False,
+    pins_memory=False,
+    tells_uuid=False,
+    plans_lanes=False,
+    plans_several_devices=False,
+    traces=True,
+    measures_tasks=False,
+    measures_timeline=False,
+    tells_shared_memory=True,
+)
+
+_NAME = re.compile(r"/device:(CPU|GPU):(\d+)\Z")
+_COMPOSITES = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, tf.experimental.ExtensionType)
+_TENSORS = (tf.Tensor, tf.Variable, *_COMPOSITES)
+_EAGER = tf.__internal__.EagerTensor  # what holds numbers; it is asked first, as most are
+_virtual_count = 0
+
+# tf.identity shares memory on one device; DeepCopy never does, but lacks a gradient.
+_duplicate = tf.custom_gradient(lambda tensor: (tf.raw_ops.DeepCopy(x=tensor), lambda upstream: upstream))
+_open_scopes = threading.local()  # those that a thread has entered and not left, by device
+
+
+class TensorFlowDevice(str):
+    """A device's name, ``/device:GPU:1``, for ``tf.device`` and strategies; and a scope: ``with mh.gpu(1):``.
+
+    Unlike ``tf.device`` the scope refuses a device that is not there, where TensorFlow would use another one.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        kind, index = _kind_and_index(self)
+        there = len(_logical(kind))
+        if index >= there:
+            raise NoSuchDevice(
+                f"there is no {self}: TensorFlow has {there} of that kind and would compute elsewhere without a word. "
+                f"Write: with mh.try_gpu({index}):"
+            )
+        scope = tf.device(self)
+        scope.__enter__()
+        vars(_open_scopes).setdefault(self, []).append(scope)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        vars(_open_scopes)[self].pop().__exit__(*exception)
+
+
+# Devices
+
+
+def cpu() -> TensorFlowDevice:
+    return TensorFlowDevice("/device:CPU:0")
+
+
+def gpu(index: int) -> TensorFlowDevice:
+    return TensorFlowDevice(f"/device:{'CPU' if _virtual_count else 'GPU'}:{index}")
+
+
+def num_gpus() -> int:
+    return _virtual_count or len(_logical("GPU"))
+
+
+def is_device(value: object) -> bool:
+    """Ours, and TensorFlow's own names: ``/device:GPU:1``, or what ``x.device`` says."""
+    return isinstance(value, TensorFlowDevice) or (isinstance(value, str) and _NAME.search(value) is not None)
+
+
+def neutral(device: TensorFlowDevice) -> Device:
+    kind, index = _kind_and_index(device)
+    if kind == "GPU":
+        return Device("gpu", index)
+    return Device("virtual" if _virtual_count else "cpu", index)
+
+
+def describe(device: TensorFlowDevice) -> DeviceRecord:
+    kind, index = _kind_and_index(device)
+    if kind == "CPU":
+        capability = next(iter(machine.host_features()), None)
+        return DeviceRecord(neutral(device), machine.host_name(), None, machine.host_memory(), capability)
+    physical = _logical("GPU")[index]
+    details = tf.config.experimental.get_device_details(physical)
+    uuid = machine.visible_uuid(int(physical.name.rpartition(":")[2]))
+    facts = next((gpu for gpu in machine.gpus() if gpu.uuid == uuid), None)
+    return DeviceRecord(
+        device=neutral(device),
+        name=details.get("device_name") or (facts.name if facts else str(device)),
+        uuid=uuid,
+        # TensorFlow itself tells only what its own tensors use.
+        memory=facts.memory if facts else None,
+        capability="{}.{}".format(*details["compute_capability"]) if "compute_capability" in details else None,
+    )
+
+
+def virtual_devices(count: int) -> None:
+    """Logical CPUs. GPUs are hidden from TensorFlow, which would put new tensors there of its own accord."""
+    global _virtual_count
+    host = tf.config.list_physical_devices("CPU")[0]
+    if len(tf.config.get_logical_device_configuration(host) or ()) != count:
+        try:
+            tf.config.set_logical_device_configuration(host, [tf.config.LogicalDeviceConfiguration()] * count)
+            tf.config.set_visible_devices([], "GPU")
+        except RuntimeError:
+            raise VirtualDevicesError(
+                f"{count} virtual devices cannot be made any more: TensorFlow's runtime has started (the first tensor "
+                f"starts it). Call mh.virtual_devices({count}) before, or set MANYHANDS_VIRTUAL_DEVICES={count}"
+            ) from None
+    _virtual_count = count
+
+
+def virtual_count() -> int:
+    return _virtual_count
+
+
+# Tensors
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, _TENSORS) or _is_keras(value, "Variable")
+
+
+def device_of(tensor: Any) -> TensorFlowDevice:
+    """Where TensorFlow says it is; of int32 on a GPU it keeps the memory on the host, and says GPU."""
+    if isinstance(tensor, tf.Tensor):
+        _refuse_symbolic(tensor)
+        return _known(tensor.device)
+    if _is_composite(tensor):
+        return _device_of_parts(tensor)
+    return _known(tensor.device if isinstance(tensor, tf.Variable) else tensor.value.device)
+
+
+def is_on(tensor: Any, device: TensorFlowDevice) -> bool:
+    if isinstance(tensor, _EAGER):
+        return _known(tensor.device) == _known(device)
+    if _is_composite(tensor):
+        return all(is_on(part, device) for part in _parts(tensor))
+    return device_of(tensor) == _known(device)
+
+
+def all_on(values: Sequence[Any], device: TensorFlowDevice) -> bool:
+    # Eager tensors all know their device's name as they are; one type check per type, one look per name.
+    if all(issubclass(kind, _EAGER) for kind in set(map(type, values))):
+        return all(_known(full_name) == _known(device) for full_name in {value.device for value in values})
+    return all(is_tensor(value) and is_on(value, device) for value in values)
+
+
+def move(tensor: Any, device: TensorFlowDevice) -> Any:
+    with tf.device(device):
+        if _is_composite(tensor):
+            return tf.nest.map_structure(tf.identity, tensor, expand_composites=True)
+        return tf.identity(tensor)
+
+
+def start_move(tensor: Any, device: TensorFlowDevice) -> Arrival[Any]:
+    # TensorFlow itself puts every use of a tensor behind the copy that makes it.
+    moved = move(tensor, device)
+    return Arrival(lambda: moved, lambda: True)
+
+
+def copy(tensor: Any, device: TensorFlowDevice) -> Any:
+    if _is_composite(tensor):
+        return tf.nest.map_structure(lambda part: copy(part, device), tensor, expand_composites=True)
+    with tf.device(device):
+        duplicate = _duplicate(tf.identity(tensor))
+    # A type without a kernel for this on the device was duplicated on the host: the way back is a copy too.
+    return duplicate if is_on(duplicate, device) else move(duplicate, device)
+
+
+def rows(tensor: Any) -> int | None:
+    _refuse_symbolic(tensor)
+    if _is_composite(tensor) and not isinstance(tensor, tf.RaggedTensor):
+        cure = "make it dense first (tf.sparse.to_dense(x), tf.convert_to_tensor(x))"
+        raise BadBatch(f"a {type(tensor).__name__} cannot be cut into shards or put together of them: {cure}")
+    return int(tensor.shape[0]) if len(tensor.shape) else None
+
+
+def cut(tensor: Any, start: int, stop: int) -> Any:
+    with tf.device(device_of(tensor)):
+        return tensor[start:stop]
+
+
+def join(tensors: Sequence[Any]) -> Any:
+    with tf.device(device_of(tensors[0])):
+        return tf.concat(list(tensors), axis=0)
+
+
+def synchronize(device: TensorFlowDevice | None) -> None:
+    """Waits for all devices: TensorFlow's queue of asynchronous work, where errors surface, is one for all."""
+    tf.test.experimental.sync_devices()
+
+
+# Models
+
+
+def is_model(value: object) -> bool:
+    return isinstance(value, tf.Module) or _is_keras(value, "Layer")
+
+
+def model_tensors(model: Any) -> Iterator[tuple[str, Any]]:
+    """The weights, trainable or not; of a mirrored one each replica's."""
+    seen: Counter[str] = Counter()
+    for path, variable in _variables(model):
+        seen[path] += 1
+        # Keras gives two layers of one name the same path.
+        unique = path if seen[path] == 1 else f"{path} ({seen[path]})"
+        if isinstance(variable, tf.distribute.DistributedValues):
+            yield from ((f"{unique} (replica {i})", replica) for i, replica in enumerate(variable.values))
+        else:
+            yield unique, variable
+
+
+def move_model(model: Any, device: TensorFlowDevice) -> Any:
+    # Where Keras has not built it yet nothing is misplaced yet, but it will be.
+    if getattr(model, "built", True) and all(is_on(variable, device) for _, variable in model_tensors(model)):
+        return model
+    place = "mh.cpu()" if device == cpu() else f"mh.gpu({neutral(device).index})"
+    raise NotATensor(
+        f"a {type(model).__name__} cannot be moved to {neutral(device)}: TensorFlow's variables stay where they are "
+        f"made. Make and build it there:\n    with {place}:\n        net = ...; net.build(...)\n"
+        "and carry weights over with net.set_weights(other.get_weights())"
+    )
+
+
+# Measuring
+
+
+def random(shape: tuple[int, ...], dtype: str, device: TensorFlowDevice) -> Any:
+    with tf.device(device):
+        return tf.random.normal(shape, dtype=tf.dtypes.as_dtype(dtype))
+
+
+def matmul(left: Any, right: Any) -> Any:
+    with tf.device(device_of(left)):
+        return tf.linalg.matmul(left, right)
+
+
+def pin(tensor: Any) -> Any:
+    raise DeviceError("TensorFlow has no page-locked memory that one could ask for: it manages its own")
+
+
+# How names, variables and models are read
+
+
+def _logical(kind: str) -> list[Any]:
+    """For each logical device the physical one it is made of. Unlike TensorFlow's list this starts no runtime."""
+    return [
+        physical
+        for physical in tf.config.get_visible_devices(kind)
+        for _ in tf.config.get_logical_device_configuration(physical) or (None,)
+    ]
+
+
+def _kind_and_index(device: str) -> tuple[str, int]:
+    match = _NAME.search(device)
+    if match is None:
+        raise BadDevice(f"{str(device)!r} is neither a CPU nor a GPU of TensorFlow: those are known here")
+    return match[1], int(match[2])
+
+
+@functools.cache
+def _known(full_name: str) -> TensorFlowDevice:
+    """The device in ``/job:localhost/replica:0/task:0/device:CPU:1``."""
+    return TensorFlowDevice("/device:{}:{}".format(*_kind_and_index(full_name)))
+
+
+def _is_composite(value: object) -> bool:
+    return isinstance(value, _COMPOSITES)
+
+
+def _parts(composite: Any) -> list[Any]:
+    """The tensors that a ragged, sparse or other composite one is made of."""
+    return list(tf.nest.flatten(composite, expand_composites=True))
+
+
+def _device_of_parts(composite: Any) -> TensorFlowDevice:
+    found = list(dict.fromkeys(device_of(part) for part in _parts(composite)))
+    if len(found) != 1:
+        where = f"a {type(composite).__name__} is not on one device, its parts are on {', '.join(found) or 'none'}"
+        raise SeveralDevices(f"{where}: mh.to(x, device) puts the whole of it on one")
+    return found[0]
+
+
+def _refuse_symbolic(tensor: Any) -> None:
+    if isinstance(tensor, tf.Tensor) and tf.is_symbolic_tensor(tensor):
+        raise NotATensor(
+            "inside tf.function a value has no device yet: it stands for values to come. Place the whole function "
+            "(with mh.gpu(0): step(x)), and move what you give to it and what it gives back"
+        )
+
+
+def _is_keras(value: object, kind: str) -> bool:
+    """Whether it is Keras's ``Layer`` or ``Variable``. Asks Keras only where the program has imported it."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(value, getattr(keras, kind, ())) and keras.config.backend() == "tensorflow"
+
+
+def _variables(model: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(model, tf.Module):
+        yield from ((weight.path, weight.value) for weight in model.weights)
+        return
+    # A plain tf.Module may hold Keras layers, which are no modules for TensorFlow.
+    found = model._flatten(predicate=lambda x: isinstance(x, tf.Variable) or _is_keras(x, "Layer"), with_path=True)
+    for steps, leaf in found:
+        path = ".".join(map(str, steps))
+        if isinstance(leaf, tf.Variable):
+            yield path, leaf
+        else:
+            yield from ((f"{path}.{inner}", variable) for inner, variable in _variables(leaf))

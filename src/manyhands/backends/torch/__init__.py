@@ -1,0 +1,1 @@
+"""PyTorch: devices, and the pipeline of ``parallel``: capture, guards, passes, kernels, run."""

@@ -1,0 +1,1 @@
+"""From a function and its arguments to a trace, or to the reason why there is none."""

@@ -1,0 +1,333 @@
+"""Calls of PyTorch functions: by what they are known, and how one is traced.
+
+Two calls are run in the same way if their arguments have the same structure, their tensors the same shape, stride, type
+and place, everything else has the same value or (modules, functions, optimizers) is the same object, and PyTorch's
+modes are the same. What a function takes from outside its arguments is watched (:mod:`torch_outside`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils import _device
+
+from manyhands import tree
+from manyhands.addresses import joined
+from manyhands.backends.torch.addresses import span_of
+from manyhands.backends.torch.capture import trace as torch_trace
+from manyhands.backends.torch.capture.reasons import why
+from manyhands.backends.torch.capture.refusals import (
+    BY_VALUE,
+    must_be_done,
+    must_be_fresh,
+    must_be_plain,
+    must_check_first,
+    must_hold_the_same,
+    must_not_be_changed,
+)
+from manyhands.backends.torch.capture.results import opened
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.capture.watch import Watch
+from manyhands.backends.torch.guards.state import Outside
+from manyhands.backends.torch.passes.split import split
+from manyhands.backends.torch.run.result_copies import has_no_gaps
+from manyhands.backends.torch.virtual import VirtualTensor, no_hooks, only_hooks, only_known_functions
+from manyhands.errors import CannotTrace
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's tensors, and what has to be the same for another call to be run in the same way."""
+
+    signature: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+    others: list[Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    # The arguments with other tensors in the places of these.
+    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+    @property
+    def given(self) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
+        """What a run takes."""
+        return self.tensors, self.arguments, self.keywords
+
+
+class _Same:
+    """An object that equals only itself; it is kept, so that no other can come to its address."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
+    leaves, structure = tree.flatten((arguments, keywords))
+    tensors: list[torch.Tensor] = []
+    others: list[Any] = []
+    known: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            known.append(_tensor_key(leaf))
+        else:
+            others.append(leaf)
+            known.append(_key(leaf))
+
+    def rebuild(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = iter(values)
+        return structure.unflatten(next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)  # type: ignore[return-value]
+
+    orders = _orders((arguments, keywords))
+    signature = (structure, tuple(known), _aliases(tensors), modes(), orders)
+    return Call(signature, tensors, others, arguments, keywords, rebuild)
+
+
+def _orders(value: Any) -> tuple[Any, ...]:
+    """In which order dicts have their keys: two structures are equal without it, but a loop over one is not."""
+    if isinstance(value, dict):
+        inner = [_orders(one) for one in value.values()]
+        return (tuple(value), *inner)
+    if isinstance(value, (list, tuple)):
+        return tuple(found for one in value if (found := _orders(one)))
+    return ()
+
+
+def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (_Same(tensor),)
+    # A parameter is read where it is, so another one, elsewhere, is another call.
+    place = tensor.data_ptr() if type(tensor) is nn.Parameter else None
+    # A lazy sign: the same memory stands for other numbers.
+    signs = tensor.is_conj(), tensor.is_neg()
+    gradient = tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
+    form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return (type(tensor), *form, *signs, gradient, place)
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, BY_VALUE):
+        return type(leaf), repr(leaf)
+    return _Same(leaf)
+
+
+def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of them share memory: by its addresses, because two ``from_numpy`` of one array do, too."""
+    spans = [span for tensor in tensors if (span := span_of(tensor)) is not None]
+    return len({id(tensor) for tensor in tensors}) < len(tensors) or len(joined(spans)) < len(spans)
+
+
+# PyTorch's settings that change what an operation does, or how it is best run, each as an expression over the names
+# below: they are asked before every call, so they are written out in the code that recognises one.
+MODES = (
+    "is_grad_enabled()",
+    "is_inference_mode_enabled()",
+    "get_default_dtype()",
+    "get_num_threads()",
+    "dispatch_modes()",
+    "function_modes()",
+    "fp32_precision('cuda', 'matmul')",
+    "fp32_precision('cuda', 'conv')",
+    # What users set to choose among kernels: a graph keeps those that it was captured with.
+    "deterministic()",
+    "cudnn()",
+    "cudnn_deterministic()",
+    "cudnn_benchmark()",
+    "math_sdp()",
+    "flash_sdp()",
+    "mem_efficient_sdp()",
+    "cudnn_sdp()",
+    "any_autocast() and (is_autocast('cuda') and autocast_dtype('cuda'), is_autocast('cpu') and autocast_dtype('cpu'), "
+    "remembers_casts())",
+    "anomaly()",
+    "device.CURRENT_DEVICE",
+    "forward_ad._current_level",
+    "functorch_level()",
+    "jit() is None",
+    "capturing()",
+)
+
+
+def _capturing() -> bool:
+    """Whether the caller captures a CUDA graph of its own at this moment."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+MODE_NAMES: dict[str, Any] = {
+    "is_grad_enabled": torch.is_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "get_default_dtype": torch.get_default_dtype,
+    "get_num_threads": torch.get_num_threads,
+    "dispatch_modes": torch._C._len_torch_dispatch_stack,
+    "function_modes": torch._C._len_torch_function_stack,
+    "fp32_precision": torch._C._get_fp32_precision_getter,
+    "deterministic": torch._C._get_deterministic_algorithms,
+    "cudnn": torch._C._get_cudnn_enabled,
+    "cudnn_deterministic": torch._C._get_cudnn_deterministic,
+    "cudnn_benchmark": torch._C._get_cudnn_benchmark,
+    "math_sdp": torch._C._get_math_sdp_enabled,
+    "flash_sdp": torch._C._get_flash_sdp_enabled,
+    "mem_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled,
+    "cudnn_sdp": torch._C._get_cudnn_sdp_enabled,
+    "any_autocast": torch._C._is_any_autocast_enabled,
+    "is_autocast": torch.is_autocast_enabled,
+    "autocast_dtype": torch.get_autocast_dtype,
+    "remembers_casts": torch.is_autocast_cache_enabled,
+    "anomaly": torch.is_anomaly_enabled,
+    "device": _device,
+    "forward_ad": forward_ad,
+    "functorch_level": torch._C._functorch.maybe_current_level,
+    "jit": torch._C._get_tracing_state,
+    "capturing": _capturing,
+}
+modes: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({', '.join(MODES)})", dict(MODE_NAMES))
+
+
+def _why_plain() -> str | None:
+    """Why a call must be seen by PyTorch as it is written, or None: somebody listens, or derives."""
+    if not only_hooks():
+        return "a dispatch mode is active: it is to see every operation"
+    if not only_known_functions():
+        return "a function mode is active: it is to see every call"
+    if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+        return "it is called by a transformation (torch.func, forward-mode derivatives)"
+    if torch._C._get_tracing_state() is not None:
+        return "it is called while torch.jit traces"
+    if torch.is_anomaly_enabled():
+        return "torch.autograd.detect_anomaly() is to see every derivative"
+    if _capturing():
+        return "it is called while a CUDA graph is captured, which has no room for another one"
+    return None
+
+
+_COMMON = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def telling(one: Call) -> Call:
+    """The call to compare ways with: where all numbers of an argument are the same, as in a warm-up, others instead.
+
+    With zeros nearly everything is equal. The others are between zero and the number itself: a probability stays one.
+    """
+    tensors = [_drawn(tensor) if _says_nothing(tensor) else tensor for tensor in one.tensors]
+    if all(drawn is tensor for drawn, tensor in zip(tensors, one.tensors, strict=True)):
+        return one
+    arguments, keywords = one.rebuild(tensors)
+    return replace(one, tensors=tensors, arguments=arguments, keywords=keywords)
+
+
+def _says_nothing(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor or tensor.dtype not in _COMMON or tensor.numel() < 2:
+        return False
+    numbers = tensor.detach()
+    if not has_no_gaps(numbers):  # it may be one number, shown many times
+        return False
+    return bool((numbers == numbers.flatten()[0]).all()) and not (tensor.is_leaf and tensor.grad is not None)
+
+
+def _drawn(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the same form, with numbers that are drawn from nobody's generator."""
+    own = torch.Generator(tensor.device).manual_seed(0)
+    numbers = torch.rand(tensor.shape, device=tensor.device, dtype=torch.float32, generator=own)
+    with torch.no_grad():
+        whole = tensor.flatten()[0].float()
+        numbers = numbers * torch.where(whole.isfinite() & (whole != 0), whole, 1.0)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        made.copy_(numbers)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+# Tracing
+
+
+def trace(function: Callable[..., Any], one: Call) -> Trace:
+    """Trace the function for calls of this signature."""
+    must_be_plain(one.tensors, one.others, shared=one.signature[2])
+    outside = Outside(function, one.others)
+    if (reason := _why_plain()) is not None:
+        raise CannotTrace(reason)
+    with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in one.tensors)
+    watch = Watch(outside, refuse_gradients=with_gradient)
+    recorded = [tensor.requires_grad for tensor in one.tensors]
+
+    def flat(*tensors: torch.Tensor) -> Any:
+        given = one.rebuild(tensors)
+        before = tree.flatten(given)
+        with _same_modes():
+            result = opened(function(*given[0], **given[1]))
+        must_be_done(result)
+        must_not_be_changed(tensors, recorded)
+        must_hold_the_same(before, tree.flatten(given))
+        return result
+
+    try:
+        with watch, no_hooks():
+            found = torch_trace.trace(flat, _stand_ins(one.tensors), watch)
+    except Exception as error:
+        watch.must_not_have_changed()  # the better reason
+        if isinstance(error, CannotTrace):
+            raise
+        raise CannotTrace(why(error)) from error
+    watch.must_not_have_changed()
+    found = split(found)
+    if watch.seeded and any(step.task.token is not None for step in found.steps):
+        raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
+    must_check_first(found)
+    must_be_fresh(found)
+    constants = {id(value): value for value in found.constant_values()}
+    for tensor in constants.values():
+        outside.add_address(tensor, "a tensor from outside")
+    for tensor, before in watch.known():
+        outside.add_gradient(tensor, before, same=id(before) in constants)
+    found.holds, found.changed = outside.holds, lambda: getattr(outside.changed(), "name", None)
+    return found
+
+
+@contextmanager
+def _same_modes() -> Iterator[None]:
+    """Refuse what changes PyTorch's settings and leaves it at that: a plan would not. They are put back."""
+    before = modes()
+    recorded, threads, dtype = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        if changed := modes() != before:
+            torch.set_grad_enabled(recorded)
+            torch.set_num_threads(threads)
+            torch.set_default_dtype(dtype)
+    if changed:
+        raise CannotTrace(
+            "it changes a setting of PyTorch (torch.set_grad_enabled(...), torch.set_num_threads(...)) that lasts "
+            "longer than the call: it is run as it is; set it outside, or with a 'with' inside"
+        )
+
+
+def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What is traced instead of the arguments; those on virtual devices are fake tensors that say so."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if any(isinstance(t, VirtualTensor) for t in tensors) else None
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if mode is None:
+            made = tensor.detach()
+            if type(tensor) is nn.Parameter:  # the function may ask what it is
+                made = nn.Parameter(made, requires_grad=False)
+        elif isinstance(tensor, VirtualTensor):
+            form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            made = FakeTensor(mode, form, tensor.device)
+        else:
+            made = mode.from_tensor(tensor.detach())
+        found.append(made.requires_grad_(tensor.requires_grad))
+    return found

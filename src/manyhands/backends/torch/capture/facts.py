@@ -1,0 +1,111 @@
+"""What can be said of a trace without running it: its memories and their bytes, and what could be batched."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from manyhands import machine
+from manyhands.addresses import Span, joined
+from manyhands.backends.torch.addresses import span_of
+from manyhands.backends.torch.capture.trace import Trace
+
+# What people would write instead of several calls of one operation.
+_BATCHED = {
+    "mm": "one torch.bmm of stacked matrices",
+    "addmm": "one torch.baddbmm of stacked matrices",
+    "bmm": "one torch.bmm of joined batches",
+    "convolution": "one convolution with groups, or torch.vmap",
+    "_scaled_dot_product": "one attention over joined batches",
+    "native_layer_norm": "torch.vmap over stacked tensors",
+    "native_batch_norm": "torch.vmap over stacked tensors",
+}
+
+
+def footprint(found: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
+    """The bytes of each memory, the memories that are given, and those of the results."""
+    sizes: dict[int, int] = {}
+    for node in found.module.graph.nodes:
+        # As torch_trace knows them: a tensor from outside, and so a view of it, by a negative number.
+        outside = [memory for memory in found.storages.get(node, ()) if memory < 0]
+        known = getattr(found.module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        for value in tree_leaves(known):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                sizes[outside[0] if outside else int(storage._cdata)] = storage.nbytes()
+    given = frozenset(m for node in [*found.inputs, *found.constants] for m in found.storages[node])
+    results = frozenset(m for value in found.outputs if isinstance(value, Node) for m in found.storages[value])
+    return sizes, given & sizes.keys(), results & sizes.keys()
+
+
+def written_memories(found: Trace) -> frozenset[int]:
+    """Of what the caller has: arguments and tensors from outside."""
+    given = frozenset().union(*(found.storages[node] for node in [*found.inputs, *found.constants]))
+    return given.intersection(*[frozenset().union(*(step.task.writes for step in found.steps))])
+
+
+def mixing(found: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+    """Tells of a call's tensors whether one shares memory with a tensor from outside, and either is written to.
+
+    A trace takes them for two memories. None where that cannot be, or does no harm.
+    """
+    written = written_memories(found)
+    outside = {node: getattr(found.module, str(node.target)) for node in found.constants}
+    spans = {node: span for node, value in outside.items() if (span := span_of(value)) is not None}
+    changed = joined(span for node, span in spans.items() if found.storages[node] & written)
+    every = joined(spans.values())
+    asked = [every if found.storages[node] & written else changed for node in found.inputs]
+    if not any(asked):
+        return None
+    return lambda tensors: any(_lies_in(one, places) for one, places in zip(tensors, asked, strict=True) if places)
+
+
+def _lies_in(tensor: torch.Tensor, places: Sequence[Span]) -> bool:
+    """Whether a tensor shares memory with one of these, which are in order and apart."""
+    span = span_of(tensor)
+    if span is None:
+        return False
+    last = bisect.bisect_left(places, (span.end,)) - 1  # of those that begin before it ends
+    return last >= 0 and places[last].end > span.start
+
+
+def copied_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Of the arguments that a CUDA graph has a copy of: all but parameters, which are read where they are."""
+    return sum(one.numel() * one.element_size() for one in tensors if type(one) is not torch.nn.Parameter)
+
+
+def device_memory(devices: tuple[torch.device, ...] | None) -> int:
+    """All bytes of the smallest of these GPUs, or of the host."""
+    if devices is None:
+        return machine.host_memory().total
+    return min(int(torch.cuda.get_device_properties(device).total_memory) for device in devices)
+
+
+def batch_hint(found: Trace, number: int) -> str | None:
+    """What several such operations, side by side, could be written as; None where that is no advice."""
+    step = found.steps[number]
+    name = step.task.name
+    values = [value for value in tree_leaves(step.node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    if step.task.kind != "compute" or not values or not step.task.writes - step.task.reads:
+        return None
+    better = next((text for word, text in _BATCHED.items() if name.startswith(word)), None)
+    if better is None:
+        return None
+    return f"{name} {_shapes(step.node)} could be {better}: measure it"
+
+
+def _shapes(node: Node) -> str:
+    shapes: list[Any] = [one.meta.get("val") for one in node.all_input_nodes]
+    return " and ".join("x".join(map(str, one.shape)) for one in shapes if isinstance(one, torch.Tensor) and one.dim())
+
+
+def results_share(found: Trace) -> bool:
+    """Whether results share memory with each other; known without looking at them."""
+    nodes = {value for value in found.outputs if isinstance(value, Node)}
+    memories = [memory for node in nodes for memory in found.storages[node]]
+    return len(set(memories)) < len(memories)

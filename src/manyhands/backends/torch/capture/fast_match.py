@@ -1,0 +1,190 @@
+"""Recognises a call that is like an earlier one, in a few microseconds and without building its signature.
+
+A signature (:mod:`torch_call`) is a general thing: a walk over a tree, a tuple of tuples, a hash. Most calls are like
+the one before, so for every planned call the questions that make up its signature are written out as straight-line code
+that stops at the first "no". For ``f(x, [w, 2])`` it reads
+
+    def fits(arguments, keywords):
+        if type(arguments) is not tuple or len(arguments) != 2: return None
+        v0, v1, = arguments
+        ...
+        if v4 is not 2 and (type(v4) is not int or v4 != 2): return None
+        if is_grad_enabled() != k9: return None
+        ...
+        if not check(v0, v3): return None
+        places = v0.data_ptr(), v3.data_ptr()
+        if places != seen[0]:
+            if len({v0's storage, v3's storage}) != 2: return None
+            if not apart(places, (64, 64)): return None
+            seen[0] = places
+        given = Given((v0, v3))
+        given.places = places
+        return given
+
+``check`` is PyTorch's own (Dynamo guards its code with it): type, shape, strides, number type, device and whether
+gradients are wanted, of all tensors at once. Tensors of the same form in the same places overlap as they did before.
+
+What it says "yes" to has the same signature; a "no" says nothing: then the signature is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.guards import TensorGuards
+
+from manyhands.backends.torch.addresses import shown_by
+from manyhands.backends.torch.capture import call
+from manyhands.backends.torch.capture.call import Call
+from manyhands.backends.torch.capture.refusals import BY_VALUE
+
+Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
+
+
+class Given(list[torch.Tensor]):
+    """The tensors of a call that was recognised, and their addresses, which a run may want to know, too."""
+
+    __slots__ = ("places",)
+    places: tuple[int, ...]
+
+
+_EXACT = (bool, int, str, bytes)  # equal values of these types are written alike
+
+
+def recogniser(one: Call) -> Fits | None:
+    """The code for calls like this one; None where its arguments have a shape that only a signature tells."""
+    writer = _Writer(one)
+    try:
+        writer.walk(one.arguments, "arguments")
+        writer.walk(one.keywords, "keywords")
+    except _Unknown:
+        return None
+    return writer.build()
+
+
+class _Unknown(Exception):
+    """A part of the arguments that is better left to the signature."""
+
+
+class _Writer:
+    def __init__(self, one: Call) -> None:
+        self._call = one
+        self._lines: list[str] = []
+        self._tensors: dict[int, str] = {}
+        self._storages: list[str] = []
+        self._gradients: list[str] = []  # what tensors that want gradients are asked: the function may look at theirs
+        self._fixed: list[str] = []  # what parameters are asked: they stay where they are
+        self._names: dict[str, Any] = {**call.MODE_NAMES, "Given": Given, "seen": [None], "apart": _apart}
+        if any(tensor.is_cuda for tensor in one.tensors):  # then it need not be asked whether CUDA is there at all
+            self._names["capturing"] = torch._C._cuda_isCurrentStreamCapturing
+        self._count = 0
+
+    def _name(self, value: Any) -> str:
+        name = f"k{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def _refuse_if(self, condition: str) -> None:
+        self._lines.append(f"if {condition}: return None")
+
+    def walk(self, value: Any, name: str) -> None:
+        if type(value) in (tuple, list):
+            self._refuse_if(f"type({name}) is not {type(value).__name__} or len({name}) != {len(value)}")
+            parts = [self._part() for _ in value]
+            if parts:
+                self._lines.append(f"{', '.join(parts)}, = {name}")
+            for part, one in zip(parts, value, strict=True):
+                self.walk(one, part)
+        elif type(value) is dict:
+            self._refuse_if(f"type({name}) is not dict or list({name}) != {self._name(list(value))}")
+            for key, one in value.items():
+                part = self._part()
+                self._lines.append(f"{part} = {name}[{self._name(key)}]")
+                self.walk(one, part)
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value, name)
+        elif type(value) in _EXACT:
+            known = self._name(value)
+            self._refuse_if(f"{name} is not {known} and (type({name}) is not type({known}) or {name} != {known})")
+        elif isinstance(value, BY_VALUE):
+            known = self._name(value)
+            other = f"type({name}) is not type({known}) or repr({name}) != {self._name(repr(value))}"
+            self._refuse_if(f"{name} is not {known} and ({other})")
+        elif any(value is leaf for leaf in self._call.others):
+            self._refuse_if(f"{name} is not {self._name(value)}")
+        else:  # a branch of the tree that is no plain list, tuple or dict
+            raise _Unknown
+
+    def _part(self) -> str:
+        self._count += 1
+        return f"v{self._count}"
+
+    def _tensor(self, tensor: torch.Tensor, name: str) -> None:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise _Unknown
+        if id(tensor) in self._tensors:  # the same one twice: which is which cannot be said
+            raise _Unknown
+        self._tensors[id(tensor)] = name
+        if type(tensor) is nn.Parameter:
+            self._fixed.append(f"{name}.data_ptr() != {tensor.data_ptr()}")
+        if tensor.requires_grad:
+            self._gradients.append(f"{name}.is_leaf is not {tensor.is_leaf}")
+            if tensor.is_leaf:
+                self._gradients.append(f"({name}.grad is None) is not {tensor.grad is None}")
+        if tensor.numel():  # an empty one has no memory to share
+            self._storages.append(f"{name}.data_ptr() - {name}.storage_offset() * {tensor.element_size()}")
+
+    def build(self) -> Fits:
+        names = [self._tensors[id(one)] for one in self._call.tensors]
+        for question, answer in zip(call.MODES, call.modes(), strict=True):
+            self._refuse_if(f"({question}) != {self._name(answer)}")
+        if names:
+            self._refuse_if(f"not {self._name(_check(self._call.tensors))}({', '.join(names)})")
+            for question in self._gradients:
+                self._refuse_if(question)
+            self._lines.append(f"places = {', '.join(f'{name}.data_ptr()' for name in names)},")
+            questions = [*self._fixed, *self._shared()]
+            inner = [f"    if {question}: return None" for question in questions]
+            self._lines += ["if places != seen[0]:", *inner, "    seen[0] = places"]
+            self._lines += [f"given = Given(({', '.join(names)},))", "given.places = places", "return given"]
+        else:
+            self._lines.append("return []")
+        body = "\n".join(f"        {line}" for line in self._lines)
+        # Whatever a strange tensor raises when it is asked, the signature is the one to deal with it.
+        source = f"def fits(arguments, keywords):\n    try:\n{body}\n    except Exception:\n        return None"
+        exec(compile(source, "<manyhands signature>", "exec"), self._names)
+        return self._names["fits"]  # type: ignore[no-any-return]
+
+    def _shared(self) -> list[str]:
+        """Whether tensors share memory as they did."""
+        if len(self._tensors) < 2:
+            return []
+        shares = self._call.signature[2]
+        if shares and len(self._storages) < len(self._tensors):
+            return ["True"]
+        # A tensor's address less its offset is its storage's: the same for two of them only if they share it. Of two
+        # storages in one memory (from_numpy) the tensors overlap, or they do no harm.
+        size = f"len({{{', '.join(self._storages)}}})" if self._storages else "0"
+        if shares:
+            return [f"{size} >= {len(self._storages)}"]
+        lengths = self._name(tuple(end - start for start, end in map(shown_by, self._call.tensors)))
+        return [f"{size} != {len(self._storages)}", f"not apart(places, {lengths})"]
+
+
+def _apart(places: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether pieces of memory, each with its place and its length, do not overlap."""
+    behind = 0
+    for place, length in sorted(zip(places, lengths, strict=True)):
+        if length and place < behind:
+            return False
+        behind = max(behind, place + length)
+    return True
+
+
+def _check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    sizes: Any = [list(one.shape) for one in tensors]
+    strides: Any = [list(one.stride()) for one in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check

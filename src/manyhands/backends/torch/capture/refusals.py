@@ -1,0 +1,116 @@
+"""What a call, its arguments and its results must be like to be planned; :class:`CannotTrace` says what is not so.
+
+A plan gives new tensors, and does operations on tensors: nothing else that a function could do to what it was given, or
+that its results could be, comes of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from manyhands import tree
+from manyhands.backends.torch.capture.trace import Trace, is_check
+from manyhands.backends.torch.guards.kinds import is_installed
+from manyhands.backends.torch.virtual import VirtualTensor
+from manyhands.errors import CannotTrace
+
+_OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
+BY_VALUE = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_SAME_OBJECT = (nn.Module, torch.optim.Optimizer, *_FUNCTIONS)
+_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is no part of C code
+
+
+def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any], *, shared: bool) -> None:
+    """Of the arguments: tensors (``shared``: two of them lie in one memory), and what else there is."""
+    if shared:
+        raise CannotTrace("two of the arguments share memory")
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
+            raise CannotTrace(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
+    for leaf in others:
+        if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)) and not _is_of_the_user(type(leaf)):
+            raise CannotTrace(f"an argument is a {type(leaf).__name__}: its content may change without being noticed")
+
+
+def _is_of_the_user(kind: type) -> bool:
+    """Whether all that an object of this class knows can be watched: attributes, whose class is written in Python."""
+    base = kind
+    while base.__flags__ & _IN_PYTHON and base.__base__ is not None:
+        base = base.__base__
+    return base is object and not is_installed(sys.modules.get(kind.__module__))
+
+
+def must_be_done(result: Any) -> None:
+    for leaf in tree_leaves(result):
+        if not isinstance(leaf, (torch.Tensor, *BY_VALUE)):
+            raise CannotTrace(
+                f"a result is a {type(leaf).__name__}, made by the function itself: give back tensors and numbers "
+                "in lists, tuples, dicts and dataclasses"
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+            raise CannotTrace(
+                "a result carries gradients that are to be computed later: compute them inside the function "
+                "(loss.backward(), torch.autograd.grad), or call it under torch.no_grad()"
+            )
+        if isinstance(leaf, nn.Parameter) or (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
+            raise CannotTrace(
+                "a result is to get gradients later (requires_grad_(), nn.Parameter), which a plan's results do not: "
+                "it is run as it is; give back the numbers, and make a parameter of them outside"
+            )
+
+
+def must_not_be_changed(stand_ins: Sequence[torch.Tensor], recorded: Sequence[bool]) -> None:
+    """``recorded`` says which of the arguments require gradients."""
+    for stand_in, before in zip(stand_ins, recorded, strict=True):
+        if stand_in.requires_grad != before:
+            raise CannotTrace("it changes requires_grad of an argument")
+        if stand_in.is_leaf and stand_in.grad is not None:
+            raise CannotTrace(
+                "backward() reaches an argument and would put a gradient into it: use torch.autograd.grad, or take the "
+                "tensor from outside (a closure, a module)"
+            )
+
+
+def must_hold_the_same(before: tuple[list[Any], tree.Structure], after: tuple[list[Any], tree.Structure]) -> None:
+    """Of lists and dicts among the arguments: what is in them, before and after the function had them."""
+    same = before[1] == after[1] and all(one is other for one, other in zip(before[0], after[0], strict=True))
+    if not same:
+        raise CannotTrace(
+            "it puts something into a list or dict that it was given, or takes something out: it is run as it is; give "
+            "it back as a result instead"
+        )
+
+
+def must_check_first(found: Trace) -> None:
+    """Of what is checked while it runs: it must be possible to do it again as it is written, where a check fails."""
+    checks = [number for number, step in enumerate(found.steps) if is_check(step.node)]
+    if not checks:
+        return
+    name = found.steps[checks[0]].task.name
+    if found.gpus():
+        raise CannotTrace(f"it checks values on a GPU ({name}), which the host has to wait for: it is run as it is")
+    given = frozenset().union(*(found.storages[node] for node in [*found.inputs, *found.constants]))
+    if any(step.task.writes & given for step in found.steps[: checks[-1]]):
+        raise CannotTrace(
+            f"it checks values ({name}) after it has written to a tensor of the caller's: where the check fails, only "
+            "plain execution leaves what it should; check first"
+        )
+
+
+def must_be_fresh(found: Trace) -> None:
+    taken = {memory for node in [*found.inputs, *found.constants] for memory in found.storages[node]}
+    count = len(found.outputs) - sum(there for _, there in found.gradients)
+    for value in found.outputs[:count]:
+        if isinstance(value, Node) and found.storages[value] & taken:
+            raise CannotTrace("a result is one of the arguments or a tensor from outside, or shares its memory")

@@ -1,0 +1,404 @@
+"""From a PyTorch function to tasks: every ATen operation, with the memories it reads and writes.
+
+The function is traced with ``make_fx`` on fake tensors: nothing is computed, and the caller's tensors are not touched.
+Tensors that it takes from outside its arguments (closures, a module's parameters) become constants of the trace, read
+anew at every run. What depends on values (``if x.sum() > 0``) cannot be traced: :class:`CannotTrace` says so. Gradients
+that the function leaves in ``.grad`` of such tensors are results of the trace too (:mod:`torch_watch`).
+
+Memory is known by the storages of the fake results: a view shares its base's, an in-place operation writes its
+argument's. Tensors from outside share memory where their bytes overlap: two ``from_numpy`` of one array do.
+
+Some operations give nothing back and check something (``cholesky`` asks ``_linalg_check_errors`` whether it was
+successful). They are tasks too. A write to memory of the caller's waits for all checks before it, so that a run in
+which one fails has changed nothing, and can be done again as the function is written.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from manyhands.addresses import joined
+from manyhands.backends.torch.addresses import span_of
+from manyhands.backends.torch.capture.reasons import FROM_SHAPE, why
+from manyhands.backends.torch.capture.watch import Watch
+from manyhands.errors import CannotTrace
+from manyhands.schedule.task import Kind, Task
+
+_aten = torch.ops.aten
+# Operations that write to arguments, in training, without their schema saying so: batch normalisation's statistics.
+_HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
+    _aten.native_batch_norm.default: (3, 4),
+    _aten.cudnn_batch_norm.default: (3, 4),
+    _aten.miopen_batch_norm.default: (3, 4),
+}
+# Views, in fact, whose schema says nothing of it: PyTorch uses them where the base is not used again.
+HIDDEN_VIEWS = (
+    _aten._unsafe_view.default,
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+    _aten.unsafe_chunk.default,
+)
+# Operations that raise where values are not as they should be.
+_CHECKS = (
+    _aten._linalg_check_errors,
+    _aten._assert_async,
+    _aten._assert_scalar,
+    _aten._functional_assert_async,
+    _aten._functional_assert_scalar,
+)
+# What they check is the same at every call of a signature.
+_STATIC_CHECKS = (_aten._assert_tensor_metadata, _aten.sym_constrain_range, _aten.sym_constrain_range_for_size)
+_CHECKED = 1 << 22  # stands for "all checks so far are passed": above a trace's handles, below any address
+
+
+@dataclass
+class Step:
+    """A task and the operations behind it: one, and the parts taken out of its several results."""
+
+    nodes: list[Node]
+    task: Task
+
+    @property
+    def node(self) -> Node:
+        return self.nodes[0]
+
+
+@dataclass
+class Trace:
+    """A traced function: its steps in program order, inputs, outputs, and how results are put together again."""
+
+    module: GraphModule
+    steps: list[Step]
+    inputs: list[Node]
+    constants: list[Node]
+    outputs: list[Any]
+    structure: Any
+    storages: dict[Node, frozenset[int]] = field(repr=False, default_factory=dict)
+    # The last outputs are gradients: whose they are. False for one that the function takes away.
+    gradients: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    # Whether everything that the function takes from outside is as it was when it was traced.
+    holds: Callable[[], bool] = field(repr=False, default=lambda: True)
+    changed: Callable[[], str | None] = field(repr=False, default=lambda: None)  # what of that is not, in words
+    # How far results may be from plain execution's: another kernel may add in another order.
+    close: float = 1e-5
+    # The trace that this one is of, where parts of it are compiled: it can be run in float64.
+    as_written: Trace | None = field(repr=False, default=None)
+
+    def constant_values(self) -> list[torch.Tensor]:
+        values = [getattr(self.module, str(node.target)) for node in self.constants]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def gpus(self) -> set[str]:
+        """The names of the GPUs that steps run on."""
+        return {step.task.device for step in self.steps if step.task.device.startswith("gpu")}
+
+    @property
+    def tasks(self) -> list[Task]:
+        return [step.task for step in self.steps]
+
+    def copied_graph(self) -> tuple[Graph, dict[Node, Node]]:
+        graph, new = Graph(), dict[Node, Node]()
+        graph.output(graph.graph_copy(self.module.graph, new))
+        return graph, new
+
+    def rewritten(self, graph: Graph) -> Trace:
+        """The same function, with another graph over the same constants."""
+        other = described(GraphModule(self.module, graph), self.structure)
+        other.gradients, other.holds, other.changed = self.gradients, self.holds, self.changed
+        return other
+
+
+def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch: Watch | None = None) -> Trace:
+    """Trace a function of a flat list of tensors."""
+    structure: Any = None
+    gradients: list[tuple[torch.Tensor, bool]] = []
+
+    def flat(*tensors: torch.Tensor) -> list[Any]:
+        nonlocal structure
+        if watch is None:
+            values, structure = tree_flatten(function(*tensors))
+            return values
+        with watch.watching():
+            values, structure = tree_flatten(function(*tensors))
+        left = watch.gradients()
+        gradients.extend((tensor, gradient is not None) for tensor, gradient in left)
+        return [*values, *(gradient for _, gradient in left if gradient is not None)]
+
+    try:
+        module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
+    except CannotTrace:
+        raise
+    except Exception as error:
+        raise CannotTrace(why(error)) from error
+    _drop_profiling(module)
+    module.graph.eliminate_dead_code(is_impure_node=has_effects)
+    _must_be_static(module)
+    found = described(module, structure)
+    found.gradients = gradients
+    return found
+
+
+def _drop_profiling(module: GraphModule) -> None:
+    """Optimizers mark their steps for the profiler."""
+    for node in reversed(list(module.graph.nodes)):
+        if node.op == "call_function" and str(node.target).startswith("profiler."):
+            module.graph.erase_node(node)
+
+
+def has_effects(node: Node) -> bool:
+    """Whether an operation has to be done although nobody takes its result: it writes, checks, or draws numbers."""
+    if node.op in ("placeholder", "output"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    writes = schema is not None and schema.is_mutable
+    draws = torch.Tag.nondeterministic_seeded in _tags(node)
+    return writes or draws or node.target in _HIDDEN_WRITES or is_check(node) or _gives_nothing(node)
+
+
+def is_check(node: Node) -> bool:
+    """Whether it raises where values are not as they should be, and does nothing else."""
+    return getattr(node.target, "overloadpacket", None) in _CHECKS
+
+
+def _gives_nothing(node: Node) -> bool:
+    """Whether it can only be there for an effect: neither does it write nor has it a result."""
+    schema = getattr(node.target, "_schema", None)
+    static = getattr(node.target, "overloadpacket", None) in _STATIC_CHECKS
+    return schema is not None and not schema.returns and not schema.is_mutable and not static
+
+
+def _must_be_static(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.target is _aten._local_scalar_dense.default:
+            raise CannotTrace("it takes a number out of a tensor (.item()), which depends on values: leave it a tensor")
+        if torch.Tag.data_dependent_output in _tags(node) or not _has_known_shape(node.meta.get("val")):
+            raise CannotTrace(f"the shape of what {_operation(node)} gives depends on values: {FROM_SHAPE}")
+        if _gives_nothing(node) and not is_check(node):
+            raise CannotTrace(f"{_operation(node)} has no result, only an effect: trying plans would repeat it")
+        own = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        if any(isinstance(value, torch.Generator) for value in [own, *node.kwargs.values()]):
+            raise CannotTrace("it draws random numbers from a torch.Generator: trying plans would draw from it too")
+        for value in tree_flatten(own)[0]:
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                raise CannotTrace(f"{_operation(node)} gives a tensor of {value.layout}: its memory is not known")
+
+
+def _has_known_shape(value: Any) -> bool:
+    """Whether results have a shape that is known: ``x[mask]`` has not, ``x[numbers]`` has that of the numbers."""
+    tensors = [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
+    return all(isinstance(size, int) for one in tensors for size in one.shape)
+
+
+def _tags(node: Node) -> Sequence[Any]:
+    return getattr(node.target, "tags", ())
+
+
+def _operation(node: Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return str(node.target) if schema is None else schema.name.partition("::")[2]
+
+
+def described(module: GraphModule, structure: Any) -> Trace:
+    """The tasks of a traced graph, with the memories that they touch."""
+    nodes = list(module.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    constants = [node for node in nodes if node.op == "get_attr"]
+    for node in constants:
+        node.meta.setdefault("val", getattr(module, str(node.target)))
+    storages: dict[Node, frozenset[int]] = _from_outside(constants, module)
+    handles: dict[Any, frozenset[int]] = {}
+    outside: dict[int, frozenset[int]] = {}
+    for number, node in enumerate(nodes):
+        if node in storages:
+            continue
+        shared = _aliased(node, storages)
+        # A view touches no memory of its own; this stands for the handle itself, so that its users come after it. A
+        # part of several views (split, unbind) comes with the handle of the whole.
+        part = node.target is operator.getitem
+        handles[node] = handles.get(node.args[0], frozenset()) if part else frozenset({number} if shared else ())
+        own = frozenset[int]().union(*(outside.get(one, {one}) for one in _storages(node)))
+        known = frozenset(one for one in shared if one < 0)
+        if known and _is_view(node):
+            outside.update(dict.fromkeys(own, known))  # the fake memory of a tensor from outside, which has a number
+            own = known
+        storages[node] = own | shared | handles[node]
+    steps: list[Step] = []
+    step_of: dict[Node, Step] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem and node.args[0] in step_of:
+            step_of[node] = step_of[node.args[0]]
+            step_of[node].nodes.append(node)
+            continue
+        step_of[node] = Step([node], _task(node, storages))
+        steps.append(step_of[node])
+    _writes_after_checks(steps, frozenset().union(*(storages[node] for node in [*inputs, *constants])))
+    output = next(node for node in nodes if node.op == "output").args[0]
+    return Trace(module, steps, inputs, constants, list(output), structure, storages)
+
+
+def _writes_after_checks(steps: Sequence[Step], given: frozenset[int]) -> None:
+    """Make tasks that write to what the caller has wait for all checks before them."""
+    if not any(is_check(step.node) for step in steps):
+        return
+    for step in steps:
+        task = step.task
+        if is_check(step.node):
+            step.task = replace(task, writes=task.writes | {_CHECKED})
+        elif task.writes & given:
+            step.task = replace(task, reads=task.reads | {_CHECKED})
+
+
+def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
+    read: set[int] = set()
+    for argument in node.all_input_nodes:
+        read |= storages[argument]
+    written = _written(node, storages)
+    own = storages[node] | frozenset().union(
+        *(storages[user] for user in node.users if user.target is operator.getitem)
+    )
+    fresh = own - read
+    device, kind = _place(node)
+    random = torch.Tag.nondeterministic_seeded in _tags(node)
+    return Task(
+        name=_operation(node),
+        reads=frozenset(read),
+        writes=frozenset(written | fresh),
+        device=device,
+        kind=kind,
+        token=f"random numbers of {device}" if random else None,
+    )
+
+
+def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:
+    """The memories of those arguments that the operation's schema says it writes to."""
+    schema = getattr(node.target, "_schema", None)
+    found: set[int] = set()
+    for number, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found |= _of_argument(node, number, argument.name, storages)
+    for number in _HIDDEN_WRITES.get(node.target, ()):
+        found |= _of_argument(node, number, "", storages) if node.args[5] else set()
+    return found
+
+
+def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
+    """The memories of arguments that the result is a view of, or is itself, whether its schema says so or not."""
+    if node.target is operator.getitem:
+        return frozenset()
+    schema = getattr(node.target, "_schema", None)
+    found: set[int] = set()
+    for number, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None or (number == 0 and node.target in HIDDEN_VIEWS):
+            found |= _of_argument(node, number, argument.name, storages)
+    if not found and node.op == "call_function":
+        own = _storages(node)
+        for argument in node.all_input_nodes:
+            found |= storages[argument] if own & storages[argument] else set()
+    return frozenset(found)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether all that an operation gives is in the memory of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    declared = schema is not None and all(one.alias_info is not None for one in schema.returns)
+    return declared or node.target in HIDDEN_VIEWS
+
+
+def _of_argument(node: Node, number: int, name: str, storages: dict[Node, frozenset[int]]) -> set[int]:
+    value = node.args[number] if number < len(node.args) else node.kwargs.get(name)
+    found: set[int] = set()
+    for one in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(one, Node):
+            found |= storages[one]
+    return found
+
+
+def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, frozenset[int]]:
+    """The memories of tensors from outside, by their addresses: one for all whose spans overlap."""
+    values = {node: getattr(module, str(node.target)) for node in constants}
+    spans = {node: span for node, value in values.items() if (span := span_of(value)) is not None}
+    places = joined(spans.values())
+    found: dict[Node, frozenset[int]] = {node: frozenset() for node in constants}
+    for node, span in spans.items():
+        place = places[bisect.bisect_right(places, span.start, key=lambda one: one.start) - 1]
+        found[node] = frozenset({-place.start - 1})  # a negative number: never the same as a fake storage's
+    return found
+
+
+def _storages(node: Node) -> frozenset[int]:
+    values, _ = tree_flatten(node.meta.get("val"))
+    return frozenset(value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor))
+
+
+def _place(node: Node) -> tuple[str, Kind]:
+    """Device and kind of lane: a copy between devices goes to the copy lane of the GPU that takes part in it."""
+    results = [value for value in tree_flatten(node.meta.get("val"))[0] if isinstance(value, torch.Tensor)]
+    sources = [
+        argument.meta["val"] for argument in node.all_input_nodes if isinstance(argument.meta.get("val"), torch.Tensor)
+    ]
+    target = results[0].device if results else sources[0].device if sources else torch.device("cpu")
+    source = next((value.device for value in sources if value.dim() or value.device.type != "cpu"), target)
+    if node.target in (_aten._to_copy.default, _aten.copy_.default) and sources:
+        if source.type != target.type:
+            return (_name(source), "copy out") if source.type == "cuda" else (_name(target), "copy in")
+        if sources[-1].device.type == target.type and sources[-1].device != target:
+            return _name(target), "copy"  # from one GPU to another: a lane of the one that gets it
+    return _name(target), "compute"
+
+
+def _name(device: torch.device) -> str:
+    if device.type not in ("cpu", "cuda"):
+        raise CannotTrace(f"it computes on {device}: only CPUs and CUDA's GPUs are planned")
+    if device.type == "cpu":
+        return str(device)  # a virtual device has a number
+    return f"gpu:{device.index or 0}"
+
+
+def together(trace: Trace) -> Callable[[Sequence[Any]], Any]:
+    """What makes of a run's values the function's result; gradients go where the function would have put them."""
+    build = _builder(trace.structure)
+    if not trace.gradients:
+        return build
+    count = len(trace.outputs) - sum(there for _, there in trace.gradients)
+
+    def with_gradients(values: Sequence[Any]) -> Any:
+        gradients = iter(values[count:])
+        for tensor, there in trace.gradients:
+            tensor.grad = next(gradients) if there else None
+        return build(values[:count])
+
+    return with_gradients
+
+
+def _builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
+    """What puts a result together: one written-out expression where it is plain lists, tuples and dicts."""
+    names: dict[str, Any] = {}
+
+    def text(value: Any) -> str:
+        if type(value) is int:
+            return f"v[{value}]"
+        if type(value) in (list, tuple):
+            inner = "".join(f"{text(one)}, " for one in value)
+            return f"[{inner}]" if type(value) is list else f"({inner})"
+        if type(value) is dict:
+            names.update({f"k{len(names) + number}": key for number, key in enumerate(value)})
+            keys = list(names)[len(names) - len(value) :]
+            return "{" + ", ".join(f"{key}: {text(value[names[key]])}" for key in keys) + "}"
+        raise TypeError
+
+    try:  # a tree whose leaves are their own numbers
+        source = text(tree_unflatten(list(range(structure.num_leaves)), structure))
+    except TypeError:
+        return lambda values: tree_unflatten(list(values), structure)
+    return eval(f"lambda v: {source}", names)  # type: ignore[no-any-return]

@@ -1,0 +1,252 @@
+"""Watches a function while it is traced, so that tracing leaves nothing behind and bakes nothing in.
+
+Tensors from outside the arguments take part in a trace as they are. Three things could go wrong with them, and are
+looked after here. ``loss.backward()`` puts made-up gradients into their ``.grad``: these are noted as results of the
+trace, and what was there before is put back. An in-place operation on nothing but such tensors, or with constants
+(``count.add_(torch.tensor(1.0))``), is really done by ``make_fx``: what it writes to is put back. And numbers read from
+them (``step.item()``) would stand in the trace for ever: that is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from manyhands.backends.torch.guards.state import Outside
+from manyhands.backends.torch.virtual import VirtualTensor
+from manyhands.errors import CannotTrace, ChangesOutside, NotYet
+
+_aten = torch.ops.aten
+# What turns a tensor into Python values without an operation that a trace would see.
+_READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+_grad: Any = torch.Tensor.grad
+_GRADIENT = (_grad.__get__, _grad.__set__, _grad.__delete__)
+_READING = (
+    "it reads numbers of a tensor from outside, as .item() does: they may be others next time (where an optimizer does "
+    "so, as Adam its count of steps, make it with fused=True, or on a GPU with capturable=True)"
+)
+_FOR_GOOD = "it is run as it is"
+_TEXTS = {"__repr__", "__format__"}
+_TEXT = f"it makes a text of a tensor's numbers, which are not known yet: {_FOR_GOOD}"
+_OFFSET = f"it asks where in its memory a tensor begins, which may be elsewhere at the next call: {_FOR_GOOD}"
+_data: Any = torch.Tensor.data
+_MOVES = {_aten.set_, _aten.resize_, _aten.resize_as_}  # give a tensor other memory: a real one would get a made-up one
+_MOVING = "it gives a tensor other memory (w.data = ..., w.set_(...)): write to the memory that it has, w.copy_(...)"
+
+
+class Watch:
+    """A scope for tracing; afterwards it knows which gradients the function leaves where."""
+
+    def __init__(self, outside: Outside, *, refuse_gradients: bool = False) -> None:
+        """``refuse_gradients``: stand-ins of arguments have none, so if one has, none may be looked at."""
+        self._outside = outside
+        self.refuse_gradients = refuse_gradients
+        self.seeded = False  # it sets the state of random numbers, as checkpointing does around what it does again
+        self._fact: Any = None
+        self._made: str | None = None
+        self._filled: str | None = None
+        self._refused: CannotTrace | None = None
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves with their first gradient
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Watch:
+        torch.clear_autocast_cache()  # of real weights, cast before; and below, of made-up ones
+        self._remembers_casts = torch.is_autocast_cache_enabled()
+        self._hook = register_optimizer_step_pre_hook(lambda one, *_: self._outside.optimizer(one))
+        self._stack.callback(self._hook.remove)
+        place: Any = torch.random
+        self._stack.callback(setattr, place, "default_generator", place.default_generator)
+        place.default_generator = _NoSeeds(self, place.default_generator)
+        return self
+
+    def watching(self) -> ExitStack:
+        """The modes, for the traced function alone."""
+        modes = ExitStack()
+        # Autocast casts a weight once, however often it is used; what traces would have it cast anew at each use.
+        modes.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(self._remembers_casts)
+        modes.enter_context(_Functions(self))
+        modes.enter_context(_Operations(self))
+        return modes
+
+    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The tensors from outside whose ``.grad`` the function sets, and what to; to be asked while tracing."""
+        found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for tensor, before in self._before.values():
+            now = tensor.grad
+            if now is before:
+                continue
+            if now is not None and not isinstance(now, FakeTensor):
+                raise CannotTrace(f"it puts a tensor from outside into a .grad: {_FOR_GOOD}")
+            found.append((tensor, now))
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        torch.clear_autocast_cache()
+        for tensor, before in self._before.values():
+            tensor.grad = before
+        with torch.no_grad():
+            for tensor, kept in self._saved.values():
+                tensor.copy_(kept)
+        self._fact = self._outside.changed() if not self._outside.holds() else None
+        if self._fact is not None:
+            self._outside.put_back()
+        spaces = self._outside.spaces
+        self._made, self._filled = spaces.changed(), spaces.filled()
+        if self._made is not None or self._filled is not None:
+            spaces.put_back()
+        spaces.forget()
+
+    def must_not_have_changed(self) -> None:
+        """Refuse a function that changes Python state outside itself: replaying would not change it."""
+        if self._refused is not None:  # also where the function itself has caught it
+            raise self._refused
+        if self._fact is not None and self._fact.optimizer:
+            raise NotYet(
+                f"the optimizer changed {self._fact.name} in this call: state that is made at the first step is there "
+                "at the next call, which is planned; numbers that change at every step cannot be planned"
+            )
+        changed = self._made if self._fact is None else self._fact.name
+        if changed is not None:
+            raise ChangesOutside(f"it changes {changed}, which is outside it: {_FOR_GOOD}")
+        if self._filled is not None:
+            raise NotYet(f"{self._filled} remembers a result of this call: the next one is planned")
+
+    def known(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Leaves from outside that were seen, with the gradient that they had."""
+        return list(self._before.values())
+
+    # Called by the modes
+
+    def sees(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, VirtualTensor):
+            self.refuses("a tensor on a virtual device comes from outside: pass it as an argument")
+        if isinstance(tensor, FakeTensor) or not tensor.requires_grad or id(tensor) in self._before:
+            return
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # torch.func's own, of something made up
+            return
+        if tensor.is_leaf:
+            if torch.is_grad_enabled() and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+                self.refuses(f"a tensor from outside has hooks, which a plan would not call: {_FOR_GOOD}")
+            self._before[id(tensor)] = (tensor, tensor.grad)
+        elif torch.is_grad_enabled():
+            raise CannotTrace(f"gradients would flow into a tensor that was computed outside: {_FOR_GOOD}")
+
+    def sees_gradient(self, tensor: torch.Tensor) -> None:
+        """Its gradient is asked for, set or taken away; a frozen weight may have one, too."""
+        self.sees(tensor)
+        if not isinstance(tensor, FakeTensor) and tensor.is_leaf:
+            self._before.setdefault(id(tensor), (tensor, tensor.grad))
+
+    def refuses_reading(self, tensor: object) -> None:
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+            self.refuses(_READING)
+
+    def refuses(self, what: str) -> None:
+        self._refused = CannotTrace(what)
+        raise self._refused
+
+    def keeps(self, tensor: torch.Tensor) -> None:
+        """Tracing is about to write to a real tensor."""
+        if id(tensor) in self._saved:
+            return
+        with _disable_current_modes(), torch.no_grad():
+            self._saved[id(tensor)] = (tensor, tensor.detach().clone())
+
+
+class _NoSeeds:
+    """Stands before PyTorch's random numbers while a function is traced: a plan begins where they are, and goes on."""
+
+    def __init__(self, watch: Watch, own: torch.Generator) -> None:
+        self._watch, self._own, self._thread = watch, own, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("manual_seed", "seed", "set_state") or self._thread != threading.get_ident():
+            return getattr(self._own, name)
+        if name != "set_state":
+            self._watch.refuses(f"it seeds the random numbers: {_FOR_GOOD}")
+        self._watch.seeded = True
+        return lambda state: self._own
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what is called in Python: leaves before a gradient can come to them, numbers that are read."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS and args:
+            self._watch.refuses_reading(args[0])
+        if name in _TEXTS:
+            self._watch.refuses(_TEXT)
+        if name == "storage_offset":
+            self._watch.refuses(_OFFSET)
+        if func == _data.__set__:
+            self._watch.refuses(_MOVING)
+        if self._watch.refuse_gradients and func in _GRADIENT and isinstance(args[0], FakeTensor):
+            raise CannotTrace("it looks at .grad while an argument has a gradient from before")
+        with torch._C.DisableTorchFunction():
+            if func in _GRADIENT:
+                self._watch.sees_gradient(args[0])
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, torch.Tensor):
+                    self._watch.sees(one)
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    """Sees what is computed: numbers that are read, tensors that tracing may write to."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            self._watch.refuses_reading(args[0])
+        if torch.is_anomaly_enabled():
+            self._watch.refuses(f"torch.autograd.detect_anomaly() is to see every derivative: {_FOR_GOOD}")
+        if func.overloadpacket in _MOVES:
+            self._watch.refuses(_MOVING)
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        for one in tensors:
+            self._watch.sees(one)
+        if func._schema.is_mutable:
+            real = [one for one in tensors if not isinstance(one, FakeTensor)]
+            for one in real:
+                # Beside made-up ones only single numbers: make_fx computes with those that it knows.
+                if len(real) == len(tensors) or one.numel() <= 1:
+                    self._watch.keeps(one)
+        return _apart(func(*args, **(kwargs or {})))
+
+
+def _apart(results: Any) -> Any:
+    """Two tensors for two results, where a description gives one of them twice.
+
+    The real operation gives two (the gradients of an LSTM's biases), and so would the function.
+    """
+    if not isinstance(results, tuple) or len({id(one) for one in results}) == len(results):
+        return results
+    apart: list[Any] = []
+    for one in results:
+        again = isinstance(one, torch.Tensor) and any(one is other for other in apart)
+        apart.append(one.clone() if again else one)
+    return tuple(apart)

@@ -1,0 +1,1 @@
+"""What a trace depends on outside its arguments, checked before every replay."""

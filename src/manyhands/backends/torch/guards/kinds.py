@@ -1,0 +1,54 @@
+"""Of what kind a value is that a function reaches: whose code it is, how to see whether its content has changed."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.errors import CannotTrace
+
+_KNOWN = (sys.stdlib_module_names | {"manyhands"}) - {"__main__"}
+_MANY = 100_000  # numbers of an array that are compared before every call
+
+
+def content_of(value: Any) -> Callable[[Any], Any] | None:
+    """How to write down, and compare, what is in a set or in an array of numbers; None for other things."""
+    if isinstance(value, set):
+        return frozenset
+    if isinstance(value, bytearray):
+        return bytes
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
+        if value.size > _MANY:
+            raise CannotTrace(
+                f"it reaches an array of NumPy with {value.size} numbers, too many to look at before every call: it is "
+                "run as it is; make a tensor of it (torch.from_numpy), which is read where it is"
+            )
+        return numpy.ndarray.tobytes  # type: ignore[no-any-return]
+    return None
+
+
+def is_installed(module: types.ModuleType | None) -> bool:
+    """Whether a module is Python's own or of a package, which nobody changes."""
+    if module is None:
+        return False
+    file = str(getattr(module, "__file__", None) or "")
+    root = module.__name__.partition(".")[0]
+    return root in _KNOWN or "site-packages" in file or "dist-packages" in file
+
+
+def is_foreign(value: Any) -> bool:
+    """Code that is not the user's: it is not looked into."""
+    module = str(getattr(value, "__module__", "") or "")
+    if module.startswith(("manyhands.schedule", "manyhands.tasks", "manyhands.parallel", "manyhands.backends")):
+        return True
+    return module.partition(".")[0] in ("torch", "numpy", "builtins", "functools", "collections", "optree")
+
+
+def is_odd(tensor: torch.Tensor) -> bool:
+    return type(tensor) not in (torch.Tensor, nn.Parameter) and not isinstance(tensor, nn.Parameter)

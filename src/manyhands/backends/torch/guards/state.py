@@ -1,0 +1,322 @@
+"""What a function takes from outside its arguments, watched: closures, globals, modules, optimizers.
+
+A trace holds for the tensors, numbers and flags that the function found there. Before tracing all of that is written
+down as facts: this closure's ``net`` is that module, it is in training mode, its ``weight`` is that tensor at that
+address, the optimizer's ``lr`` is 0.1. Three uses: after tracing, a fact that no longer holds shows that the function
+changes Python state, and it is put back; before every call, all facts together are the guard of the plan (one generated
+expression, tens of nanoseconds a fact); and what changes at every call is named to the user.
+
+Not seen: attributes of installed modules, what PyTorch's own layers know besides settings, what is inside the elements
+of lists and dicts longer than ``_LONG`` (that they are the same is seen), and what is reached only through C code.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from manyhands.backends.torch.guards.facts import PLAIN, Fact, compiled
+from manyhands.backends.torch.guards.kinds import content_of, is_foreign, is_installed, is_odd
+from manyhands.backends.torch.guards.namespaces import Spaces, is_cache
+from manyhands.code_names import function_behind, making, members, modules_named, why_unwatched, words_of
+from manyhands.errors import CannotTrace, NotYet
+
+# What PyTorch's layers are made with, and say afterwards: the shapes of their parameters, which are watched.
+_AS_MADE = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "transposed", "groups"}
+_AS_MADE |= {"affine", "padding_mode", "return_indices", "ceil_mode"}
+_SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
+_OF_MODULES = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_ALL = [getattr(nn.modules.module, f"_global{word}") for word in _HOOKS]
+_CALLED = ("forward", "backward", "setup_context", "jvp", "vmap", "__call__")  # by PyTorch
+_WITH_STATE = ("torch.optim.", "torch.distributions.", "torch.amp.")  # PyTorch's objects that users keep and change
+_LONG = 1000
+_NOTHING = object()
+
+
+class Outside:
+    """The facts about what a function and its arguments reach."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
+        self._facts: list[Fact] = []
+        self._seen: dict[int, Any] = {}
+        self._whole: list[tuple[Any, Any]] = []  # lists and dicts with a copy, to put them back
+        self._optimizer = self._in_module = False
+        self._recorded = torch.is_grad_enabled()  # otherwise nobody asks for which tensors gradients are wanted
+        self._addresses: set[int] = set()
+        self.spaces = Spaces()
+        self._words = set(_CALLED)  # and those that the code seen so far looks up
+        self._looked: set[tuple[int, str]] = set()  # what was looked up in which module
+        self._classes: dict[type, None] = {}  # of objects that were seen, and those that were seen themselves
+        self._visit(function, getattr(function, "__name__", "function"))
+        for number, one in enumerate(arguments):
+            self._visit(one, f"argument {number}")
+        for owner, word, content in members(self._classes, self._words, is_foreign):
+            self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, content))
+            self._visit(function_behind(content), f"{owner.__name__}.{word}")
+        if any(isinstance(one, nn.Module) for one in self._seen.values()):
+            self._add(Fact("hooks of all modules", "hooks", _OF_ALL, value=sum(map(len, _OF_ALL))))
+        self._check: Callable[[], bool] | None = None
+
+    # Looking
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        if self._check is None:
+            self._check = compiled(self._facts)
+        return self._check()
+
+    def changed(self) -> Fact | None:
+        """The first fact that no longer holds."""
+        return next((fact for fact in self._facts if not compiled([fact])()), None)
+
+    def put_back(self) -> None:
+        """Undo what was changed in Python; the numbers in tensors are not touched."""
+        for holder, before in self._whole:
+            if isinstance(holder, (list, bytearray)):
+                holder[:] = before
+            elif isinstance(holder, (set, deque)):
+                holder.clear()
+                (holder.update if isinstance(holder, set) else holder.extend)(before)
+            elif not isinstance(holder, dict):  # an array of NumPy
+                holder[...] = before
+            else:
+                for key in [key for key in holder if key not in before]:
+                    del holder[key]
+                holder.update(before)
+        for fact in self._facts:
+            if fact.kind == "item" and isinstance(fact.holder, dict):
+                if fact.holder.get(fact.key, _NOTHING) is not fact.value:
+                    fact.holder[fact.key] = fact.value
+            elif fact.kind == "cell":
+                fact.holder.cell_contents = fact.value
+            elif fact.kind == "attribute" and getattr(fact.holder, fact.key, _NOTHING) is not fact.value:
+                setattr(fact.holder, fact.key, fact.value)
+
+    def add_address(self, tensor: torch.Tensor, name: str) -> None:
+        """Its memory must stay where it is, and whether gradients are wanted for it as it is.
+
+        A parameter or buffer keeps its number of elements, which is asked quickly; others keep their whole form.
+        """
+        self._seen.setdefault(id(tensor), tensor)
+        if id(tensor) in self._addresses:
+            return
+        self._addresses.add(id(tensor))
+        if is_lazy(tensor):
+            raise NotYet(f"{name} gets its form at the first call: the next one is planned")
+        if tensor.layout == torch.strided and not is_odd(tensor):
+            form = tensor.numel() if self._in_module else (tensor.shape, tensor.stride())
+            wanted = tensor.requires_grad if self._recorded else None
+            self._add(Fact(f"the form of {name}", "form", tensor, wanted, form))
+            self._add(Fact(name, "address", tensor, value=tensor.data_ptr()))
+
+    def add_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, same: bool) -> None:
+        """Its gradient must be None, or there, or the same tensor as it was."""
+        kept = gradient if same or gradient is None else ...
+        self._add(
+            Fact("a gradient; zero_grad(set_to_none=False) keeps it", "gradient", tensor, tensor.requires_grad, kept)
+        )
+
+    # Walking
+
+    def _add(self, fact: Fact) -> None:
+        self._facts.append(fact)
+        self._check = None
+
+    def optimizer(self, one: torch.optim.Optimizer) -> None:
+        """Its settings and its state; what is missing in the state is made at its first step."""
+        self._visit(one, type(one).__name__)
+
+    def _visit(self, value: Any, name: str) -> None:
+        if isinstance(value, (*PLAIN, type, types.ModuleType)) or id(value) in self._seen:
+            return
+        if isinstance(value, logging.Logger):
+            self._logger(value, name)
+            return
+        if (kind := why_unwatched(value)) is not None:
+            raise CannotTrace(f"it reaches {name}, {kind}: what comes of that cannot be watched, so it is run as it is")
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self.add_address(value, name)
+            self._dict(vars(value), name)
+            self.spaces.space(vars(value), name)
+        elif is_cache(value):
+            self.spaces.cache(value, name)
+            self._visit(value.__wrapped__, name)
+        elif isinstance(value, nn.Module):
+            self._module(value, name)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._of_optimizer(value, name)
+        elif isinstance(value, (list, tuple, deque)):
+            self._sequence(value, name)
+        elif (look := content_of(value)) is not None:
+            self._add(Fact(f"the content of {name}", "content", value, look, look(value)))
+            self._whole.append((value, value.copy()))
+        elif isinstance(value, dict):
+            self._dict(value, name, whole=True)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, name)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__self__, name.rpartition(".")[0] or "self")
+            self._visit(value.__func__, name)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._visit(part, name)
+        elif not is_foreign(type(value)):
+            self._object(value, name)
+        elif str(type(value).__module__).startswith(_WITH_STATE):
+            self._dict(vars(value), name, whole=True)
+        elif (inner := getattr(value, "__wrapped__", None)) is not None:  # what parallel made of a function
+            self._visit(inner, name)
+
+    def _logger(self, value: logging.Logger, name: str) -> None:
+        """Whether it would write something: that a call does is seen when it is traced."""
+        self._seen[id(value)] = value
+        self._add(Fact(f"{name}.manager.disable", "attribute", value.manager, "disable", value.manager.disable))
+        one: logging.Logger | None = value
+        while one is not None:
+            self._add(Fact(f"the level of {name}", "attribute", one, "level", one.level))
+            self._add(Fact(f"{name}.disabled", "attribute", one, "disabled", one.disabled))
+            one = one.parent
+
+    def _object(self, value: Any, name: str) -> None:
+        if hasattr(value, "__dict__"):
+            self._dict(vars(value), name, whole=True)
+        for one in type(value).__mro__:
+            slots = vars(one).get("__slots__", ())
+            for word in (slots,) if isinstance(slots, str) else slots:
+                if word.startswith("__"):
+                    continue
+                if (content := getattr(value, word, _NOTHING)) is _NOTHING:
+                    self.spaces.empty(value, word, f"{name}.{word}")
+                else:
+                    self._add(Fact(f"{name}.{word}", "attribute", value, word, content))
+                    self._visit(content, f"{name}.{word}")
+        self._class(type(value), name)
+
+    def _class(self, one: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
+        """The numbers and words that a class of the user has for all its objects."""
+        self._classes[one] = None
+        for owner in one.__mro__:
+            if not is_foreign(owner):
+                self.spaces.space(owner, owner.__name__)
+            for word, content in list(vars(owner).items()) if not is_foreign(owner) else ():
+                if isinstance(content, PLAIN) and not word.startswith("__") and wanted(word):
+                    self._add(Fact(f"{name}.{word}", "attribute", owner, word, content))
+
+    def _function(self, function: types.FunctionType, name: str) -> None:
+        if is_foreign(function):
+            return
+        names = words_of(function.__code__)
+        self._words.update(names)
+        self.spaces.space(function.__globals__, "")
+        for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not bound yet
+                self.spaces.empty(cell, "cell_contents", word)
+                continue
+            self._add(Fact(word, "cell", cell, value=content, optimizer=self._optimizer))
+            self._named(content, word, names)
+        for word in names:
+            self._item(function.__globals__, word, word, names)
+        for word, module in modules_named(
+            set(names) - function.__globals__.keys(), function.__globals__.get("__package__")
+        ):
+            self._named(module, word, names)
+        self._visit(function.__defaults__, f"a default of {name}")
+        self._visit(function.__kwdefaults__, f"a default of {name}")
+        self._dict(vars(function), name, whole=True)
+
+    def _item(self, holder: dict[str, Any], word: str, name: str, names: Sequence[str]) -> None:
+        """What a word stands for among a module's globals; a class of the user's may be written anew, too."""
+        content = holder.get(word, _NOTHING)
+        fixed = isinstance(content, types.ModuleType) or (isinstance(content, type) and is_foreign(content))
+        if content is not _NOTHING and not fixed:
+            self._add(Fact(name, "item", holder, word, content))
+        self._named(content, name, names)
+
+    def _named(self, content: Any, name: str, names: Sequence[str]) -> None:
+        """What a name in a function's code stands for; of classes and modules, what other words may take from it."""
+        if isinstance(content, type):
+            self._class(content, name, names.__contains__)
+            for owner, word, method in making(content, is_foreign):
+                self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, method))
+                self._visit(function_behind(method), f"{owner.__name__}.{word}")
+        elif not isinstance(content, types.ModuleType):
+            self._visit(content, name)
+        elif not is_installed(content):
+            self.spaces.space(vars(content), name)
+            for word in vars(content).keys() & set(names):
+                if (id(content), word) not in self._looked:
+                    self._looked.add((id(content), word))
+                    self._item(vars(content), word, f"{name}.{word}", names)
+
+    def _module(self, module: nn.Module, name: str) -> None:
+        if isinstance(module, nn.TransformerEncoder) and not module.training and module.use_nested_tensor:
+            error = CannotTrace(
+                f"{name}, in eval mode, leaves out the padded places that a mask tells, so shapes depend on values: it "
+                "is run as it is; nn.TransformerEncoder(..., enable_nested_tensor=False) can be planned"
+            )
+            error.holds = lambda: not module.training
+            raise error
+        own = vars(module)
+        foreign = is_foreign(type(module))
+        self._add(Fact(f"{name}.training", "item", own, "training", module.training))
+        before, self._in_module = self._in_module, True
+        for part in ("_parameters", "_buffers"):
+            self._dict(own[part], name, whole=True)
+        self._in_module = before
+        self._dict(own["_modules"], name, whole=True)
+        hooks = [own[word] for word in _HOOKS]
+        self._add(Fact(f"the hooks of {name}", "hooks", hooks, value=sum(map(len, hooks))))
+        for one in filter(None, hooks):
+            self._visit(one, f"the hooks of {name}")
+        self._add(Fact(f"the number of {name}'s attributes", "length", own, value=len(own)))
+        self.spaces.space(own, name)
+        if not foreign:
+            self._class(type(module), name)
+        known = _AS_MADE | {"kernel_size"} if "weight" in own["_parameters"] else _AS_MADE
+        for word, value in own.items():
+            if word in _OF_MODULES or (foreign and (word in known or not isinstance(value, _SETTINGS))):
+                continue
+            self._add(Fact(f"{name}.{word}", "item", own, word, value))
+            self._visit(value, f"{name}.{word}")
+
+    def _of_optimizer(self, one: torch.optim.Optimizer, name: str) -> None:
+        self._optimizer = True
+        for word in ("param_groups", "state"):  # load_state_dict() puts others in their places
+            self._add(Fact(f"{name}.{word}", "item", vars(one), word, vars(one)[word], optimizer=True))
+        self._sequence(one.param_groups, f"{name}.param_groups")
+        self._dict(one.state, f"{name}.state", whole=True)
+        self._optimizer = False
+
+    def _sequence(self, value: Any, name: str) -> None:
+        if not isinstance(value, tuple):
+            self._add(Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
+            self._whole.append((value, list(value)))
+            if len(value) > _LONG:
+                self._add(Fact(f"the content of {name}", "whole", value, value=value.copy()))
+        for number, one in enumerate(value if len(value) <= _LONG else ()):
+            if not isinstance(value, tuple):
+                self._add(Fact(f"{name}[{number}]", "item", value, number, one, self._optimizer))
+            self._visit(one, f"{name}[{number}]")
+
+    def _dict(self, value: Any, name: str, *, whole: bool = False) -> None:
+        if whole:
+            self._add(Fact(f"the length of {name}", "length", value, value=len(value), optimizer=self._optimizer))
+            self._whole.append((value, dict(value)))
+            if len(value) > _LONG:
+                self._add(Fact(f"the content of {name}", "whole", value, value=dict(value)))
+        for key, one in list(value.items())[:_LONG]:
+            label = f"{name}.{key}" if isinstance(key, str) else name
+            self._add(Fact(label, "item", value, key, one, self._optimizer))
+            self._visit(one, label)

@@ -1,0 +1,1 @@
+"""CUDA kernels of our own, and the compiler that they need."""

@@ -1,0 +1,265 @@
+"""Batch normalisation together with the addition and the ReLU behind it, as operations of PyTorch of our own.
+
+PyTorch runs ``relu(batch_norm(x) + shortcut)`` as four kernels, each of which reads the whole layer and three of which
+write it: statistics, normalisation, addition, ReLU; and as three more backward. The GPU computes next to nothing in
+them, it waits for memory. Here it is two kernels forward and two backward (``batch_norm.cu``), and what is only read to
+be passed on is not written:
+
+    batch_norm_statistics(x)                          -> mean, deviation (one over it); running statistics move on
+    batch_norm_apply_(y, x, ..., added, relu=True)       y = relu(normalised x + added)
+    batch_norm_backward(gradient, more, x, ...)       -> gradients of x, weight and bias, past the ReLU, of a
+                                                         gradient that is the sum of two, if there is more
+
+They are for numbers that lie channel by channel on an NVIDIA GPU (:func:`fits`). Elsewhere the same operations are made
+of PyTorch's, slowly: that is what tests compare with, and what lets them run without a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+import torch
+
+from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
+from manyhands.errors import CannotCompile
+
+_aten = torch.ops.aten
+_FILE = "batch_norm.cu"
+_NUMBERS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "Float"}
+_VECTOR = 16  # bytes that a thread reads at once
+_WIDEST = 32  # vectors of a row that a block reads
+_THREADS = {"sums": 512, "numbers": 128}
+_BLOCKS = {"sums": 1, "numbers": 4}  # for each multiprocessor
+_ROWS = {"sums": 8, "numbers": 4}  # at least, for each thread
+_MOST_COLUMNS = 64  # of blocks: 16,384 channels in bfloat16
+_TICKETS = 4096 * _MOST_COLUMNS
+_LEAST_CAPABILITY = (8, 0)  # converts to bfloat16
+
+_library = torch.library.Library("manyhands", "FRAGMENT")
+_library.define(
+    "batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_variance, float momentum, "
+    "float epsilon) -> (Tensor, Tensor)"
+)
+_library.define(
+    "batch_norm_apply_(Tensor(a!) y, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, Tensor? bias, "
+    "Tensor? added, bool relu) -> ()"
+)
+_library.define(
+    "batch_norm_backward(Tensor gradient, Tensor? more, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, "
+    "Tensor? bias, Tensor? result, bool relu, Tensor(a!)? kept) -> (Tensor, Tensor, Tensor)"
+)
+statistics = torch.ops.manyhands.batch_norm_statistics.default
+apply_ = torch.ops.manyhands.batch_norm_apply_.default
+backward = torch.ops.manyhands.batch_norm_backward.default
+
+
+def ready(device: torch.device, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)) -> None:
+    """Compile the kernels for a device, where they are kernels; :class:`CannotCompile` says why that cannot be."""
+    if device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        raise CannotCompile("the GPU is older than these kernels are written for")
+    for dtype in dtypes:
+        compiled(_FILE, device, NUMBER=_NUMBERS[dtype])
+    _tickets(device)
+
+
+def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
+    """Whether the operations can take this, and these numbers of its channels: weight, bias, running statistics."""
+    if x.dim() < 2 or not _is_by_channel(x):
+        return False
+    if x.device.type == "cpu":
+        return x.is_floating_point() and x.numel() > x.shape[1]
+    if x.device.type != "cuda" or x.dtype not in _NUMBERS:
+        return False
+    row = x.shape[1] * x.element_size()
+    if not row or row % _VECTOR or x.data_ptr() % _VECTOR or row > _VECTOR * _WIDEST * _MOST_COLUMNS:
+        return False
+    # Kernels count rows in an int, and a little beyond the last one.
+    return all(_is_plain(one, x.device) for one in channels) and 1 < x.numel() // x.shape[1] < 2**30
+
+
+def _is_plain(channels: torch.Tensor | None, device: torch.device) -> bool:
+    return channels is None or (
+        channels.dtype is torch.float32 and channels.is_contiguous() and channels.device == device
+    )
+
+
+def _is_by_channel(x: torch.Tensor) -> bool:
+    """Whether the channels of one place lie side by side, and all places one after the other."""
+    return x.movedim(1, -1).is_contiguous()
+
+
+# On a GPU
+
+
+def _of(x: torch.Tensor) -> Kernels:
+    return compiled(_FILE, x.device, NUMBER=_NUMBERS[x.dtype])
+
+
+def _shape(x: torch.Tensor, kind: str) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """Rows, vectors in a row, the grid of blocks and the shape of one: as many blocks as run at the same time."""
+    vectors = x.shape[1] * x.element_size() // _VECTOR
+    rows = x.numel() // x.shape[1]
+    wide = min(_WIDEST, 1 << (vectors - 1).bit_length())
+    high = _THREADS[kind] // wide
+    columns = -(-vectors // wide)
+    together = torch.cuda.get_device_properties(x.device).multi_processor_count * _BLOCKS[kind]
+    worth = -(-rows // (high * _ROWS[kind]))
+    return rows, vectors, (max(1, min(worth, together // columns)), columns), (wide, high)
+
+
+_taken = itertools.count()
+_boards: dict[torch.device, torch.Tensor] = {}
+
+
+def _tickets(device: torch.device) -> torch.Tensor:
+    """Zeros by which the blocks of one launch count themselves; they leave zeros behind.
+
+    Launches that run at the same time need different ones: they come in turns out of very many.
+    """
+    if device not in _boards:
+        _boards[device] = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
+    begin = next(_taken) * _MOST_COLUMNS % _TICKETS
+    return _boards[device][begin : begin + _MOST_COLUMNS]
+
+
+def _bits(number: float) -> int:
+    """The bits of a float32 as a whole number: kernels are given nothing else."""
+    return int(struct.unpack("i", struct.pack("f", number))[0])
+
+
+def _per_channel(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+
+
+def _statistics_on_gpu(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None,
+    momentum: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, vectors, grid, block = _shape(x, "sums")
+    mean, deviation = _per_channel(x), _per_channel(x)
+    partial = torch.empty(grid[0] * 2 * x.shape[1], dtype=torch.float32, device=x.device)
+    moved = (running_mean, running_variance, _tickets(x.device))
+    numbers = (rows, vectors, _bits(epsilon), _bits(momentum))
+    _of(x).launch("statistics", grid, block, x, partial, mean, deviation, *moved, *numbers)
+    return mean, deviation
+
+
+def _apply_on_gpu(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    added: torch.Tensor | None,
+    relu: bool,
+) -> None:
+    rows, vectors, grid, block = _shape(x, "numbers")
+    name = "apply_" + "_".join(["added"] * (added is not None) + ["relu"] * relu)
+    _of(x).launch(name, grid, block, y, x, mean, deviation, weight, bias, added, rows, vectors)
+
+
+def _backward_on_gpu(
+    gradient: torch.Tensor,
+    more: torch.Tensor | None,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    result: torch.Tensor | None,
+    relu: bool,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kernels, normal = _of(x), (mean, deviation, weight, bias)
+    rows, vectors, grid, block = _shape(x, "sums")
+    for_weight, for_bias = _per_channel(x), _per_channel(x)
+    partial = torch.empty(grid[0] * 2 * x.shape[1], dtype=torch.float32, device=x.device)
+    mask = "all" if not relu else "again" if result is None else "result"
+    if more is not None and kept is None:
+        kept = torch.empty_like(x)
+    name = "_".join(["reduce", mask] + ["keep"] * (kept is not None) + ["sum"] * (more is not None))
+    sums = (partial, for_weight, for_bias, _tickets(x.device))
+    kernels.launch(name, grid, block, gradient, more, x, result, kept, *normal, *sums, rows, vectors)
+    if kept is not None:
+        gradient, result, mask = kept, None, "all"
+    for_x = torch.empty_like(x)
+    rows, vectors, grid, block = _shape(x, "numbers")
+    made = (*normal, for_weight, for_bias)
+    kernels.launch(f"backward_{mask}", grid, block, for_x, gradient, x, result, *made, rows, vectors)
+    return for_x, for_weight, for_bias
+
+
+# Made of PyTorch's operations
+
+
+def _statistics(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None,
+    momentum: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, mean, deviation = _aten.native_batch_norm(x, None, None, running_mean, running_variance, True, momentum, epsilon)
+    return mean, deviation
+
+
+def _apply(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    added: torch.Tensor | None,
+    relu: bool,
+) -> None:
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    value = (x.to(mean.dtype) - mean.view(shape)) * deviation.view(shape)
+    value = value * weight.view(shape) if weight is not None else value
+    value = value + bias.view(shape) if bias is not None else value
+    value = value.to(x.dtype)
+    value = value + added if added is not None else value
+    y.copy_(value.relu() if relu else value)
+
+
+def _backward(
+    gradient: torch.Tensor,
+    more: torch.Tensor | None,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    result: torch.Tensor | None,
+    relu: bool,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient = gradient + more if more is not None else gradient
+    if relu:
+        if result is None:
+            result = torch.empty_like(x)
+            _apply(result, x, mean, deviation, weight, bias, None, relu=False)
+        gradient = _aten.threshold_backward(gradient, result, 0)
+    if kept is not None:
+        kept.copy_(gradient)
+    weight = weight if weight is not None else torch.ones_like(mean)
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _aten.native_batch_norm_backward(
+        gradient, x, weight, None, None, mean, deviation, True, 0.0, [True, True, True]
+    )
+    return found
+
+
+for _name, _here, _on_gpu in (
+    ("batch_norm_statistics", _statistics, _statistics_on_gpu),
+    ("batch_norm_apply_", _apply, _apply_on_gpu),
+    ("batch_norm_backward", _backward, _backward_on_gpu),
+):
+    _library.impl(_name, _here, "CPU")
+    _library.impl(_name, _on_gpu, "CUDA")

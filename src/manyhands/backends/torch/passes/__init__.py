@@ -1,0 +1,1 @@
+"""Rewrites of a trace: operations are split, fused or batched."""

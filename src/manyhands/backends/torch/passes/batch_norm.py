@@ -1,0 +1,129 @@
+"""Takes batch normalisation apart in a trace: a pure operation, and copies into its running statistics.
+
+PyTorch's operations for it write to the running statistics in passing, which a compiler of pure regions cannot have;
+and cuDNN's keep a note for their own backward pass. Both become PyTorch's pure ones, whose results are the same. The
+backward pass of training is given the running statistics and does not look at them: it is not given them any more, or
+it would wait for those copies.
+
+Each layer then has three tiny operations that nobody waits for: two copies, and one more in ``num_batches_tracked``.
+On a GPU each takes as long as its kernel takes to start. Those of all layers are done together where nothing touches
+the same memory after them: one operation for the statistics, one for the counts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.passes.fusible import like
+from manyhands.errors import CannotFuse
+
+_aten = torch.ops.aten
+_FORWARD = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten._native_batch_norm_legit.default)
+
+
+def make_pure(found: Trace) -> Trace:
+    """The same trace with pure batch normalisations; the very same where there are none."""
+    if not any(node.target in _FORWARD for node in found.module.graph.nodes):
+        return found
+    graph, _ = found.copied_graph()
+    old = [node for node in graph.nodes if node.target in _FORWARD]
+    for node in list(graph.nodes):
+        if node.target is _aten.cudnn_batch_norm_backward.default:
+            _make_backward_plain(graph, node)
+        elif node.target is _aten.native_batch_norm_backward.default and node.args[7]:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+    copies = [copy for node in old for copy in _make_forward_pure(graph, node)]
+    pure = found.rewritten(graph)
+    return found.rewritten(graph) if _write_together(pure, copies) else pure
+
+
+def _make_forward_pure(graph: Graph, node: Node) -> list[Node]:
+    """Gives the copies into its running statistics."""
+    arguments: Any = node.args
+    x, weight, bias, mean, variance, training, momentum, epsilon = arguments[:8]
+    whole = node.meta["val"]
+    copies: list[Node] = []
+    with graph.inserting_before(node):
+        if mean is None:
+            target: Any = _aten._native_batch_norm_legit.no_stats
+            pure = graph.call_function(target, (x, weight, bias, training, momentum, epsilon))
+        elif not training:
+            target = _aten._native_batch_norm_legit_no_training.default
+            pure = graph.call_function(target, (x, weight, bias, mean, variance, momentum, epsilon))
+        else:
+            target = _aten._native_batch_norm_legit_functional.default
+            pure = graph.call_function(target, (x, weight, bias, mean, variance, training, momentum, epsilon))
+        pure.meta["val"] = tuple(whole[:3])
+        if mean is not None and training:
+            fresh = [like(one.meta["val"]) for one in (mean, variance)]
+            pure.meta["val"] += tuple(fresh)
+            for number, statistic in enumerate((mean, variance)):
+                part = graph.call_function(operator.getitem, (pure, 3 + number))
+                part.meta["val"] = fresh[number]
+                copies.append(graph.call_function(_aten.copy_.default, (statistic, part)))
+                copies[-1].meta["val"] = statistic.meta["val"]
+    for part in list(node.users):
+        if part.args[1] == 3 and not part.users:  # cuDNN's note
+            graph.erase_node(part)
+    if any(part.args[1] == 3 for part in node.users):
+        raise CannotFuse("cuDNN's note of a batch normalisation is taken by somebody else")
+    node.replace_all_uses_with(pure)
+    graph.erase_node(node)
+    return copies
+
+
+def _make_backward_plain(graph: Graph, node: Node) -> None:
+    """cuDNN's backward without its note: what it saved is what PyTorch's own saves."""
+    arguments: Any = node.args
+    x, gradient, weight, _, _, saved_mean, saved_deviation, epsilon = arguments[:8]
+    given = (gradient, x, weight, None, None, saved_mean, saved_deviation, True, epsilon, [True, True, True])
+    with graph.inserting_before(node):
+        plain = graph.call_function(_aten.native_batch_norm_backward.default, given)
+    plain.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(plain)
+    graph.erase_node(node)
+
+
+# Statistics and counts of all layers together
+
+
+def _write_together(found: Trace, copies: Sequence[Node]) -> bool:
+    """Put these copies, and additions to counts, into one operation for all of a kind; False where there are none."""
+    kinds: dict[Any, list[Node]] = {}
+    touched: set[int] = set()  # later than the step
+    for step in reversed(found.steps):
+        node = step.node
+        if (node in copies or _is_count(node)) and not node.users and not step.task.writes & touched:
+            value = node.args[0].meta["val"]  # type: ignore[union-attr]
+            amount = node.args[1] if _is_count(node) else None
+            kinds.setdefault((value.device, value.dtype, amount), []).append(node)
+        touched |= step.task.reads | step.task.writes
+    groups = [(amount, nodes[::-1]) for (_, _, amount), nodes in kinds.items() if len(nodes) > 1]
+    for amount, nodes in groups:
+        graph = nodes[0].graph
+        targets = [node.args[0] for node in nodes]
+        with graph.inserting_after(nodes[-1]):
+            if amount is None:
+                given = [node.args[1] for node in nodes]
+                together = graph.call_function(_aten._foreach_copy_.default, (targets, given))
+            else:
+                together = graph.call_function(_aten._foreach_add_.Scalar, (targets, amount))
+        together.meta["val"] = None
+        for node in nodes:
+            graph.erase_node(node)
+    return bool(groups)
+
+
+def _is_count(node: Node) -> bool:
+    """Whether it adds a whole number to one of the caller's tensors that is a single whole number, too."""
+    if node.target is not _aten.add_.Tensor or node.kwargs or type(node.args[1]) is not int:
+        return False
+    counted: Any = node.args[0]
+    value = counted.meta["val"]
+    return counted.op in ("get_attr", "placeholder") and not value.dim() and value.dtype is torch.int64

@@ -1,0 +1,116 @@
+"""Takes biases out of convolutions in a trace: an addition after them, and a sum over the gradient on the way back.
+
+On a GPU a convolution's bias is no part of its kernel: another one goes over the whole result to add it, and the
+backward pass goes over the whole gradient once more to sum it up. In a trace both are hidden in the convolution, which
+is no operation that is compiled. Taken out, they are small operations like others, and cost next to nothing in the
+kernels that read and write these tensors anyway:
+
+    y = convolution(x, w, bias)                       y = convolution(x, w, None)
+    z = batch_norm(y)                                 z = batch_norm(y + bias)
+    ...                                               ...
+    g = batch_norm_backward(dz, y)                    g = batch_norm_backward(dz, y + bias)
+    dw, dbias = convolution_backward(g, x, w)         dw = convolution_backward(g, x, w);  dbias = g.sum((0, 2, 3))
+
+The addition is written twice here, for each of its two users: each makes it again from what is in memory anyway. With
+one addition for both, its result would have to be stored for the backward pass, beside the convolution's own. Where
+somebody has to find it in memory (what is not compiled, who is given results, views), it is stored, and one for all.
+
+On a CPU the bias is inside the kernels of oneDNN for nothing, and stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.passes.fusible import is_small, is_view, like, written_in_place
+
+_aten = torch.ops.aten
+
+
+def take_out_biases(found: Trace, kinds: Sequence[str] = ("cuda",)) -> Trace:
+    """The same trace with biases beside convolutions on these kinds of devices; the very same where there are none."""
+    forward = [step.node for step in found.steps if _adds_bias(step.node) and _kind(step.node) in kinds]
+    backward = [step.node for step in found.steps if _sums_bias(step.node) and _kind(step.node) in kinds]
+    if not forward and not backward:
+        return found
+    written = written_in_place(found)
+    computing = {step.node for step in found.steps if is_small(step, written) and not is_view(step)}
+    graph, new = found.copied_graph()
+    for node in forward:
+        # What writes to the result in place, by itself or through a view, is a user that is in the way.
+        _add_after(graph, new[node], again=computing.issuperset(node.users))
+    for node in backward:
+        _sum_beside(graph, new[node])
+    return found.rewritten(graph)
+
+
+def _adds_bias(node: Node) -> bool:
+    return node.target is _aten.convolution.default and node.args[2] is not None
+
+
+def _sums_bias(node: Node) -> bool:
+    return node.target is _aten.convolution_backward.default and bool(node.args[-1][2])  # type: ignore[index]
+
+
+def _kind(node: Node) -> str:
+    """Of the device that a convolution, or its backward pass, runs on."""
+    first: Any = node.args[0]
+    return str(first.meta["val"].device.type)
+
+
+def _add_after(graph: Graph, node: Node, *, again: bool) -> None:
+    """The convolution without its bias, and an addition for all users, or one again for each."""
+    arguments: Any = node.args
+    x, weight, bias, *others = arguments
+    result, given = node.meta["val"], bias.meta["val"]
+    shape = [1, given.numel(), *[1] * (result.dim() - 2)]
+    if not _keeps_form(result, shape):
+        return
+
+    def added(value: torch.Tensor) -> Node:
+        across = graph.call_function(_aten.view.default, (bias, shape))
+        # A constant has its own number as memory; two views of the real tensor would seem to write to the same.
+        across.meta["val"] = (like(given) if bias.op == "get_attr" else given).view(shape)
+        total = graph.call_function(_aten.add.Tensor, (bare, across))
+        total.meta["val"] = value
+        return total
+
+    with graph.inserting_before(node):
+        bare = graph.call_function(_aten.convolution.default, (x, weight, None, *others))
+        bare.meta["val"] = like(result)
+        for user in list(node.users) if again else ():
+            user.replace_input_with(node, added(like(result)))
+        if not again:
+            node.replace_all_uses_with(added(result))  # views of it are views of this memory
+    graph.erase_node(node)
+
+
+def _keeps_form(result: torch.Tensor, bias: Sequence[int]) -> bool:
+    """Whether adding a bias of this shape gives the strides that the convolution's result has."""
+    alike = torch.empty_strided(result.shape, result.stride(), device="meta")
+    return (alike + torch.empty(bias, device="meta")).stride() == result.stride()
+
+
+def _sum_beside(graph: Graph, node: Node) -> None:
+    """The gradient of the bias as a sum, and the other gradients without it."""
+    *arguments, mask = node.args
+    gradient: Any = arguments[0]
+    whole = node.meta["val"]
+    across = [0, *range(2, gradient.meta["val"].dim())]
+    kept = {} if gradient.meta["val"].dtype is whole[2].dtype else {"dtype": whole[2].dtype}
+    with graph.inserting_before(node):
+        total = graph.call_function(_aten.sum.dim_IntList, (gradient, across), kept)
+    total.meta["val"] = whole[2]
+    for part in list(node.users):
+        if part.args[1] == 2:
+            part.replace_all_uses_with(total)
+            graph.erase_node(part)
+    node.args = (*arguments, [mask[0], mask[1], False])  # type: ignore[index]
+    node.meta["val"] = (whole[0], whole[1], None)
+    if not node.users:
+        graph.erase_node(node)

@@ -1,0 +1,302 @@
+"""Compiles runs of small operations of a trace into one task each, without tying together what is independent.
+
+Lanes put independent operations beside each other; a compiler makes one kernel of operations that follow each other.
+To have both, parts of the trace (regions) are compiled, and each is then a task like any other. A region starts when
+all that it needs is there, and all of its results are there when it ends. So a careless choice makes lanes useless: in
+
+    p = sin(a @ b)           q = cos(c @ d)          r = p + q
+
+a region of sin, cos and the sum would make ``p``, if anybody else wants it, wait for ``c @ d``. The rule: each
+operation has a set, the large operations (products, convolutions, what writes in place) that must be over before it.
+Operations that are connected and have the same set could not have started at different times: they become one region.
+Here sin, cos and the sum have three different sets. A small operation whose only users are in one region joins it, as
+nobody else waits for it: if only the sum wants ``p`` and ``q``, all three are one region. (An operation and views of
+it are no region yet: each of them may join another.) Regions made so are never in a circle: along a way from operation
+to operation the sets only grow.
+
+Some operations are taken apart first, so that their small parts can be in regions: batch normalisation updates its
+statistics in passing (:mod:`torch_batch_norm`), convolutions have biases (:mod:`torch_conv_bias`). And one kind of lone
+operations is no region, but done together: casts that need nothing (:mod:`torch_casts`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+from manyhands.backends.torch.capture.trace import Step, Trace
+from manyhands.backends.torch.passes.batch_norm import make_pure
+from manyhands.backends.torch.passes.batched_casts import at_once, casts_together
+from manyhands.backends.torch.passes.conv_bias import take_out_biases
+from manyhands.backends.torch.passes.fusible import is_small, is_view, tensors, written_in_place
+from manyhands.errors import CannotFuse
+from manyhands.schedule.task import needs
+
+_LEAST = 2  # operations in a region that compute something
+# How far results may be from plain execution's where there are no exact ones to compare both with (torch_exact): then
+# what is zero but for noise (the gradient of a bias before a BatchNorm) counts too. What is wrong differs by about one.
+_CLOSE, _CLOSE_IN_LOW_PRECISION = 5e-3, 5e-2
+_LOW = (torch.bfloat16, torch.float16)
+
+# Makes a function of a region's graph and of tensors like its inputs.
+Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
+
+
+class Region:
+    """A compiled part of a trace, called like an operation."""
+
+    def __init__(self, words: str, digest: str, compiled: Callable[..., Any]) -> None:
+        # In words and in the digest of its code: costs are remembered by it.
+        self.words = f"{words} [{digest}]"
+        self.__name__ = f"fused_{digest}"
+        self.__module__ = __name__
+        self._compiled = compiled
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        return self._compiled(*tensors)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass
+class _Unit:
+    """A region and what compiles it, or one step."""
+
+    steps: list[int]
+    compiler: Compiler | None = None
+    needs: set[int] = field(default_factory=set)
+
+
+def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence[str] = ("cuda",)) -> Trace:
+    """The same function with regions compiled, by Inductor unless another compiler is given.
+
+    Biases are taken out of convolutions on the kinds of devices ``biases_out_on``. :class:`CannotFuse` says why there
+    are no regions, or why they cannot be compiled here.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing beside one")
+    as_written, found = found, take_out_biases(make_pure(found), biases_out_on)
+    wanted, compiler = needs(found.tasks), compiler or inductor
+    units = _units(found, wanted, compiler)
+    if not any(unit.compiler is compiler for unit in units):
+        raise CannotFuse("no two small operations follow each other")
+    graph = _Writer(found).write(_ordered(units, wanted))
+    fused = found.rewritten(graph)
+    fused.as_written = as_written
+    low = any(value.dtype in _LOW for node in found.storages for value in tensors(node))
+    fused.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
+    return fused
+
+
+# Which operations become a region
+
+
+def _units(found: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list[_Unit]:
+    steps = found.steps
+    written = written_in_place(found)
+    small = [is_small(step, written) for step in steps]
+    before = [0] * len(steps)  # sets of large operations, as the bits of a number
+    for index, earlier in enumerate(wanted):
+        for other in earlier:
+            before[index] |= before[other] | (0 if small[other] else 1 << other)
+    member = list(range(len(steps)))
+
+    def root(one: int) -> int:
+        while member[one] != one:
+            member[one] = one = member[member[one]]
+        return one
+
+    for index, earlier in enumerate(wanted):
+        for other in earlier:
+            same = small[index] and small[other] and before[index] == before[other]
+            if same and steps[index].task.device == steps[other].task.device:
+                member[root(index)] = root(other)
+    _dissolve_few(found, member, root)
+    _take_in(found, wanted, small, member, root)
+    regions = [_without_outside_views(found, members) for members in _sets(member, root) if len(members) > 1]
+    regions = [members for members in regions if _computing(found, members) >= _LEAST]
+    alone = sorted(set(range(len(steps))).difference(*regions))
+    casts = casts_together(found, wanted, small, alone)
+    return [
+        *(_Unit(members, compiler) for members in regions),
+        *(_Unit(members, at_once) for members in casts),
+        *(_Unit([one]) for one in alone if not any(one in members for members in casts)),
+    ]
+
+
+def _sets(member: Sequence[int], root: Callable[[int], int]) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    for index in range(len(member)):
+        found.setdefault(root(index), []).append(index)
+    return list(found.values())
+
+
+def _computing(found: Trace, members: Sequence[int]) -> int:
+    """How many of these operations are more than views."""
+    return sum(not is_view(found.steps[one]) for one in members)
+
+
+def _dissolve_few(found: Trace, member: list[int], root: Callable[[int], int]) -> None:
+    """What would be no region, an operation and views of it, is apart again: other regions may take it in."""
+    for members in _sets(member, root):
+        if len(members) > 1 and _computing(found, members) < _LEAST:
+            for one in members:
+                member[one] = one
+
+
+def _take_in(
+    found: Trace, wanted: Sequence[set[int]], small: Sequence[bool], member: list[int], root: Callable[[int], int]
+) -> None:
+    """A small operation alone, all of whose users are in one region, joins that region."""
+    sizes = Counter(map(root, range(len(member))))
+    followers: list[set[int]] = [set() for _ in wanted]
+    for index, earlier in enumerate(wanted):
+        for other in earlier:
+            followers[other].add(index)
+    outputs = {value for value in found.outputs if isinstance(value, Node)}
+    for index in range(len(member) - 1, -1, -1):
+        step = found.steps[index]
+        if not small[index] or sizes[root(index)] > 1 or outputs & set(step.nodes) or not followers[index]:
+            continue
+        homes = {root(one) for one in followers[index]}
+        home = homes.pop()
+        if homes or not small[home] or found.steps[home].task.device != step.task.device:
+            continue
+        member[index] = home
+        sizes[home] += 1
+
+
+def _without_outside_views(found: Trace, members: list[int]) -> list[int]:
+    """Without views of what comes from outside that somebody outside takes: a region's results are its own."""
+    left = list(members)
+    while True:
+        inside = {node for one in left for node in found.steps[one].nodes}
+        made = {memory for one in left if not is_view(found.steps[one]) for memory in found.steps[one].task.writes}
+        kept = [
+            one
+            for one in left
+            if not is_view(found.steps[one])
+            or not any(_escapes(node, inside) for node in found.steps[one].nodes)
+            or _memories(found.steps[one]) <= made
+        ]
+        if len(kept) == len(left):
+            return kept
+        left = kept
+
+
+def _escapes(node: Node, inside: set[Node]) -> bool:
+    return any(user not in inside for user in node.users)
+
+
+def _memories(step: Step) -> set[int]:
+    return {value.untyped_storage()._cdata for node in step.nodes for value in tensors(node)}
+
+
+def _ordered(units: list[_Unit], wanted: Sequence[set[int]]) -> list[_Unit]:
+    """The units so that each comes after what it needs, otherwise in the program's order."""
+    unit_of = {step: number for number, unit in enumerate(units) for step in unit.steps}
+    followers: list[set[int]] = [set() for _ in units]
+    for number, unit in enumerate(units):
+        unit.needs = {unit_of[other] for step in unit.steps for other in wanted[step]} - {number}
+        for other in unit.needs:
+            followers[other].add(number)
+    missing = [len(unit.needs) for unit in units]
+    ready = [(unit.steps[0], number) for number, unit in enumerate(units) if not missing[number]]
+    heapq.heapify(ready)
+    found: list[_Unit] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        found.append(units[number])
+        for follower in followers[number]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready, (units[follower].steps[0], follower))
+    assert len(found) == len(units), "regions in a circle"
+    return found
+
+
+# The graph with its regions
+
+
+class _Writer:
+    """Writes the units into a new graph, and compiles the regions among them."""
+
+    def __init__(self, found: Trace) -> None:
+        self._found, self._graph = found, Graph()
+        self._new: dict[Node, Node] = {}
+        self._regions: dict[Any, Region] = {}  # by code and inputs: nets repeat themselves
+
+    def write(self, units: Sequence[_Unit]) -> Graph:
+        for node in self._found.inputs + self._found.constants:
+            self._copy(node, self._graph, self._new)
+        for unit in units:
+            if unit.compiler is not None:
+                self._region([node for one in unit.steps for node in self._found.steps[one].nodes], unit)
+            else:
+                for node in self._found.steps[unit.steps[0]].nodes:
+                    self._copy(node, self._graph, self._new)
+        self._graph.output([self._new[one] if isinstance(one, Node) else one for one in self._found.outputs])
+        return self._graph
+
+    def _copy(self, node: Node, graph: Graph, new: dict[Node, Node]) -> None:
+        new[node] = graph.node_copy(node, new.__getitem__)
+
+    def _region(self, nodes: Sequence[Node], unit: _Unit) -> None:
+        inside = set(nodes)
+        inputs = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
+        results = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and _escapes(node, inside)]
+        region = self._compiled(nodes, inputs, results, unit)
+        call = self._graph.call_function(region, tuple(self._new[one] for one in inputs))
+        call.meta["val"] = tuple(node.meta["val"] for node in results)
+        for number, node in enumerate(results):
+            self._new[node] = self._graph.call_function(operator.getitem, (call, number))
+            self._new[node].meta["val"] = node.meta["val"]
+
+    def _compiled(self, nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], unit: _Unit) -> Region:
+        assert unit.compiler is not None
+        graph, new = Graph(), dict[Node, Node]()
+        for number, node in enumerate(inputs):
+            new[node] = graph.placeholder(f"input_{number}")
+        for number, node in enumerate(nodes):
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].name = f"value_{number}"
+        graph.output(tuple(new[node] for node in results))
+        module = GraphModule({}, graph)
+        metas = [node.meta["val"] for node in inputs]
+        key = module.code, *((tuple(one.shape), one.stride(), one.dtype, str(one.device)) for one in metas)
+        if key not in self._regions:
+            steps = [self._found.steps[one] for one in unit.steps]
+            names = dict.fromkeys(step.task.name.strip("_") for step in steps if not is_view(step))
+            words = f"{len(steps)} casts" if unit.compiler is at_once else " ".join(["fused", *names])
+            digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
+            self._regions[key] = Region(words, digest, unit.compiler(module, metas))
+        return self._regions[key]
+
+
+def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Inductor's code for a graph without gradients and without writes to its arguments."""
+    # Here and not above: the compiler is large, and only who asks for it shall wait for its import.
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with FakeTensorMode():
+        inputs = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in metas]
+    try:
+        # Lanes divide the threads: how many a region may use is known when it runs, not when it is compiled. And what
+        # folding leaves of x + 0 is x itself: a region would give back its argument as a result of its own.
+        how = {"cpp.dynamic_threads": True, "joint_graph_constant_folding": False}
+        with torch.no_grad(), config.patch(how):
+            return cast(Callable[..., Any], compile_fx(module, inputs))
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise CannotFuse(f"{type(error).__name__}: {text[0] if text else 'no reason given'}") from error

@@ -1,0 +1,340 @@
+"""What :mod:`manyhands.parallel.function` needs of PyTorch: signatures, traces, costs, runs and their times."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_flatten
+
+from manyhands.backends.exactness import Verdict
+from manyhands.backends.torch import virtual
+from manyhands.backends.torch.addresses import shown_by
+from manyhands.backends.torch.capture.call import Call, call, telling, trace
+from manyhands.backends.torch.capture.facts import (
+    batch_hint,
+    copied_bytes,
+    device_memory,
+    footprint,
+    mixing,
+    written_memories,
+)
+from manyhands.backends.torch.capture.fast_match import recogniser
+from manyhands.backends.torch.capture.results import opened
+from manyhands.backends.torch.capture.trace import Trace, together
+from manyhands.backends.torch.passes.regions import fuse
+from manyhands.backends.torch.run import costs, float64
+from manyhands.backends.torch.run import threads as torch_threads
+from manyhands.backends.torch.run.codegen import Plan, let_go_at, plan_of
+from manyhands.backends.torch.run.costs import cost_keys, estimated, hardware, measured, rates, tasks
+from manyhands.backends.torch.run.cuda_graph import GraphRun, only_tried
+from manyhands.backends.torch.run.result_copies import copied
+from manyhands.backends.torch.run.streams import (
+    Gpus,
+    StreamRun,
+    copies_or_computes_on_host,
+    timed_streams,
+    why_no_graph,
+)
+from manyhands.backends.torch.run.threads import ThreadRun
+
+name = "torch"
+# How a call is run: its tensors, and the arguments as they were given.
+Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
+_REPEATS = 20
+_LONG = 0.5  # seconds of a call, from which on it needs no warm-up and few repetitions
+
+
+def device_of(one: Call, found: Trace) -> Gpus | None:
+    """The GPUs that steps run on, beside the CPU perhaps; None where there is only the CPU."""
+    devices = sorted(int(name.partition(":")[2]) for name in found.gpus())
+    return tuple(torch.device("cuda", number) for number in devices) or None
+
+
+# Runs
+
+
+@contextmanager
+def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+    """Trying a function out leaves no trace: what it writes to, and random numbers, are put back, calls not counted.
+
+    Gives what puts back what was written to already before the end: a function that goes on from where it stands, with
+    a position in its data say, must not be tried beyond them.
+    """
+    saved = [(tensor, tensor.detach().clone()) for tensor in _written(found, tensors)]
+    gradients = [(tensor, tensor.grad) for tensor, _ in found.gradients]
+    state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for tensor, before in saved:
+                tensor.copy_(before)
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+
+    try:
+        with only_tried():
+            yield put_back
+    finally:
+        put_back()
+        torch.set_rng_state(state)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def _written(found: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The arguments and the tensors from outside that the function writes to."""
+    written = written_memories(found)
+    places = [*zip(found.inputs, tensors, strict=True)]
+    places += [(node, getattr(found.module, str(node.target))) for node in found.constants]
+    changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and found.storages[node] & written}
+    return list(changed.values())
+
+
+def expected(found: Trace, one: Call, plainly: Run) -> list[Any]:
+    """What plain execution gives and leaves behind: results, gradients, what it writes to."""
+    with untouched(found, one.tensors):
+        results = tree_flatten(opened(plainly(*one.given)))[0]
+        gradients = [tensor.grad for tensor, there in found.gradients if there]
+        return _compared([*results, *gradients, *_written(found, one.tensors)])
+
+
+def observed(found: Trace, one: Call, run: Any) -> list[Any]:
+    """The same of a run."""
+    with untouched(found, one.tensors):
+        return _compared([*run.replay(one.tensors), *_written(found, one.tensors)])
+
+
+def exact(found: Trace, one: Call) -> list[Any]:
+    """The same in float64, of a trace with compiled regions; :class:`CannotBeExact` where that cannot be."""
+    assert found.as_written is not None
+    return float64.exact(found.as_written, one.tensors, _written(found, one.tensors))
+
+
+def verdict(found: Trace, one: Call, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> Verdict:
+    """How far a run and plain execution are from exact results, each as ``observed`` and ``expected`` give them.
+
+    To be asked while the tensors of the call are as they were before it.
+    """
+    assert found.as_written is not None
+    coarse, leaping = float64.coarsest(found), float64.leaps(found.as_written)
+    before = [virtual.inside(tensor) for tensor in _written(found, one.tensors)]
+    return float64.verdict(ours, plain, exactly, coarse, leaping=leaping, before=before)
+
+
+def _compared(values: Sequence[Any]) -> list[Any]:
+    """As they are now, to be compared: plain tensors."""
+    return copied([virtual.inside(value) for value in values])
+
+
+def graph_run(
+    found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
+) -> GraphRun:
+    return GraphRun(found, plan, tensors, devices, reuse_outputs=reuse_outputs)
+
+
+def stream_run(
+    found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
+) -> StreamRun:
+    """Its results are always fresh."""
+    return StreamRun(found, plan, devices)
+
+
+def timed(found: Trace, plan: Plan, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
+    """Run a plan with made-up arguments, and say when each task began and ended; nothing of the caller's changes."""
+    with torch.random.fork_rng([device.index for device in devices or ()]), virtual.no_hooks():
+        inputs = costs.made_up_inputs(found)
+    with untouched(found, inputs), virtual.no_hooks():
+        if devices is None:
+            return torch_threads.timed_threads(found, plan, inputs, threads)
+        return timed_streams(found, plan, inputs, devices)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a run failed because no memory was left."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
+
+
+def can_be_repeated(found: Trace, error: BaseException) -> bool:
+    """Whether a run that broke off so can be done again: it has written to nothing of the caller's."""
+    return getattr(error, "nothing_was_done", False) or not written_memories(found)
+
+
+def random_devices(found: Trace) -> list[str]:
+    """Where the function draws random numbers."""
+    return sorted({step.task.device for step in found.steps if step.task.token is not None})
+
+
+def random_state(devices: Sequence[str]) -> list[Any]:
+    """What the random numbers of these devices begin with; asked before a call, so it has to be quick."""
+    return [
+        (generator.initial_seed(), generator.get_offset())
+        if (generator := _gpu_generator(name)) is not None
+        else torch.get_rng_state()
+        for name in devices
+    ]
+
+
+def set_random_state(devices: Sequence[str], states: Sequence[Any]) -> None:
+    for name, state in zip(devices, states, strict=True):
+        if (generator := _gpu_generator(name)) is not None:
+            generator.manual_seed(state[0])
+            generator.set_offset(state[1])
+        else:
+            torch.set_rng_state(state)
+
+
+def _gpu_generator(name: str) -> Any:
+    return torch.cuda.default_generators[int(name.partition(":")[2])] if name.startswith("gpu") else None
+
+
+def threads() -> int:
+    """How many threads PyTorch may use here: what CPU lanes divide among themselves."""
+    return torch.get_num_threads()
+
+
+def thread_run(found: Trace, plan: Plan, count: int) -> ThreadRun | VirtualRun:
+    """The lanes of a plan on threads of the CPU, ``count`` in all."""
+    run = ThreadRun(found, plan, count)
+    return VirtualRun(found, run) if virtual.count() else run
+
+
+class VirtualRun:
+    """A run on what is inside tensors on virtual devices, which are lanes of their own. Its results are on them."""
+
+    concurrent = True
+
+    def __init__(self, found: Trace, run: ThreadRun) -> None:
+        self.lanes = run.lanes
+        self._run = run
+        self._devices = [value.meta["val"].device if isinstance(value, Node) else None for value in found.outputs]
+
+    def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        with virtual.no_hooks():
+            results = self._run.replay([virtual.inside(tensor) for tensor in inputs])
+        return [
+            virtual.VirtualTensor(one, device) if device is not None and virtual.is_virtual(device) else one
+            for one, device in zip(results, self._devices, strict=True)
+        ]
+
+
+def with_threads(run: Run, count: int) -> Run:
+    """The same with so many threads for each operation."""
+
+    def limited(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            return run(tensors, arguments, keywords)
+        finally:
+            torch.set_num_threads(before)
+
+    return limited
+
+
+def synchronous_run(found: Trace, plan: Plan) -> ThreadRun | VirtualRun:
+    """The plan's order in the caller's thread."""
+    return thread_run(found, torch_threads.in_order(plan), torch.get_num_threads())
+
+
+def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
+    """Whether results are the same to the bit, and otherwise their largest relative difference.
+
+    It is infinite for results of different forms, and for plain values (numbers, words, None) that are not the same.
+    """
+    worst, same = 0.0, True
+    for a, b in zip(one, other, strict=True):
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            if type(a) is not type(b) or repr(a) != repr(b):  # one NaN is another
+                return False, float("inf")
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            return False, float("inf")
+        if torch.equal(a, b):
+            continue
+        if not torch.equal(a.isnan(), b.isnan()):
+            return False, float("inf")
+        # Not a number in the same places is the same.
+        a, b = (one.masked_fill(one.isnan(), 0) for one in (a, b))
+        if not torch.equal(a, b):
+            same = False
+            wide = torch.complex128 if b.is_complex() else torch.float64
+            wide_a, wide_b = a.to(wide), b.to(wide)
+            difference = float((wide_a - wide_b).norm() / wide_b.norm().clamp(min=1e-3))
+            worst = max(worst, difference if math.isfinite(difference) else float("inf"))
+    return same, worst
+
+
+def overlapping(values: Sequence[Any]) -> set[tuple[int, int]]:
+    """The numbers of results, in pairs, that lie in the same bytes."""
+    spans = [(*shown_by(one), number) for number, one in enumerate(values) if _has_bytes(one)]
+    found: set[tuple[int, int]] = set()
+    reaching: list[tuple[int, int]] = []  # of those before, where they end and which they are
+    for start, end, number in sorted(spans):
+        reaching = [(behind, other) for behind, other in reaching if behind > start]
+        found |= {(min(other, number), max(other, number)) for _, other in reaching}
+        reaching.append((end, number))
+    return found
+
+
+def _has_bytes(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.numel() > 0
+
+
+def seconds(
+    run: Callable[[], object], device: Gpus | None, put_back: Callable[[], None], repeats: int = _REPEATS
+) -> float:
+    """The median time of one call, the device's work included, after a warm-up; fewer calls where one takes long.
+
+    ``put_back`` is called before each.
+    """
+    times: list[float] = []
+    for number in range(repeats + 3):
+        put_back()
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        once = time.perf_counter() - start
+        if number >= 3 or once > _LONG:
+            times.append(once)
+        if len(times) >= 4 and sum(times) > 4 * _LONG:
+            break
+    return statistics.median(times[1:])
+
+
+def _wait(devices: Gpus | None) -> None:
+    for device in devices or ():
+        torch.cuda.synchronize(device)
+
+
+__all__ = [
+    "Call",
+    "batch_hint",
+    "call",
+    "copied_bytes",
+    "copies_or_computes_on_host",
+    "cost_keys",
+    "device_memory",
+    "estimated",
+    "footprint",
+    "fuse",
+    "hardware",
+    "let_go_at",
+    "measured",
+    "mixing",
+    "plan_of",
+    "rates",
+    "recogniser",
+    "tasks",
+    "telling",
+    "together",
+    "trace",
+    "why_no_graph",
+]

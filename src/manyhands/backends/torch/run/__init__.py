@@ -1,0 +1,1 @@
+"""Runs a planned trace: CUDA graphs, streams, CPU threads."""

@@ -1,0 +1,183 @@
+"""The quickest way to call an operation from Python: PyTorch's own binding of it, where that is the same operation.
+
+A trace names operations by their overloads (``aten.add.Tensor``). Called so, an operation's arguments are matched with
+its schema one by one; ``torch.add`` is generated code and takes half the time, for small tensors half of everything.
+But ``torch.add`` chooses its overload by what it is given, and some functions of that name do more than the operation.
+So each candidate is tried once, on fake tensors, with a listener at the dispatcher: it is taken only if exactly the
+operation of the trace arrives there, with exactly its arguments. Otherwise the overload itself is called.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from manyhands.backends.torch.capture.trace import is_check
+
+# Updates of all weights of an optimizer, in place; their arguments begin with the weights and the gradients.
+FUSED_UPDATES = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_adagrad_.")
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType)
+_aten = torch.ops.aten
+_MANY = 4096
+_known: dict[Any, Callable[..., Any]] = {}
+
+
+def native(node: Node) -> Callable[..., Any]:
+    """What to call for an operation of a trace."""
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    if str(target).startswith(FUSED_UPDATES):
+        return _of_any_layout(target)
+    if target is _aten.mkldnn_rnn_layer.default:
+        return _recurrent_layer
+    if is_check(node):
+        return _checking(target)
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or not _is_simple(node):
+        return target
+    key = node_key(node)
+    if key not in _known:
+        if len(_known) > _MANY:
+            _known.clear()
+        _known[key] = next((one for one in _bindings(target) if _is_same(one, node)), target)
+    return _known[key]
+
+
+def _of_any_layout(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Such an update takes gradients that lie in memory as their weights do, and nothing else.
+
+    Autograd sees to that when it keeps a gradient, but a trace has seen made-up ones: a library's kernel may lay out
+    its results in another way than its description says.
+    """
+
+    def updated(weights: list[torch.Tensor], gradients: list[torch.Tensor], *others: Any, **named: Any) -> Any:
+        return update(weights, list(map(_laid_out, gradients, weights)), *others, **named)
+
+    return updated
+
+
+def _laid_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same numbers in the weight's layout; copied where that is more than another way to say the same."""
+    here, there = gradient.stride(), weight.stride()
+    if here == there:
+        return gradient
+    if all(size == 1 or one == other for size, one, other in zip(weight.shape, here, there, strict=True)):
+        return gradient.as_strided(weight.shape, there)
+    return torch.empty_like(weight).copy_(gradient)
+
+
+def _recurrent_layer(*arguments: Any, **named: Any) -> tuple[Any, ...]:
+    """A layer of an LSTM on the CPU: it notes what its backward pass needs only where gradients are recorded."""
+    with torch.enable_grad():
+        results = _aten.mkldnn_rnn_layer.default(*arguments, **named)
+    return tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in results)
+
+
+def _checking(check: Callable[..., Any]) -> Callable[..., Any]:
+    """All that a trace writes to waits for the checks before it: where one fails, nothing was done."""
+
+    def checked(*arguments: Any, **named: Any) -> Any:
+        try:
+            return check(*arguments, **named)
+        except Exception as error:
+            error.nothing_was_done = True  # type: ignore[attr-defined]
+            raise
+
+    return checked
+
+
+def into_memory(node: Node) -> Callable[..., Any]:
+    """The same for an operation that is written to memory which is there, ``out``."""
+    found = native(node)
+    return found.overloadpacket.out if isinstance(found, OpOverload) else found
+
+
+def _is_simple(node: Node) -> bool:
+    """Not for what makes tensors from nothing (a default device would take part) or draws random numbers."""
+    name = str(node.target).removeprefix("aten.")
+    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return bool(node.all_input_nodes) and not seeded and "_like" not in name and not name.startswith("new_")
+
+
+def _bindings(target: OpOverload) -> Iterator[Callable[..., Any]]:
+    name = target._schema.name.removeprefix("aten::")
+    for place in (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn):
+        found = getattr(place, name, None)
+        if isinstance(found, _BUILTIN):
+            yield found
+
+
+class _Listener(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.heard: list[tuple[Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim":  # a fake tensor is asked for its device
+            self.heard.append((func, _written_out(func, args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
+    """Whether calling the candidate is calling the operation."""
+    try:
+        with _disable_current_modes(), torch.no_grad(), FakeTensorMode():
+            given = [_fake(value) for value in node.args]
+            named = {name: _fake(value) for name, value in node.kwargs.items()}
+            expected = _written_out(node.target, given, named)
+            with _Listener() as listener:
+                candidate(*given, **named)
+    except Exception:  # it takes other arguments, or fake tensors cannot do it
+        return False
+    if len(listener.heard) != 1 or listener.heard[0][0] is not node.target:
+        return False
+    return all(map(_alike, listener.heard[0][1], expected))
+
+
+def _fake(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fake(one) for one in value)
+    if not isinstance(value, Node):
+        return value
+    meta = value.meta["val"]
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device)
+
+
+def _written_out(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments in the schema's order, with those that were left out."""
+    found = []
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args):
+            found.append(args[number])
+        else:
+            found.append(kwargs.get(argument.name, argument.default_value))
+    return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    return type(one) is type(other) and bool(one == other)
+
+
+def node_key(node: Node) -> tuple[Any, ...]:
+    """The same for operations that take equally long: what is called, and with tensors of which form."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Node):
+            meta = value.meta.get("val")
+            if not isinstance(meta, torch.Tensor):
+                return str(type(meta))
+            return tuple(meta.shape), meta.stride(), str(meta.dtype), str(meta.device)
+        if isinstance(value, (list, tuple)):
+            return tuple(described(one) for one in value)
+        return repr(value)
+
+    return (str(node.target), described(node.args), tuple((k, described(v)) for k, v in node.kwargs.items()))

@@ -1,0 +1,350 @@
+"""The code of a run on lanes: a straight line, CUDA streams, the waits between them.
+
+It is generated: one line per operation, in the order in which the schedule issues them, with the waits between streams
+where the schedule has them. One thread issues it. Work on the CPU between work on a GPU is done by that thread, when
+its turn comes; before that the host waits for copies that it reads. Run by :mod:`torch_runs`, :mod:`torch_graph_run`.
+
+Memory: a result belongs to the stream it was made on, and its memory is used again by later work on that stream. So
+it is let go where the schedule's own waits have brought that stream behind all of its users, and not earlier: no luck
+with timing, no ``record_stream``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from manyhands.backends.torch.capture.trace import Step, Trace
+from manyhands.backends.torch.run.bindings import into_memory, native
+
+_aten = torch.ops.aten
+
+
+# For each task its begin and its end: CUDA events, or seconds on the host's clock.
+Stamps = dict[int, list[Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the engine hands over: each lane's device, a lane per step, the order of issue, the waits."""
+
+    devices: Sequence[str]
+    lane_of: Sequence[int]
+    order: Sequence[int]
+    waits: Mapping[int, tuple[int, ...]]
+
+
+def plan_of(schedule: Any) -> Plan:
+    """What matters here of a schedule."""
+    return Plan([lane.device for lane in schedule.lanes], schedule.lane_of, schedule.order, schedule.waits)
+
+
+# Straight-line code
+
+
+@dataclass
+class Code:
+    """The source of a run, and the objects that its names stand for."""
+
+    lines: list[str] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
+    streams: bool = False  # whether copies between devices are issued without waiting for them
+    static: bool = False
+    stamps: Stamps | None = None
+
+    def name(self, value: Any) -> str:
+        """A name for an object that cannot be written out."""
+        key = f"k{len(self.names)}"
+        self.names[key] = value
+        return key
+
+    def build(self) -> Callable[..., Any]:
+        source = "def run(inputs):\n" + "\n".join(f"    {line}" for line in self.lines)
+        exec(compile(source, "<manyhands run>", "exec"), self.names)
+        return self.names["run"]  # type: ignore[no-any-return]
+
+
+def generate(
+    trace: Trace,
+    plan: Plan,
+    streams: Sequence[torch.cuda.Stream] | None,
+    *,
+    static: bool = False,
+    stamps: Stamps | None = None,
+) -> Code:
+    """The code of a run; without streams (one lane, or a CPU) it has no waits.
+
+    ``static``: copies to the host go to the same memory at every run, as in a CUDA graph they must. ``stamps`` gets for
+    every task what tells its begin and end: two CUDA events, or two times of the host's clock.
+    """
+    code = Code(streams=streams is not None, static=static, stamps=stamps)
+    inputs = "".join(f"{node.name}, " for node in trace.inputs)
+    if inputs:
+        code.lines.append(f"{inputs}= inputs")
+    for node in trace.constants:
+        code.lines.append(f"{node.name} = {code.name(getattr(trace.module, str(node.target)))}")
+    marks = _Marks(trace, plan, streams, code)
+    marks.begin()
+    let_go = _let_go(trace, plan)
+    for task in plan.order:
+        marks.before(task)
+        marks.stamp(task)
+        for node in trace.steps[task].nodes:
+            code.lines.append(f"{node.name} = {call_text(node, code)}")
+        marks.stamp(task)
+        marks.after(task)
+        if gone := let_go.get(task):
+            code.lines.append(f"del {', '.join(gone)}")
+    marks.end()
+    code.lines.append(f"return [{', '.join(argument_text(value, code) for value in trace.outputs)}]")
+    return code
+
+
+def call_text(node: Node, code: Code, into: Node | None = None) -> str:
+    """The call of an operation as source; what cannot be written out gets a name in the code.
+
+    ``into``: an earlier result, to whose memory it is written.
+    """
+    if node.target.__name__ == "getitem":  # type: ignore[union-attr]
+        return f"{argument_text(node.args[0], code)}[{node.args[1]}]"
+    given = [argument_text(value, code) for value in node.args]
+    if code.streams and _copies(node, "cuda", "cpu"):
+        return f"{code.name(_to_host(node, static=code.static))}({given[0]})"
+    named = dict(node.kwargs)
+    if code.streams and node.target is _aten.copy_.default and node.meta["val"].device.type == "cpu":
+        # The issuing thread does it, on whichever stream is current: its source may be let go as soon as it is done.
+        given, named = given[:2], {}
+    if code.streams and _copies(node, "cpu", "cuda"):
+        named["non_blocking"] = True
+    given += [f"{name}={argument_text(value, code)}" for name, value in named.items()]
+    if into is not None:
+        return f"{code.name(into_memory(node))}({', '.join([*given, f'out={into.name}'])})"
+    return f"{code.name(native(node))}({', '.join(given)})"
+
+
+def argument_text(value: Any, code: Code) -> str:
+    """An argument as source: the name of an earlier result, or a value."""
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(argument_text(one, code) for one in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    if value is None or isinstance(value, (bool, int)):
+        return repr(value)
+    return code.name(value)
+
+
+def _copies(node: Node, source: str, target: str) -> bool:
+    """Whether it is a copy from one type of device to another."""
+    given: Any = node.args[0] if node.target is _aten._to_copy.default else None
+    return given is not None and (given.meta["val"].device.type, node.meta["val"].device.type) == (source, target)
+
+
+def _to_host(node: Node, *, static: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A copy into page-locked memory that does not wait: who reads it waits, and the run at its end."""
+    meta = node.meta["val"]
+    shape, stride, dtype = tuple(meta.shape), meta.stride(), meta.dtype
+
+    def fresh() -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True)
+
+    kept = fresh() if static else None
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.stride() != stride or tensor.dtype != dtype:  # or the copy would go through ordinary host memory
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
+        return (fresh() if kept is None else kept).copy_(tensor, non_blocking=True)
+
+    return to_host
+
+
+def peer_source(step: Step) -> torch.device | None:
+    """The GPU that a copy from one GPU to another comes from."""
+    if step.task.kind != "copy":
+        return None
+    source: Any = step.node.all_input_nodes[-1]
+    return source.meta["val"].device  # type: ignore[no-any-return]
+
+
+def on_cpu(step: Step) -> bool:
+    return step.task.device == "cpu"
+
+
+class _Marks:
+    """The lines about streams: which one is current, what it waits for, where others may wait."""
+
+    def __init__(self, trace: Trace, plan: Plan, streams: Sequence[torch.cuda.Stream] | None, code: Code) -> None:
+        self._trace, self._plan, self._code, self._streams = trace, plan, code, streams
+        self._waited = {other for others in plan.waits.values() for other in others}
+        self._used = gpu_lanes(trace, plan) if streams else []
+        self._names = {lane: code.name(streams[lane]) for lane in self._used} if streams else {}
+        self._set = code.name(torch.cuda.set_stream)
+        self._events: dict[int, str] = {}
+        self._first = self._current = self._used[0] if self._used else 0
+        self._from_host: dict[int, str] = {}  # for each lane its last copy that the host waits for
+        self._beside: dict[tuple[int, torch.device], str] = {}  # streams for copies from one GPU to another
+
+    def begin(self) -> None:
+        """All lanes begin behind the first one, which is behind the caller's stream."""
+        if len(self._used) > 1:
+            start = self._code.name(torch.cuda.Event())
+            self._code.lines.append(f"{start}.record({self._names[self._first]})")
+            for lane in self._used[1:]:
+                self._code.lines.append(f"{self._names[lane]}.wait_event({start})")
+
+    def before(self, task: int) -> None:
+        if not self._streams:
+            return
+        host = on_cpu(self._trace.steps[task])
+        lane = self._plan.lane_of[task]
+        for other in self._plan.waits.get(task, ()):
+            if on_cpu(self._trace.steps[other]):
+                continue  # done when it was issued
+            if host:
+                self._code.lines.append(f"{self._events[other]}.synchronize()")
+            else:
+                self._code.lines.append(f"{self._names[lane]}.wait_event({self._events[other]})")
+        if host:
+            return
+        if (source := peer_source(self._trace.steps[task])) is not None:
+            # PyTorch copies on the source's current stream, behind and before the lane, which is the target's. With a
+            # stream of its own there, the copy does not stand in the queue of other work.
+            key = (lane, source)
+            if key not in self._beside:
+                self._beside[key] = self._code.name(torch.cuda.Stream(source))
+            self._code.lines.append(f"{self._set}({self._beside[key]})")
+            self._current = -1
+        if lane != self._current:
+            self._code.lines.append(f"{self._set}({self._names[lane]})")
+            self._current = lane
+
+    def stamp(self, task: int) -> None:
+        """Called before and after a task whose time is wanted."""
+        stamps = self._code.stamps
+        if stamps is None:
+            return
+        if on_cpu(self._trace.steps[task]):
+            times = self._code.name(stamps.setdefault(task, []))
+            self._code.lines.append(f"{times}.append({self._code.name(time.perf_counter)}())")
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        stamps.setdefault(task, []).append(event)
+        self._code.lines.append(f"{self._code.name(event)}.record({self._names[self._plan.lane_of[task]]})")
+
+    def after(self, task: int) -> None:
+        step = self._trace.steps[task]
+        if not self._streams or on_cpu(step):
+            return
+        # The host waits for such a copy, as it does in plain execution: then its source may be written to.
+        blocking = step.task.kind == "copy in" and not step.node.kwargs.get("non_blocking")
+        if task in self._waited or (blocking and not self._code.static):
+            self._events[task] = self._code.name(torch.cuda.Event())
+            self._code.lines.append(f"{self._events[task]}.record({self._names[self._plan.lane_of[task]]})")
+        if blocking and task in self._events:
+            self._from_host[self._plan.lane_of[task]] = self._events[task]
+
+    def end(self) -> None:
+        """The first lane waits for all others: what comes after the run comes after all of it."""
+        for lane in self._used[1:]:
+            done = self._code.name(torch.cuda.Event())
+            self._code.lines.append(f"{done}.record({self._names[lane]})")
+            self._code.lines.append(f"{self._names[self._first]}.wait_event({done})")
+        if self._current != self._first:
+            self._code.lines.append(f"{self._set}({self._names[self._first]})")
+        for event in self._from_host.values() if not self._code.static else ():
+            self._code.lines.append(f"{event}.synchronize()")
+
+
+def gpu_lanes(trace: Trace, plan: Plan) -> list[int]:
+    """The lanes that are streams; the others are the issuing thread."""
+    return sorted({plan.lane_of[task] for task, step in enumerate(trace.steps) if not on_cpu(step)})
+
+
+# When memory is let go
+
+
+def _let_go(trace: Trace, plan: Plan) -> dict[int, list[str]]:
+    """After which task which names may be deleted: when the stream that made them knows all users to be over."""
+    names: dict[str, frozenset[int]] = {}
+    for step in trace.steps:
+        mine = frozenset().union(*(trace.storages[node] for node in step.nodes))
+        # A tuple of results, and a view, keep their memory alive as long as their name is there.
+        names.update((node.name, mine) for node in step.nodes)
+    points = let_go_at(trace, plan)
+    place = {task: number for number, task in enumerate(plan.order)}
+    let_go: dict[int, list[str]] = {}
+    for name, memories in names.items():
+        if memories and all(memory in points for memory in memories):
+            last = max((points[memory] for memory in memories), key=place.__getitem__)
+            let_go.setdefault(last, []).append(name)
+    return let_go
+
+
+def let_go_at(trace: Trace, plan: Plan) -> dict[int, int]:
+    """For each memory the task after which it may be used again; what stays to the end is not named."""
+    kept = {memory for node in [*trace.inputs, *trace.constants] for memory in trace.storages[node]}
+    kept |= {memory for value in trace.outputs if isinstance(value, Node) for memory in trace.storages[value]}
+    makers: dict[int, int] = {}
+    users: dict[int, set[int]] = {}
+    held: set[int] = set()
+    for task, step in enumerate(trace.steps):
+        for memory in step.task.writes | step.task.reads:
+            users.setdefault(memory, set()).add(task)
+        for memory in step.task.writes:
+            makers.setdefault(memory, task)
+        for node in step.nodes:
+            held |= trace.storages[node]
+    return _points(plan, {m: (plan.lane_of[makers[m]], users[m]) for m in makers if m in held and m not in kept})
+
+
+def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict[int, int]:
+    """For each memory the first task of its lane at which all its users are known to be over.
+
+    A lane's clock says up to which place it knows each lane to be over. A memory waits in one of its lane's heaps, that
+    of a lane of which more must be known; when that is known it is found, or goes on to the heap of another lane.
+    """
+    place: dict[int, int] = {}
+    counts: dict[int, int] = {}
+    for task in plan.order:
+        place[task] = counts.get(plan.lane_of[task], 0)
+        counts[plan.lane_of[task]] = place[task] + 1
+    clocks: dict[int, dict[int, int]] = {lane: {} for lane in counts}
+    heaps: dict[int, dict[int, list[tuple[int, int, dict[int, int]]]]] = {lane: {} for lane in counts}
+    for memory, (lane, users) in wanted.items():
+        needed: dict[int, int] = {}
+        for user in users:
+            other = plan.lane_of[user]
+            needed[other] = max(needed.get(other, -1), place[user])
+        other, value = next(iter(needed.items()))
+        heapq.heappush(heaps[lane].setdefault(other, []), (value, memory, needed))
+    after: dict[int, dict[int, int]] = {}
+    waited = {other for others in plan.waits.values() for other in others}
+    found: dict[int, int] = {}
+    later: list[tuple[int, tuple[int, int, dict[int, int]]]] = []
+    for task in plan.order:
+        lane = plan.lane_of[task]
+        clock = clocks[lane]
+        for other in plan.waits.get(task, ()):
+            for key, value in after[other].items():
+                clock[key] = max(clock.get(key, -1), value)
+        clock[lane] = place[task]
+        if task in waited:
+            after[task] = dict(clock)
+        for key, heap in heaps[lane].items():
+            while heap and heap[0][0] <= clock.get(key, -1):
+                _, memory, needed = heapq.heappop(heap)
+                missing = next((k for k, value in needed.items() if clock.get(k, -1) < value), None)
+                if missing is None:
+                    found[memory] = task
+                else:
+                    later.append((missing, (needed[missing], memory, needed)))
+        for key, entry in later:
+            heapq.heappush(heaps[lane].setdefault(key, []), entry)
+        later.clear()
+    return found

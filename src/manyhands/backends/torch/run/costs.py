@@ -1,0 +1,242 @@
+"""What an operation of a trace costs in PyTorch: measured with made-up numbers, or estimated by a roofline.
+
+On a CPU an operation is timed with one thread, as a lane calls it. On a GPU it is timed as a CUDA graph of several, one
+after the other and then in a crowd of its own kind: what the crowd adds tells how much of the chip one fills.
+
+The estimate is for what cannot be measured alone: the time to move the bytes that it touches, or that to do its
+multiplications and additions, whichever is longer, at rates that are measured once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from manyhands import machine
+from manyhands.backends.torch import threads_and_modes
+from manyhands.backends.torch.capture.trace import Step, Trace
+from manyhands.backends.torch.run import threads
+from manyhands.backends.torch.run.bindings import native, node_key
+from manyhands.backends.torch.run.streams import Gpus, let_draw_again
+from manyhands.backends.torch.virtual import no_hooks
+from manyhands.schedule.task import Task
+
+_ISSUE = 8e-6  # seconds in which Python issues an operation
+_CROWD = 8  # how many copies of an operation run at once when it is measured how much of the chip it fills
+_LAUNCH = 1e-6  # seconds that the smallest operation takes
+_TO_HOST = 50e9  # bytes a second between a GPU and page-locked memory of the host
+
+
+def tasks(found: Trace, device: Gpus | None) -> list[Task]:
+    """The tasks of a trace, for lanes of a GPU or (None) for threads of the CPU."""
+    return threads.tasks(found) if device is None else found.tasks
+
+
+def hardware(device: Gpus | None) -> str:
+    """What costs depend on beside the operation itself."""
+    precisions = "/".join(torch._C._get_fp32_precision_getter("cuda", of) for of in ("matmul", "conv"))
+    parts = [f"torch {torch.__version__}", machine.host_name(), f"{torch.get_num_threads()} threads", precisions]
+    if device is not None:
+        names = ", ".join(torch.cuda.get_device_name(one) for one in device)
+        parts.append(f"{names}, CUDA {torch.version.cuda}")
+    if torch._C._len_torch_dispatch_stack():
+        parts.append("virtual devices")
+    return "; ".join(parts)
+
+
+def cost_keys(found: Trace) -> list[str]:
+    """Equal for operations that cost the same."""
+    return [hashlib.sha256(repr(node_key(step.node)).encode()).hexdigest()[:24] for step in found.steps]
+
+
+def measured(found: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:
+    """Seconds, and how much of its device it fills; None for what cannot be measured alone."""
+    step = found.steps[number]
+    try:
+        if device is None or step.task.device == "cpu":
+            with no_hooks():
+                return None if _takes_notes(step) else _on_cpu(step)
+        if all(0 <= memory < 1 << 20 for memory in step.task.writes):
+            return 0.0, 0.0  # a view: it makes a handle (torch_trace), and writes to no memory
+        return None if step.task.kind != "compute" else _on_gpu(step, _gpu(step))
+    except Exception:  # an operation that does not take made-up numbers
+        return None
+
+
+def _takes_notes(step: Step) -> bool:
+    """Whether it reads what another operation has noted for it, in bytes that nobody else understands.
+
+    How many they are is not known to a trace, and with made-up ones an operation (the backward pass of an LSTM) would
+    read where there is no memory.
+    """
+    made = [one.meta.get("val") for one in step.node.all_input_nodes if one.op == "call_function"]
+    return any(isinstance(one, torch.Tensor) and one.dtype is torch.uint8 and not one.numel() for one in made)
+
+
+def _gpu(step: Step) -> torch.device:
+    return torch.device("cuda", int(step.task.device.partition(":")[2]))
+
+
+def _on_cpu(step: Step) -> tuple[float, float]:
+    """The least seconds of some calls with one thread; views count too, because calling them takes as long."""
+    target = native(step.node)
+    share = 1 / torch.get_num_threads()
+    least, spent = float("inf"), 0.0
+    given, named = _arguments(step)
+    with torch.no_grad(), threads_and_modes.operation_threads(1):
+        target(*given, **named)
+        for _ in range(20):
+            start = time.perf_counter()
+            target(*given, **named)
+            least = min(least, time.perf_counter() - start)
+            spent += time.perf_counter() - start
+            if spent > 2e-3:
+                break
+    # Python issues one operation at a time: tiny ones fill all cores with waiting for their turn.
+    return least, max(share, min(1.0, _ISSUE / least))
+
+
+def _on_gpu(step: Step, device: torch.device) -> tuple[float, float]:
+    """Time it alone, and in a crowd of its own kind: what a crowd adds tells how much of the chip one fills."""
+    sets = [_arguments(step)]
+    sets += [([_made_up(a) for a in step.node.args], dict(sets[0][1])) for _ in range(_CROWD - 1)]
+    target: Any = step.node.target
+    with torch.no_grad(), torch.cuda.device(device):
+        alone = _replayed(lambda: [target(*sets[0][0], **sets[0][1]) for _ in range(_CROWD)], device) / _CROWD
+        works = [functools.partial(target, *given, **named) for given, named in sets]
+        crowd = _replayed(_on_streams(works, device), device)
+    return alone, min(1.0, max(1 / _CROWD, crowd / (_CROWD * alone)))
+
+
+def _on_streams(works: Sequence[Callable[[], Any]], device: torch.device) -> Callable[[], Any]:
+    streams = [torch.cuda.Stream(device) for _ in works]
+
+    def run() -> list[Any]:
+        current = torch.cuda.current_stream(device)
+        results = []
+        for stream, work in zip(streams, works, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                results.append(work())
+        for stream in streams:
+            current.wait_stream(stream)
+        return results
+
+    return run
+
+
+def _replayed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a replay of the work as a CUDA graph."""
+    work()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # what launches nothing costs nothing
+            with torch.cuda.graph(graph):
+                kept = work()
+    except BaseException:
+        let_draw_again(device)
+        raise
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    for _ in range(5):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    del kept
+    return float(begin.elapsed_time(end)) / 5e3
+
+
+# Made-up arguments
+
+
+def _arguments(step: Step) -> tuple[list[Any], dict[str, Any]]:
+    return [_made_up(a) for a in step.node.args], {k: _made_up(v) for k, v in step.node.kwargs.items()}
+
+
+def made_up_inputs(found: Trace) -> list[torch.Tensor]:
+    """Tensors like those that the function was traced for."""
+    return [_made_up(node) for node in found.inputs]
+
+
+def _made_up(value: Any) -> Any:
+    """A real value of the shape that the trace saw: random numbers, zeros where they are indices.
+
+    They are between zero and one: a kernel on a GPU that gets a probability beyond that ends the whole process.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)(_made_up(one) for one in value)
+    if not isinstance(value, Node):
+        return value
+    meta = value.meta["val"]
+    # Filled before it gets its strides: an expanded tensor cannot be written to.
+    count = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride(), strict=True))
+    made = torch.zeros(max(count, 0) if meta.numel() else 0, dtype=meta.dtype, device=meta.device)
+    return (made.uniform_() if meta.is_floating_point() else made).as_strided(meta.shape, meta.stride())
+
+
+# The roofline
+
+
+def rates(device: Gpus | None) -> tuple[float, float]:
+    """Multiplications and additions a second, and bytes a second, of one thread or of the GPU."""
+    where = torch.device("cpu") if device is None else device[0]
+    size, count = (256, 1 << 20) if device is None else (4096, 1 << 27)
+    with torch.no_grad(), threads_and_modes.operation_threads(1):
+        a, b = torch.rand(size, size, device=where), torch.zeros(count, device=where)
+        product = _least(lambda: a @ a, device)
+        copy = _least(b.clone, device)
+    return 2 * size**3 / product, 8 * count / copy
+
+
+def _least(work: Callable[[], Any], device: Gpus | None) -> float:
+    least = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        if device is not None:
+            torch.cuda.synchronize(device[0])
+        least = min(least, time.perf_counter() - start)
+    return least
+
+
+def estimated(found: Trace, number: int, device: Gpus | None, known: tuple[float, float]) -> tuple[float, float]:
+    """Seconds by the roofline: the longer of computing and of moving bytes."""
+    step = found.steps[number]
+    values = [node.meta.get("val") for node in [*step.node.all_input_nodes, *step.nodes]]
+    touched = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    if step.task.kind.startswith("copy"):
+        return _LAUNCH + touched / 2 / _TO_HOST, 1.0
+    seconds = max(_operations(step.node) / known[0], touched / known[1])
+    share = 1 / torch.get_num_threads() if device is None else 0.5
+    return _LAUNCH + seconds, share
+
+
+def _operations(node: Node) -> float:
+    """Multiplications and additions, where PyTorch knows how to count them."""
+    counted = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if counted is None:
+        return 0.0
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(value(one) for one in argument)
+        return argument.meta["val"] if isinstance(argument, Node) else argument
+
+    try:
+        arguments, named = value(node.args), {k: value(v) for k, v in node.kwargs.items()}
+        total = float(counted(*arguments, **named, out_val=node.meta["val"]))
+    except Exception:  # an operation with results in another form than was counted on
+        return 0.0
+    return total if math.isfinite(total) else 0.0

@@ -1,0 +1,288 @@
+"""Runs the code of lanes on a GPU, captured in one CUDA graph and replayed.
+
+A graph's memory is always the same: arguments are copied in, and results copied out to memory of the caller's own. Both
+are done by the graph itself where they can be (:mod:`torch_graph_copies`); otherwise before and after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from manyhands.backends.torch.capture.facts import results_share
+from manyhands.backends.torch.capture.fast_match import Given
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.run.codegen import Plan, generate, gpu_lanes
+from manyhands.backends.torch.run.graph_copies import Copies, can_be_copied, prepare
+from manyhands.backends.torch.run.result_copies import allocator, copied
+from manyhands.backends.torch.run.streams import Gpus, as_traced, let_draw_again, streams_of
+from manyhands.errors import CannotCompile
+
+_LIKELY = 32  # calls in a row whose arguments are in the same places
+_LITTLE = 1 / 100  # of the device's memory: results that may be there twice, once for each graph of a run
+_of_thread = threading.local()
+
+
+@contextmanager
+def only_tried() -> Iterator[None]:
+    """Calls of this thread that try runs out: nothing follows from where their arguments are."""
+    before = getattr(_of_thread, "tries", False)
+    _of_thread.tries = True
+    try:
+        yield
+    finally:
+        _of_thread.tries = before
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph with its results, and its copies, which are aimed before a replay."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: list[Any]
+    copies_in: Copies | None
+    copies_out: Copies | None
+    replay: Callable[[], None]
+
+
+class GraphRun:
+    """A run captured in one CUDA graph. Parameters are read in place, other arguments are copied in.
+
+    Where the arguments of many calls in a row lie in the same places, a second graph is captured that reads and writes
+    them there: nothing is copied in any more. It shares the first one's memory, but for results, which were there when
+    it was captured: a result of either graph may be the next call's argument. It keeps no argument: it is only replayed
+    for one that is in this place, whoever had the memory meanwhile.
+
+    Results are the caller's; with ``reuse_outputs`` they are the graph's own, and the next replay overwrites them.
+    """
+
+    concurrent = False  # there is one memory for all replays
+
+    def __init__(
+        self, trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
+    ) -> None:
+        self._devices, self._device = devices, devices[0]
+        self._static = [_static(tensor) for tensor in inputs]
+        self._written = _written_inputs(trace)
+        # The graph knows addresses: that memory is kept, whatever becomes of the tensors.
+        self._kept = [value.detach() for value in trace.constant_values()]
+        self._changed = _written_constants(trace)
+        streams = streams_of(plan, devices)
+        self._first = streams[next(iter(gpu_lanes(trace, plan)), 0)]
+        self._issue = generate(trace, plan, streams, static=True).build()
+        self._from_host = any(step.task.kind == "copy in" for step in trace.steps)
+        self._to_host = any(step.task.kind == "copy out" for step in trace.steps)
+        self._over = torch.cuda.Event()
+        self._stream = torch.cuda.current_stream(self._device)  # of the last replay
+        self._moving: list[int] = []  # the arguments that the graph copies in, and those that are copied before it
+        self._before: list[int] = []
+        self._fresh: Callable[[], list[torch.Tensor]] | None = None  # memory that the graph copies results to
+        self._forms: list[Any] = []  # of that memory
+        self._again: list[int] | None = None  # which of these each result is, where one is there twice
+        self._keep: Callable[[Sequence[Any]], list[Any]] | None = None  # otherwise: what copies them after it
+        self._prepare_copies(inputs, self._warmed_up(), reuse_outputs, results_share(trace))
+        try:
+            self._own = self._captured(self._static, self._moving)
+        except CannotCompile:  # copies that cannot be found again in the graph
+            self._before, self._moving, self._fresh = [*range(len(inputs))], [], None
+            self._own = self._captured(self._static, self._moving)
+        self._last: tuple[int, ...] = ()  # where the arguments of the last call were, and for how many calls in a row
+        self._times = 0
+        self._places: tuple[int, ...] | None = None
+        self._in_place: _Captured | None = None
+
+    def _warmed_up(self) -> list[Any]:
+        """Results of a first run, which makes libraries ready and, on every stream, their workspaces."""
+        self._first.wait_stream(self._stream)
+        with as_traced(self._devices, self._first):
+            results: list[Any] = self._issue(self._static)
+        self._stream.wait_stream(self._first)
+        torch.cuda.synchronize(self._device)
+        return results
+
+    def _prepare_copies(
+        self, inputs: Sequence[torch.Tensor], results: list[Any], reuse_outputs: bool, sharing: bool
+    ) -> None:
+        """Decide what the graph copies itself: everything that is compiled for it is compiled here."""
+        moving = [n for n, one in enumerate(inputs) if one.is_cuda and type(one) is not torch.nn.Parameter]
+        self._moving = moving if self._can_copy([inputs[number] for number in moving]) else []
+        self._before = sorted({*range(len(inputs))} - {*self._moving})
+        if reuse_outputs:
+            return
+        self._keep = functools.partial(copied, sharing=sharing)
+        if sharing or not all(type(one) is torch.Tensor for one in results):
+            return
+        distinct = _distinct(results)
+        if self._can_copy(distinct):
+            self._fresh = allocator(distinct)
+            self._forms = [_form(one) for one in distinct]
+            numbers = {id(one): number for number, one in enumerate(distinct)}
+            if len(distinct) < len(results):  # what is one tensor stays one
+                self._again = [numbers[id(one)] for one in results]
+
+    def _can_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
+        if not can_be_copied(tensors, self._device):
+            return False
+        try:
+            prepare(len(tensors), self._device)
+        except CannotCompile:  # no NVRTC, an old GPU: PyTorch copies before and after the graph
+            return False
+        return True
+
+    def _captured(self, inputs: Sequence[torch.Tensor], moving: Sequence[int], pool: Any = None) -> _Captured:
+        """The run as a graph; ``moving`` are the numbers of the inputs that it copies in."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        copies_in = Copies("copy_in", [inputs[number] for number in moving], self._device) if moving else None
+        copies_out = None
+        # Other threads may go on allocating and copying meanwhile, as those that load data do.
+        how: Any = {"stream": self._first, "pool": pool, "capture_error_mode": "thread_local"}
+        try:
+            with as_traced(self._devices, self._first), torch.cuda.graph(graph, **how):
+                if copies_in is not None:
+                    copies_in.launch()
+                outputs: list[Any] = self._issue(inputs)
+                if self._fresh is not None:
+                    copies_out = Copies("copy_out", self._as_before(_distinct(outputs)), self._device)
+                    copies_out.launch()
+        except BaseException:
+            let_draw_again(self._device)
+            raise
+        with torch.cuda.device(self._device):
+            graph.instantiate()
+            for copies in (copies_in, copies_out):
+                if copies is not None:
+                    copies.find(graph)
+        replay = functools.partial(torch._C._CUDAGraph.replay, graph)  # without a detour through Python
+        return _Captured(graph, outputs, copies_in, copies_out, replay)
+
+    def _as_before(self, outputs: list[Any]) -> list[Any]:
+        """They are copied as bytes: they have to have the form that fresh memory is made in."""
+        if [_form(one) for one in outputs] != self._forms:
+            raise CannotCompile("results came out in another form when they were captured")
+        return outputs
+
+    def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        fresh = None if self._fresh is None else _allocated(self._fresh)
+        raw = torch._C._cuda_getCurrentRawStream(self._device.index)  # to ask for the stream itself takes long
+        if raw != self._stream.cuda_stream:  # there the replay before may still run, or its results be copied
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_stream(self._stream)
+            self._stream = stream
+        places = inputs.places if type(inputs) is Given else tuple(given.data_ptr() for given in inputs)
+        if places == self._places:
+            assert self._in_place is not None
+            captured = self._in_place
+        else:
+            captured = self._own
+            self._copy_in(inputs, captured.copies_in)
+        if fresh is not None:
+            captured.copies_out.aim(fresh)  # type: ignore[union-attr]
+        captured.replay()
+        if captured is self._own:
+            self._copy_back(inputs)
+            self._note(places, inputs)
+        if self._changed or self._written:
+            changed = [*self._changed, *(inputs[number] for number in self._written)]
+            increment_version(changed)  # as writing operation by operation does: a later backward pass has to know
+        if self._from_host:
+            self._over.record(self._stream)
+        if self._to_host:
+            self._stream.synchronize()
+        if fresh is None:
+            return captured.outputs if self._keep is None else self._keep(captured.outputs)
+        return fresh if self._again is None else [fresh[number] for number in self._again]
+
+    def _copy_in(self, inputs: Sequence[torch.Tensor], copies: Copies | None) -> None:
+        """Arguments on the GPU are copied by the graph, if it can; what is where the graph has it is left alone."""
+        if copies is not None:
+            copies.aim([inputs[number] for number in self._moving])
+        into, source = [], []
+        for number in self._before:
+            own, given = self._static[number], inputs[number]
+            if own.data_ptr() == given.data_ptr():
+                continue
+            if own.device.type == "cpu":
+                self._over.synchronize()  # the replay before may still be reading it
+                own.copy_(given.detach())
+            else:
+                into.append(own)
+                source.append(given.detach())
+        if into:
+            torch._foreach_copy_(into, source)
+
+    def _copy_back(self, inputs: Sequence[torch.Tensor]) -> None:
+        """What the graph has written to its own copies of arguments."""
+        for number in self._written:
+            given = inputs[number]
+            # A result of the call before, given as argument, is this call's result now.
+            if given.data_ptr() != self._static[number].data_ptr() and not _share(given, self._own.outputs):
+                given.detach().copy_(self._static[number])
+
+    def _note(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> None:
+        """Count the calls whose arguments stay where they are; read them in place when that has become likely."""
+        if getattr(_of_thread, "tries", False):
+            return
+        self._times = self._times + 1 if places == self._last else 0
+        self._last = places
+        if self._times != _LIKELY or self._in_place is not None or not self._pays(places, inputs):
+            return
+        with suppress(RuntimeError):  # nothing is lost: they are copied as before
+            self._in_place = self._captured([tensor.detach() for tensor in inputs], (), self._own.graph.pool())
+            self._places = places
+
+    def _pays(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether something is copied that need not be, and the results take little memory a second time."""
+        if not all(tensor.is_cuda for tensor in inputs) or places == tuple(own.data_ptr() for own in self._static):
+            return False
+        again = sum(one.untyped_storage().nbytes() for one in self._own.outputs if isinstance(one, torch.Tensor))
+        return again <= _LITTLE * torch.cuda.get_device_properties(self._device).total_memory
+
+
+def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Memory for results, before anything runs."""
+    try:
+        return allocate()
+    except torch.OutOfMemoryError as error:
+        error.nothing_was_done = True  # type: ignore[attr-defined]
+        raise
+
+
+def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(one): one for one in values}.values())
+
+
+def _form(one: torch.Tensor) -> Any:
+    return one.shape, one.stride(), one.dtype
+
+
+def _share(one: torch.Tensor, others: Sequence[Any]) -> bool:
+    memory = one.untyped_storage().data_ptr()
+    return any(isinstance(other, torch.Tensor) and other.untyped_storage().data_ptr() == memory for other in others)
+
+
+def _static(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter is the same tensor at every call: read in place rather than copied."""
+    if type(tensor) is torch.nn.Parameter:
+        return tensor.detach()
+    if tensor.device.type == "cpu":
+        kept = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+        return kept.copy_(tensor.detach())
+    return tensor.detach().clone()
+
+
+def _written_inputs(trace: Trace) -> list[int]:
+    written = frozenset().union(*(step.task.writes for step in trace.steps))
+    return [number for number, node in enumerate(trace.inputs) if trace.storages[node] & written]
+
+
+def _written_constants(trace: Trace) -> list[torch.Tensor]:
+    written = frozenset().union(*(step.task.writes for step in trace.steps))
+    found = [getattr(trace.module, str(node.target)) for node in trace.constants if trace.storages[node] & written]
+    return [value for value in found if isinstance(value, torch.Tensor) and not value.is_inference()]

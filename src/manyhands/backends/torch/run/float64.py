@@ -1,0 +1,290 @@
+"""Runs a trace in float64: what its results would be if nothing were rounded on the way (nearly).
+
+Plain execution rounds, compiled code rounds at other places; which of the two is nearer to the truth is seen only from
+a third one (:mod:`exactness`). A trace is operations on tensors with their types written out, so it can be run with
+wider ones: tensors that are given are widened, and wherever an operation names a floating type it gets the wide one:
+
+    as it was traced, under autocast                          in float64
+    a = _to_copy(x, dtype=bfloat16)                           a = _to_copy(x, dtype=float64)
+    b = mm(a, w)                     7 bits behind the point  b = mm(a, w)                             52 bits
+    c = _log_softmax(_to_copy(b, dtype=float32), 1, False)    c = _log_softmax(_to_copy(b, dtype=float64), 1, False)
+    total.add_(c.sum())                                       the same, to a copy of ``total``
+
+Nothing of the caller's is touched: what is written to is a copy. Integers stay what they are. Copies of tensors that
+share memory share it too, and every result has the strides that the trace says, whatever a float64 kernel would give:
+views of it are then right. What cannot be run so raises :class:`CannotBeExact` with the reason: random numbers (others
+would be drawn), operations that look at the bits of a number, and those that have no float64 kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Interpreter, Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+from manyhands.addresses import joined
+from manyhands.backends.exactness import Distance, Verdict, judge
+from manyhands.backends.torch.addresses import span_of
+from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Trace
+from manyhands.errors import CannotBeExact
+
+_aten = torch.ops.aten
+_WIDE = {True: torch.complex128, False: torch.float64}  # whether it is complex
+_FEW = 16  # numbers of a result, below which it may be right by luck
+_TF32 = 2.0**-10
+_LUCK = {True: 5e-2, False: 5e-3}  # whether numbers are of low precision
+_LEAP = 2.5e-3  # in ResNet-18 with a batch of 16 one flipped ReLU makes 1.4e-3 of the gradients before it
+_LEAPING = {
+    "threshold_backward", "hardtanh_backward", "leaky_relu_backward", "elu_backward", "max_pool2d_with_indices",
+    "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d", "max", "min", "gt", "lt", "ge", "le", "eq",
+    "ne", "argmax", "argmin", "argsort", "sort", "topk", "kthvalue", "median", "sign", "sgn", "round", "floor", "ceil",
+    "trunc", "fmod", "remainder", "bucketize", "searchsorted",
+}  # fmt: skip
+# What reads or makes other types than those that it is given, behind its schema's back.
+_BY_BITS = (
+    "view.dtype", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_", "_scaled_mm", "quantize", "fake_quant",
+    "frexp", "nextafter",
+)  # fmt: skip
+_SOFTMAX = (_aten._softmax.default, _aten._log_softmax.default)
+
+
+def exact(found: Trace, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> list[Any]:
+    """The results of a trace in float64, its gradients, and what it leaves in these ``written`` tensors of the caller.
+
+    ``found`` is a trace without compiled regions.
+    """
+    for step in found.steps:
+        _must_be_plain(step.task.token, step.node)
+    if coarsest(found) < 1e-8:
+        raise CannotBeExact("it computes in float64 already")
+    try:
+        with torch.no_grad(), torch._C._DisableAutocast():
+            run = _Wide(found, tensors)
+            results = run.run(*tensors)
+            return [*results, *(run.of[id(tensor)] for tensor in written)]
+    except CannotBeExact:
+        raise
+    except Exception as error:  # no kernel, no memory
+        text = str(error).strip().splitlines()
+        raise CannotBeExact(f"{type(error).__name__}: {text[0] if text else 'no reason given'}") from None
+
+
+def _must_be_plain(token: str | None, node: Node) -> None:
+    name = str(node.target).removeprefix("aten.")
+    if token is not None:
+        raise CannotBeExact(f"{name} draws random numbers: other types would draw others")
+    if name.startswith(_BY_BITS):
+        raise CannotBeExact(f"{name} depends on how numbers are stored")
+
+
+class _Wide(Interpreter):
+    """Runs a graph with float64 in the place of every floating type."""
+
+    def __init__(self, found: Trace, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(found.module)
+        given = [*tensors, *found.constant_values()]
+        whole = any(str(node.target).startswith("aten.as_strided") for node in found.module.graph.nodes)
+        self.of = _widened({id(one): one for one in given}, whole)
+        self._node: Node | None = None
+
+    def run_node(self, n: Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._copy(super().placeholder(target, args, kwargs))
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._copy(super().get_attr(target, args, kwargs))
+
+    def _copy(self, value: Any) -> Any:
+        return self.of[id(value)] if isinstance(value, torch.Tensor) else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        node = self._node
+        assert node is not None
+        schema = getattr(target, "_schema", None)
+        if schema is None:  # a part of several results
+            return super().call_function(target, args, kwargs)
+        args, kwargs = tree_map(_wide_type, (args, kwargs))
+        if _makes_numbers(node):
+            args, kwargs = tree_map(_as_number, (args, kwargs))
+            if any(one.name == "dtype" for one in schema.arguments):
+                kwargs = {"dtype": _WIDE[node.meta["val"].is_complex()], **kwargs}
+        if target in _SOFTMAX:
+            args = (*args[:2], False)  # it was to give float32 for half numbers
+        metas: Any = node.meta.get("val")
+        if target is _aten.cudnn_batch_norm.default:
+            # PyTorch's own instead, without cuDNN's note for its backward pass.
+            result, metas = (*_aten.native_batch_norm.default(*args[:8]), None), (*metas[:3], None)
+        elif target is _aten.cudnn_batch_norm_backward.default:
+            x, gradient, *others = args[:7]
+            result = _aten.native_batch_norm_backward.default(gradient, x, *others, True, args[7], [True] * 3)
+        else:
+            result = target(*args, **kwargs)
+        if target in HIDDEN_VIEWS or any(one.alias_info is not None for one in schema.returns):
+            return result
+        if isinstance(result, (list, tuple)):
+            parts = [_in_form(one, meta) for one, meta in zip(result, metas, strict=True)]
+            return parts if isinstance(result, list) else tuple(parts)
+        return _in_form(result, metas)
+
+
+def _wide_type(value: Any) -> Any:
+    if isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex):
+        return _WIDE[value.is_complex]
+    return value
+
+
+def _makes_numbers(node: Node) -> bool:
+    """Whether floating numbers come out where only integers, or nothing, went in: they would be float32."""
+    inputs = [one.meta.get("val") for one in node.all_input_nodes]
+    if not _is_number(node.meta.get("val")) or any(_is_number(one) for one in tree_leaves(inputs)):
+        return False
+    return not inputs or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _as_number(value: Any) -> Any:
+    """Integers as floating numbers; a mask stays one."""
+    if isinstance(value, torch.Tensor) and not _is_number(value) and value.dtype is not torch.bool:
+        return value.double()
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _in_form(result: Any, meta: Any) -> Any:
+    """A fresh result, wide, and with the strides that the trace says."""
+    if not isinstance(result, torch.Tensor) or not isinstance(meta, torch.Tensor):
+        return result
+    if result.shape != meta.shape:
+        raise CannotBeExact(f"a result is {tuple(result.shape)} in float64, and {tuple(meta.shape)} as it was traced")
+    if _is_number(result):
+        result = result.to(_WIDE[result.is_complex()])
+    if result.numel() < 2 or result.stride() == meta.stride():
+        return result
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=result.dtype, device=result.device).copy_(result)
+
+
+def _widened(tensors: dict[int, torch.Tensor], whole: bool) -> dict[int, torch.Tensor]:
+    """Wide copies, by the identity of each; those that share memory share it again.
+
+    ``whole``: with all of the memory that a tensor lies in, because places in it are named by their numbers.
+    """
+    groups: dict[int, list[torch.Tensor]] = {}
+    for one in tensors.values():
+        groups.setdefault(one.untyped_storage()._cdata, []).append(one)
+    spans = [span for group in groups.values() if (span := span_of(group[0])) is not None]
+    if len(joined(spans)) < len(spans):
+        raise CannotBeExact("two tensors lie in one memory, and PyTorch does not know it (from_numpy)")
+    found: dict[int, torch.Tensor] = {}
+    for group in groups.values():
+        first = group[0]
+        if len({one.dtype for one in group}) > 1:
+            raise CannotBeExact("two tensors see one memory as numbers of different types")
+        low = 0 if whole else min(one.storage_offset() for one in group)
+        high = first.untyped_storage().nbytes() // first.element_size() if whole else max(map(_end, group))
+        flat = first.detach().as_strided((high - low,), (1,), low)
+        base = flat.to(_WIDE[first.is_complex()] if _is_number(first) else first.dtype, copy=True)
+        for one in group:
+            found[id(one)] = base.as_strided(one.shape, one.stride(), one.storage_offset() - low)
+    return found
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The first place in its memory behind a tensor."""
+    if not tensor.numel():
+        return int(tensor.storage_offset())
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + reach + 1)
+
+
+# Distances
+
+
+def coarsest(found: Trace) -> float:
+    """The relative rounding of the least exact numbers that a trace computes with."""
+    values = [value for node in found.storages for value in tree_leaves(node.meta.get("val")) if _is_number(value)]
+    least = max((torch.finfo(value.dtype).eps for value in values), default=0.0)
+    return max(least, _TF32) if least > 1e-8 and found.gpus() and may_use_tf32() else least
+
+
+def may_use_tf32() -> bool:
+    """Whether float32 products and convolutions on GPUs may be done with ten bits."""
+    return any(torch._C._get_fp32_precision_getter("cuda", of) == "tf32" for of in ("matmul", "conv"))
+
+
+def leaps(found: Trace) -> bool:
+    """Whether a trace has operations by which a rounding becomes a leap: derivatives with a corner, comparisons."""
+    return any(step.task.name in _LEAPING for step in found.steps)
+
+
+def verdict(
+    ours: Sequence[Any],
+    plain: Sequence[Any],
+    exactly: Sequence[Any],
+    coarse: float,
+    *,
+    leaping: bool = True,
+    before: Sequence[torch.Tensor] = (),
+) -> Verdict:
+    """Whether results are as exact as those of plain execution; ``coarse`` is the rounding that both computed with.
+
+    ``before``: of the last of them, which were written to, what was there.
+    """
+    return judge(distances(ours, plain, exactly, coarse, before), _LUCK[coarse > 1e-4], _LEAP if leaping else 0.0)
+
+
+def distances(
+    ours: Sequence[Any],
+    plain: Sequence[Any],
+    exactly: Sequence[Any],
+    coarse: float,
+    before: Sequence[torch.Tensor] = (),
+) -> list[Distance]:
+    """How far two ways are from exact results, one by one; ``coarse`` is the rounding of what they computed with.
+
+    Results that differ in shape, in type, in what is no number and where are infinitely far from each other.
+    """
+    there = [*[None] * (len(plain) - len(before)), *before]
+    return [
+        _distance(a, b, c, coarse, there)
+        for a, b, c, there in zip(ours, plain, exactly, there, strict=True)
+        if isinstance(b, torch.Tensor) or a != b
+    ]
+
+
+def _distance(ours: Any, plain: Any, exactly: Any, coarse: float, before: torch.Tensor | None) -> Distance:
+    same = isinstance(ours, torch.Tensor) and ours.shape == plain.shape and ours.dtype == plain.dtype
+    if not same:
+        return Distance(math.inf, 0.0, 1.0, 0.0)
+    floor = 0.0
+    if _is_number(plain):
+        own = torch.finfo(plain.dtype).eps
+        floor = max(4 * own if own > 1e-5 else 64 * own, 4 * coarse if plain.numel() < _FEW else 0.0)
+    elif torch.equal(plain, exactly) and not torch.equal(ours, plain):
+        return Distance(math.inf, 0.0, 1.0, 0.0)
+    finite = plain.isfinite()
+    if not bool(finite.all()):
+        if not torch.equal(ours[~finite].nan_to_num(), plain[~finite].nan_to_num()):
+            return Distance(math.inf, 0.0, 1.0, floor)
+        ours, plain, exactly = ours[finite], plain[finite], exactly[finite]
+        before = before[finite] if before is not None else None
+    wide = _WIDE[exactly.is_complex()]
+    a, b, c = ours.to(wide), plain.to(wide), exactly.to(wide)
+    size = float(c.norm())
+    if not math.isfinite(size):
+        raise CannotBeExact("exact results are infinite, or no numbers, where plain execution's are not")
+    ours_off, plain_off = float((a - c).norm()), float((b - c).norm())
+    ours_off = ours_off if math.isfinite(ours_off) else math.inf
+    change = float((c - before.detach().to(wide)).norm()) if before is not None else 0.0
+    # Where rounding leaves the change to be seen: a thousandth of a weight in bfloat16 is lost in plain execution too.
+    if plain_off + floor * size < change / 4:
+        return Distance(ours_off, plain_off, change, floor * size / change, size)
+    return Distance(ours_off, plain_off, size, floor)

@@ -1,0 +1,163 @@
+"""Copies inside of a CUDA graph between its own memory and memory that is elsewhere at every replay.
+
+A captured graph reads and writes the same addresses for ever, but arguments lie wherever the caller has them, and
+results go to fresh memory, which is the caller's. To copy these before and after a replay takes two more launches. So
+the copies are nodes of the graph: kernels of ours (``copy_parts.cu``) that take addresses as arguments, and these are
+set in the instantiated graph before it is launched:
+
+    results = fresh()
+    copies.aim(results)
+    graph.replay()
+
+A replay that is still under way keeps the addresses that it was launched with. Nobody may aim, or replay the same
+graph, in another thread at the same time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
+from manyhands.backends.torch.run.result_copies import has_no_gaps
+from manyhands.errors import CannotCompile
+
+_ROOMS = (8, 32, 120, 480)  # parts that a kernel has room for, 32 bytes of arguments each; old drivers take 4096 bytes
+_THREADS = 256
+_CHUNK = _THREADS * 16 * 8  # bytes that a block copies
+_NEVER = (1 << 63) - 1  # the first block of parts that there are not
+_KERNEL = 0  # the type of a node
+_of_thread = threading.local()
+_NEEDED = (  # of CUDA's driver
+    "cuGraphGetNodes",
+    "cuGraphNodeGetType",
+    "cuGraphKernelNodeGetParams_v2",
+    "cuGraphExecKernelNodeSetParams_v2",
+)
+
+
+def can_be_copied(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Whether copying these is copying bytes: all on this GPU, each in a piece of memory without gaps."""
+    return 0 < len(tensors) <= _ROOMS[-1] and all(
+        one.device == device
+        and one.layout is torch.strided
+        and not (one.is_conj() or one.is_neg())
+        and has_no_gaps(one)
+        for one in tensors
+    )
+
+
+def prepare(count: int, device: torch.device) -> tuple[Kernels, int]:
+    """The kernels for so many tensors, and how many they have room for; to be called before a capture.
+
+    They are compiled when they are first asked for.
+    """
+    room = next(room for room in _ROOMS if room >= count)
+    kernels = compiled("copy_parts.cu", device, PARTS=str(room), CHUNK=str(_CHUNK))
+    if missing := [name for name in _NEEDED if not hasattr(kernels.driver, name)]:
+        raise CannotCompile(f"CUDA's driver has no {missing[0]}")
+    with torch.cuda.device(device):
+        for name in ("copy_in", "copy_out"):
+            kernels.function(name)
+    return kernels, room
+
+
+def pieces(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """For parts of so many bytes the first block of each, and how many blocks there are in all."""
+    firsts, blocks = [], 0
+    for size in sizes:
+        firsts.append(blocks)
+        blocks += math.ceil(size / _CHUNK)
+    return firsts, max(1, blocks)
+
+
+class Copies:
+    """From tensors elsewhere to these (``copy_in``), or from these to tensors elsewhere (``copy_out``).
+
+    The tensors are such as :func:`can_be_copied`; those elsewhere have the same form.
+    """
+
+    def __init__(self, name: str, near: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._name, self._device = name, device
+        self._kernels, room = prepare(len(near), device)
+        sizes = [one.numel() * one.element_size() for one in near]
+        firsts, self._blocks = pieces(sizes)
+        here, there = (room, 0) if name == "copy_in" else (0, room)
+        # As the kernel has them: all sources, all targets, all sizes, all first blocks.
+        numbers = (ctypes.c_uint64 * (4 * room))()
+        for start, given in ((here, [one.data_ptr() for one in near]), (2 * room, sizes)):
+            numbers[start : start + len(near)] = given  # type: ignore[assignment]
+        numbers[3 * room :] = firsts + [_NEVER] * (room - len(near))  # type: ignore[assignment]
+        self._numbers, self._first, self._last = numbers, there, there + len(near)
+        self._places = (ctypes.c_void_p * 1)(ctypes.addressof(numbers))
+        self._settings = _Settings()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._set: Callable[[], int] | None = None
+
+    def launch(self) -> None:
+        """Put the copies on the current stream, which is being captured; they copy nothing before they are aimed."""
+        self._kernels.launch_at(self._name, (self._blocks, 1), (_THREADS, 1), self._places)
+
+    def find(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Look up the copies in the graph that was captured, which was told to keep what it is made of."""
+        driver = self._kernels.driver
+        node = _node(driver, graph.raw_cuda_graph(), self._kernels.function(self._name), self._settings)
+        self._settings.places = ctypes.addressof(self._places)
+        self._settings.extra = None
+        given = graph.raw_cuda_graph_exec(), node, ctypes.addressof(self._settings)
+        self._set = functools.partial(driver.cuGraphExecKernelNodeSetParams_v2, *map(ctypes.c_void_p, given))
+        self._graph = graph  # keeps the node
+        if answer := self._set():
+            raise CannotCompile(f"CUDA does not let the copies of a graph be aimed: error {answer}")
+
+    def aim(self, far: Sequence[torch.Tensor]) -> None:
+        """The next replay copies from, or to, these."""
+        if not hasattr(_of_thread, "context"):
+            _enter(self._device)
+        self._numbers[self._first : self._last] = [one.data_ptr() for one in far]
+        if answer := self._set():  # type: ignore[misc]
+            raise RuntimeError(f"CUDA does not let the copies of a graph be aimed anew: error {answer}")
+
+
+def _enter(device: torch.device) -> None:
+    """Make sure of a context in this thread: without one, CUDA's driver crashes when it is asked past PyTorch."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()
+    _of_thread.context = True
+
+
+class _Settings(ctypes.Structure):
+    """CUDA's description of a kernel in a graph (``CUDA_KERNEL_NODE_PARAMS_v2``)."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("places", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+def _node(driver: ctypes.CDLL, graph: int, function: ctypes.c_void_p, settings: _Settings) -> int:
+    """The graph's node that runs this kernel; ``settings`` are filled with what it was captured with."""
+    whole, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    refused = driver.cuGraphGetNodes(whole, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    refused = refused or driver.cuGraphGetNodes(whole, nodes, ctypes.byref(count))
+    kind = ctypes.c_int()
+    for node in nodes if not refused else ():
+        if driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) or kind.value != _KERNEL:
+            continue
+        answer = driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(settings))
+        if answer == 0 and settings.function == function.value:
+            assert node is not None
+            return node
+    raise CannotCompile("the copies are not in the graph that was captured with them")

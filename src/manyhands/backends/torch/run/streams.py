@@ -1,0 +1,159 @@
+"""Runs the code of lanes on GPUs, issued anew at every call; and why one CUDA graph would not do instead.
+
+A graph (:mod:`torch_graph_run`) takes the host out of the way, but its memory is always the same. Issuing anew costs
+the host some microseconds an operation, and gives fresh results: better where much goes to the host, and the only way
+where the CPU computes in between, or numbers on the host are arguments of kernels.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.run.codegen import Plan, Stamps, generate, gpu_lanes, on_cpu
+
+_MUCH = 16 << 20  # bytes to the host: beyond that a graph's results would be copied on the host for too long
+
+
+def why_no_graph(trace: Trace) -> str | None:
+    """Why the trace cannot be, or is better not, captured in a CUDA graph."""
+    to_host = 0
+    if len(gpus := trace.gpus()) > 1:
+        return f"no CUDA graph: it uses several GPUs ({', '.join(sorted(gpus))}), which are issued at every call"
+    for step in trace.steps:
+        if on_cpu(step):
+            return f"no CUDA graph: {step.task.name} is computed on the CPU"
+        if step.task.kind == "compute" and any(_on_host(one) for one in step.node.all_input_nodes):
+            return f"no CUDA graph: {step.task.name} takes a number from the host, which would stay as it was captured"
+        if step.task.kind == "copy in" and any(one.op != "placeholder" for one in step.node.all_input_nodes):
+            return f"no CUDA graph: {step.task.name} copies a tensor from outside, or computed, from the host"
+        if step.task.kind == "copy out" and step.node.target is torch.ops.aten.copy_.default:
+            return "no CUDA graph: copy_ writes to memory of the host, which may be elsewhere at the next call"
+        if step.task.kind == "copy out":
+            value = step.node.meta["val"]
+            to_host += value.numel() * value.element_size()
+    if to_host > _MUCH:
+        return f"no CUDA graph: {to_host / 1e6:.0f} MB go to the host, into memory that every call needs afresh"
+    return None
+
+
+def copies_or_computes_on_host(trace: Trace) -> bool:
+    return any(on_cpu(step) or step.task.kind in ("copy in", "copy out") for step in trace.steps) or any(
+        _on_host(one) for step in trace.steps for one in step.node.all_input_nodes
+    )
+
+
+def _on_host(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+Gpus = tuple[torch.device, ...]  # those that a function uses, in order; the first one begins and ends a run
+
+
+@contextmanager
+def as_traced(devices: Gpus, stream: torch.cuda.Stream) -> Iterator[None]:
+    """The casts and the gradients are in the trace; the streams of all devices are put back."""
+    before = [torch.cuda.current_stream(device) for device in devices]
+    with (
+        torch.cuda.device(devices[0]),
+        torch.no_grad(),
+        torch.autocast("cuda", enabled=False),
+        torch.autocast("cpu", enabled=False),
+        torch.cuda.stream(stream),
+    ):
+        try:
+            yield
+        finally:
+            for one in before[1:]:
+                torch.cuda.set_stream(one)
+
+
+def streams_of(plan: Plan, devices: Gpus) -> list[torch.cuda.Stream]:
+    """A stream for each lane, on its device; those of the CPU's lanes are not used."""
+    named = {f"gpu:{device.index or 0}": device for device in devices}
+    return [torch.cuda.Stream(named.get(name, devices[0])) for name in plan.devices]
+
+
+class StreamRun:
+    """A run that is issued anew at every call. Its results are fresh."""
+
+    concurrent = True
+
+    def __init__(self, trace: Trace, plan: Plan, devices: Gpus, stamps: Stamps | None = None) -> None:
+        self._devices = devices
+        self._streams = streams_of(plan, devices)
+        self._first = self._streams[next(iter(gpu_lanes(trace, plan)), 0)]
+        self._run = generate(trace, plan, self._streams, stamps=stamps).build()
+        self._waits = any(step.task.kind == "copy out" for step in trace.steps)
+
+    def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        current = [torch.cuda.current_stream(device) for device in self._devices]
+        for stream in current:
+            self._first.wait_stream(stream)
+        with as_traced(self._devices, self._first):
+            results: list[Any] = self._run(inputs)
+        for stream in current:
+            stream.wait_stream(self._first)
+        if self._waits:
+            self._first.synchronize()
+        for result in results:
+            # It was made on a stream of the run; the caller lets it go on their own.
+            if isinstance(result, torch.Tensor) and result.device.type == "cuda":
+                result.record_stream(torch.cuda.current_stream(result.device))
+        return results
+
+
+def timed_streams(trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devices: Gpus) -> list[tuple[float, float]]:
+    """When each task of a run, issued anew, began and ended: by CUDA events around it, or by the host's clock."""
+    stamps: Stamps = {}
+    run = StreamRun(trace, plan, devices, stamps)
+    run.replay(inputs)  # warms up
+    for times in stamps.values():
+        if isinstance(times[0], float):
+            times.clear()
+    starts = {}
+    for device in devices:
+        torch.cuda.synchronize(device)
+        starts[device] = torch.cuda.Event(enable_timing=True)
+        starts[device].record(torch.cuda.current_stream(device))
+    begin = time.perf_counter()
+    run.replay(inputs)
+    for device in devices:
+        torch.cuda.synchronize(device)
+    found = []
+    for task, step in enumerate(trace.steps):
+        first, last = stamps[task]
+        if on_cpu(step):
+            found.append((first - begin, last - begin))
+        else:
+            start = starts[_gpu(step.task.device, devices)]
+            found.append((start.elapsed_time(first) / 1e3, start.elapsed_time(last) / 1e3))
+    return found
+
+
+def _gpu(name: str, devices: Gpus) -> torch.device:
+    return next(device for device in devices if f"gpu:{device.index or 0}" == name)
+
+
+def let_draw_again(device: torch.device) -> None:
+    """After a capture that failed: the GPU's random numbers may still be thought to be in it.
+
+    A capture that succeeds takes and gives back the same numbers, so that graphs captured before keep theirs. Where
+    there can be none, they get a state of their own, which other graphs know nothing of.
+    """
+    try:
+        with torch.cuda.device(device), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                pass
+    except RuntimeError:
+        generator = torch.cuda.default_generators[device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())

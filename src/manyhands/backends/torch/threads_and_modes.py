@@ -1,0 +1,280 @@
+"""Threads that wait for lanes to run: hired when needed, kept from run to run, joined before the interpreter ends."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from manyhands.addresses import Held, content
+from manyhands.backends.torch.addresses import span_of
+from manyhands.backends.torch.virtual import VirtualTensor
+
+
+class _Worker:
+    """A thread that does one job after the other; it sleeps between them."""
+
+    def __init__(self, number: int) -> None:
+        self._go, self._over = closed_lock(), closed_lock()
+        self._job: Callable[[], None] | None = None
+        self._busy = False
+        self._threads = 0
+        self._thread = threading.Thread(target=self._work, name=f"manyhands lane {number}", daemon=True)
+        self._thread.start()
+
+    def give(self, job: Callable[[], None], threads: int) -> None:
+        """Have a job done that does not raise, with so many threads for each operation."""
+        self._over, self._job, self._wanted, self._busy = closed_lock(), job, threads, True
+        self._go.release()
+
+    def wait(self) -> KeyboardInterrupt | None:
+        """Until the job is over, whoever is impatient; gives the interrupt that came meanwhile."""
+        interrupt = None
+        while self._busy:
+            try:
+                self._over.acquire(timeout=1.0)
+            except KeyboardInterrupt as error:
+                interrupt = error
+        return interrupt
+
+    def dismiss(self) -> None:
+        self._go.release()
+        self._thread.join()
+
+    def _work(self) -> None:
+        torch.set_grad_enabled(False)
+        while True:
+            self._go.acquire()
+            job, self._job = self._job, None
+            if job is None:
+                return
+            if self._threads != self._wanted:
+                torch.set_num_threads(self._wanted)
+                self._threads = self._wanted
+            job()
+            del job  # it holds tensors
+            self._busy = False
+            self._over.release()
+
+
+class Pool:
+    """The workers of one process; a run borrows as many as it needs, and more are hired when none is idle."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []
+        self._hired = itertools.count(1)
+        self.closed = False
+
+    def borrow(self, count: int) -> list[_Worker]:
+        borrowed = []
+        for _ in range(count):
+            try:
+                borrowed.append(self._idle.pop())
+            except IndexError:
+                borrowed.append(_Worker(next(self._hired)))
+        return borrowed
+
+    def give_back(self, workers: Sequence[_Worker]) -> None:
+        self._idle.extend(workers)
+
+    def close(self) -> None:
+        self.closed = True
+        while self._idle:
+            self._idle.pop().dismiss()
+
+
+# A child of os.fork has no threads but the one that forked: it gets a pool of its own.
+_pools: dict[int, Pool] = {}
+
+
+@functools.cache
+def initialize_vector_math() -> None:
+    """Call one vector function before threads do.
+
+    Intel's vector math library, which PyTorch uses for ``sin``, ``exp`` and the like, chooses its kernels in its first
+    call. Where two threads make that call at once, one of them may get a less accurate kernel for it.
+    """
+    torch.exp(torch.zeros(1, device="cpu"))
+
+
+def pool() -> Pool:
+    initialize_vector_math()
+    own = os.getpid()
+    return _pools.get(own) or _pools.setdefault(own, Pool())
+
+
+@atexit.register
+def _close() -> None:
+    """Join the workers before the interpreter goes away under them."""
+    if own := _pools.get(os.getpid()):
+        own.close()
+
+
+def closed_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+# What explicit tasks need of PyTorch (manyhands.tasks.scope)
+
+
+# Bytes of a tensor that are compared whole; blocks of a larger one. PyTorch itself counts nearly all writes.
+_WHOLE, _BLOCKS = 1 << 16, 4
+
+
+def memory_of(value: Any) -> Hashable:
+    """The addresses of a tensor's memory, all of it; other objects are known by themselves."""
+    span = span_of(value)
+    return id(value) if span is None else span
+
+
+def parts_of(value: Any) -> Sequence[Any] | None:
+    """What is read and written with an object; None where PyTorch has nothing to say of it.
+
+    A tensor has its gradient; a module its parameters, buffers, attributes and hooks, and those of the modules in it;
+    an optimizer the weights that it moves and its notes about them.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return _parts_of_sparse(value)
+        return (value.grad,) if value.requires_grad and value.is_leaf and value.grad is not None else ()
+    if isinstance(value, torch.nn.Module):
+        return _parts_of_module(value)
+    if isinstance(value, torch.optim.Optimizer):
+        weights = [weight for group in value.param_groups for weight in group["params"]]
+        return weights + [note for notes in [*value.state.values()] for note in [*notes.values()]]
+    return () if isinstance(value, (torch.dtype, torch.device, torch.Generator)) else None
+
+
+def _parts_of_sparse(value: torch.Tensor) -> Sequence[torch.Tensor]:
+    if value.layout is torch.sparse_coo:
+        return value._indices(), value._values()
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return value.crow_indices(), value.col_indices(), value.values()
+    return ()
+
+
+_NAMES = frozenset(vars(torch.nn.Module()))
+
+
+def _parts_of_module(module: torch.nn.Module) -> list[Any]:
+    """Of PyTorch's own modules without attributes: what can change in them are parameters and buffers."""
+    parts: list[Any] = []
+    for one in module.modules():
+        held = one.__dict__
+        parts += held["_parameters"].values()
+        parts += held["_buffers"].values()
+        parts += held["_forward_hooks"].values()
+        parts += held["_forward_pre_hooks"].values()
+        if not type(one).__module__.startswith("torch."):
+            parts += [part for name, part in held.items() if name not in _NAMES]
+    return parts
+
+
+def version_of(value: Any) -> Any:
+    """PyTorch counts the writes to a tensor, except to one made in inference mode.
+
+    It does not count those through ``.data`` and NumPy: on the host the content is compared, a large one's in a few
+    places. The gradient of a weight is a part of it: ``loss.backward()`` makes it, or adds to it. Of a module it is
+    compared which parameters, buffers and attributes it has, and whether it trains.
+    """
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.nn.Module):
+            return None
+        return Held([*_parts_of_module(value), *(one.training for one in value.modules())])
+    try:
+        version = value._version
+    except RuntimeError:
+        if not value.is_inference():  # not asked first: it lets other threads go before
+            raise
+        version = 0
+    inner = value._inner if type(value) is VirtualTensor else value
+    span = span_of(inner) if inner.is_cpu else None
+    gradient = id(value.grad) if value.requires_grad and value.is_leaf else 0
+    return version, gradient, span and content(span, _WHOLE, _BLOCKS)
+
+
+def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's modes are a thread's own: the task's thread does as the one that gave it.
+
+    Carried along: inference mode, whether gradients are recorded, autocast, the default device, and the current GPU
+    with its stream. The random generators are the process's: which of several tasks draws first is not known, so tasks
+    that draw take a generator each, or write one object.
+    """
+    initialize_vector_math()
+    return functools.partial(_under, _modes(), torch.is_grad_enabled(), function)
+
+
+def _under(modes: _Modes, recorded: bool, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    """A call under these modes, with gradients recorded or not."""
+    there, before = _modes(), torch.is_grad_enabled()
+    try:
+        with _SAME if there == modes else _changed(there, modes):
+            torch._C._set_grad_enabled(recorded)
+            return function(*arguments, **keywords)
+    finally:  # the function may have called set_grad_enabled or set_stream without a with
+        torch._C._set_grad_enabled(before)
+        if there[-1] is not None:
+            torch.cuda.set_stream(there[-1])
+
+
+_SAME = nullcontext()
+# Inference mode; whether there is autocast on the CPU and on GPUs, False where on no device; its dtypes there; whether
+# cast weights are kept; the default device; the GPU's stream.
+_Modes = tuple[
+    bool, tuple[bool, bool] | Literal[False], torch.dtype, torch.dtype, bool, torch.device, torch.cuda.Stream | None
+]
+_CPU = torch.device("cpu")
+
+
+def _modes() -> _Modes:
+    """This thread's modes, as a tuple: quickly made and compared."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch._C._is_any_autocast_enabled() and (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_cache_enabled(),
+        # A default device is a mode on this stack; to ask which takes longer than all the rest.
+        torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU,
+        torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+    )
+
+
+@contextmanager
+def _changed(there: _Modes, wanted: _Modes) -> Iterator[None]:
+    """This thread's modes, which are these, made those that are wanted."""
+    inference, casts, cpu_dtype, gpu_dtype, cached, device, stream = wanted
+    on_cpu, on_gpu = casts or (False, False)
+    with ExitStack() as modes:
+        if stream is not None:
+            modes.enter_context(torch.cuda.stream(stream))
+        if there[0] != inference:
+            modes.enter_context(torch.inference_mode(inference))
+        if there[1:5] != wanted[1:5]:
+            modes.enter_context(torch.autocast("cpu", cpu_dtype, on_cpu, cached))
+            modes.enter_context(torch.autocast("cuda", gpu_dtype, on_gpu, cached))
+        if there[5] != device:
+            modes.enter_context(device)
+        yield
+
+
+@contextmanager
+def operation_threads(wanted: int) -> Iterator[None]:
+    """So many threads for each operation that this thread calls."""
+    before = torch.get_num_threads()
+    if before != wanted:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        if before != wanted:
+            torch.set_num_threads(before)

@@ -1,1 +1,0 @@
-"""From tasks to a schedule over lanes, checked, simulated and explained. Imports no framework."""

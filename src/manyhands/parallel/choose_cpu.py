@@ -1,0 +1,168 @@
+"""Which way to run a traced function on the CPU: as it is written, as straight-line code, or on several lanes.
+
+Frameworks already use several threads for one operation; several lanes use them for several operations. Which is
+better depends on sizes, on the machine and on its load, so it is measured: all ways that give the right result run in
+turns, round after round, and each is compared with plain execution in the same round, so that a machine that is busy
+for a while is busy for all of them. What is not clearly faster than plain execution is not used.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from manyhands.parallel.equality import Judge, first_line
+from manyhands.parallel.plan import PLAIN, Limit, Planned, Run, why_too_large
+from manyhands.schedule.check import check
+from manyhands.schedule.graph import Graph
+from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_chains
+from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
+from manyhands.schedule.simulate import moments, simulate
+
+HANDOVER = 20e-6  # seconds; below this it does not pay to hand a task to another thread
+_CLEARLY = 0.97  # of plain execution's time
+_ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
+_LONG = 0.1  # seconds of a call, from which on two rounds are enough, and the first one counts
+_BEHIND = 1.3  # times plain execution's first round: no more rounds for who takes longer
+_BUDGET = 1.0  # seconds for all rounds: the least number of them may take longer, the next number three times as long
+
+
+def choose(
+    best: Planned, backend: Any, call: Any, found: Any, measured: Graph, limit: Limit, replaying: Callable[[Any], Run]
+) -> None:
+    """Measure the candidates and put the fastest that is right into ``best``, which holds plain execution."""
+    plainly = best.run
+    count = backend.threads()
+    footprint = best.footprint
+    assert footprint is not None
+    plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
+    tried = [("one lane", one_lane(measured), count)]
+    if count > 1:
+        tried.append(("one lane, one thread", one_lane(measured), 1))
+    tried += [(name, made, count) for name, made in candidates(measured, count, best)]
+    judge = Judge.of(backend, found, call, plainly, best.notes)
+    best.schedule = one_lane(measured)
+    ways: dict[str, tuple[Run, Schedule, int, str]] = {PLAIN: (plainly, best.schedule, count, "")}
+
+    def add(name: str, way: Run, made: Schedule, threads: int, results: Any) -> None:
+        refused, equality = judge.refused(results)
+        if refused is not None:
+            best.notes.append(f"{name} is not used: {refused}")
+        else:
+            ways[name] = (way, made, threads, equality)
+
+    if count > 1:  # small operations lose by being divided
+        alone = backend.with_threads(plainly, 1)
+        add(f"{PLAIN}, one thread", alone, best.schedule, 1, judge.results_of_function(alone))
+    for name, made, threads in tried:
+        check(made)
+        if (reason := why_too_large(name, _peak(made, footprint), plain, limit)) is not None:
+            best.notes.append(reason)
+            continue
+        run = backend.thread_run(found, backend.plan_of(made), threads)
+        try:
+            results = judge.results_of(run)
+        except Exception as error:  # a compiler's results may be of types that the next operation does not take
+            best.notes.append(f"{name} is not used: {first_line(error)}")
+            continue
+        add(name, replaying(run), made, threads, results)
+    with backend.untouched(found, call.tensors) as put_back:
+        times = race([lambda way=way: way[0](*call.given) for way in ways.values()], put_back)  # type: ignore[misc]
+    best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
+    ratios = {name: _ratio(own, times[0]) for name, own in zip(ways, times, strict=True)}
+    name = min(ratios, key=ratios.__getitem__)
+    if name != PLAIN and ratios[name] < _CLEARLY:
+        best.run, best.schedule, best.threads, equality = ways[name]
+        best.how = name + equality
+    best.peaks = Peaks(_peak(best.schedule, footprint), plain)
+
+
+def _peak(made: Schedule, footprint: Footprint) -> int:
+    """Of threads: a memory goes with its last user, whichever lane that is on."""
+    if len(set(made.lane_of)) < 2:
+        return peak(made.graph.tasks, footprint, one_after_the_other(made.order))
+    return peak(made.graph.tasks, footprint, moments(made, wait_seconds=HANDOVER))
+
+
+def synchronously(best: Planned, backend: Any, found: Any, measured: Graph, replaying: Callable[[Any], Run]) -> None:
+    """The order of the schedule with the most lanes, in the caller's thread: for debugging."""
+    _, best.schedule = better(measured, max(2, backend.threads()))
+    check(best.schedule)
+    best.how = "the schedule's order in the caller's thread (synchronous)"
+    best.run = replaying(backend.synchronous_run(found, backend.plan_of(best.schedule)))
+
+
+def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[str, Schedule]]:
+    """Schedules on 2, 3, 4, 6, 8, ... lanes, as many as there are threads, if simulation gives them a chance."""
+    found = []
+    several = len({task.device for task in measured.tasks}) > 1
+    counts = {*(n for n in (2, 3, 4, 6, 8, 12, 16) if n <= threads), threads} - {1}
+    for count in sorted(counts | {1} if several else counts):
+        name = (
+            f"{count} lanes"
+            if not several
+            else f"{count} lanes of each device"
+            if count > 1
+            else "a lane of each device"
+        )
+        predicted, made = better(measured, count)
+        best.predicted[name] = predicted
+        if len(set(made.lane_of)) > 1 and predicted < measured.work():
+            found.append((name, made))
+        else:
+            best.notes.append(f"{name} are not tried: simulation says that they do not pay")
+    return found
+
+
+def better(measured: Graph, count: int) -> tuple[float, Schedule]:
+    """With every chain kept together, which caches like, unless simulation clearly prefers to divide them."""
+    own = lanes_for(measured, count)
+    whole = schedule_chains(measured, own, switch_seconds=HANDOVER)
+    apart = schedule(measured, own, switch_seconds=HANDOVER)
+    seconds = [simulate(one, wait_seconds=HANDOVER).seconds for one in (whole, apart)]
+    return (seconds[0], whole) if seconds[0] <= 1.02 * seconds[1] else (seconds[1], apart)
+
+
+def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> list[list[float]]:
+    """Run all of them in turns; the seconds of each in every round. ``put_back`` is called before each.
+
+    The first of them is the one to beat. Calls that take long, and have been compared already, need no warm-up, and
+    those that are far behind after the first round are out: they keep the time of that.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    running, spent_by = list(range(len(runs))), dict[int, float]()
+    least, some, most = _ROUNDS
+    start = time.perf_counter()
+    for number in range(most + 1):
+        turn = number % len(running)
+        spent_by |= {one: _once(runs[one], put_back) for one in running[turn:] + running[:turn]}
+        if not number:  # the warm-up
+            running = [one for one in running if spent_by[one] < max(_LONG, _BEHIND * spent_by[0])]
+            least = 1 if spent_by[0] > _LONG else least
+        for one in range(len(runs)) if number or least == 1 else ():
+            times[one].append(spent_by[one])
+        spent = time.perf_counter() - start
+        if spent > _BUDGET and (number >= some or (number >= least and spent > 3 * _BUDGET)):
+            break
+    return times
+
+
+def _once(run: Callable[[], object], put_back: Callable[[], None]) -> float:
+    put_back()
+    begin = time.perf_counter()
+    run()
+    spent = time.perf_counter() - begin
+    if spent < 5e-3:  # threads of the run before may still be spinning: only the second run counts
+        put_back()
+        begin = time.perf_counter()
+        run()
+        spent = time.perf_counter() - begin
+    return spent
+
+
+def _ratio(own: Sequence[float], plain: Sequence[float]) -> float:
+    """Of the rounds, and of the best ones, whichever is worse: a load from outside that hits only plain execution's
+    threads, and may be gone in a minute, is no reason to leave it."""
+    return max(statistics.median(mine / theirs for mine, theirs in zip(own, plain, strict=True)), min(own) / min(plain))

@@ -1,0 +1,132 @@
+"""Which way to run a traced function on GPUs: as it is written, on one lane, or on several, captured or issued anew.
+
+What simulation likes is proved, run, compared with plain execution and timed; the fastest that is right is kept, and
+plain execution is always among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manyhands.parallel.equality import Judge, first_line
+from manyhands.parallel.plan import PLAIN, Limit, Planned, Run, why_too_large
+from manyhands.schedule.check import check
+from manyhands.schedule.graph import Graph
+from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_beside
+from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
+from manyhands.schedule.memory_limit import thrifty
+from manyhands.schedule.simulate import simulate
+from manyhands.schedule.timing import in_turns
+
+_LANES = (2, 3, 4, 8)
+_BESIDE = (1, 2, 3)
+_LONG = 0.4  # of the work: a chain that is worth a lane that waits for nobody
+_WAIT = 1e-6  # seconds that a wait between two lanes costs
+_OF_A_TURN = 7  # calls that are timed
+_NEAR = 1.1  # times of two plans that may be the other way round
+_SHORT = 0.05  # seconds; longer than that, the host does not disturb
+_Way = tuple[str, Schedule, Callable[..., Any]]
+
+
+def choose(
+    best: Planned, backend: Any, call: Any, found: Any, device: Any, measured: Graph, limit: Limit, replaying: Any
+) -> None:
+    """Try plain execution, one lane, and the plans that promise more; put the fastest that is right into ``best``.
+
+    ``replaying`` makes of a run what can be called.
+    """
+    plainly = best.run
+    footprint = best.footprint
+    assert footprint is not None
+    plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
+    alone = len({task.device for task in measured.tasks}) == 1
+    best.peaks = Peaks(plain, plain)
+    best.schedule = one_lane(measured) if alone else schedule(measured, lanes_for(measured, 1))
+
+    def seconds_of(run: Run, *repeats: int) -> float:
+        with backend.untouched(found, call.tensors) as put_back:
+            spent: float = backend.seconds(lambda: run(*call.given), device, put_back, *repeats)
+        return spent
+
+    best.seconds[PLAIN] = seconds_of(plainly)
+    judge = Judge.of(backend, found, call, plainly, best.notes)
+    for name, made, make in ways(backend, found, measured, best):
+        # A graph has copies of the arguments, and its results beside those that the caller gets.
+        beside = 0
+        if make is backend.graph_run:
+            beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
+        plan = backend.plan_of(made)
+        peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
+        if not limit.allows(peaks.planned, plain):
+            made = thrifty(made, footprint, limit.most(plain) - beside)
+            plan = backend.plan_of(made)
+            peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
+        check(made)
+        best.predicted[name] = simulate(made, wait_seconds=_WAIT).seconds
+        if (reason := why_too_large(name, peaks.planned, plain, limit)) is not None:
+            best.notes.append(reason)
+            continue
+        try:
+            with backend.untouched(found, call.tensors):
+                run = make(found, plan, call.tensors, device, reuse_outputs=best.reuse_outputs)
+            refused, equality = judge.refused(judge.results_of(run))
+            if refused is not None:
+                best.notes.append(f"{name} is not used: {refused}")
+                continue
+            again: Run = replaying(run)
+            ahead = is_ahead(name, again, best, seconds_of)
+        except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
+            best.notes.append(f"{name} is not used: {first_line(error)}")
+            continue
+        if ahead:
+            best.how = name + equality
+            best.run, best.schedule, best.peaks = again, made, peaks
+
+
+def is_ahead(name: str, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
+    """Whether this takes less time than the best so far; what was found is what is told of them.
+
+    The host disturbs what it times, by more than what good plans differ in: those that are near are timed in turns.
+    """
+    least = best.seconds[best.name]
+    best.seconds[name] = spent = seconds_of(run)
+    if min(spent, least) < _SHORT and max(spent, least) < _NEAR * min(spent, least):
+        spent, least = in_turns(run, best.run, lambda one: seconds_of(one, _OF_A_TURN))
+        best.seconds[name], best.seconds[best.name] = spent, least
+    return spent < least
+
+
+def _peak(made: Schedule, footprint: Footprint, let_go: Mapping[int, int]) -> int:
+    """Of a plan that is issued in its order, and whose memory goes by the order of its lanes."""
+    return peak(made.graph.tasks, footprint, one_after_the_other(made.order), let_go)
+
+
+def ways(backend: Any, found: Any, measured: Graph, best: Planned) -> list[_Way]:
+    """What is tried: graphs where they can be captured, streams where the host or several GPUs take part."""
+    tried: list[_Way] = []
+    some = candidates(measured)
+    if (reason := backend.why_no_graph(found)) is None:
+        tried.append(("one lane, one graph", one_lane(measured), backend.graph_run))
+        tried += [(f"{name}, one graph", made, backend.graph_run) for name, made in some]
+    else:
+        best.notes.append(reason)
+    if backend.copies_or_computes_on_host(found) or len({task.device for task in measured.tasks}) > 1:
+        one = schedule(measured, lanes_for(measured, 1))
+        tried.append(("one lane of each kind", one, backend.stream_run))
+        tried += [(f"{name}, issued at every call", made, backend.stream_run) for name, made in some[:2]]
+    return tried
+
+
+def candidates(measured: Graph) -> list[tuple[str, Schedule]]:
+    """Plans for several numbers of lanes, those first that simulation likes."""
+    made = [
+        (f"{count} lanes", schedule(measured, lanes_for(measured, count), switch_seconds=_WAIT)) for count in _LANES
+    ]
+    if measured.critical_path() > _LONG * measured.work():
+        made += [(f"{count} beside the longest chain", _beside(measured, count)) for count in _BESIDE]
+    return sorted(made, key=lambda pair: simulate(pair[1], wait_seconds=_WAIT).seconds)
+
+
+def _beside(measured: Graph, count: int) -> Schedule:
+    return schedule_beside(measured, lanes_for(measured, count + 1))

@@ -1,0 +1,127 @@
+"""Says how a call is run, what bounds it, why it is not faster, what memory it takes, and what would be better."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from manyhands.parallel.plan import PLAIN, Planned
+from manyhands.schedule.graph import Graph
+from manyhands.schedule.lanes import Schedule
+from manyhands.schedule.memory import megabytes
+from manyhands.schedule.simulate import Bounds, bounds
+
+_NEARLY = 0.8  # of the time: then it is what bounds the rest
+_SMALL = 20e-6  # seconds; handing over a task costs about as much
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """As its author knows it: a partial by the function inside, a module by its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def explain(name: str, planned: Planned) -> str:
+    lines = [f"{name}: run as {planned.how}"]
+    width = max(map(len, [*planned.seconds, *planned.predicted]), default=0)
+    for way, spent in planned.seconds.items():
+        told = f", predicted {_ms(planned.predicted[way])}" if way in planned.predicted else ""
+        lines.append(f"  {way:<{width}} {spent * 1e3:9.3f} ms measured{told}")
+    for way, seconds in planned.predicted.items():
+        if way not in planned.seconds:
+            lines.append(f"  {way:<{width}} {'':>9}    not measured, predicted {_ms(seconds)}")
+    if planned.schedule is not None:
+        lines += _about(planned.schedule)
+        lines.append(f"  {why_not_faster(planned, planned.schedule)}")
+    if planned.peaks is not None:
+        peaks = planned.peaks
+        lines.append(
+            f"  memory at the peak: {megabytes(peaks.planned)}, {peaks.times:.2f} times plain execution's "
+            f"{megabytes(peaks.plain)} (arguments included; predicted)"
+        )
+    lines += [f"  advice: {one}" for one in planned.advice]
+    if planned.costed is not None:
+        lines.append(f"  {planned.costed.told()}")
+    return "\n".join([*lines, *(f"  {note}" for note in planned.notes)])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _about(made: Schedule) -> list[str]:
+    limit = bounds(made)
+    lanes = made.per_lane()
+    work = [sum(made.graph.tasks[task].seconds for task in own) for own in lanes]
+    waits = [sum(len(made.waits.get(task, ())) for task in own) for own in lanes]
+    used = sum(map(bool, lanes))
+    return [
+        f"  {len(made.graph)} tasks, {used} lane{'s' if used != 1 else ''}, {made.wait_count()} waits between them",
+        *(
+            f"    {lane}: {len(own)} tasks, {_ms(seconds)} of work, {count} waits"
+            for lane, own, seconds, count in zip(made.names(), lanes, work, waits, strict=True)
+            if own
+        ),
+        f"  work {_ms(made.graph.work())}; longest chain {_ms(limit.critical_path)}; busiest lane "
+        f"{_ms(limit.busiest_lane)}; busiest device {_ms(limit.busiest_device)}",
+    ]
+
+
+def why_not_faster(planned: Planned, made: Schedule) -> str:
+    """The first thing that would have to change."""
+    limit, work = bounds(made), made.graph.work()
+    spent = planned.seconds.get(planned.name)
+    if not len(made.graph):
+        return "why not faster: there is nothing to do"
+    if planned.how.startswith(PLAIN) or len(set(made.lane_of)) == 1:
+        return f"why not faster: {_why_one_lane(limit, work, len(made.graph))}"
+    return f"why not faster: {_why_no_more(limit, spent, planned.predicted.get(planned.name), made)}"
+
+
+def _why_one_lane(limit: Bounds, work: float, count: int) -> str:
+    if limit.critical_path >= _NEARLY * work:
+        return "its tasks need each other: the longest chain is nearly all of the work, so lanes cannot help"
+    if work / count < _SMALL:
+        return f"its operations take {work / count * 1e6:.0f} us on average, and to hand one over costs as much"
+    if limit.busiest_device >= _NEARLY * work:
+        return "each operation fills its device by itself, so several at once take as long as one after the other"
+    return "lanes were measured, and are not faster on this machine"
+
+
+def _why_no_more(limit: Bounds, spent: float | None, predicted: float | None, made: Schedule) -> str:
+    reference = predicted if predicted is not None else spent if spent is not None else limit.busiest_lane
+    if limit.critical_path >= _NEARLY * reference:
+        reason = "bound by the longest chain: more lanes cannot help"
+    elif limit.busiest_device >= _NEARLY * reference:
+        reason = "bound by the device: its work fills it, more lanes cannot help"
+    elif limit.busiest_lane >= _NEARLY * reference:
+        reason = "bound by the busiest lane: its tasks cannot be spread more evenly over these lanes"
+    else:
+        reason = f"the lanes wait for each other ({made.wait_count()} waits)"
+    if spent is not None and predicted is not None and spent > 1.25 * predicted:
+        reason += f"; {_ms(spent - predicted)} more than predicted go into issuing tasks, waits and sharing the device"
+    return reason
+
+
+def advice(made: Graph, keys: Sequence[str], hint: Callable[[int], str | None], most: int = 3) -> list[str]:
+    """Operations of the same form that stand side by side could be one batched operation: those with the most work."""
+    depth = [0] * len(made)
+    for task, needs in enumerate(made.needs):
+        depth[task] = 1 + max((depth[need] for need in needs), default=-1)
+    rows: dict[tuple[str, int], int] = {}
+    first: dict[str, int] = {}
+    for task, key in enumerate(keys):
+        rows[key, depth[task]] = rows.get((key, depth[task]), 0) + 1
+        first.setdefault(key, task)
+    widths: dict[str, list[int]] = {}
+    for (key, _), count in rows.items():
+        if count > 1:
+            widths.setdefault(key, []).append(count)
+    found = []
+    for key, counts in sorted(widths.items(), key=lambda one: -sum(one[1]) * made.tasks[first[one[0]]].seconds):
+        text = hint(first[key])
+        if text is not None:
+            places = f", at {len(counts)} places" if len(counts) > 1 else ""
+            found.append(f"{max(counts)} side by side{places}: {text}")
+    return found[:most]

@@ -1,0 +1,256 @@
+"""``parallel(fn)``: trace, plan, check, measure, keep what is fastest; plain execution is always among the candidates.
+
+A call is known by its signature (structure, shapes, strides, dtypes, devices, modes, plain values). The first call of a
+signature traces the function, measures its operations, plans for several numbers of lanes, proves every plan, tries
+the promising ones and compares results with plain execution. What is not faster, or not equal, is not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import CannotTrace, ChangesOutside, EngineError, NotYet
+from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
+from manyhands.parallel.arguments import must_allow_memory, must_be_function
+from manyhands.parallel.costs import costs
+from manyhands.parallel.equality import first_line
+from manyhands.parallel.plan import Limit, Planned, Run
+from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
+from manyhands.parallel.side_effects import Effects
+from manyhands.schedule import picture as draw
+from manyhands.schedule.forecast import Forecast, Machine, forecast
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import Schedule
+from manyhands.schedule.memory import Footprint
+from manyhands.schedule.simulate import simulate, timeline_of
+from manyhands.schedule.timeline import Timeline, place
+from manyhands.tasks import scope
+
+_RECENT = 4  # plans that are asked whether they know a call before its signature is built
+_MEMORY = 1.3  # of plain execution's memory a plan may take
+# Tracing replaces parts of Python and of the framework for a while: one thread at a time.
+_tracing = threading.RLock()
+
+
+class Parallel:
+    """A function that gives what the plain one gives, sooner where that is possible."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Any,
+        *,
+        reuse_outputs: bool = False,
+        memory: float = _MEMORY,
+        compile: bool = False,
+        synchronous: bool = False,
+    ) -> None:
+        """``compile``: plans with compiled regions are tried too.
+
+        ``synchronous``: no lanes, no choice; the schedule's order in the caller's thread, for debugging.
+        """
+        must_be_function(function)
+        must_allow_memory(memory)
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.backend = backend
+        self.reuse_outputs = reuse_outputs
+        self.memory = memory
+        self.compile = compile
+        self.synchronous = synchronous
+        self._plans: Plans[Planned] = Plans()
+        self._last: Planned | None = None
+        self._recent: tuple[Planned, ...] = ()  # those that are asked first whether they know a call
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        for planned in self._recent:
+            tensors = planned.fits(arguments, keywords)  # type: ignore[misc]
+            if tensors is not None and planned.holds():
+                self._last = planned
+                planned.used = True
+                return planned.run(tensors, arguments, keywords)
+        call = self.backend.call(arguments, keywords)
+        self._last = planned = self._plans.of(call.signature) or self._plan_anew(call)
+        if not planned.again:
+            self._remember(planned, call)
+        return planned.run(*call.given)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a decorator of a method: the instance is its first argument."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _remember(self, planned: Planned, call: Any) -> None:
+        if planned.fits is None:
+            planned.fits = self.backend.recogniser(call)
+        if planned.fits is not None:
+            others = [one for one in self._recent if one is not planned]
+            self._recent = (planned, *others[: _RECENT - 1])
+
+    def _plan_anew(self, call: Any) -> Planned:
+        if not self._plans.is_worth_one(call.signature):
+            return Planned(self._plainly, notes=[NEVER_AGAIN], again=True)
+        count = self._plans.count(call.signature)
+        why = self._plans.why_no_more(call.signature)
+        planned = self._plan(call, first=count == 1) if why is None else Planned(self._plainly, notes=[why])
+        if not planned.again:
+            self._plans.keep(call.signature, planned)
+        return planned
+
+    # Telling
+
+    @property
+    def planned(self) -> Planned:
+        """What is known of the way in which the last call was run."""
+        if self._last is None:
+            raise EngineError("call the function first: it is planned for the arguments that it gets")
+        return self._last
+
+    def explain(self) -> str:
+        """How the last call was run, what it took, what bounds it, and why it is not faster."""
+        return explain.explain(explain.name_of(self.function), self.planned)
+
+    def draw(self, path: str | Path) -> Path:
+        """The graph as SVG, coloured by lane."""
+        return draw.save(self._scheduled(), path)
+
+    def timeline(self, path: str | Path, *, simulated: bool = False) -> Path:
+        """When each task runs on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
+
+        Measured in a run of the schedule with made-up arguments, or simulated from the costs of its tasks.
+        """
+        place(path)  # before anything is run
+        return (self.simulated() if simulated else self.measured()).save(path)
+
+    def measured(self) -> Timeline:
+        """The last call's schedule, run once more: when each task began and ended."""
+        made = self._scheduled()
+        timed = self.planned.timed
+        assert timed is not None
+        try:
+            moments = timed()
+        except Exception as error:
+            raise EngineError(
+                f"it cannot be run with made-up arguments ({first_line(error)}): timeline(path, simulated=True) draws "
+                "it from the costs of its tasks"
+            ) from error
+        return timeline_of(made, moments, f"measured; {self.planned.how}")
+
+    def simulated(self) -> Timeline:
+        """The last call's schedule in thought."""
+        return simulate(self._scheduled())
+
+    def forecast(
+        self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
+    ) -> Forecast:
+        """What the last call's work would take if it were spread over so many devices like this one.
+
+        ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
+        in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
+        """
+        made, planned = self._scheduled(), self.planned
+        assert planned.footprint is not None
+        used = len({lane for lane, task in zip(made.lane_of, made.graph.tasks, strict=True) if task.kind == "compute"})
+        machine = Machine(devices, max(1, used) if lanes is None else lanes, bandwidth, latency)
+        return forecast(made.graph, planned.footprint, machine)
+
+    def _scheduled(self) -> Schedule:
+        planned = self.planned
+        if planned.schedule is None:
+            raise EngineError(f"there is no schedule: {planned.how}; {'; '.join(planned.notes)}")
+        return planned.schedule
+
+    # Planning
+
+    def _plan(self, call: Any, *, first: bool) -> Planned:
+        """``first``: of this signature; what is made outside at the first call may be there at the next."""
+        try:
+            with _tracing, Effects(refuse=True) as effects, scope.at_once():
+                found = self.backend.trace(self.function, call)
+            if effects.found is not None:
+                raise CannotTrace(f"it {effects.found}: it is run as it is")
+            device = self.backend.device_of(call, found)
+        except CannotTrace as error:
+            planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
+            planned.holds = error.holds or planned.holds
+            planned.again = isinstance(error, NotYet) or (first and isinstance(error, ChangesOutside))
+            return planned
+        except Exception as error:  # the function's own, if it is, comes from plain execution
+            return Planned(self._plainly, notes=[f"cannot be traced: {first_line(error)}"], again=first)
+        try:
+            with self.backend.untouched(found, call.tensors) as put_back:
+                planned = self._choose(call, found, device)
+                if self.compile and not self.synchronous:
+                    planned = choose_compiled.better(
+                        planned,
+                        self.backend,
+                        found,
+                        lambda one: self._choose(call, one, device),
+                        lambda one: self.backend.seconds(lambda: one.run(*call.given), device, put_back),
+                    )
+        except Exception as error:  # whatever fails while plans are tried: plain execution is there
+            without_memory = self.backend.is_out_of_memory(error)
+            why = "no memory was left to plan it" if without_memory else "it could not be planned"
+            planned = Planned(self._plainly, notes=[f"{why}: {first_line(error)}"], again=first and not without_memory)
+        planned.holds, planned.changed = found.holds, found.changed
+        return planned
+
+    def _plainly(self, _: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return self.function(*arguments, **keywords)
+
+    def _choose(self, call: Any, found: Any, device: Any) -> Planned:
+        """Plan the trace, and keep the fastest way that is right."""
+        backend = self.backend
+        costed = costs(backend, found, device)
+        measured = graph(costed.tasks)
+        best = Planned(self._plainly, threads=backend.threads(), costed=costed, reuse_outputs=self.reuse_outputs)
+        best.footprint = Footprint(*backend.footprint(found))
+        limit = Limit(self.memory, backend.device_memory(device) // 100)
+        replaying = functools.partial(self._replaying, best, found)
+        if self.synchronous:
+            choose_cpu.synchronously(best, backend, found, measured, replaying)
+        elif device is None:
+            choose_cpu.choose(best, backend, call, found, measured, limit, replaying)
+        else:
+            choose_gpu.choose(best, backend, call, found, device, measured, limit, replaying)
+        best.advice = explain.advice(measured, backend.cost_keys(found), functools.partial(backend.batch_hint, found))
+        best.timed = lambda: backend.timed(found, backend.plan_of(best.schedule), device, best.threads)
+        return best
+
+    def _replaying(self, planned: Planned, found: Any, run: Any) -> Run:
+        """Replay a run; a call that fails is done again plainly, and so is every call after one without memory.
+
+        Plain execution raises what the function raises, or takes the branch that the function has for an error.
+        """
+        backend = self.backend
+        together = backend.together(found)
+        random = backend.random_devices(found)
+        mixing = backend.mixing(found)
+        alone = nullcontext() if run.concurrent else threading.Lock()
+
+        def replay(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            if mixing is not None and mixing(tensors):  # a schedule knows nothing of it
+                return self._plainly(tensors, arguments, keywords)
+            before = backend.random_state(random) if random else None
+            try:
+                with alone:
+                    return together(run.replay(tensors))
+            except Exception as error:
+                if not backend.can_be_repeated(found, error):
+                    error.add_note("it was run on lanes, and has written to tensors of yours: it cannot be repeated")
+                    raise
+                if without_memory := backend.is_out_of_memory(error):
+                    planned.notes.append(f"{planned.how} ran out of memory: plain execution from then on ({error})")
+            # Only here has the failed run let go of its memory.
+            if random:
+                backend.set_random_state(random, before)
+            if without_memory:
+                planned.run, planned.how = self._plainly, "plain execution"
+            return self._plainly(tensors, arguments, keywords)
+
+        return replay

@@ -1,0 +1,71 @@
+"""What is known of one way to call a function: how it is run, why so, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.parallel.costs import Costed
+from manyhands.parallel.equality import way
+from manyhands.parallel.plan_cache import Standing
+from manyhands.schedule.lanes import Schedule
+from manyhands.schedule.memory import Footprint, Peaks, megabytes
+
+# How a call is run: its tensors, and the arguments as they were given.
+Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
+PLAIN = "plain execution"
+
+
+@dataclass
+class Planned(Standing):
+    """What is known of one signature."""
+
+    run: Run
+    how: str = PLAIN
+    schedule: Schedule | None = None
+    threads: int = 1  # of the CPU, that its lanes share
+    reuse_outputs: bool = False  # whether the next call may overwrite the results of one
+    seconds: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    again: bool = False  # plan anew at the next call
+    costed: Costed | None = None
+    footprint: Footprint | None = None
+    peaks: Peaks | None = None
+    advice: Sequence[str] = ()
+    # Runs the schedule once more and gives when each task began and ended.
+    timed: Callable[[], Sequence[tuple[float, float]]] | None = None
+    # Recognises a call like the one that was planned, and gives its tensors.
+    fits: Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The way that was chosen, as it stands among those that were measured."""
+        return way(self.how)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much more memory than plain execution a plan may take."""
+
+    times: float
+    anyway: int  # bytes more that do not matter: a hundredth of the device's memory
+
+    def most(self, plain: int) -> int:
+        """Bytes that a plan may take at its peak."""
+        return max(int(self.times * plain), plain + self.anyway)
+
+    def allows(self, planned: int, plain: int) -> bool:
+        return planned <= self.most(plain)
+
+
+def why_too_large(name: str, peak: int, plain: int, limit: Limit) -> str | None:
+    """Why a plan is not tried because of its memory, or None."""
+    if limit.allows(peak, plain):
+        return None
+    return (
+        f"{name} is not tried: it would take {megabytes(peak)} at its peak, plain execution {megabytes(plain)} "
+        f"(parallel(fn, memory={math.ceil(10 * peak / max(plain, 1) + 0.1) / 10}) allows it)"
+    )

@@ -1,0 +1,118 @@
+"""Effects of a call that are seen nowhere but where they happen: what it prints, files it opens, random numbers.
+
+While a call is watched, ``print``, ``open`` and ``input`` of Python, and what writes to a log, become functions
+that take a note and do the same; the states of Python's and NumPy's random numbers are compared. Not seen: the clock,
+the network, ``sys.stdout.write``.
+
+A call that is made only to see what it does (a trace) is to have no effects at all: ``Effects(refuse=True)`` raises
+:class:`CannotTrace` instead of printing, and puts the random numbers back. What installed packages do by the way, as
+when a framework imports a part of itself, is not refused. What a framework does for itself (JAX keeps compiled programs
+in files, if asked to) is no effect of the call in either case.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import logging
+import random
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ClassVar
+
+from manyhands.code_names import is_foreign
+from manyhands.device import FRAMEWORKS
+from manyhands.errors import CannotTrace
+
+_WATCHED: tuple[tuple[Any, str, str], ...] = (
+    (builtins, "print", "prints"),
+    (builtins, "open", "opens a file"),
+    (io, "open", "opens a file"),  # by this name pathlib knows it
+    (builtins, "input", "asks the user"),
+    (logging.Logger, "handle", "logs"),
+)
+_GO_BETWEENS = ("logging", "pathlib")  # who calls them is the one who prints or writes
+
+
+class Effects:
+    """``with Effects() as effects:`` afterwards ``effects.found`` says what this thread did, or is None."""
+
+    _watching: ClassVar[list[Effects]] = []
+    _lock = threading.Lock()
+
+    def __init__(self, *, refuse: bool = False) -> None:
+        self.found: str | None = None
+        self._refuse = refuse
+
+    def __enter__(self) -> Effects:
+        self._thread = threading.get_ident()
+        self._random = _random_states()
+        with self._lock:  # several threads may plan at once: the first replaces Python's functions
+            if not self._watching:
+                for owner, name, what in _WATCHED:
+                    setattr(owner, name, _noting(getattr(owner, name), what))
+            self._watching.append(self)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        with self._lock:
+            self._watching.remove(self)
+            if not self._watching:
+                for owner, name, _ in _WATCHED:
+                    setattr(owner, name, getattr(owner, name).__wrapped__)
+        if _random_states()[: len(self._random)] != self._random:  # NumPy may have been imported meanwhile
+            self.found = self.found or "draws random numbers of Python or NumPy"
+            if self._refuse:
+                _set_random_states(*self._random)
+
+    @classmethod
+    def note(cls, what: str, caller: Any) -> None:
+        for one in cls._watching:
+            if one._thread != threading.get_ident() or (one._refuse and caller is not None and is_foreign(caller)):
+                continue
+            one.found = what
+            if one._refuse:
+                raise CannotTrace(f"it {what}: it is run as it is")
+
+
+def _noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noting(*arguments: Any, **keywords: Any) -> Any:
+        frame: FrameType = sys._getframe(1)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _GO_BETWEENS:
+            frame = frame.f_back
+        if not _by_a_framework(frame):
+            Effects.note(f"{what} ({function.__name__})", _module(frame))
+        return function(*arguments, **keywords)
+
+    return noting
+
+
+def _module(frame: FrameType) -> Any:
+    return sys.modules.get(str(frame.f_globals.get("__name__")))
+
+
+def _by_a_framework(frame: FrameType | None) -> bool:
+    """Whether a framework is between this call and the innermost code of the user."""
+    while frame is not None and (module := _module(frame)) is not None and is_foreign(module):
+        if module.__name__.partition(".")[0] in FRAMEWORKS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, key, *rest = numpy.random.get_state()
+    return random.getstate(), kind, tuple(key.tolist()), *rest
+
+
+def _set_random_states(python: Any, *numpys: Any) -> None:
+    random.setstate(python)
+    if numpys:
+        sys.modules["numpy"].random.set_state(numpys)

@@ -1,0 +1,1 @@
+"""The verbs that find devices and put tensors on them."""

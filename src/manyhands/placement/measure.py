@@ -1,0 +1,108 @@
+"""How fast a device really is: copies to and from it, and products on it.
+
+Each figure is the median of several trials with the warm-up apart. A trial moves or multiplies the
+same amount each time and ends with a synchronisation, so that a launch is never taken for the work.
+Sizes grow until a trial is long enough to be timed. On two virtual devices the figures are those of
+copies in the host's memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from manyhands.backends.protocol import Backend, D, T
+
+_TRIALS = 5
+_LONG_ENOUGH = 0.02  # seconds a trial should take: a clock's noise is then below a percent
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Bandwidths in GB/s and product rates in TFLOP/s; None where the framework or machine cannot."""
+
+    host_to_device: float | None = None
+    host_to_device_pinned: float | None = None
+    device_to_host: float | None = None
+    device_to_host_pinned: float | None = None
+    device_to_device: float | None = None
+    matmul_float32: float | None = None
+    matmul_bfloat16: float | None = None
+
+    def as_dict(self) -> dict[str, float | None]:
+        return asdict(self)
+
+
+def steps() -> list[str]:
+    """The names of what is measured, for a progress bar."""
+    return list(Speed().as_dict())
+
+
+def speed(backend: Backend[T, D], device: D, megabytes: int = 64) -> Iterator[tuple[str, float | None]]:
+    """Measure one device; gives each figure when it is there."""
+    kind = backend.neutral(device).kind
+    on_host = kind == "cpu"
+    apart = not on_host and not backend.is_on(backend.random((1,), "float32", backend.cpu()), device)
+    count = megabytes * 2**20 // 4
+    yield "host_to_device", _bandwidth(backend, count, backend.cpu(), device) if apart else None
+    pinned = apart and kind == "gpu" and backend.CAPABILITIES.pins_memory
+    yield "host_to_device_pinned", _bandwidth(backend, count, backend.cpu(), device, pinned=True) if pinned else None
+    yield "device_to_host", _bandwidth(backend, count, device, backend.cpu()) if apart else None
+    yield "device_to_host_pinned", _bandwidth(backend, count, device, backend.cpu(), pinned=True) if pinned else None
+    yield "device_to_device", _copy_rate(backend, count, device)
+    for dtype in _DTYPES:
+        yield f"matmul_{dtype}", _product_rate(backend, device, dtype)
+
+
+def _bandwidth(backend: Backend[T, D], count: int, source: D, target: D, *, pinned: bool = False) -> float:
+    """GB/s of moves of `count` float32 numbers; pinned ones are asynchronous moves, waited for."""
+    x = backend.random((count,), "float32", source)
+    if not pinned:
+        return 4e-9 * count / _median(backend, lambda: backend.move(x, target))
+    x = backend.pin(x) if backend.neutral(source).kind == "cpu" else x
+    return 4e-9 * count / _median(backend, lambda: backend.start_move(x, target).result())
+
+
+def _copy_rate(backend: Backend[T, D], count: int, device: D) -> float:
+    """GB/s of copies on the device, counting what is read (as much again is written)."""
+    x = backend.random((count,), "float32", device)
+    return 4e-9 * count / _median(backend, lambda: backend.copy(x, device))
+
+
+def _product_rate(backend: Backend[T, D], device: D, dtype: str) -> float | None:
+    """TFLOP/s of square products, in the first size that is long enough to be timed."""
+    best = None
+    for size in (32, 128, 256, 512, 1024, 2048, 4096, 8192):
+        try:
+            a, b = backend.random((size, size), dtype, device), backend.random((size, size), dtype, device)
+            seconds = _median(backend, lambda a=a, b=b: backend.matmul(a, b))  # type: ignore[misc]
+        except Exception:  # a dtype that this framework or device does not multiply
+            return best
+        rate = 2e-12 * size**3 / seconds
+        best = rate if best is None else max(best, rate)
+        if seconds > _LONG_ENOUGH / 4:
+            return best
+    return best
+
+
+def _median(backend: Backend[T, D], work: Callable[[], object]) -> float:
+    """Seconds of one call: as many calls per trial as make it long enough, the median of the trials."""
+    work()
+    backend.synchronize(None)
+    once = _timed(backend, work, 1)
+    calls = max(1, min(1000, round(_LONG_ENOUGH / max(once, 1e-7))))
+    return statistics.median(_timed(backend, work, calls) / calls for _ in range(_TRIALS))
+
+
+def _timed(backend: Backend[T, D], work: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    result = None
+    for _ in range(calls):
+        result = work()
+    backend.synchronize(None)
+    seconds = time.perf_counter() - start
+    del result
+    return seconds

@@ -1,0 +1,285 @@
+"""How the verbs of :mod:`manyhands.placement.verbs` find devices, look at leaves, move and verify.
+
+Everything here is generic over the backend; nothing here is public.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+from manyhands import tree
+from manyhands.backends.protocol import Arrival, Backend, D, T
+from manyhands.device import Device, check_distinct
+from manyhands.errors import (
+    BadBatch,
+    BadDevice,
+    ForeignTensor,
+    FrameworkMissing,
+    NoSuchDevice,
+    NotATensor,
+    PlacementFailed,
+    SeveralDevices,
+)
+
+X = TypeVar("X")
+
+VIRTUAL_DEVICES = "MANYHANDS_VIRTUAL_DEVICES"
+
+
+class Placement(Generic[T, D]):
+    """Finding, checking and moving, on one framework."""
+
+    def __init__(self, backend: Backend[T, D]) -> None:
+        self.backend = backend
+
+    def named(self, device: Device | str) -> D:
+        """The framework's device for one of our names."""
+        if isinstance(device, str):
+            device = Device.parse(device)
+        if not isinstance(device, Device):
+            raise BadDevice(
+                f"{device!r} is not a device of {self.backend.name}: give one of its own, or a name such as 'gpu:1'"
+            )
+        if device.kind == "cpu":
+            if device.index:
+                raise BadDevice(f"{device} cannot be: the host is one device, 'cpu'; 'virtual:{device.index}' may be")
+            return self.backend.cpu()
+        if device.kind == "virtual" and device.index >= self.backend.virtual_count():
+            raise NoSuchDevice(
+                f"there is no {device}: this process has {self.backend.virtual_count()} virtual devices "
+                f"(set {VIRTUAL_DEVICES} to have more)"
+            )
+        return self.backend.gpu(device.index)
+
+    def existing(self, device: D | Device | str) -> D:
+        """The framework's device, which does exist."""
+        native: D = device if self.backend.is_device(device) else self.named(device)  # type: ignore[assignment,arg-type]
+        neutral = self.backend.neutral(native)
+        if neutral.kind != "cpu" and neutral.index >= self.backend.num_gpus():
+            all_of_them = [self.backend.cpu(), *map(self.backend.gpu, range(self.backend.num_gpus()))]
+            have = ", ".join(dict.fromkeys(str(self.backend.neutral(one)) for one in all_of_them))
+            raise NoSuchDevice(
+                f"there is no {neutral}: {self.backend.name} sees {have}. "
+                f"mh.try_gpu({neutral.index}) falls back to the CPU"
+            )
+        return native
+
+    def distinct(self, devices: Sequence[D | Device | str]) -> list[D]:
+        if isinstance(devices, (str, Device)) or self.backend.is_device(devices):
+            raise BadDevice(f"a list of devices is needed, {devices!r} is one device: write [{devices!r}]")
+        if not isinstance(devices, Iterable):
+            raise BadDevice(f"a list of devices is needed, {devices!r} is none: for example mh.try_all_gpus()")
+        natives = [self.existing(device) for device in devices]
+        check_distinct([str(self.backend.neutral(native)) for native in natives])
+        return natives
+
+    def is_tensor(self, leaf: object) -> bool:
+        """Whether it is a tensor of this framework; one of another framework is an error."""
+        if self.backend.is_tensor(leaf):
+            return True
+        if isinstance(leaf, Arrival):
+            raise NotATensor("a move that is under way is not its value yet: call its result() first, and give that")
+        framework = _framework_of(leaf)
+        if framework not in (None, self.backend.name):
+            raise ForeignTensor(
+                f"a {type(leaf).__module__}.{type(leaf).__name__} is not a {self.backend.name} tensor: convert it "
+                f"first ({_CONVERSIONS[self.backend.name]})"
+            )
+        return False
+
+    def refuse_model(self, leaf: object, instead: str) -> None:
+        if self.backend.is_model(leaf):
+            raise NotATensor(f"a {type(leaf).__name__} is not a tensor but holds them, as a model does: {instead}")
+
+    def to_leaf(self, leaf: Any, native: D) -> Any:
+        if self.is_tensor(leaf):
+            return leaf if self.backend.is_on(leaf, native) else self.move(leaf, native)
+        if not self.backend.is_model(leaf):
+            return leaf
+        moved = self.backend.move_model(leaf, self.existing(native))
+        for _, tensor in self.backend.model_tensors(moved):
+            self.verified(tensor, native)
+        return moved
+
+    def move(self, tensor: T, native: D) -> T:
+        return self.verified(self.backend.move(tensor, self.existing(native)), native)
+
+    def verified(self, tensor: T, native: D) -> T:
+        """The tensor, if it is where it was put."""
+        if not self.backend.is_on(tensor, native):
+            backend = self.backend
+            raise PlacementFailed(
+                f"{backend.name} was asked to put a tensor on {backend.neutral(native)} and put it on "
+                f"{backend.neutral(backend.device_of(tensor))} without a word. Is that device there? "
+                "See: manyhands devices"
+            )
+        return tensor
+
+    def start_move(self, x: X, native: D) -> Arrival[X]:
+        leaves, structure = tree.flatten(x)
+        self.existing(native)
+
+        def start(leaf: Any) -> Arrival[Any]:
+            if not self.is_tensor(leaf):
+                self.refuse_model(leaf, "move it with mh.to(net, device), without wait=False")
+                return Arrival(lambda: leaf, lambda: True)
+            if self.backend.is_on(leaf, native):
+                return Arrival(lambda: leaf, lambda: True)
+            return self.backend.start_move(leaf, native)
+
+        start_once = once_each(start)
+        arrivals = [start_once(leaf) for leaf in leaves]
+
+        def finish() -> X:
+            arrived = [arrival.result() for arrival in arrivals]
+            for leaf in arrived:
+                if self.backend.is_tensor(leaf):
+                    self.verified(leaf, native)
+            same = all(new is old for new, old in zip(arrived, leaves, strict=True))
+            return x if same else structure.unflatten(arrived)  # type: ignore[return-value]
+
+        return Arrival(finish, lambda: all(arrival.ready() for arrival in arrivals))
+
+    def placed(self, root: str, x: object) -> list[tuple[str, D]]:
+        """Every tensor of an argument, of the models in it too: its path and its device."""
+        leaves, structure = tree.flatten(x)
+        placed: list[tuple[str, D]] = []
+        for path, leaf in zip(tree.paths(structure, root), leaves, strict=True):
+            if self.is_tensor(leaf):
+                placed.append(self._where(path, leaf))
+            elif self.backend.is_model(leaf):
+                tensors = self.backend.model_tensors(leaf)
+                placed.extend(self._where(f"{path}.{name}", tensor) for name, tensor in tensors)
+        return placed
+
+    def _where(self, path: str, tensor: T) -> tuple[str, D]:
+        try:
+            return path, self.backend.device_of(tensor)
+        except SeveralDevices as error:
+            raise SeveralDevices(f"{path}: {error}") from None
+
+    def listing(self, placed: list[tuple[str, D]]) -> str:
+        """One line per tensor; of those where most are, only the first ones, so that it can be read."""
+        lines: list[str] = []
+        by_device: dict[str, list[str]] = {}
+        for path, device in placed:
+            by_device.setdefault(str(self.backend.neutral(device)), []).append(path)
+        most = max(by_device, key=lambda name: len(by_device[name]))
+        for device_name, device_paths in by_device.items():
+            shown = device_paths[:8] if device_name == most else device_paths
+            lines += [f"  {path}: {device_name}" for path in shown]
+            if len(device_paths) > len(shown):
+                lines.append(f"  ... and {len(device_paths) - len(shown)} more on {device_name}")
+        return "\n".join(lines)
+
+    def lengths(self, leaves: list[Any], structure: tree.Structure) -> list[tuple[str, int]]:
+        """Path and length of every tensor of a batch: all the same, or an error."""
+        lengths: list[tuple[str, int]] = []
+        for path, leaf in zip(tree.paths(structure, "batch"), leaves, strict=True):
+            if not self.is_tensor(leaf):
+                self.refuse_model(leaf, "a batch holds samples; mh.to(net, device) moves a model")
+                continue
+            rows = self.backend.rows(leaf)
+            if rows is None:
+                raise BadBatch(f"{path} is a scalar: it has no samples to split")
+            lengths.append((path, rows))
+        if not lengths:
+            raise BadBatch("there is no tensor in the batch, so there is nothing to split")
+        if len({rows for _, rows in lengths}) > 1:
+            listing = ", ".join(f"{path} has {rows}" for path, rows in lengths)
+            raise BadBatch(f"the parts of the batch do not have the same number of samples: {listing}")
+        return lengths
+
+    def shard(self, leaf: Any, start: int, stop: int, native: D) -> Any:
+        if not self.backend.is_tensor(leaf):
+            return leaf
+        part = leaf if (start, stop) == (0, self.backend.rows(leaf)) else self.backend.cut(leaf, start, stop)
+        return self.to_leaf(part, native)
+
+    def join(self, path: str, column: Sequence[Any], native: D) -> Any:
+        """One leaf of all shards, put together: tensors of one kind, or the same value everywhere."""
+        are_tensors = [self.is_tensor(part) for part in column]
+        if not any(are_tensors):
+            for i, part in enumerate(column):
+                self.refuse_model(part, "shards hold samples; mh.to(net, device) moves a model")
+                if not _same(part, column[0]):
+                    raise BadBatch(f"{path} is {column[0]!r} in shard 0 and {part!r} in shard {i}: which one is it?")
+            return column[0]
+        if not all(are_tensors):
+            raise BadBatch(f"{path} is a tensor in some shards and none in others: they are not parts of one batch")
+        for i, part in enumerate(column):
+            if self.backend.rows(part) is None:
+                raise BadBatch(f"{path} is a scalar in shard {i}: there are no samples to put together")
+        shapes = [tuple(part.shape)[1:] for part in column]
+        if len(set(shapes)) > 1:
+            listing = ", ".join(f"{shape} in shard {i}" for i, shape in enumerate(shapes))
+            raise BadBatch(f"{path} has samples of different shapes: {listing}")
+        parts = [self.to_leaf(part, native) for part in column]
+        return parts[0] if len(parts) == 1 else self.verified(self.backend.join(parts), native)
+
+
+def once_each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Call it once per object, so that a tensor that stands twice in a tree stays one tensor."""
+    done: dict[int, Any] = {}
+
+    def remembering(leaf: Any) -> Any:
+        key = id(leaf)
+        if key not in done:
+            done[key] = function(leaf)
+        return done[key]
+
+    return remembering
+
+
+def _same(one: object, other: object) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # arrays of strings compare element by element, others not at all
+        return False
+
+
+_CONVERSIONS = {
+    "torch": "torch.as_tensor(x)",
+    "jax": "jnp.asarray(x)",
+    "tensorflow": "tf.convert_to_tensor(x)",
+    "mxnet": "mx.np.array(x)",
+    "fake": "FakeTensor(x)",
+}
+_ARRAY_TYPES = {
+    "torch": ("torch", "Tensor"),
+    "jax": ("jax", "Array"),
+    "tensorflow": ("tensorflow", "Tensor"),
+    "mxnet": ("mxnet.ndarray", "NDArray"),
+    "numpy": ("numpy", "ndarray"),
+}
+
+
+def _framework_of(leaf: object) -> str | None:
+    """Which framework's array it is. Asks only those that the program has imported itself."""
+    for framework, (module, attribute) in _ARRAY_TYPES.items():
+        cls = getattr(sys.modules.get(module), attribute, None)
+        if isinstance(cls, type) and isinstance(leaf, cls):
+            # NumPy's arrays of strings and objects are nobody's tensors.
+            return framework if framework != "numpy" or leaf.dtype.kind in "biufc" else None  # type: ignore[attr-defined]
+    return None
+
+
+def installed(framework: str) -> bool:
+    """Whether it could be imported; it is not. A mere folder of that name is not it."""
+    try:
+        found = importlib.util.find_spec(framework)
+    except ValueError:  # the name is blocked: sys.modules[framework] is None
+        return False
+    return found is not None and found.origin is not None
+
+
+def require(framework: str) -> None:
+    """Say what to install where a door's framework is missing."""
+    if not installed(framework):
+        raise FrameworkMissing(
+            f"manyhands.{framework} needs {framework}, which is not installed: pip install 'manyhands[{framework}]'",
+            name=framework,
+        )

@@ -1,0 +1,1 @@
+"""From tasks to a schedule over lanes: planned, checked, simulated, drawn. Pure: no framework, no state."""

@@ -1,0 +1,75 @@
+"""Proves that a schedule keeps every order that matters. Written apart from what makes schedules, on purpose.
+
+It looks only at the tasks, the order on each lane and the waits. From these it computes, for every task, the set of
+tasks that are certainly over when it starts; then every two tasks that touch one memory (one of them writing), or carry
+the same token, must stand in that relation, in the order of the program.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from manyhands.errors import UnsafeSchedule
+from manyhands.schedule.lanes import Schedule
+
+
+def check(schedule: Schedule) -> None:
+    """Raise :class:`UnsafeSchedule` unless every conflicting pair of tasks is ordered."""
+    before = _certainly_before(schedule)
+    for first, second, why in conflicts(schedule):
+        if not before[second] >> first & 1:
+            raise UnsafeSchedule(f"nothing makes {_named(schedule, second)} wait for {_named(schedule, first)}: {why}")
+
+
+def _named(schedule: Schedule, task: int) -> str:
+    return f"{schedule.graph.tasks[task].name} (task {task}, {schedule.lanes[schedule.lane_of[task]]})"
+
+
+def conflicts(schedule: Schedule) -> list[tuple[int, int, str]]:
+    """Pairs that must be ordered. Pairs further apart follow, because being over is transitive."""
+    pairs: list[tuple[int, int, str]] = []
+    accesses: dict[int, list[tuple[int, bool]]] = {}
+    tokens: dict[str, list[int]] = {}
+    for index, task in enumerate(schedule.graph.tasks):
+        for memory in task.reads | task.writes:
+            accesses.setdefault(memory, []).append((index, memory in task.writes))
+        if task.token is not None:
+            tokens.setdefault(task.token, []).append(index)
+    for memory, touched in accesses.items():
+        writer: int | None = None
+        readers: list[int] = []
+        for index, writes in touched:
+            if writer is not None:
+                pairs.append((writer, index, f"write, then {'write' if writes else 'read'} of memory {memory}"))
+            if writes:
+                pairs += [(reader, index, f"read, then write of memory {memory}") for reader in readers]
+                writer, readers = index, []
+            else:
+                readers.append(index)
+    for token, members in tokens.items():
+        pairs += [(a, b, f"both are {token}") for a, b in itertools.pairwise(members)]
+    return pairs
+
+
+def _certainly_before(schedule: Schedule) -> list[int]:
+    """For each task a set (the bits of a number) of all tasks that are over when it starts."""
+    count = len(schedule.graph)
+    if sorted(schedule.order) != list(range(count)):
+        raise UnsafeSchedule("not every task is issued exactly once")
+    before = [0] * count
+    issued = 0
+    last_on_lane: dict[int, int] = {}
+    for task in schedule.order:
+        lane = schedule.lane_of[task]
+        past = list(schedule.waits.get(task, ()))
+        if lane in last_on_lane:
+            past.append(last_on_lane[lane])
+        for other in past:
+            if not issued >> other & 1:
+                raise UnsafeSchedule(
+                    f"task {task} waits for task {other}, which is issued later: it would wait for ever"
+                )
+            before[task] |= before[other] | 1 << other
+        issued |= 1 << task
+        last_on_lane[lane] = task
+    return before

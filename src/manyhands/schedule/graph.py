@@ -1,0 +1,58 @@
+"""The graph of a program: what each task needs of the others.
+
+A program is a list of tasks in the order in which it was written. The graph keeps of that order only what matters: of
+two tasks that touch one memory, at least one of them writing, the earlier comes first (read after write, write after
+read, write after write); and tasks that draw random numbers or have effects on the host keep their order.
+
+Five tasks: a writes x, b writes y, c reads x and writes z, d reads y and z, e writes x again. Then c needs a, d needs b
+and c, and e needs c (it must not overwrite x while c reads it), not b and not d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from manyhands.schedule.task import Task, needs
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Tasks in program order, and for each the earlier ones that it needs directly."""
+
+    tasks: tuple[Task, ...]
+    needs: tuple[frozenset[int], ...]
+    followers: tuple[tuple[int, ...], ...] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def work(self) -> float:
+        """Seconds of all tasks one after the other."""
+        return sum(task.seconds for task in self.tasks)
+
+    def chains(self) -> list[float]:
+        """For each task the seconds of the longest chain that ends with it, its own included."""
+        found: list[float] = []
+        for task, earlier in zip(self.tasks, self.needs, strict=True):
+            found.append(task.seconds + max((found[need] for need in earlier), default=0.0))
+        return found
+
+    def critical_path(self) -> float:
+        """Seconds of the longest chain: no number of lanes is faster."""
+        return max(self.chains(), default=0.0)
+
+
+def graph(tasks: Iterable[Task]) -> Graph:
+    """The graph of a program: who needs whom, by the memories they touch."""
+    listed = tuple(tasks)
+    found = needs(listed)
+    return Graph(listed, tuple(map(frozenset, found)), _followers(found))
+
+
+def _followers(needs: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in needs]
+    for index, earlier in enumerate(needs):
+        for one in earlier:
+            found[one].append(index)
+    return tuple(map(tuple, found))

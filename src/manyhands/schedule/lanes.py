@@ -1,0 +1,250 @@
+"""From a graph to a schedule: a lane for every task, a place in its order, and the waits between lanes.
+
+List scheduling in the manner of HEFT (Topcuoglu, Hariri and Wu, 2002): tasks are taken by their upward rank, the
+length of the longest chain from them to the end, and each goes to the lane on which it ends first; of equal ones to
+the lane of the task it waited for last, so that no wait between lanes is needed there.
+
+A lane does its tasks in order. Of what a task needs on other lanes only those waits are kept that nothing else implies:
+each lane carries a clock with what it knows to be over on every lane, and a wait brings the other lane's clock along.
+If c (lane 0) has waited for b (lane 1), and b for a (lane 2), then c and all after it on lane 0 need not wait for a.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from manyhands.schedule.graph import Graph
+from manyhands.schedule.task import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """An ordered queue of work on a device: a stream, a copy engine, a worker thread."""
+
+    device: str
+    kind: Kind = "compute"
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.kind} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which lane does which task, in which order everything is issued, and who waits for whom."""
+
+    graph: Graph
+    lanes: tuple[Lane, ...]
+    lane_of: tuple[int, ...]
+    order: tuple[int, ...]
+    waits: Mapping[int, tuple[int, ...]]
+
+    def per_lane(self) -> list[list[int]]:
+        """The tasks of each lane, in its order."""
+        found: list[list[int]] = [[] for _ in self.lanes]
+        for task in self.order:
+            found[self.lane_of[task]].append(task)
+        return found
+
+    def names(self) -> list[str]:
+        """Of the lanes: by device and kind, unless one lane does everything, also for other devices or kinds."""
+        if self.is_mixed():
+            devices = self.devices()
+            held = ", ".join(devices) if len(devices) <= 4 else f"{len(devices)} devices"
+            return [f"one lane ({held})"]
+        return [str(lane) for lane in self.lanes]
+
+    def devices(self) -> list[str]:
+        """Those of its tasks, the host before them: cpu, gpu:0, gpu:1, ..., gpu:10."""
+        return sorted({task.device for task in self.graph.tasks}, key=lambda device: (len(device), device))
+
+    def is_mixed(self) -> bool:
+        """Whether its only lane does what several lanes could do: tasks of more than one device or kind."""
+        return len(self.lanes) == 1 and len({(task.device, task.kind) for task in self.graph.tasks}) > 1
+
+    def wait_count(self) -> int:
+        return sum(map(len, self.waits.values()))
+
+
+def lanes_for(graph: Graph, count: int) -> list[Lane]:
+    """So many lanes to compute on each device of a graph, and one for each kind of copy."""
+    kinds = dict.fromkeys((task.device, task.kind) for task in graph.tasks)
+    return [Lane(device, kind, number) for device, kind in kinds for number in range(count if kind == "compute" else 1)]
+
+
+def one_lane(graph: Graph) -> Schedule:
+    """Everything on one lane in the program's order: it also frees memory in that order."""
+    count = len(graph)
+    lane = Lane(graph.tasks[0].device, graph.tasks[0].kind) if count else Lane("cpu")
+    return Schedule(graph, (lane,), (0,) * count, tuple(range(count)), {})
+
+
+def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0) -> Schedule:
+    """Give every task of the graph one of the lanes of its device and kind.
+
+    ``switch_seconds`` is what a wait between two lanes costs.
+    """
+    choices = _choices(graph, lanes)
+    rank = upward_ranks(graph)
+    free = [0.0] * len(lanes)
+    end = [0.0] * len(graph)
+    lane_of = [-1] * len(graph)
+    order: list[int] = []
+    missing = [len(needs) for needs in graph.needs]
+    # Of equal rank the one comes first that can start first: copies go in the order in which their sources are made.
+    ready = [(-rank[i], 0.0, i) for i in range(len(graph)) if not missing[i]]
+    heapq.heapify(ready)
+    while ready:
+        _, _, index = heapq.heappop(ready)
+        task = graph.tasks[index]
+        needs = graph.needs[index]
+        latest = max(needs, key=end.__getitem__, default=None)
+        best: tuple[float, bool, int] | None = None
+        for lane in choices[task.device, task.kind]:
+            start = free[lane]
+            for need in needs:
+                arrives = end[need] + (switch_seconds if lane_of[need] != lane else 0.0)
+                start = max(start, arrives)
+            elsewhere = latest is not None and lane_of[latest] != lane
+            candidate = (start, elsewhere, lane)
+            if best is None or candidate < best:
+                best = candidate
+        assert best is not None
+        start, _, lane = best
+        lane_of[index] = lane
+        end[index] = free[lane] = start + task.seconds
+        order.append(index)
+        for follower in graph.followers[index]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                can_start = max(end[need] for need in graph.needs[follower])
+                heapq.heappush(ready, (-rank[follower], can_start, follower))
+    return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
+
+
+def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0) -> Schedule:
+    """The same with every unbranched chain kept together: one lane does it without doing anything else in between.
+
+    What a chain's next task reads is then still in the lane's cache, fewer chains are alive at once, and hardly
+    anything is handed over. Worse where there are few long chains, which cannot be balanced.
+    """
+    chains = _chains(graph)
+    chain_of = {task: number for number, chain in enumerate(chains) for task in chain}
+    needs = [{chain_of[need] for task in chain for need in graph.needs[task]} - {n} for n, chain in enumerate(chains)]
+    followers = [{chain_of[f] for task in chain for f in graph.followers[task]} - {n} for n, chain in enumerate(chains)]
+    whole = Graph(
+        tuple(
+            replace(graph.tasks[chain[0]], seconds=sum(graph.tasks[task].seconds for task in chain)) for chain in chains
+        ),
+        tuple(map(frozenset, needs)),
+        tuple(tuple(sorted(own)) for own in followers),
+    )
+    made = schedule(whole, lanes, switch_seconds=switch_seconds)
+    order = [task for chain in made.order for task in chains[chain]]
+    lane_of = [made.lane_of[chain_of[task]] for task in range(len(graph))]
+    return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
+
+
+def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
+    """All that the end of the longest chain needs on one lane, which waits for nobody; the rest beside it.
+
+    As in a backward pass: what leads from the loss to the first layer stays together, and gradients of weights, for
+    which nobody waits, go to the other lanes. Everything is issued in the program's order.
+    """
+    choices = _choices(graph, lanes)
+    main = _needed_by_the_longest(graph)
+    free = [0.0] * len(lanes)
+    end = [0.0] * len(graph)
+    lane_of: list[int] = []
+    for index, task in enumerate(graph.tasks):
+        first, *others = choices[task.device, task.kind]
+        ready = max((end[need] for need in graph.needs[index]), default=0.0)
+        at_home = {lane_of[need] for need in graph.needs[index]}
+        candidates = [first] if index in main or not others else others
+        lane = min(candidates, key=lambda one: (max(free[one], ready), one not in at_home, one))
+        lane_of.append(lane)
+        end[index] = free[lane] = max(free[lane], ready) + task.seconds
+    order = tuple(range(len(graph)))
+    return Schedule(graph, tuple(lanes), tuple(lane_of), order, needed_waits(graph, lane_of, order))
+
+
+def _needed_by_the_longest(graph: Graph) -> set[int]:
+    """The last task of the longest chain, and all tasks that it needs, directly or not."""
+    chains = graph.chains()
+    found: set[int] = set()
+    left = [max(range(len(graph)), key=chains.__getitem__)] if len(graph) else []
+    while left:
+        one = left.pop()
+        if one not in found:
+            found.add(one)
+            left += graph.needs[one]
+    return found
+
+
+def _chains(graph: Graph) -> list[list[int]]:
+    """Tasks that only follow one other, and alone, together with it; in an order in which needs come first."""
+    chains: list[list[int]] = []
+    of: dict[int, list[int]] = {}
+    for task, needs in enumerate(graph.needs):
+        before = next(iter(needs)) if len(needs) == 1 else None
+        if before is not None and len(graph.followers[before]) == 1 and _alike(graph, before, task):
+            chain = of[before]
+        else:
+            chain = []
+            chains.append(chain)
+        chain.append(task)
+        of[task] = chain
+    return chains
+
+
+def _alike(graph: Graph, one: int, other: int) -> bool:
+    a, b = graph.tasks[one], graph.tasks[other]
+    return (a.device, a.kind) == (b.device, b.kind)
+
+
+def upward_ranks(graph: Graph) -> list[float]:
+    """For each task the seconds of the longest chain from it to the end, its own included."""
+    rank = [0.0] * len(graph)
+    for index in range(len(graph) - 1, -1, -1):
+        after = max((rank[follower] for follower in graph.followers[index]), default=0.0)
+        rank[index] = graph.tasks[index].seconds + after
+    return rank
+
+
+def needed_waits(graph: Graph, lane_of: Sequence[int], order: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The waits between lanes that nothing else implies, for tasks issued in that order."""
+    place: dict[int, int] = {}  # the number of a task on its lane
+    issued: dict[int, int] = {}
+    clocks: list[dict[int, int]] = [{} for _ in range(max(lane_of, default=-1) + 1)]
+    known_after: dict[int, dict[int, int]] = {}
+    waits: dict[int, tuple[int, ...]] = {}
+    for task in order:
+        lane = lane_of[task]
+        clock = clocks[lane]
+        wanted = []
+        for need in sorted(graph.needs[task], key=issued.__getitem__, reverse=True):
+            other = lane_of[need]
+            if other != lane and clock.get(other, -1) < place[need]:
+                wanted.append(need)
+                for key, value in known_after[need].items():
+                    clock[key] = max(clock.get(key, -1), value)
+        if wanted:
+            waits[task] = tuple(wanted)
+        place[task] = clock[lane] = clock.get(lane, -1) + 1
+        issued[task] = len(issued)
+        # Copied only where another lane may look at it: a task whose followers are all on its own lane is not asked.
+        if any(lane_of[follower] != lane for follower in graph.followers[task]):
+            known_after[task] = dict(clock)
+    return waits
+
+
+def _choices(graph: Graph, lanes: Sequence[Lane]) -> dict[tuple[str, Kind], list[int]]:
+    choices: dict[tuple[str, Kind], list[int]] = {}
+    for number, lane in enumerate(lanes):
+        choices.setdefault((lane.device, lane.kind), []).append(number)
+    for task in graph.tasks:
+        if (task.device, task.kind) not in choices:
+            raise ValueError(f"no lane for {task.name}: it needs one for {task.kind} on {task.device}")
+    return choices

@@ -1,0 +1,86 @@
+"""How much memory a schedule takes at its peak, beside what plain execution takes.
+
+A memory comes into being with the first task that writes to it and goes after the last one that touches it. What the
+caller gave (arguments, tensors from outside) is there all the time, results stay. Lanes hold more at once than one lane
+does, for two reasons: several chains are under way, and on a GPU memory can be used again only when the lane that made
+it knows all its users to be over.
+
+Three tasks of one megabyte each in a chain take two megabytes at the peak: the second is made while the first is read.
+Two such chains on two lanes take four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from manyhands.schedule.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The bytes of every memory of a program, and which are there before it and stay after it."""
+
+    sizes: Mapping[int, int]
+    given: frozenset[int]
+    results: frozenset[int]
+
+    def given_bytes(self) -> int:
+        return sum(self.sizes.get(memory, 0) for memory in self.given)
+
+    def result_bytes(self) -> int:
+        return sum(self.sizes.get(memory, 0) for memory in self.results)
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Bytes at the peak of the plan, and of plain execution (at least: Python may hold on to more)."""
+
+    planned: int
+    plain: int
+
+    @property
+    def times(self) -> float:
+        return self.planned / max(self.plain, 1)
+
+
+def peak(
+    tasks: Sequence[Task],
+    footprint: Footprint,
+    moments: Sequence[tuple[float, float]],
+    let_go: Mapping[int, int] | None = None,
+) -> int:
+    """Bytes at the worst moment, if each task begins and ends at its moments.
+
+    ``let_go`` says for each memory with which task's end it goes; what it does not name stays. Without it every memory
+    goes with its last user.
+    """
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for number, task in enumerate(tasks):
+        start, stop = moments[number]
+        for memory in task.reads | task.writes:
+            if memory in footprint.sizes and memory not in footprint.given:
+                begins[memory] = min(begins.get(memory, start), start)
+                ends[memory] = max(ends.get(memory, stop), stop)
+    if let_go is not None:
+        ends = {memory: moments[let_go[memory]][1] for memory in ends if memory in let_go}
+    events = [(when, 1, footprint.sizes[memory]) for memory, when in begins.items()]
+    events += [(when, 0, -footprint.sizes[memory]) for memory, when in ends.items() if memory not in footprint.results]
+    held = worst = footprint.given_bytes()
+    for _, _, size in sorted(events):
+        held += size
+        worst = max(worst, held)
+    return worst
+
+
+def one_after_the_other(order: Sequence[int]) -> list[tuple[float, float]]:
+    """The moments of tasks that are done in an order, each in a unit of time."""
+    moments = [(0.0, 0.0)] * len(order)
+    for place, task in enumerate(order):
+        moments[task] = (float(place), place + 1.0)
+    return moments
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"

@@ -1,0 +1,171 @@
+"""Waits that are there for memory's sake alone: a lane that runs ahead of others is held back before it takes too much.
+
+On a GPU a lane may use memory again when it knows that all who read it are over. It knows that of other lanes only by
+waiting for them, and correctness often needs no such wait: in
+
+    compute    y0 = x @ x    y1 = x @ x    y2 = x @ x    ...
+    copy out       y0 to the host    y1 to the host    ...
+
+the copies wait for the products, and no product for a copy, so that all products are held until the end. If only two
+may be there at once, ``y2`` waits for the copy of ``y0`` (and then ``y0`` may go), ``y3`` for that of ``y1``. A copy
+that is quicker than a product is over by then, and such a wait costs nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from manyhands.schedule.lanes import Schedule, needed_waits
+from manyhands.schedule.memory import Footprint
+from manyhands.schedule.simulate import moments
+
+
+@dataclass(slots=True)
+class _Held:
+    """A memory that a lane has made, and who is known to touch it: on each lane the last one."""
+
+    number: int  # the oldest has the least
+    size: int
+    lane: int
+    left: int  # users that are not issued yet
+    last: dict[int, int]  # lane: task
+    unknown: int = 0  # of the last ones, when all are issued: those that the lane does not know to be over
+
+
+class _Walk:
+    """What each lane knows to be over, and what it holds, while tasks are issued one after the other.
+
+    A memory is looked at when it is made, when its last user is issued and when its lane learns of one, and not at
+    every task in between: there may be thousands of both.
+    """
+
+    def __init__(self, made: Schedule, footprint: Footprint) -> None:
+        self.made, self.footprint = made, footprint
+        # Results count from the beginning: when they are there, it is too late to hold anybody back.
+        self.held = footprint.given_bytes() + footprint.result_bytes()
+        self.stays = footprint.given | footprint.results
+        self.place: dict[int, int] = {}
+        self.can_go = [0 for _ in made.lanes]  # bytes that a lane could let go by waiting: all users have been issued
+        self.known = [0 for _ in made.lanes]  # of these the bytes that it will let go without another wait
+        self._clocks: list[dict[int, int]] = [{} for _ in made.lanes]
+        self._after: dict[int, dict[int, int]] = {}  # for each task what its lane knew at its end
+        self._memories: dict[int, _Held] = {}
+        # Of each lane what could go, the oldest first; and for each other lane, by the places of users there.
+        self._over: list[list[tuple[int, _Held]]] = [[] for _ in made.lanes]
+        self._users_on: list[dict[int, list[tuple[int, int, _Held]]]] = [{} for _ in made.lanes]
+        self._users = dict[int, int]()
+        for task in made.graph.tasks:
+            for memory in task.reads | task.writes:
+                self._users[memory] = self._users.get(memory, 0) + 1
+
+    def too_much(self, task: int, most: int) -> int:
+        """How many bytes too many are held with what a task makes; none where it makes nothing."""
+        new = sum(self.footprint.sizes[memory] for memory in self._new(task))
+        return max(0, self.held + new - most) if new else 0
+
+    def oldest(self, lane: int) -> Iterator[_Held]:
+        """What a lane holds only because it does not know enough: the oldest first, each until it is known."""
+        over = self._over[lane]
+        while over:
+            if over[0][1].unknown:
+                yield over[0][1]
+            else:
+                heapq.heappop(over)
+
+    def unknown(self, held: _Held) -> list[int]:
+        """The users of a memory that its lane does not know to be over."""
+        clock = self._clocks[held.lane]
+        return [task for one, task in held.last.items() if clock.get(one, -1) < self.place[task]]
+
+    def learn(self, lane: int, other: int) -> None:
+        """The lane waits for a task: it knows what that one's lane knew."""
+        clock = self._clocks[lane]
+        for key, value in self._after[other].items():
+            if value <= clock.get(key, -1):
+                continue
+            clock[key] = value
+            users = self._users_on[lane].get(key, [])
+            while users and users[0][0] <= value:
+                held = heapq.heappop(users)[-1]
+                held.unknown -= 1
+                self.known[lane] += 0 if held.unknown else held.size
+
+    def issue(self, task: int) -> None:
+        lane = self.made.lane_of[task]
+        clock = self._clocks[lane]
+        self.place[task] = clock[lane] = clock.get(lane, -1) + 1
+        self._after[task] = dict(clock)
+        for memory in list(self._new(task)):
+            self._memories[memory] = held = _Held(
+                len(self._memories), self.footprint.sizes[memory], lane, self._users[memory], {}
+            )
+            self.held += held.size
+        one = self.made.graph.tasks[task]
+        for memory in one.reads | one.writes:
+            if memory in self._memories:
+                held = self._memories[memory]
+                held.left -= 1
+                held.last[lane] = task
+                if not held.left:
+                    self._used_up(held)
+        self.held -= self.known[lane]
+        self.can_go[lane] -= self.known[lane]
+        self.known[lane] = 0
+
+    def _used_up(self, held: _Held) -> None:
+        """All users of a memory have been issued."""
+        unknown = self.unknown(held)
+        held.unknown = len(unknown)
+        self.can_go[held.lane] += held.size
+        if not unknown:
+            self.known[held.lane] += held.size
+            return
+        heapq.heappush(self._over[held.lane], (held.number, held))
+        for task in unknown:
+            users = self._users_on[held.lane].setdefault(self.made.lane_of[task], [])
+            heapq.heappush(users, (self.place[task], held.number, held))
+
+    def _new(self, task: int) -> Iterator[int]:
+        for memory in self.made.graph.tasks[task].writes:
+            if memory in self.footprint.sizes and memory not in self.stays and memory not in self._memories:
+                yield memory
+
+
+def thrifty(made: Schedule, footprint: Footprint, most: int) -> Schedule:
+    """The schedule with the waits that bring it down to ``most`` bytes, or as near as waits can.
+
+    Every task stays on its lane. Each lane does its tasks in the program's order, as plain execution does, which holds
+    least: what is made first is also used up first. They are issued in the order in which they would begin; one that
+    makes something new while too much is held waits for the users of what its lane has held longest. Where these have
+    not been issued yet, they come first.
+    """
+    program = tuple(range(len(made.graph)))
+    made = replace(made, order=program, waits=needed_waits(made.graph, made.lane_of, program))
+    walk, waits = _Walk(made, footprint), dict(made.waits)
+    # A wait lets memory go behind its task, not before it: so one task's results may come on top.
+    most -= max(
+        (sum(footprint.sizes.get(m, 0) for m in task.writes - walk.stays) for task in made.graph.tasks), default=0
+    )
+    begins = [begin for begin, _ in moments(made)]
+    queues = [list(reversed(lane)) for lane in made.per_lane()]
+    order: list[int] = []
+    while any(queues):
+        heads = [queue[-1] for queue in queues if queue]
+        heads = [task for task in heads if all(other in walk.place for other in made.waits.get(task, ()))]
+        heads.sort(key=begins.__getitem__)
+        task = next((one for one in heads if walk.too_much(one, most) <= walk.can_go[made.lane_of[one]]), heads[0])
+        lane = made.lane_of[task]
+        for other in made.waits.get(task, ()):
+            walk.learn(lane, other)
+        too_much = walk.too_much(task, most)
+        for held in walk.oldest(lane):
+            if too_much <= walk.known[lane]:
+                break
+            for other in walk.unknown(held):
+                waits[task] = (*waits.get(task, ()), other)
+                walk.learn(lane, other)
+        walk.issue(task)
+        order.append(queues[lane].pop())
+    return replace(made, order=tuple(order), waits=waits)

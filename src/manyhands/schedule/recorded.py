@@ -1,0 +1,64 @@
+"""Writes down what is really issued to lanes, and gives it as a schedule that can be checked and told.
+
+A planner knows its schedule before anything runs. Where the order comes about on the way (a backward pass that another
+engine drives), it is the other way round: tasks, marks and waits are noted as they are issued, and the schedule is what
+was noted. A wait holds for the next task of its lane, and by the lane's order for all that follow.
+
+Lane 0 issues ``a``; its mark is made; lane 1 waits for that mark and issues ``b``; lane 0 issues ``c``. Then the
+schedule has a and c on lane 0, b on lane 1, and one wait, of b for a; c and b are in no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import Lane, Schedule
+from manyhands.schedule.task import Task
+
+
+class Journal:
+    """Tasks, marks and waits in the order in which they were issued."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = tuple(lanes)
+        self._tasks: list[Task] = []
+        self._lane_of: list[int] = []
+        self._last: dict[int, int] = {}
+        self._marks: list[int | None] = []  # the last task before each mark, if there was one
+        self._waiting: dict[int, list[int]] = {}
+        self._waits: dict[int, tuple[int, ...]] = {}
+
+    def task(self, lane: int, task: Task) -> int:
+        """A task was issued to a lane; gives its number."""
+        number = len(self._tasks)
+        self._tasks.append(task)
+        self._lane_of.append(lane)
+        self._last[lane] = number
+        if waited := self._waiting.pop(lane, None):
+            self._waits[number] = tuple(dict.fromkeys(waited))
+        return number
+
+    def mark(self, lane: int) -> int:
+        """A mark was made on a lane, behind all that it has been given; gives the mark's number."""
+        self._marks.append(self._last.get(lane))
+        return len(self._marks) - 1
+
+    def wait(self, lane: int, mark: int) -> None:
+        """What a lane is given from now on comes after the mark."""
+        last = self._marks[mark]
+        if last is not None:
+            self._waiting.setdefault(lane, []).append(last)
+
+    def rewrite(self, number: int, task: Task) -> None:
+        """What a task touches may be known only later."""
+        self._tasks[number] = task
+
+    def count(self, lane: int) -> int:
+        """How many tasks a lane has been given."""
+        return self._lane_of.count(lane)
+
+    def schedule(self) -> Schedule:
+        """All of it as a schedule, in the order of issue."""
+        order = tuple(range(len(self._tasks)))
+        return Schedule(graph(self._tasks), self._lanes, tuple(self._lane_of), order, dict(self._waits))

@@ -1,0 +1,108 @@
+"""A schedule on a described machine: when would each task run?
+
+Tasks on one device share it. While the parts that they fill add up to no more than the whole, all run at full speed;
+beyond that all are slowed down in the same proportion. So two kernels that fill a tenth of a chip each overlap for
+nothing, and two that fill all of it take as long as one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manyhands.schedule.lanes import Schedule
+from manyhands.schedule.timeline import Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What bounds a schedule: no schedule beats the first two, and this one does not beat the third."""
+
+    critical_path: float  # the longest chain
+    busiest_device: float  # working without a gap
+    busiest_lane: float  # of this schedule
+
+    @property
+    def seconds(self) -> float:
+        return max(self.critical_path, self.busiest_device)
+
+
+def bounds(schedule: Schedule) -> Bounds:
+    work: dict[tuple[str, str], float] = {}
+    lanes = [0.0] * len(schedule.lanes)
+    for task, lane in zip(schedule.graph.tasks, schedule.lane_of, strict=True):
+        key = (task.device, task.kind)
+        work[key] = work.get(key, 0.0) + task.seconds * task.share
+        lanes[lane] += task.seconds
+    return Bounds(schedule.graph.critical_path(), max(work.values(), default=0.0), max(lanes, default=0.0))
+
+
+def simulate(schedule: Schedule, *, wait_seconds: float = 0.0) -> Timeline:
+    """Run the schedule in thought; ``wait_seconds`` is what a wait for another lane costs."""
+    return timeline_of(schedule, moments(schedule, wait_seconds=wait_seconds), "simulated")
+
+
+def timeline_of(schedule: Schedule, found: Sequence[tuple[float, float]], title: str) -> Timeline:
+    """A picture of when each task began and ended, measured or simulated."""
+    tasks, lanes = schedule.graph.tasks, schedule.names()
+    spans = [Span(tasks[one].name, lanes[schedule.lane_of[one]], *found[one]) for one in range(len(tasks))]
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.start, span.stop))), title)
+
+
+def moments(schedule: Schedule, *, wait_seconds: float = 0.0) -> list[tuple[float, float]]:
+    """When each task would begin and end."""
+    queues = [list(reversed(lane)) for lane in schedule.per_lane()]
+    tasks = schedule.graph.tasks
+    over: dict[int, float] = {}
+    running: dict[int, tuple[int, float, float]] = {}  # lane: (task, when it began, seconds of work left)
+    found = [(0.0, 0.0)] * len(tasks)
+    now = 0.0
+    while any(queues) or running:
+        opens = _start_what_can(schedule, queues, running, over, now, wait_seconds)
+        slow = _slowdown(schedule, running)
+        ends = [now + left * slow[tasks[task].device, tasks[task].kind] for task, _, left in running.values()]
+        now_next = min([*ends, *opens])
+        for lane, (task, began, left) in list(running.items()):
+            left -= (now_next - now) / slow[tasks[task].device, tasks[task].kind]
+            if left > 1e-15:
+                running[lane] = (task, began, left)
+            else:
+                del running[lane]
+                over[task] = now_next
+                found[task] = (began, now_next)
+        now = now_next
+    return found
+
+
+def _start_what_can(
+    schedule: Schedule,
+    queues: list[list[int]],
+    running: dict[int, tuple[int, float, float]],
+    over: dict[int, float],
+    now: float,
+    wait_seconds: float,
+) -> list[float]:
+    """Start the next task of every idle lane if what it waits for is over; gives when others may start."""
+    opens: list[float] = []
+    for lane, queue in enumerate(queues):
+        if lane in running or not queue:
+            continue
+        task = queue[-1]
+        waits = schedule.waits.get(task, ())
+        if any(other not in over for other in waits):
+            continue
+        may_start = max((over[other] + wait_seconds for other in waits), default=0.0)
+        if may_start > now + 1e-15:
+            opens.append(may_start)
+            continue
+        queue.pop()
+        running[lane] = (task, now, max(schedule.graph.tasks[task].seconds, 1e-12))
+    return opens
+
+
+def _slowdown(schedule: Schedule, running: dict[int, tuple[int, float, float]]) -> dict[tuple[str, str], float]:
+    filled: dict[tuple[str, str], float] = {}
+    for task, _, _ in running.values():
+        one = schedule.graph.tasks[task]
+        filled[one.device, one.kind] = filled.get((one.device, one.kind), 0.0) + one.share
+    return {key: max(1.0, value) for key, value in filled.items()}

@@ -1,0 +1,117 @@
+"""Spans on lanes: what a run, measured or simulated, looked like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import PackageMissing
+from manyhands.schedule.output_path import to_write
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A named interval on a lane, in seconds."""
+
+    name: str
+    lane: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    spans: tuple[Span, ...]
+    title: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return max((span.stop for span in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
+
+    def lanes(self) -> list[str]:
+        return _in_order(self.spans)
+
+    def busy(self, lane: str) -> float:
+        return sum(span.stop - span.start for span in self.spans if span.lane == lane)
+
+    def save(self, path: str | Path) -> Path:
+        """A trace for Perfetto or chrome://tracing (``.json``), or a picture (``.png``, ``.svg``)."""
+        path = place(path)
+        if path.suffix.lower() == ".json":
+            path.write_text(json.dumps(self.trace_events()))
+        else:
+            _picture(self.spans, path, f"{self.title}, {self.seconds * 1e3:.3g} ms" if self.title else "")
+        return path
+
+    def trace_events(self) -> dict[str, Any]:
+        lanes = {lane: number for number, lane in enumerate(self.lanes())}
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}
+            for lane, number in lanes.items()
+        ]
+        spans = [
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": 0,
+                "tid": lanes[span.lane],
+                "ts": span.start * 1e6,
+                "dur": (span.stop - span.start) * 1e6,
+            }
+            for span in self.spans
+        ]
+        return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
+
+
+def place(path: str | Path) -> Path:
+    """The path, if a timeline can be written there; else a lesson."""
+    return to_write(path, "timeline", (".svg", ".png", ".json"))
+
+
+def _in_order(spans: Sequence[Span]) -> list[str]:
+    """The lanes by name, their numbers by value: lane 10 comes after lane 2."""
+    return sorted({span.lane for span in spans}, key=lambda lane: [(len(part), part) for part in lane.split()])
+
+
+def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
+    """A Gantt picture: a row per lane, a bar per span, coloured by what it is."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise PackageMissing(
+            f"{path.name} cannot be drawn: matplotlib is not installed. Run: pip install matplotlib, or write "
+            f"{path.with_suffix('.json').name!r}, a trace for ui.perfetto.dev, which needs nothing"
+        ) from error
+
+    lanes = _in_order(spans)
+    work: dict[str, float] = {}
+    for span in spans:
+        work[span.name] = work.get(span.name, 0.0) + span.stop - span.start
+    kinds = sorted(work, key=lambda kind: -work[kind])
+    colours = {kind: colormaps["tab20"](number % 20) for number, kind in enumerate(kinds)}
+    figure = Figure(figsize=(12, 1.6 + 0.5 * len(lanes)), layout="constrained")
+    axes = figure.add_subplot()
+    begin = min((span.start for span in spans), default=0.0)
+    for row, lane in enumerate(lanes):
+        own = [span for span in spans if span.lane == lane]
+        axes.broken_barh(
+            [((span.start - begin) * 1e3, (span.stop - span.start) * 1e3) for span in own],
+            (row - 0.4, 0.8),
+            facecolors=[colours[span.name] for span in own],
+            edgecolor="white",
+            linewidth=0.3,
+        )
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_title(title, fontsize=10)
+    handles = [Patch(color=colours[kind], label=kind) for kind in kinds[:12]]  # those that take longest
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=120)

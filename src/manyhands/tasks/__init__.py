@@ -1,0 +1,1 @@
+"""``with parallel():`` explicit tasks, ordered by the memory that they read and write. Imports no framework."""

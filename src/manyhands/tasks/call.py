@@ -1,0 +1,175 @@
+"""The call that a task makes: what it reads and writes, as far as that is known, and how it is done.
+
+A call is looked through when its task is given, so that it is known behind whom it has to go. Much of it can be
+different when it begins: a result is there that was not, a list has another item, a module another parameter. So it is
+looked through again then, unless all that was found is what it always will be. In ``task(scale)(x, 2)`` a tensor ``x``
+is found, and that is that; in ``task(scale)([x], 2)`` somebody may put another tensor into the list first.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterator, Set
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
+
+from manyhands.errors import UndeclaredWrite
+from manyhands.tasks import containers
+from manyhands.tasks.node import NOTHING, Future, Job, Touched
+from manyhands.tasks.reachable import Found, Objects, Variable
+from manyhands.tasks.undeclared_writes import Watch, in_words
+
+if TYPE_CHECKING:
+    from manyhands.tasks.scope import parallel
+    from manyhands.tasks.workers import Crew
+
+T = TypeVar("T")
+Function = Callable[..., Any]
+
+
+class Here(threading.local):
+    """What is so in this thread."""
+
+    scope: parallel | None = None  # that is open; a thread that does a task has none
+    at_once = False  # whether tasks are plain calls
+
+
+here = Here()
+
+
+class Call(Job):
+    """A call of a function that is a task; what it was given is let go of when it is over."""
+
+    __slots__ = ("_arguments", "_context", "_done_by", "_found", "_function", "_keywords", "_objects", "_writes")
+
+    def __init__(
+        self,
+        crew: Crew,
+        unsettled: dict[Job, None],
+        objects: Objects,
+        function: Function,
+        writes: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> None:
+        super().__init__(crew, name_of(function), unsettled)
+        self._objects, self._function, self._writes = objects, function, writes
+        self._arguments, self._keywords = arguments, keywords
+        self._done_by = objects.bound(function) if objects.bound else function
+        self._context: contextvars.Context | None = contextvars.copy_context()
+        self._found: Found | None = None  # what it reads, known when it was given
+
+    def look(self) -> Touched:
+        found = self._found = self._read()
+        if not self._writes:
+            return found.memories, NOTHING, found.inputs, found.reached
+        written = self._objects.look(*self._writes)
+        self._objects.rebound.update(variable.key() for variable in written.variables)
+        return found.memories, written.memories, found.inputs + written.inputs, found.reached + written.reached
+
+    def stored_in(self, value: Any) -> Set[Hashable]:
+        return self._objects.look(value).memories
+
+    def really_touched(self) -> Set[Hashable]:
+        return self._read().memories | self.really_written()
+
+    def really_written(self) -> Set[Hashable]:
+        return self._objects.look(*self._writes).memories if self._writes else NOTHING
+
+    def let_go(self) -> None:
+        self._done_by = self._function = _nothing
+        self._arguments, self._keywords, self._writes = (), {}, ()
+        self._context = self._found = None
+
+    def work(self) -> Any:
+        found, arguments, keywords = self._found, self._arguments, self._keywords
+        assert found is not None
+        self._check_variables(found)
+        if not found.for_good or self._objects.rebound:
+            found = self._read()
+            if found.inputs:
+                arguments, keywords = filled(arguments), filled(keywords)
+        if not found.in_turn:
+            return self._watched(found, arguments, keywords)
+        with _in_turn(found.in_turn):
+            return self._watched(self._read(), arguments, keywords)
+
+    def _watched(self, found: Found, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        watch = Watch(self._objects, found, self.really_written())
+        assert self._context is not None
+        value = self._context.run(call_at_once, self._done_by, arguments, keywords)
+        if (changed := watch.changed()) is not None:
+            raise UndeclaredWrite(_undeclared(self.name, changed))
+        return value
+
+    def _read(self) -> Found:
+        return self._objects.look(self._function, *self._arguments, *self._keywords.values())
+
+    def _check_variables(self, found: Found) -> None:
+        """A variable that the function looks up is to be what it was when the task was given."""
+        for variable in found.variables:
+            if not variable.is_bound() and not found.locks and variable.key() not in self._objects.rebound:
+                raise UndeclaredWrite(_rebound(self.name, variable.name))
+
+
+_turns: WeakValueDictionary[int, Any] = WeakValueDictionary()  # a lock for each object that a task waits for or uses
+_turns_lock = threading.Lock()
+
+
+@contextmanager
+def _in_turn(objects: Collection[Any]) -> Iterator[None]:
+    """While no other task uses one of these objects."""
+    with _turns_lock:
+        locks = [_turns.setdefault(one, threading.RLock()) for one in sorted({id(one) for one in objects})]
+    with ExitStack() as stack:
+        for lock in locks:  # all tasks take them in the same order
+            stack.enter_context(lock)
+        yield
+
+
+def _nothing() -> None:
+    """What a call that is over would do."""
+
+
+def call_at_once(function: Callable[..., T], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> T:
+    """A plain call, in which tasks are plain calls as well."""
+    before, here.scope = here.scope, None
+    try:
+        return function(*arguments, **keywords)
+    finally:
+        here.scope = before
+
+
+def filled(value: Any) -> Any:
+    """Results in place of futures; what holds no future stays the object that it is."""
+    return containers.filled(value, lambda one: one.result() if isinstance(one, Future) else one)
+
+
+def name_of(function: Function) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _undeclared(name: str, changed: Any) -> str:
+    if isinstance(changed, Variable):
+        return (
+            f"{name}: the variable {changed.name!r} that it looks up was assigned while it ran, and no task has "
+            f"declared that. Where the task does it (nonlocal {changed.name}), write task(fn, writes=(fn,)); where "
+            f"other code does, give the value: task(fn)({changed.name}), or lambda {changed.name}={changed.name}: ..."
+        )
+    what = in_words(changed)
+    return (
+        f"{name}: {what} that it reads was written to while it ran, and no task has declared that. Tasks that read it "
+        "may have done so before or after. Where this task changes it (in place, by a layer with running averages, by "
+        "a backward pass that fills its gradient), write task(fn, writes=(x,))(x); where other code does, let it wait "
+        "with result() or waitall() first"
+    )
+
+
+def _rebound(name: str, variable: str) -> str:
+    return (
+        f"{name}: the variable {variable!r} that it looks up was assigned after the task was given and before it ran: "
+        f"it would not get the value that a plain call gets. Give the value as an argument: task(fn)({variable}), or "
+        f"as a default, lambda {variable}={variable}: ..."
+    )

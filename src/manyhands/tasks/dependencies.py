@@ -1,0 +1,124 @@
+"""Who reads and who writes which memory, so that a new job knows whom it has to wait for.
+
+It is enough to remember, for each memory, the last writer and the readers since, because "over" is transitive: a job
+that will not be run is over only after all that it needs.
+
+A result that is not there yet may be any memory that its job touches. The job itself stands for that unknown memory, so
+that a long chain of jobs, each taking the result before it, costs no more per job than a short one. Who writes pays:
+a write to an unknown result is one to all that it may be, upwards along the chain; a write to a memory concerns all
+unknown results that it may be, downwards, and each of them remembers that. A reads x, B takes A's result, W writes x: W
+waits for A and for B, and C, which takes B's result after that, reads x as well and waits for W. When a result is
+there, those who took it are listed with the memories that it really is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Set
+
+from manyhands.tasks.node import NOTHING, ORDER, REACHES, TAKES, Job, Touched
+from manyhands.tasks.regions import Region, Regions
+
+
+class Ledger:
+    """The last writer of each memory and the readers since, of jobs that are not over."""
+
+    def __init__(self) -> None:
+        self._writer: dict[Hashable, Job] = {}
+        self._readers: dict[Hashable, set[Job]] = {}
+        self._regions = Regions()
+
+    def enter(self, job: Job, touched: Touched) -> dict[Job, int]:
+        """List a job; gives the jobs that it needs, and why."""
+        reads, written, inputs, reached = touched
+        reads, written = self._regions.of(reads), self._regions.of(written)
+        needs = dict.fromkeys(reached, REACHES) | dict.fromkeys(inputs, TAKES)
+        job.touched = job.listed = only_read = reads | written if written else reads
+        if needs:  # else nothing in it is unknown
+            written = self._may_be(written) if written else written
+            job.listed = only_read = self._as_written(job.touched) | written
+        for memory in job.listed:
+            if (writer := self._writer.get(memory)) is not None:
+                needs.setdefault(writer, ORDER)
+        if written:
+            only_read = job.listed - written
+            for one in self._may_share(written):
+                needs.setdefault(one, ORDER)
+                one.overwritten = one.overwritten | written
+            for memory in written:
+                self._readers.pop(memory, None)
+                self._writer[memory] = job
+        for memory in only_read:
+            if memory in self._readers:
+                self._readers[memory].add(job)
+            else:
+                self._readers[memory] = {job}
+        return needs
+
+    def _may_share(self, memories: Set[Hashable]) -> set[Job]:
+        """The jobs that use one of these memories, or whose results may be in one."""
+        stack = [one for memory in memories for one in self._readers.get(memory, ())]
+        stack += [one for memory in memories if (one := self._writer.get(memory)) is not None]
+        found: set[Job] = set()
+        while stack:
+            one = stack.pop()
+            if one not in found:
+                found.add(one)
+                stack.extend(follower for follower, why in one.followers or () if why)
+        return found
+
+    def forget(self, job: Job) -> None:
+        """Nobody has to wait for it any more."""
+        for memory in job.listed:
+            if (readers := self._readers.get(memory)) is not None:
+                readers.discard(job)
+                if not readers:
+                    del self._readers[memory]
+            if self._writer.get(memory) is job:
+                del self._writer[memory]
+            if type(memory) is Region and memory not in self._readers and memory not in self._writer:
+                self._regions.drop(memory)
+        job.touched = job.overwritten = job.listed = NOTHING  # they hold other jobs, and those their results
+
+    def tell_where(self, job: Job) -> None:
+        """Its result is there: list those who use it with the memories that it is in."""
+        if not job.followers and job not in self._readers and job not in self._writer:
+            return
+        takers = {follower for follower, why in job.followers or () if why and not follower.over}
+        readers = takers.union(self._readers.get(job, ()))
+        writer = self._writer.get(job)
+        if not readers and writer is None:
+            return
+        memories = self._stored_in(job)
+        for reader in readers if memories else ():
+            reader.listed = reader.listed | memories
+            if reader in takers:
+                reader.touched = reader.touched | memories
+        for memory in memories:
+            self._readers.setdefault(memory, set()).update(readers)
+            if writer is not None:
+                writer.listed = writer.listed | {memory}
+                other = self._writer.get(memory)
+                if other is None or other.number < writer.number:
+                    self._writer[memory] = writer
+
+    def _stored_in(self, job: Job) -> Set[Hashable]:
+        return self._regions.of(job.stored_in(job.value))
+
+    def _may_be(self, memories: Set[Hashable]) -> Set[Hashable]:
+        """These memories, and all that the unknown results among them may be in."""
+        return self._reached(memories, lambda job: job.touched)
+
+    def _as_written(self, memories: Set[Hashable]) -> Set[Hashable]:
+        """These memories, and those through which the unknown results among them were perhaps written to."""
+        return self._reached(memories, lambda job: job.overwritten)
+
+    def _reached(self, memories: Set[Hashable], further: Callable[[Job], Set[Hashable]]) -> Set[Hashable]:
+        """These memories, those that the results among them are in, and what leads further from unknown ones."""
+        stack, found = [*memories], set[Hashable]()
+        while stack:
+            memory = stack.pop()
+            if memory not in found:
+                found.add(memory)
+                if isinstance(memory, Job):
+                    stack.extend(self._stored_in(memory) if memory.over else further(memory))
+        return found

@@ -1,0 +1,206 @@
+"""A call that is done once, and what its jobs do to each other: one fails because of another, or waits for it.
+
+A job may ask for a result while it runs. It is then looked whether what it asks for waits, over however many jobs, for
+itself: that circle would never end, and the one that closes it gets an error. A asks for B's result, B takes C's, and C
+asks for A's: A and B wait, C is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Hashable, Set
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from manyhands.errors import TaskCancelled, WaitsForItself
+
+if TYPE_CHECKING:
+    from manyhands.tasks.workers import Crew
+
+T = TypeVar("T")
+
+_numbers = itertools.count()
+_circles = threading.Lock()  # held while it is looked who waits for whom, in all crews
+
+
+# Memories that a job reads, those that it writes, the jobs whose results it takes, and those whose results it can get
+# at; a job stands for its result.
+Touched: TypeAlias = "tuple[Set[Hashable], Set[Hashable], list[Job], list[Job]]"
+
+# Why a job goes behind another: it touches the same memory; it can get at its result; it takes its result.
+ORDER, REACHES, TAKES = range(3)
+
+NOTHING: Set[Hashable] = frozenset()
+
+
+class Job:
+    """Something that is done once, by some thread, when what it needs is over.
+
+    This one touches nothing and has no work: so is a call that was made at once. Others say what theirs is.
+    """
+
+    __slots__ = (
+        *("_origin", "begun", "crew", "error", "followers", "listed", "missing", "name", "needs", "number"),
+        *("over", "overwritten", "seen_at", "touched", "trace", "unsettled", "value", "waits_for"),
+    )
+
+    def __init__(self, crew: Crew | None, name: str, unsettled: dict[Job, None]) -> None:
+        self.crew, self.name = crew, name
+        self.number = next(_numbers)
+        # What it touches, as far as it is known; what of that was written since; where it is listed (see the ledger).
+        self.touched = self.overwritten = self.listed = NOTHING
+        self.needs: tuple[Job, ...] = ()
+        self.waits_for: Job | None = None  # the job whose result it has asked for while running
+        self.followers: list[tuple[Job, int]] | None = None  # and why
+        self.missing = 0
+        self.begun = self.over = False
+        self.seen_at: int | None = None
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.trace: TracebackType | None = None
+        self._origin: Job | None = None
+        self.unsettled = unsettled  # where its scope keeps it, until it has gone well
+
+    def look(self) -> Touched:
+        """What it touches, as far as that is known."""
+        return NOTHING, NOTHING, [], []
+
+    def really_touched(self) -> Set[Hashable]:
+        """What it does touch, known when it begins."""
+        return NOTHING
+
+    def really_written(self) -> Set[Hashable]:
+        """What of that it writes."""
+        return NOTHING
+
+    def stored_in(self, value: Any) -> Set[Hashable]:
+        """The memories that its result is in."""
+        return NOTHING
+
+    def work(self) -> Any:
+        """Do it; gives the result."""
+        return self.value
+
+    def let_go(self) -> None:
+        """It will not be done any more: keep nothing that it needed for that."""
+
+    @property
+    def origin(self) -> Job:
+        """The job that failed, where this one was not run because of it; else itself."""
+        return self._origin or self
+
+    def state(self) -> str:
+        if not self.over:
+            return "running" if self.begun else "waiting"
+        return "done" if self.error is None else "cancelled" if self.cancelled() else "failed"
+
+    def cancelled(self) -> bool:
+        return isinstance(self.error, TaskCancelled) and not self.begun
+
+    def see(self) -> None:
+        """Somebody knows its error from now on."""
+        if self.seen_at is None:
+            self.seen_at = next(_numbers)
+
+    def spoils(self, later: Job) -> bool:
+        """Whether what it was to write is no good for another job: given later, but before the error was seen."""
+        seen = (one.seen_at for one in (self, self.origin))
+        return self.number < later.number and not any(at is not None and at < later.number for at in seen)
+
+    def wait(self, timeout: float | None) -> None:
+        if not self.over:
+            assert self.crew is not None
+            self.crew.wait(self, timeout)
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            self.see()
+            raise self.error.with_traceback(self.trace)
+
+
+class Future(Generic[T]):
+    """The result of a task that may still be running."""
+
+    __slots__ = ("__weakref__", "_job")
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def done(self) -> bool:
+        """Whether it is over: it has a result, an error, or was cancelled."""
+        return self._job.over
+
+    def result(self, timeout: float | None = None) -> T:
+        """Its result, waited for; raises the task's error, or ``TimeoutError`` after ``timeout`` seconds."""
+        job = self._job
+        if not job.over:
+            job.wait(timeout)
+        if job.error is not None:
+            job.raise_error()
+        return job.value  # type: ignore[no-any-return]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Its error, waited for; None where there is none. It then counts as seen."""
+        self._job.wait(timeout)
+        self._job.see()
+        return self._job.error
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self!r} is not its result, and neither true nor false: write .result()")
+
+    def __repr__(self) -> str:
+        return f"<Future of {self._job.name}: {self._job.state()}>"
+
+
+def doom(job: Job, origin: Job) -> None:
+    """It will not be run, because of the job that failed."""
+    if job.error is None:
+        failure = origin.error
+        job.error = TaskCancelled(
+            f"{job.name} was not run: it needs {origin.name}, which failed with {type(failure).__name__}: {failure}"
+        )
+        job.error.__cause__ = failure
+        job._origin = origin
+
+
+def ask(me: Job, wanted: Job) -> None:
+    """Note that a job waits for another one, unless that one waits for it."""
+    with _circles:
+        reached: dict[Job, Job | None] = {wanted: None}
+        stack = [wanted]
+        while stack and me not in reached:
+            one = stack.pop()
+            for need in (*one.needs, one.waits_for) if one.waits_for else one.needs:
+                if not need.over and need not in reached:
+                    reached[need] = one
+                    stack.append(need)
+        if me in reached:
+            way, last = [me], reached[me]
+            while last is not None:
+                way.append(last)
+                last = reached[last]
+            circle = ", which waits for ".join(job.name for job in reversed(way)) if len(way) > 1 else "itself"
+            raise WaitsForItself(
+                f"{me.name} asks for the result of {circle}: nobody could ever go on. Give the result as an argument, "
+                "task(fn)(future), of a task that was given before"
+            )
+        me.waits_for = wanted
+
+
+def settle(jobs: dict[Job, None]) -> None:
+    """Raise the first error that nobody has seen; what was cancelled because of it is not an error of its own.
+
+    What is over is nobody's business then, and is let go of.
+    """
+    failed = [job for job in jobs if job.error is not None and job.seen_at is None and not job.cancelled()]
+    for job in [job for job in jobs if job.over]:
+        job.unsettled.pop(job, None)
+    for job in failed:
+        job.see()
+    if failed:
+        if len(failed) > 1 and failed[0].error is not None:
+            names = [job.name for job in failed[1:]]
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            failed[0].error.add_note(f"failed as well: {', '.join(names[:5])}{more}")
+        failed[0].raise_error()

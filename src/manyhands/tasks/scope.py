@@ -1,0 +1,220 @@
+"""Tasks given explicitly: for code that cannot be traced, because what it does depends on values.
+
+::
+
+    with parallel():
+        a = task(load)("a.txt")             # runs beside what follows
+        b = task(load)("b.txt")
+        c = task(merge)(a, b)               # when both are there
+        task(scale, writes=(table,))(table)  # after everything before that reads ``table``
+        d = task(summary)(table, c)         # after ``scale``
+        print(d.result())                   # waits for what ``d`` needs
+    # here everything is over
+
+What is promised: the results are those of the same calls one after the other. A task *reads* all that its function and
+its arguments lead to (:mod:`manyhands.tasks.reachable`: containers, attributes, closures, defaults, globals), and
+*writes* what it declares. Of two tasks that touch the same object, one of them writing, the earlier one goes first
+(read after write, write after read, write after write). Which objects share memory is asked of ``memory_of``; by
+default each object is its own, and NumPy arrays are known by their addresses. What an object consists of (a module of
+its parameters) is asked of ``parts_of``. The result of a task may be, or share memory with, anything that the task was
+given, until it is there and can be looked at.
+
+A task that writes what it has not declared fails with :class:`~manyhands.errors.UndeclaredWrite`: in what order others
+have read it is not known. What is compared to notice that: :mod:`manyhands.tasks.undeclared_writes`. Not noticed: what
+C code holds (a file, a socket, a generator of random numbers), attributes of classes and of objects of installed
+packages, and a write that is undone before the task ends.
+
+Errors: ``result()`` raises a task's error with its traceback, as often as it is asked. Leaving the scope, and
+:func:`waitall`, raise the first error that nobody has seen. A task that needs a failed one, because it takes its result
+or an object that it was to write, is cancelled: :class:`~manyhands.errors.TaskCancelled` names the one that failed.
+Once an error has been seen, an object counts as repaired: tasks given after that may use it again.
+
+Scopes: an inner scope shares the threads and the order of the outer one, and waits for its own tasks only. A scope left
+by an error, an interrupt included, cancels what has not begun and waits for what has. Outside a scope, and inside a
+task, ``task(fn)(...)`` is a plain call: it runs at once and raises at once. A scope belongs to its thread and its
+process: in a child of ``os.fork`` it is as if there were none, and its unfinished futures say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import os
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+from manyhands.errors import EngineError
+from manyhands.machine import usable_cores
+from manyhands.tasks.call import Call, call_at_once, filled, here, name_of
+from manyhands.tasks.node import Future, Job, settle
+from manyhands.tasks.reachable import PLAIN, Objects
+from manyhands.tasks.workers import Crew
+
+__all__ = ["Future", "at_once", "no_threads", "parallel", "task", "waitall"]
+
+T = TypeVar("T")
+
+
+class parallel:
+    """A scope whose tasks run side by side where their order does not matter.
+
+    ``threads``: how many at once (by default one per usable core). ``synchronous``: for debugging, every task runs when
+    it is given, in the caller's thread; errors surface where they would otherwise. ``memory_of``: gives the same key
+    for objects that share memory, or a :class:`~manyhands.addresses.Span`: then a write to one is a write to the other.
+    ``parts_of``: what else is read and written with an object; None: its attributes. ``version_of``: something that
+    every write to an object changes, or None. ``bound``: applied to each function in the thread that gives the task, to
+    carry along what is that thread's own (a framework's modes). ``in_turn``: given the objects that a task reaches and
+    the words in its code, those objects that change inside when they are only used (a block that is traced at its first
+    call): tasks that share one run one after the other, in any order.
+    """
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        *,
+        synchronous: bool = False,
+        memory_of: Callable[[Any], Hashable] = id,
+        parts_of: Callable[[Any], Collection[Any] | None] = lambda value: None,
+        version_of: Callable[[Any], Any] | None = None,
+        bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        in_turn: Callable[[list[Any], Set[str]], Collection[Any]] | None = None,
+    ) -> None:
+        _must_be_threads(threads)
+        if threads is not None and threads < 1:
+            raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
+        self._threads, self._synchronous = threads, synchronous
+        self._objects = Objects(memory_of, parts_of, version_of, bound, in_turn)
+        self._jobs: dict[Job, None] = {}  # those that are not over, or have failed, and nobody has seen it
+        self._crew: Crew | None = None
+        self._outer: parallel | None = None
+
+    def __enter__(self) -> parallel:
+        if self._crew is not None:
+            raise EngineError("this scope is open already: make another with parallel()")
+        self._outer = _scope()
+        if self._outer is None:
+            self._crew = Crew(0 if self._synchronous else self._threads or usable_cores())
+        elif self._threads is not None or self._synchronous:
+            raise EngineError("an inner scope uses the threads of the outer one: write parallel() without arguments")
+        else:
+            self._crew, self._objects = self._outer._crew, self._outer._objects
+        here.scope = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        crew, self._crew = self._crew, None
+        here.scope = self._outer
+        assert crew is not None
+        if crew.process != os.getpid():
+            return
+        joined = False
+        try:
+            if error is not None:
+                crew.cancel(self._jobs, f"its scope was left by {type(error).__name__}")
+            _wait_for(self._jobs)
+            joined = True
+        except BaseException as interrupt:
+            crew.cancel(self._jobs, f"its scope was left by {type(interrupt).__name__}")
+            if error is None:  # a second interrupt is not waited for
+                _wait_for(self._jobs)
+                joined = True
+            raise
+        finally:
+            if self._outer is None:
+                crew.close(join=joined)
+        if error is None:
+            settle(self._jobs)
+
+    def _give(
+        self, function: Callable[..., T], writes: tuple[Any, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Future[T]:
+        crew = self._crew
+        assert crew is not None
+        job = Call(crew, self._jobs, self._objects, function, writes, arguments, keywords)
+        crew.give(job)
+        return Future(job)
+
+
+def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callable[..., Future[T]]:
+    """A function whose calls are tasks: ``task(fn)(a, b)`` gives a :class:`Future`.
+
+    Arguments may be futures, also inside lists, tuples, dicts, sets, deques, ``ChainMap``, dataclasses and partial
+    functions: the function gets their results. ``writes`` are the objects that the call changes, as a tuple: arguments,
+    futures, or things that the function knows from elsewhere; ``writes=(fn,)`` are the variables that it closes over.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"task(fn) takes a function, not a {type(function).__name__}: write task(fn)(x), which calls it as a task; "
+            "in task(fn(x)) it has been called already"
+        )
+    if not isinstance(writes, tuple):
+        raise TypeError(f"task(..., writes=...) takes a tuple: write writes=(x,), not a {type(writes).__name__}")
+    for one in writes:
+        if isinstance(one, (*PLAIN, type)):
+            raise TypeError(f"task(..., writes=...): {one!r} cannot be written to")
+
+    @functools.wraps(function)
+    def give(*arguments: Any, **keywords: Any) -> Future[T]:
+        scope = _scope()
+        if scope is not None:
+            return scope._give(function, writes, arguments, keywords)
+        job = Job(None, name_of(function), {})
+        job.value = call_at_once(function, filled(arguments), filled(keywords))
+        job.begun = job.over = True
+        return Future(job)
+
+    return give
+
+
+def waitall() -> None:
+    """Wait for all tasks of the scopes that are open in this thread; raise the first error that nobody has seen."""
+    jobs: list[Job] = []
+    scope = _scope()
+    while scope is not None:
+        jobs = [*scope._jobs, *jobs]
+        scope = scope._outer
+    _wait_for(jobs)
+    settle(dict.fromkeys(jobs))
+
+
+def no_threads(threads: int) -> str:
+    """What to say where a number of threads is given for a function."""
+    return (
+        f"parallel(fn, threads={threads}): how many lanes a function is run on is measured, not given; leave threads "
+        f"out. Tasks have threads: with parallel(threads={threads}):"
+    )
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """In this thread tasks are plain calls: while a function is traced, other threads would not be seen."""
+    before, here.at_once = here.at_once, True
+    try:
+        yield
+    finally:
+        here.at_once = before
+
+
+def _scope() -> parallel | None:
+    scope = here.scope
+    if scope is None or here.at_once or scope._crew is None or scope._crew.process != os.getpid():
+        return None
+    return scope
+
+
+def _wait_for(jobs: Iterable[Job]) -> None:
+    for job in reversed([*jobs]):  # when the last is over the others mostly are, too, and nobody is woken for them
+        job.wait(None)
+
+
+def _must_be_threads(threads: object) -> None:
+    """Whether they are enough, the scope says."""
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, numbers.Integral)):
+        raise EngineError(
+            f"parallel(threads={threads!r}): how many tasks run at once is a whole number from 1 on; without it there "
+            "is one thread for each usable core"
+        )

@@ -1,0 +1,84 @@
+"""How a write that no task has declared is noticed: what a task reaches is compared, before it and after it.
+
+The framework's arrays and modules are compared by what the framework says of them (``version_of``), NumPy arrays and
+buffers by their content, lists, dicts, sets, deques and the user's objects by the objects that they hold, variables by
+the object that they name. A task that reaches a lock orders what it does to Python objects itself: of such a task only
+arrays are compared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Set
+from typing import Any
+
+from manyhands.addresses import Held, Span, content, share, span_of_array, span_of_buffer
+from manyhands.tasks.reachable import BUFFERS, Found, Objects, attributes
+
+_WHOLE, _BLOCKS = 1 << 20, 256  # bytes of an array that are compared as they are; blocks of a larger one
+
+
+class Watch:
+    """What was found before a task began, except what it has declared to write."""
+
+    __slots__ = ("_arrays", "_held", "_variables", "_version_of", "_versions", "_words")
+
+    def __init__(self, objects: Objects, found: Found, written: Set[Hashable]) -> None:
+        arrays, watched, holders, variables = found.arrays, found.objects, found.holders, found.variables
+        if found.locks:
+            holders, variables = [], []
+        if written:
+            arrays = [one for one in arrays if not share([_span_of(one) or id(one)], written)]
+            watched = [one for one in watched if not share([objects.memory_of(one)], written)]
+            holders = [one for one in holders if id(one) not in written]
+            variables = [one for one in variables if one.key() not in written]
+        self._version_of = version_of = objects.version_of if watched else None
+        self._versions = [(one, version_of(one)) for one in watched] if version_of else ()
+        self._arrays = [(one, _content_of(one)) for one in arrays] if arrays else ()
+        self._words = found.words
+        self._held = [(one, _held_by(one, self._words)) for one in holders] if holders else ()
+        self._variables = variables
+
+    def changed(self) -> Any:
+        """The first thing that is not as it was, or None."""
+        if version_of := self._version_of:
+            for one, version in self._versions:
+                if version is not None and version_of(one) != version:
+                    return one
+        for one, content_before in self._arrays:
+            if _content_of(one) != content_before:
+                return one
+        for one, held in self._held:
+            if _held_by(one, self._words) != held:
+                return one
+        for variable in self._variables:
+            if not variable.is_bound():
+                return variable
+        return None
+
+
+def _content_of(one: Any) -> Any:
+    """Where a NumPy array or a buffer lies and what is in it; None if nobody can write to it."""
+    span = _span_of(one)
+    return None if span is None else (span, content(span, _WHOLE, _BLOCKS))
+
+
+def _span_of(one: Any) -> Span | None:
+    return span_of_buffer(one) if isinstance(one, BUFFERS) else span_of_array(one)
+
+
+def _held_by(one: Any, words: Set[str] | None) -> Held:
+    """What a container or an object of the user's holds, under these names if it is an object."""
+    if isinstance(one, dict):
+        return Held([*one, *one.values(), *(value for _, value in attributes(one))])
+    if isinstance(one, (list, set, deque)):
+        return Held([*one, *(value for _, value in attributes(one))])
+    return Held([part for both in attributes(one) if words is None or both[0] in words for part in both])
+
+
+def in_words(changed: Any) -> str:
+    """What has changed, for an error."""
+    shape = getattr(changed, "shape", None)
+    name = type(changed).__name__
+    article = "an" if name[0] in "aeioAEIO" or name in ("NDArray", "ndarray") else "a"
+    return f"{article} {name}" + ("" if shape is None else f" of shape {tuple(shape)}")

@@ -1,0 +1,307 @@
+"""The threads behind :mod:`manyhands.tasks.scope`: jobs, what each needs, and who does them.
+
+A job is ready when all jobs that it needs are over: those whose results it takes, and those that touch the same memory,
+one of them writing, which :mod:`manyhands.tasks.dependencies` knows.
+
+Nobody is woken for nothing. A thread without work rests until its bell rings, and it rings when there is one more job
+ready than threads that take one anyway: a thread that has just ended a job takes the next one itself, so that a chain
+stays with it. Who waits for a job is called when that one is over, not when any is.
+
+Nobody who does jobs waits for the lock, else all would stand in line behind it: each that gets it would have to be
+woken first. What is done is laid on the table; who finds the lock free enters it, for everybody, and who lets go of the
+lock looks whether something was laid there meanwhile. A job that can begin belongs to who takes it out of ``_to_do``,
+which only one can.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable, Set
+
+from manyhands.addresses import share
+from manyhands.errors import EngineError, TaskCancelled
+from manyhands.tasks.dependencies import Ledger
+from manyhands.tasks.node import TAKES, Job, ask, doom
+
+
+class _Working(threading.local):
+    job: Job | None = None  # that this thread is doing
+
+
+_working = _Working()
+
+
+class Crew:
+    """Threads that do jobs, hired as they are needed; none at all: jobs are done when they are given."""
+
+    def __init__(self, size: int) -> None:
+        self.process = os.getpid()
+        self._size = size
+        self._lock = threading.Lock()
+        self._done: deque[Job] = deque()  # and not entered yet
+        self._to_do: dict[int, Job] = {}  # the jobs that can begin, by their numbers
+        self._ready: list[int] = []  # a heap of the numbers: what was given first is done first
+        self._threads: list[threading.Thread] = []
+        self._resting: list[threading.Lock] = []  # the bells of threads that have nothing to do
+        self._bells: dict[Job | None, list[threading.Lock]] = {}  # of who waits for a job; None: would do any meanwhile
+        self._closing = False
+        self._ledger = Ledger()
+        self._spoiled: list[tuple[Set[Hashable], Job]] = []  # what failed jobs were to write
+
+    # Giving
+
+    def give(self, job: Job) -> None:
+        """Put a job behind everything that it conflicts with."""
+        try:
+            while strangers := self._enter(job):
+                for one in strangers:
+                    one.wait(None)
+        finally:
+            self._enter_done()
+        if not self._size:
+            self._do(job)
+
+    def _enter(self, job: Job) -> list[Job]:
+        """Enter a job, or give the unfinished jobs of other crews that have to be waited for first."""
+        with self._lock:
+            touched = job.look()  # with the lock held: no result comes in between
+            if strangers := [one for one in touched[2] if one.crew is not self and not one.over]:
+                return strangers
+            job.unsettled[job] = None
+            reached = [one for one in touched[3] if one.crew is self]
+            if needs := self._ledger.enter(job, (*touched[:3], reached)):
+                job.needs = tuple(need for need in needs if not need.over)
+                job.missing = len(job.needs)
+                for need, why in needs.items():
+                    if need.over:
+                        if why == TAKES and need.error is not None:
+                            doom(job, need.origin)
+                    elif need.followers is None:
+                        need.followers = [(job, why)]
+                    else:
+                        need.followers.append((job, why))
+            if not job.missing:
+                self._call(self._can_begin(job))
+            return []
+
+    def _can_begin(self, job: Job) -> int:
+        """Nothing is missing; gives how many jobs are ready because of that."""
+        if job.error is not None:
+            return self._finished(job)
+        self._to_do[job.number] = job
+        if self._size:
+            heapq.heappush(self._ready, job.number)
+        return 1
+
+    def _call(self, count: int) -> None:
+        """Have so many more jobs done by those who rest, or are hired."""
+        for _ in range(count):
+            if self._resting:
+                self._resting.pop().release()
+            elif len(self._threads) < self._size:
+                name = f"manyhands task {len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._day, name=name, daemon=True))
+                self._threads[-1].start()
+
+    # Doing
+
+    def _day(self) -> None:
+        bell = _bell()
+        while True:
+            if (job := self._next()) is not None:
+                self._work(job)
+                self._done.append(job)
+                del job  # it may hold a large result
+                self._enter_done(taken=1)
+            elif self._closing:
+                return
+            else:
+                self._rest(bell)
+
+    def _next(self) -> Job | None:
+        """The job that was given first of those that can begin, begun."""
+        while self._ready:
+            try:
+                number = heapq.heappop(self._ready)
+            except IndexError:
+                return None  # another thread was quicker
+            if (job := self._to_do.pop(number, None)) is not None:  # else somebody who waited for it was quicker
+                job.begun = True
+                return job
+        return None
+
+    def _rest(self, bell: threading.Lock) -> None:
+        self._resting.append(bell)
+        if self._ready or self._closing:  # since we looked
+            try:
+                self._resting.remove(bell)
+                return
+            except ValueError:
+                pass  # it was rung
+        bell.acquire()
+
+    def _do(self, job: Job) -> None:
+        """Do a job in this thread, if nobody else has begun it."""
+        if self._to_do.pop(job.number, None) is None:
+            return
+        job.begun = True
+        try:
+            self._work(job)
+        finally:
+            self._done.append(job)
+            self._enter_done()
+
+    def _enter_done(self, taken: int = 0) -> None:
+        """Enter what is done, if nobody holds the lock; so many of the jobs that can begin then are taken anyway."""
+        while self._done and self._lock.acquire(blocking=False):
+            try:
+                ready = 0
+                while self._done:
+                    ready += self._finished(self._done.popleft())
+                self._call(ready - taken)
+            finally:
+                self._lock.release()
+
+    def _work(self, job: Job) -> None:
+        if self._spoiled and (culprit := self._culprit(job)) is not None:
+            doom(job, culprit.origin)
+            return
+        before, _working.job = _working.job, job
+        try:
+            job.value = job.work()
+        except BaseException as error:
+            job.error, job.trace = error, error.__traceback__
+            if not self._size and not isinstance(error, Exception):
+                raise  # the caller's own thread: an interrupt is an interrupt
+        finally:
+            _working.job = before
+
+    def _finished(self, job: Job) -> int:
+        """A job is over; so are, perhaps, those that will not be run because of it. Gives how many can begin now."""
+        finished, ready = [job], 0
+        while finished:
+            one = finished.pop()
+            one.over = True
+            self._ledger.forget(one)
+            try:
+                self._ledger.tell_where(one)
+            except Exception as error:  # nobody can be told what memory its result is in
+                one.error, one.trace = error, error.__traceback__
+            if one.error is None:
+                one.unsettled.pop(one, None)
+            else:
+                one.begun = one.begun and one.origin is one
+                if written := one.really_written():
+                    self._spoiled.append((written, one))
+            one.let_go()
+            for follower, why in one.followers or ():
+                if why == TAKES and one.error is not None and not follower.over:
+                    doom(follower, one.origin)
+                follower.missing -= 1
+                if not follower.missing:
+                    if follower.error is not None:
+                        finished.append(follower)
+                    else:
+                        ready += self._can_begin(follower)
+            one.followers, one.needs = None, ()
+            if self._bells:
+                _ring(self._bells.pop(one, []))
+        if self._bells:
+            _ring(self._bells.pop(None, []))
+        return ready
+
+    def _culprit(self, job: Job) -> Job | None:
+        """The failed job that was to write what this one touches."""
+        touched = job.really_touched()
+        failed = (one for written, one in self._spoiled if one.spoils(job) and share(touched, written))
+        return min(failed, key=lambda one: one.number, default=None)
+
+    # Waiting
+
+    def wait(self, job: Job, timeout: float | None) -> None:
+        """Until a job is over. One of our own threads does meanwhile what it is waiting for, if nobody else does."""
+        if self.process != os.getpid():
+            raise EngineError(f"{job.name} belongs to the process that this one was forked from: wait for it there")
+        me = _working.job
+        if me is not None and timeout is None:  # a wait that ends by itself closes no circle
+            ask(me, job)
+        try:
+            self._wait(job, timeout, me)
+        finally:
+            if me is not None:
+                me.waits_for = None
+
+    def _wait(self, job: Job, timeout: float | None, me: Job | None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        helps = me is not None and me.crew is self
+        while True:
+            with self._lock:
+                found = self._can_be_done_for(job) if helps and not job.over else None
+                if found is None and not job.over:
+                    bell, bells = _bell(), self._bells.setdefault(None if helps else job, [])
+                    bells.append(bell)
+            self._enter_done()
+            if found is not None:
+                assert me is not None
+                if timeout is not None:
+                    me.waits_for = found  # what it does itself it waits for, however long that takes
+                self._do(found)
+                if timeout is not None:
+                    me.waits_for = None
+            elif job.over:
+                return
+            elif not bell.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
+                with self._lock:
+                    late = bell not in bells  # it was rung after all
+                    if not late:
+                        bells.remove(bell)
+                self._enter_done()
+                if not late:
+                    raise TimeoutError(f"{job.name} is not over after {timeout} seconds")
+
+    def _can_be_done_for(self, job: Job) -> Job | None:
+        """A job that can begin, and that this one needs, or itself."""
+        seen, stack = {job}, [job]
+        while stack:
+            one = stack.pop()
+            if one.number in self._to_do:
+                return one
+            new = [need for need in one.needs if not need.over and need not in seen]
+            seen.update(new)
+            stack.extend(new)
+        return None
+
+    def cancel(self, jobs: Iterable[Job], why: str) -> None:
+        """Those that have not begun will not be run."""
+        with self._lock:
+            for job in [*jobs]:
+                can_begin = self._to_do.pop(job.number, None) is not None
+                if job.error is None and (job.missing or can_begin):
+                    job.error = TaskCancelled(f"{job.name} was not run: {why}")
+                if can_begin:
+                    self._call(self._finished(job))
+        self._enter_done()
+
+    def close(self, *, join: bool) -> None:
+        with self._lock:
+            self._closing = True
+            _ring(self._resting)
+        self._enter_done()
+        for thread in self._threads if join else ():
+            thread.join()
+
+
+def _bell() -> threading.Lock:
+    """A lock to wait at until somebody releases it, once."""
+    bell = threading.Lock()
+    bell.acquire()
+    return bell
+
+
+def _ring(bells: list[threading.Lock]) -> None:
+    while bells:
+        bells.pop().release()

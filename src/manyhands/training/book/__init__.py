@@ -1,0 +1,1 @@
+"""What the textbook's chapters need in every framework."""

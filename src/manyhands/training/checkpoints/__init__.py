@@ -1,0 +1,1 @@
+"""Run folders and checkpoints: complete on disk, or not there."""

@@ -1,0 +1,298 @@
+"""The folder of one run: its settings, its figures, its checkpoints and its picture.
+
+::
+
+    runs/2031-05-04-130501/
+        config.json      how the run was started
+        metrics.jsonl    one JSON object per line, oldest first
+        checkpoints/     see checkpoint.py
+        curves.png
+        step.txt         what a step was made of, where it was a fast one
+        job.lock         while a job trains here (see run_lock.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import BadRunFolder
+from manyhands.training.checkpoints import atomic_files, run_lock, store
+from manyhands.training.checkpoints.run_lock import RunLock
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The folder that a job will write to. Nothing is written before the job has passed all its checks."""
+
+    path: Path
+    resumes: bool  # whether a run that is there may be continued
+    # What config.json says besides the settings.
+    config: Mapping[str, Any] = field(default_factory=dict)
+    announced: Collection[str] = ()  # settings whose change the caller has announced
+
+    def check(self) -> None:
+        """Refuse a path that cannot be this job's folder; reads only."""
+        run = RunFolder(self.path)
+        with named_refusals(self.path):
+            run.check_is_run_or_new()
+            if not self.resumes and run.is_begun():
+                raise BadRunFolder(
+                    f"{self.path} holds a run already: give resume='auto' to go on with it, or another folder to "
+                    "begin anew"
+                )
+
+
+class RunFolder:
+    """One run's folder. Made by `create` for a new run, or by `open` to go on with one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._may_be_torn = True
+        self._lock: RunLock | None = None
+        self._is_new = False  # whether this job began the run
+        self._config_before: bytes | None = None  # of a run that this job goes on with
+        self._next_config: dict[str, Any] | None = None  # what `commit` will write
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @classmethod
+    def create(cls, root: Path = Path("runs"), name: str | None = None) -> RunFolder:
+        """A new folder, named after the time unless a name is given; a number follows if the name is taken."""
+        root = Path(root)
+        wanted = time.strftime("%Y-%m-%d-%H%M%S") if name is None else name
+        if wanted in ("", ".", "..") or Path(wanted).name != wanted or "\\" in wanted or "\0" in wanted:
+            raise BadRunFolder(f"name={name!r} is not a folder's name. Put the path before it into root.")
+        path, number = root / wanted, 1
+        with named_refusals(root):
+            root.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    path.mkdir()  # one call both asks and takes, so two runs at once never share a folder
+                    return cls(path)
+                except FileExistsError:
+                    number += 1
+                    path = root / f"{wanted}-{number}"
+
+    @classmethod
+    def at(cls, path: Path) -> RunFolder:
+        """The run at this very path: the one that is there, or a new one if there is nothing, or an empty folder."""
+        run = cls(Path(path))
+        with named_refusals(run.path):
+            run.check_is_run_or_new()
+            run.path.mkdir(parents=True, exist_ok=True)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The folder of a run that was started before."""
+        run = cls(Path(path))
+        if not run.path.is_dir():
+            raise BadRunFolder(f"there is no run in {run.path}: no such folder.")
+        if not run.config_path.is_file():
+            raise BadRunFolder(f"there is no run in {run.path}: it has no {run.config_path.name}.")
+        return run
+
+    def check_is_run_or_new(self) -> None:
+        """Refuse a file, and a folder with other things than a run in it."""
+        if self.config_path.exists() or not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise BadRunFolder(f"{self.path} is a file: a run needs a folder. Name another path.")
+        if any(entry.name != run_lock.NAME for entry in self.path.iterdir()):
+            raise BadRunFolder(
+                f"{self.path} holds other things than a run (no {self.config_path.name}): name another folder."
+            )
+
+    def is_begun(self) -> bool:
+        """Whether there is anything of a run that another one would destroy."""
+        return store.latest(self.checkpoints) is not None or bool(self.metrics())
+
+    def lock(self) -> str | None:
+        """Keep other jobs out until `release`; a note where this file system has no locks."""
+        if self._lock is None:
+            with named_refusals(self.path):
+                self._lock = RunLock(self.path)
+        return self._lock.note
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def begin(self, plan: RunPlan, settings: Mapping[str, Any]) -> str | None:
+        """Make the folder if need be, lock it, and write down how the job was started; the lock's note.
+
+        A run that is there already stays as it is until `commit`.
+        """
+        with named_refusals(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            note = self.lock()
+            plan.check()  # again: another job may have been here meanwhile
+            self._is_new = not self.config_path.exists()
+            self._next_config = {**plan.config, "settings": dict(settings)}
+            if self._is_new:
+                self.commit()
+            else:
+                self._config_before = self.config_path.read_bytes()
+        return note
+
+    def commit(self) -> None:
+        """Write down how this job goes on: its first step was made."""
+        if self._next_config is None:
+            return
+        before = self.config if self.config_path.exists() else {}
+        after = {**before, **self._next_config}
+        if after != before:
+            with named_refusals(self.path):
+                self.config = after
+        self._next_config = None
+
+    def withdraw(self) -> None:
+        """Take back a job whose first step was refused: of a new run no folder is left, another one is as it was."""
+        if not self._is_new:
+            self.restore_config()
+            return
+        with contextlib.suppress(OSError):
+            self.config_path.unlink(missing_ok=True)
+            self.release()
+            self.path.rmdir()  # only if nothing else is in it
+
+    def restore_config(self) -> None:
+        """Make config.json what it was before a job that has trained nothing."""
+        before = self._config_before
+        with contextlib.suppress(OSError):
+            if before is not None and self.config_path.read_bytes() != before:
+                atomic_files.replace(self.config_path, before)
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def plot_path(self) -> Path:
+        return self.path / "curves.png"
+
+    @property
+    def step_path(self) -> Path:
+        return self.path / "step.txt"
+
+    def record_precision(self, precision: str, why: str) -> None:
+        """Keep in config.json what ``precision="auto"`` was, and why; a resumed run keeps its first reason."""
+        config = self.config
+        if config.get("chosen", {}).get("precision") != precision:
+            with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
+                self.config = {**config, "chosen": {"precision": precision, "why": why}}
+
+    def write_step(self, words: str) -> None:
+        """Keep what a step of the run was made of."""
+        atomic_files.replace(self.step_path, (words + "\n").encode())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """How the run was started. Setting it writes the file, in one moment."""
+        try:
+            value = atomic_files.read_json(self.config_path.read_bytes())
+        except FileNotFoundError as error:
+            raise BadRunFolder(f"{self.config_path} is missing.") from error
+        except ValueError as error:
+            raise BadRunFolder(f"{self.config_path} is not JSON: {error}.") from error
+        if not isinstance(value, dict):
+            raise BadRunFolder(f"{self.config_path} holds a {type(value).__name__}, not a JSON object.")
+        return value
+
+    @config.setter
+    def config(self, value: Mapping[str, Any]) -> None:
+        text = atomic_files.exact_json(dict(value), "config", indent=2) + "\n"
+        atomic_files.replace(self.config_path, text.encode())
+
+    def append_metrics(self, row: Mapping[str, float | int | str | None]) -> None:
+        """Add one row and hand it to the system, so that a kill does not lose it. NaN and infinity become null."""
+        line = atomic_files.exact_json({key: _or_null(value) for key, value in row.items()}, "row") + "\n"
+        if self._may_be_torn:
+            self._repair()
+        self._may_be_torn = True  # until this line is whole: the disk may be full
+        with open(self.metrics_path, "ab") as file:
+            file.write(line.encode())
+        self._may_be_torn = False
+
+    def metrics(self, until: float = math.inf) -> list[dict[str, Any]]:
+        """Every row up to a step, oldest first, without a last line that a kill cut short."""
+        return [row for _, row in self._rows() if not _is_after(row.get("step"), until)]
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop the rows of later steps: for a run that goes on from an earlier one."""
+        kept = b"".join(line for line, row in self._rows() if not _is_after(row.get("step"), step))
+        if self.metrics_path.exists() and self.metrics_path.stat().st_size != len(kept):
+            with named_refusals(self.path):
+                atomic_files.replace(self.metrics_path, kept)
+        self._may_be_torn = False
+
+    def _rows(self) -> list[tuple[bytes, dict[str, Any]]]:
+        """Each line as it stands in the file, and its row."""
+        try:
+            lines = list(io.BytesIO(self.metrics_path.read_bytes()))  # unlike splitlines, cuts at newlines only
+        except FileNotFoundError:
+            return []
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            row = _parse(line)
+            if row is not None:
+                rows.append((line, row))
+            elif number < len(lines):
+                raise BadRunFolder(
+                    f"{self.metrics_path}, line {number}, is not a JSON object. Only the last line can be cut short "
+                    "by a kill, so the file was changed: correct or remove that line."
+                )
+        return rows
+
+    def _repair(self) -> None:
+        """Cut off a torn last line, or the next row would be glued to it."""
+        whole = sum(len(line) for line, _ in self._rows())
+        if self.metrics_path.exists() and self.metrics_path.stat().st_size > whole:
+            with open(self.metrics_path, "r+b") as file:
+                file.truncate(whole)
+
+
+@contextlib.contextmanager
+def named_refusals(path: Path) -> Iterator[None]:
+    """A refusal of the system, as an error that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise BadRunFolder(
+            f"{path} cannot be a run's folder: {error.strerror or error}. Name a folder that can be written to."
+        ) from error
+
+
+def _or_null(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_after(value: Any, step: float) -> bool:
+    return isinstance(value, int | float) and value > step
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = atomic_files.read_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

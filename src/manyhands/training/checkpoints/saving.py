@@ -1,0 +1,174 @@
+"""Writing a job's checkpoint, and going on from one: the part that is the same in every framework."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
+from manyhands.training.checkpoints import folder, store
+from manyhands.training.checkpoints.run_folder import RunFolder
+from manyhands.training.data.order import Cursor
+from manyhands.training.learner import Learner
+from manyhands.training.running_sums import Figures, of_one, together
+from manyhands.training.settings import Settings
+
+if TYPE_CHECKING:
+    from manyhands.training.loop import Loop
+
+# Settings that may change when a job is resumed, in words.
+_ANNOUNCED = {
+    "lr": "learning rate",
+    "max_epochs": "epochs",
+    "gradient_clip_val": "gradient clipping",
+    "accumulate": "accumulation",
+    "batch_stats": "batch statistics",
+    "precision": "precision",
+    "on_nan": "on_nan",
+}
+
+
+def save(loop: Loop) -> None:
+    """Write a checkpoint of this moment; every process takes part, the first one writes."""
+    if not loop.keeps_checkpoints:
+        return
+    learner = loop.learner
+    figures = learner.read()
+    loop.check_numbers(together(figures))
+    saved = learner.save()
+    if loop.run is None or saved is None:
+        return
+    content = {
+        **saved.state,
+        "framework": learner.framework,
+        "cursor": asdict(loop.cursor),
+        "settings": loop.settings.as_dict(),
+        "samples": learner.data.count,
+        "shuffle": learner.data.shuffle,
+        "optimizer_type": learner.optimizer_name,
+        "optimizer_options": learner.optimizer_options,
+        "figures": [one.as_json() for one in figures],
+        "shares": learner.shares,
+        "batches_before": loop.batches_before,
+    }
+    loop.say_alive()
+    try:
+        store.save(loop.run.checkpoints, loop.cursor.step, content, saved.blobs, keep=loop.settings.keep_checkpoints)
+    except CheckpointNotWritten as error:
+        loop.say({"kind": "warning", "text": f"{error} The training goes on"})
+    loop.say_alive()
+
+
+def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> bool:
+    """Go on where a checkpoint stands, if there is one; on another number of devices too. Writes no file.
+
+    The first process reads it and sends it to the others, which may be on machines that do not have the file.
+    """
+    learner = loop.learner
+    found = store.load(path) if path is not None and loop.first else None
+    header = {"state": found.state, "blobs": list(found.blobs)} if found is not None else {}
+    header = json.loads(learner.from_first(json.dumps(header).encode()))
+    if not header:
+        return False
+    blobs = {name: learner.from_first(found.blobs[name] if found else b"") for name in header["blobs"]}
+    state = header["state"]
+    check_fits(state, loop.settings, learner)
+    figures = [Figures.from_json(one) for one in state["figures"]]
+    learner.restore(state, blobs, of_one(figures, learner.rank, learner.size))
+    loop.cursor = Cursor(**state["cursor"])
+    loop.batches_before = state.get("batches_before")
+    if loop.first:
+        _announce(loop, state, announced)
+    return True
+
+
+def _announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str]) -> None:
+    """Say where the job goes on, and what is not as it was: what the caller gives now counts."""
+    learner, settings = loop.learner, loop.settings.as_dict()
+    now = {words: settings[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
+    then = {words: before["settings"].get(name, now[words]) for name, words in _ANNOUNCED.items()}
+    then |= before.get("optimizer_options", {})
+    if not learner.optimizer_options.keys().isdisjoint(("lr", "learning_rate")):  # the optimizer's own rate counts
+        del now[_ANNOUNCED["lr"]]
+    if settings["precision"] == "auto" and getattr(learner, "keeps_precision", False):
+        del now[_ANNOUNCED["precision"]]
+    known = {_ANNOUNCED.get(name, name) for name in announced} | set(announced)
+    changed = [
+        f"{name} {value} instead of {then[name]}"
+        for name, value in now.items()
+        if name not in known and then.get(name, value) != value
+    ]
+    if changed:
+        learner.notes.append(f"resumed with {', '.join(changed)}")
+    epochs = f"epoch {min(loop.cursor.epoch + 1, loop.settings.max_epochs)} of {loop.settings.max_epochs}"
+    new = f", with {', '.join(changed)}" if changed else ""
+    loop.say({"kind": "note", "text": f"resuming after step {loop.cursor.step}, in {epochs}{new}"})
+
+
+def is_kept(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether an option of the optimizer is the job's own: it was made with another value than the saved one was."""
+    options = saved.get("optimizer_options", {})
+    return name in options and own.get(name) != options[name]
+
+
+def rows_before(run: RunFolder, begun: Cursor) -> list[dict[str, Any]]:
+    """The epochs of a run that were over where the job begins."""
+    return [row for row in run.metrics(_last_row(begun)) if "epoch" in row]
+
+
+def rewind(run: RunFolder, begun: Cursor) -> None:
+    """Drop what a run's folder holds of later steps than the one that the job begins at."""
+    run.truncate_metrics(_last_row(begun))
+    store.drop_after(run.checkpoints, begun.step)
+
+
+def _last_row(begun: Cursor) -> int:
+    """The step of the last row. A row stands at its epoch's last step: if that is not over, it will come again."""
+    return begun.step - (1 if begun.sample else 0)
+
+
+def share_rows(loop: Loop) -> None:
+    """The epochs that are done already, for every process's result."""
+    loop.result.rows = json.loads(loop.learner.from_first(json.dumps(loop.result.rows).encode()))
+
+
+def unsaved_weights(run: RunFolder, step: int) -> list[str]:
+    """Whether the last step's checkpoint is missing in a run, in words."""
+    newest = store.latest(run.checkpoints)
+    if newest is None:
+        return [f"there is no checkpoint: the weights after step {step} are not saved"]
+    last = folder.step_of(newest)
+    return (
+        [] if last == step else [f"the last checkpoint is of step {last}: the weights after step {step} are not saved"]
+    )
+
+
+def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -> None:
+    """Refuse to go on with data or settings that would make it another job."""
+    made_by = saved.get("framework", "torch")
+    if made_by != learner.framework:
+        raise WrongCheckpoint(
+            f"the checkpoint was made with {made_by}, this job runs on {learner.framework}: make one for it with "
+            f"manyhands convert RUN --to {learner.framework}"
+        )
+    before = saved["settings"]
+    for name in ("batch_size", "seed"):
+        if before[name] != getattr(settings, name):
+            raise WrongCheckpoint(
+                f"the checkpoint is of a job with {name}={before[name]}, this one has {getattr(settings, name)}: the "
+                f"order of samples would not be the same. Give {name}={before[name]}"
+            )
+    if saved["samples"] != learner.data.count:
+        raise WrongCheckpoint(
+            f"the checkpoint is of a data set of {saved['samples']} samples, this one has {learner.data.count}"
+        )
+    if saved["shuffle"] != learner.data.shuffle:
+        raise WrongCheckpoint("the checkpoint is of data in another order: one is shuffled, the other is not")
+    if saved["optimizer_type"] not in (None, learner.optimizer_name):  # None: only the weights, they were converted
+        raise WrongCheckpoint(
+            f"the checkpoint holds the state of the optimizer {saved['optimizer_type']}, this job has "
+            f"{learner.optimizer_name}"
+        )

@@ -1,0 +1,1 @@
+"""What ``manyhands train``, ``parity`` and ``convert`` do in every framework."""

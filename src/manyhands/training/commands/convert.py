@@ -1,0 +1,70 @@
+"""A run's weights for another framework: the same LeNet or ResNet-18, under other names and in another memory layout.
+
+Weights go over a common form, PyTorch's names and layouts; each framework's ``layout`` module knows the way there and
+back. They are NumPy only, so no framework has to be installed: MXNet cannot even be in one environment with the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load, save
+
+from manyhands.device import FRAMEWORKS
+from manyhands.errors import BadRunFolder, BadSettings
+from manyhands.training.checkpoints import store
+from manyhands.training.checkpoints.run_folder import RunFolder, named_refusals
+from manyhands.training.commands.recipes import MODELS, model_and_weights
+
+_KEPT = ("cursor", "settings", "samples", "shuffle", "figures", "shares")
+
+
+def framework_of(run: Path) -> str:
+    """The framework that trained a run."""
+    found: str = store.load(RunFolder.open(run).checkpoints).state.get("framework", "torch")
+    return found
+
+
+def convert_weights(weights: bytes, model: str, source: str, target: str) -> bytes:
+    """Weights in one framework's names and layouts, in another's; safetensors."""
+    common = _layout(source).to_common(load(weights), model)
+    converted: dict[str, Any] = _layout(target).from_common(common, model)
+    return save({name: tensor.copy(order="C") for name, tensor in converted.items()})
+
+
+def convert(run: Path, target: str, out: Path | None = None) -> Path:
+    """A new run with the weights of a run's last checkpoint, that the other framework can load and go on with.
+
+    The order of samples is the same in every framework, so the new run goes on at the very batch. The optimizer begins
+    anew: what it remembers is not the same in all frameworks.
+    """
+    if target not in FRAMEWORKS:
+        raise BadSettings(f"there is no framework {target!r}: choose one of {', '.join(FRAMEWORKS)}")
+    source = framework_of(run)
+    if RunFolder.open(run).config.get("train", {}).get("model") not in MODELS:
+        raise BadRunFolder(
+            f"{run} does not say which model it is of: manyhands convert knows the models of manyhands train "
+            f"({', '.join(MODELS)}), whose layers have the same names in every framework"
+        )
+    model, weights = model_and_weights(run, source)
+    if out is not None and out.resolve() == run.resolve():
+        raise BadRunFolder(f"{run} would be overwritten: give another folder")
+    blobs = {"model": convert_weights(weights, model, source, target)}
+    before = RunFolder.open(run)
+    config, found = before.config, store.load(before.checkpoints)
+    made = RunFolder.at(out) if out is not None else RunFolder.create(run.parent, f"{run.name}-{target}")
+    if store.latest(made.checkpoints) is not None:
+        raise BadRunFolder(f"{made.path} holds checkpoints already: give another folder")
+    with named_refusals(made.path):
+        made.config = {**config, "train": {**config["train"], "framework": target}, "converted_from": str(run)}
+        for row in before.metrics():
+            made.append_metrics(row)
+    state = {name: found.state[name] for name in _KEPT} | {"framework": target, "optimizer_type": None}
+    store.save(made.checkpoints, found.step, state, blobs)
+    return made.path
+
+
+def _layout(framework: str) -> Any:
+    return importlib.import_module(f"manyhands.training.{framework}.book.weight_names")

@@ -1,0 +1,90 @@
+"""How ``manyhands train`` trains, in any framework."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from manyhands.errors import BadRunFolder, WrongCheckpoint
+from manyhands.placement import moves
+from manyhands.training.checkpoints import store
+from manyhands.training.checkpoints.run_folder import RunFolder
+from manyhands.training.commands.parity import Way
+from manyhands.training.data.fashion_mnist import FashionMnist
+
+MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
+
+
+class Recipes(Protocol):
+    """What the command needs of a framework: the functions of ``manyhands.training.<framework>.recipes``."""
+
+    def model(self, name: str, seed: int) -> Any:
+        """One of :data:`MODELS` for images of 28 by 28 and ten classes, with weights drawn by the seed."""
+
+    def nesterov(self, rate: float) -> Any:
+        """SGD with Nesterov's momentum 0.9 and weight decay 5e-4, as ``Trainer(optimizer=...)`` takes it."""
+
+    def data(self, data: FashionMnist, batch_size: int | None) -> tuple[Any, Any]:
+        """The training and the test part, as ``Trainer.fit`` takes them."""
+
+    def on_cpu(self, count: int) -> dict[str, Any]:
+        """The trainer's options for so many devices made of the CPU. Comes before anything else is computed."""
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What the first process of a launched job makes (JSON), as every process gets it; alone: what is made."""
+
+    def arrays(self, data: Any) -> Any:
+        """The arrays (X, y) that a user's script gives, as a source with a ``count``."""
+
+    def trained(self, model: Any, data: Any, way: Way, loss: Any = None) -> Mapping[str, Any]:
+        """Train a copy of the model with momentum, in that way; its tensors by name, as NumPy's."""
+
+    def layers(self, model: Any) -> Iterable[Any]:
+        """All layers of a model, also those within others."""
+
+    def load_model(self, run: str | Path) -> Any:
+        """The model that ``manyhands train`` has trained in a run, for evaluation."""
+
+    def load_weights(self, model: Any, run: str | Path) -> Any:
+        """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into a model; gives it."""
+
+
+def of(framework: str) -> Recipes:
+    """The recipes of a framework, which is imported by that."""
+    moves.require(framework)
+    module: Any = importlib.import_module(f"manyhands.training.{framework}.command")
+    return cast(Recipes, module)
+
+
+def model_and_weights(run: str | Path, framework: str) -> tuple[str, bytes]:
+    """The name of the model that ``manyhands train`` trained in a run, and the weights of its last checkpoint."""
+    name = RunFolder.open(Path(run)).config.get("train", {}).get("model")
+    if name not in MODELS:
+        raise BadRunFolder(
+            f"{run} holds the weights of a model of your own, and not the model itself: make it, and write "
+            f"mh.load_weights(model, {str(run)!r})"
+        )
+    return name, weights_of(run, framework)
+
+
+def weights_of(run: str | Path, framework: str) -> bytes:
+    """The weights in a run's last checkpoint, or in the one checkpoint that is named."""
+    path = Path(run)
+    if not path.is_dir():
+        raise BadRunFolder(f"there is no run in {run}: no such folder")
+    found = store.load(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    made_by = found.state.get("framework", "torch")
+    if made_by != framework:
+        raise WrongCheckpoint(
+            f"the weights in {run} are {made_by}'s: make a run for {framework} of it with "
+            f"manyhands convert {run} --to {framework}"
+        )
+    return found.blobs["model"]
+
+
+def one_cycle(done: float) -> float:
+    """Up in a line to 1 during the first fifth, then down to nothing along a cosine."""
+    return done / 0.2 + 0.04 if done < 0.19 else 0.5 + 0.5 * math.cos(math.pi * min(1.0, (done - 0.19) / 0.81))

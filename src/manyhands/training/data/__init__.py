@@ -1,0 +1,1 @@
+"""Samples: where they come from, in which order, and Fashion-MNIST."""

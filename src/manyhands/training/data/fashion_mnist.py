@@ -1,0 +1,306 @@
+"""Fashion-MNIST: found on this machine, downloaded, or the small part of it that ships with manyhands.
+
+The set is four files in the IDX format, plain or packed with gzip. An IDX file is a header and then one
+byte per pixel or label, the last dimension running fastest. The training images begin like this::
+
+    00 00 08 03   00 00 ea 60   00 00 00 1c   00 00 00 1c   then 60,000 * 28 * 28 bytes
+    |     |  |    60,000        28 rows       28 columns
+    |     |  three dimensions (labels have one)
+    |     unsigned bytes
+    always zero
+
+A file can come from anywhere, so nothing in it is believed: the header says how many bytes follow, no more
+than those and one are ever unpacked, and a file that holds fewer or more is refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.client
+import math
+import os
+import struct
+import tempfile
+import time
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedIOBase
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.errors import BadDataFile, DataNotFound
+
+LABELS = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+
+BASE_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+DEBIAN_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
+SUBSET_DIRECTORY = Path(__file__).parent / "fashion-mnist-small"
+
+# SHA-256 of the official packed files; those files also have the MD5 sums in the README of the data set.
+DIGESTS = {
+    "train-images-idx3-ubyte": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+    "train-labels-idx1-ubyte": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    "t10k-images-idx3-ubyte": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    "t10k-labels-idx1-ubyte": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+}
+
+_LARGEST_FILE = 1 << 30
+_LARGEST_DOWNLOAD = 64 << 20
+_CHUNK = 1 << 20
+_TIMEOUT_SECONDS = 5.0
+_SECONDS_PER_DOWNLOAD = 300.0
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    images: NDArray[np.uint8]  # (n, rows, columns)
+    labels: NDArray[np.uint8]  # (n,)
+
+
+@dataclass(frozen=True, eq=False)
+class FashionMnist:
+    """The two parts of the set; ``source`` says in words where they came from."""
+
+    train: Images
+    test: Images
+    source: str
+    subset: bool  # True when it is the small one shipped in the package
+    directory: Path | None = None  # that they were read from
+
+
+def load(path: str | Path | None = None, *, download: bool = True) -> FashionMnist:
+    """Load Fashion-MNIST, or any set in its format.
+
+    With ``path``, from that directory and nowhere else. Without, from the first of these that holds all four
+    files: ``$MANYHANDS_DATA``, the user cache, the directory of Debian's package. Otherwise it is downloaded
+    into the user cache; and when that cannot be, the small subset in this package serves, and ``source`` says why.
+    """
+    if path is not None:
+        directory = Path(os.path.expanduser(path))
+        _require(directory)
+        return _read_set(directory, str(directory))
+    places = _places()
+    for directory, words in places:
+        if not _missing(directory):
+            return _read_set(directory, f"{directory} ({words}){_passed_over()}")
+    why = "downloading was not allowed (download=False)"
+    if download:
+        try:
+            directory = _download()
+        except (OSError, http.client.HTTPException, _BadDownload) as error:
+            why = "the download failed: " + str(error).removeprefix("<urlopen error ").removesuffix(">")
+        else:
+            return _read_set(directory, f"downloaded from {BASE_URL} to {directory}{_passed_over()}")
+    looked = ", ".join(str(directory) for directory, _ in places)
+    return _read_set(
+        SUBSET_DIRECTORY,
+        f"the small subset that ships with manyhands, because the full set is not in {looked}, and {why}. "
+        "For the full set, put its four files into a directory and name it in $MANYHANDS_DATA",
+        subset=True,
+    )
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """The array in an IDX file of unsigned bytes: labels (one dimension) or images (three).
+
+    Whether the file is packed is seen from its first bytes, not from its name.
+    """
+    # A pipe or a device would be waited for without end.
+    if not os.path.isfile(path):
+        raise DataNotFound(f"{path}: there is no such file. Check the name.")
+    try:
+        with _unpacked(Path(path)) as stream:
+            shape = _read_shape(path, stream)
+            body = _read_body(path, stream, shape)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _bad(path, f"its gzip data is damaged ({error})") from error
+    except OSError as error:
+        raise _bad(path, f"it cannot be read ({error})") from error
+    return np.frombuffer(body, dtype=np.uint8).reshape(shape)
+
+
+# --- reading and checking
+
+
+def _bad(path: Path, reason: str) -> BadDataFile:
+    return BadDataFile(f"{path}: {reason}. Delete the file and fetch it again, or give another directory to load().")
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[BufferedIOBase]:
+    """The file's bytes, through gzip when they are packed."""
+    with path.open("rb") as raw:
+        if raw.peek(2)[:2] != b"\x1f\x8b":
+            yield raw
+            return
+        with gzip.GzipFile(fileobj=raw) as stream:
+            yield stream
+
+
+def _read_shape(path: Path, stream: BufferedIOBase) -> tuple[int, ...]:
+    magic = stream.read(4)
+    if magic not in (b"\0\0\x08\x01", b"\0\0\x08\x03"):
+        raise _bad(
+            path,
+            f"it begins with {magic.hex(' ') or 'nothing'}, not with 00 00 08 01 (labels) or 00 00 08 03 (images), "
+            "so it is no IDX file of unsigned bytes",
+        )
+    dimensions = magic[3]
+    header = stream.read(4 * dimensions)
+    if len(header) < 4 * dimensions:
+        raise _bad(path, "it ends inside its header")
+    shape: tuple[int, ...] = struct.unpack(f">{dimensions}I", header)
+    if 0 in shape:
+        raise _bad(path, f"its header promises nothing: dimensions {shape}")
+    if math.prod(shape) > _LARGEST_FILE:
+        raise _bad(path, f"its header promises {math.prod(shape):,} bytes, more than the {_LARGEST_FILE:,} allowed")
+    return shape
+
+
+def _read_body(path: Path, stream: BufferedIOBase, shape: tuple[int, ...]) -> bytearray:
+    """Exactly the bytes that the header promises, read in pieces so that a lie costs no memory."""
+    promised = math.prod(shape)
+    body = bytearray()
+    # One byte more is asked for: it shows a file that is too long, and lets gzip reach and check its checksum.
+    while piece := stream.read(min(_CHUNK, promised + 1 - len(body))):
+        body += piece
+    if len(body) < promised:
+        raise _bad(path, f"it is cut short: {len(body):,} bytes of the {promised:,} that its header promises")
+    if len(body) > promised:
+        raise _bad(path, f"it goes on after the {promised:,} bytes that its header promises")
+    return body
+
+
+def _read_part(directory: Path, part: str) -> Images:
+    """The training (``train``) or the test (``t10k``) part, checked."""
+    images_path = _find(directory, f"{part}-images-idx3-ubyte")
+    labels_path = _find(directory, f"{part}-labels-idx1-ubyte")
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    for path, array, wanted, word, other in (
+        (images_path, images, 3, "images", "labels"),
+        (labels_path, labels, 1, "labels", "images"),
+    ):
+        if array.ndim != wanted:
+            raise _bad(path, f"it holds {other} where {word} should be: the two files may be swapped")
+    if len(images) != len(labels):
+        raise _bad(labels_path, f"it has {len(labels):,} labels for the {len(images):,} images of {images_path.name}")
+    if labels.max() >= len(LABELS):
+        where = int(np.argmax(labels >= len(LABELS)))
+        raise _bad(labels_path, f"label {where} is {labels[where]}, but the labels are 0 to {len(LABELS) - 1}")
+    return Images(images, labels)
+
+
+def _read_set(directory: Path, source: str, *, subset: bool = False) -> FashionMnist:
+    train, test = _read_part(directory, "train"), _read_part(directory, "t10k")
+    sizes = [" x ".join(map(str, part.images.shape[1:])) for part in (train, test)]
+    if sizes[0] != sizes[1]:
+        path = _find(directory, "t10k-images-idx3-ubyte")
+        raise _bad(path, f"its images are {sizes[1]} pixels, those for training {sizes[0]}")
+    return FashionMnist(train, test, source, subset, directory.absolute())
+
+
+# --- finding
+
+
+def _find(directory: Path, name: str) -> Path:
+    """The file, plain or packed. When there is none, the packed name, for reading to complain about."""
+    plain = directory / name
+    return plain if os.path.isfile(plain) else directory / f"{name}.gz"
+
+
+def _missing(directory: Path) -> list[str]:
+    """The names, of the four, that a directory lacks."""
+    return [name for name in DIGESTS if not os.path.isfile(_find(directory, name))]
+
+
+def _require(directory: Path) -> None:
+    missing = _missing(directory)
+    if not missing:
+        return
+    if os.path.isdir(directory):
+        reason = f"lacks {', '.join(missing)} (plain or with .gz)"
+    elif os.path.exists(directory):
+        reason = "is not a directory"
+    else:
+        reason = "does not exist"
+    raise DataNotFound(
+        f"{directory} {reason}. Give the directory with the four files {', '.join(DIGESTS)}, or none: then the usual "
+        "places are searched, and the set is downloaded."
+    )
+
+
+def _places() -> list[tuple[Path, str]]:
+    """The directories to look in, first to last, each with a word on what it is."""
+    places = [(_user_cache(), "the user cache"), (DEBIAN_DIRECTORY, "Debian's package dataset-fashion-mnist")]
+    if named := os.environ.get("MANYHANDS_DATA"):
+        places.insert(0, (Path(os.path.expanduser(named)), "$MANYHANDS_DATA"))
+    return [(directory, words) for directory, words in places if directory is not None]
+
+
+def _passed_over() -> str:
+    """A note for a user whose ``$MANYHANDS_DATA`` was of no use."""
+    named = os.environ.get("MANYHANDS_DATA")
+    missing = _missing(Path(os.path.expanduser(named))) if named else []
+    return f"; not from $MANYHANDS_DATA ({named}), which lacks {', '.join(missing)}" if missing else ""
+
+
+def _user_cache() -> Path | None:
+    """Where the download goes; None for a user without a home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG standard wants relative paths ignored.
+    root = Path(named if os.path.isabs(named) else os.path.expanduser("~/.cache"))
+    return root / "manyhands" / "fashion-mnist" if root.is_absolute() else None
+
+
+# --- downloading
+
+
+class _BadDownload(Exception):
+    """What arrived is not the official file. Never leaves this module."""
+
+
+def _download() -> Path:
+    """Fetch what the user cache lacks, and return the cache's directory."""
+    directory = _user_cache()
+    if directory is None:
+        raise _BadDownload("there is no home directory to keep it in; set $XDG_CACHE_HOME")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in _missing(directory):
+        _fetch(f"{name}.gz", DIGESTS[name], directory)
+    return directory
+
+
+def _fetch(name: str, expected: str, directory: Path) -> None:
+    """Download one file under a name of its own, check it, then rename it: whoever comes last wins, unharmed."""
+    digest = hashlib.sha256()
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=directory)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            for piece in _pieces(BASE_URL + name):
+                digest.update(piece)
+                file.write(piece)
+        if digest.hexdigest() != expected:
+            raise _BadDownload(f"what {BASE_URL}{name} sent is not the official file (its SHA-256 is wrong)")
+        os.replace(temporary, directory / name)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _pieces(url: str) -> Iterator[bytes]:
+    received = 0
+    # The timeout is for each wait; a server that sends drop by drop is stopped by the deadline.
+    deadline = time.monotonic() + _SECONDS_PER_DOWNLOAD
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
+        while piece := response.read1(_CHUNK):
+            received += len(piece)
+            if received > _LARGEST_DOWNLOAD:
+                raise _BadDownload(f"{url} sends more than {_LARGEST_DOWNLOAD:,} bytes")
+            if time.monotonic() > deadline:
+                raise _BadDownload(f"{url} took longer than {_SECONDS_PER_DOWNLOAD:.0f} seconds")
+            yield piece

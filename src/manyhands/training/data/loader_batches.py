@@ -1,0 +1,236 @@
+"""Batches that a loader gives: the same on every process, and the same again when a job is resumed.
+
+A loader has an order of its own. Every process of a job iterates over all of it and takes its shard of each batch, so
+all processes must be given the same batches. A resumed job skips the batches that are done, so the loader must give
+them once more. A digest, chained from batch to batch, shows both::
+
+    batch      1   2   3   4   5   6   7
+    digest     a   b   c   d   e   f   g      c = crc(b, what batch 3 holds)
+    compared   *   *       *           *      between processes: batches 1, 2, 4, 8, ... and the last one
+
+A digest stands for all batches before it too. So a few comparisons cover every batch, which matters because each makes
+the host wait for the devices: a difference is found at the latest at the end of its epoch, before the epoch's
+figures are shown; loaders that shuffle differently are found at the first batch, before its step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint
+from manyhands.training.data.order import Cursor, Window
+
+B = TypeVar("B")
+
+MANY = 10_000  # batches after which an epoch that does not end is reported
+_SAMPLED = 4096  # elements of an array that its digest is made of
+_ENDLESS = (itertools.cycle, itertools.count, itertools.repeat)
+
+
+@dataclass
+class MadeAnew:
+    """The batches that a function of the user's makes for each epoch: ``batches()`` or ``batches(epoch)``."""
+
+    function: Callable[..., Iterable[Any]]
+    epoch: int = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        parameters = inspect.signature(self.function).parameters.values()
+        required = [one for one in parameters if one.default is one.empty and one.kind not in (2, 4)]  # no * or **
+        if len(required) > 1:
+            raise BadBatch(
+                f"the function that makes the batches has {len(required)} parameters: give one without parameters, or "
+                "with one, the number of the epoch"
+            )
+        return iter(self.function(self.epoch) if required else self.function())
+
+
+def windows(
+    loader: Any, batches: Iterable[B], cursor: Cursor, rows: Callable[[B], int], pieces: Callable[[B], Iterable[bytes]]
+) -> Iterator[tuple[Window, B]]:
+    """The batches that are left of the cursor's epoch, each with its window.
+
+    ``batches`` are all batches of the epoch, ``rows`` counts the samples of one, and ``pieces`` gives what its digest
+    is made of.
+    """
+    if hasattr(loader, "set_epoch"):
+        loader.set_epoch(cursor.epoch)
+    start = digest = number = 0
+    repeated = True
+    for number, batch in enumerate(batches, 1):
+        for piece in pieces(batch):
+            digest = zlib.crc32(piece, digest)
+        stop = start + rows(batch)
+        if number > cursor.batch:
+            if not repeated:
+                raise _not_repeated(loader, cursor)
+            yield Window(cursor.epoch, start, stop, cursor.step + number - cursor.batch - 1, digest), batch
+        elif number == cursor.batch:
+            repeated = stop == cursor.sample and cursor.digest in (None, digest)
+        start = stop
+    if not number:
+        raise _no_batch(loader, cursor.epoch)
+    if number < cursor.batch:
+        raise _not_repeated(loader, cursor)
+    if not repeated:  # the epoch was at its end: no sample is missed
+        warnings.warn(not_repeated_epoch(loader, cursor.epoch + 1), stacklevel=2)
+
+
+def of_size(batches: Iterable[B], size: int | None, rows: Callable[[B], int]) -> Iterator[B]:
+    """The same batches; an error where the first has another size, unless it is short and the only one."""
+    left = iter(batches)
+    first = list(itertools.islice(left, 1))
+    if size is not None and first and rows(first[0]) != size and (rows(first[0]) > size or any(True for _ in left)):
+        raise another_size(size, rows(first[0]))
+    yield from first
+    yield from left
+
+
+def another_size(size: int, of_data: int) -> BadSettings:
+    return BadSettings(
+        f"batch_size={size} was given to the trainer, and the data come in batches of {of_data}: give one of them, or "
+        "both alike. A batch is divided over all devices"
+    )
+
+
+def agreed(
+    pairs: Iterable[tuple[Window, B]], all_have: Callable[[int], bool], loader: Any
+) -> Iterator[tuple[Window, B]]:
+    """The same batches; an error where the loaders of other processes give other ones.
+
+    ``all_have`` asks all processes whether they have the same number.
+    """
+    window = None
+    for number, (window, batch) in enumerate(pairs, 1):
+        if number & (number - 1) == 0:
+            _check_agreed(window, all_have, loader)
+        yield window, batch
+    if window is not None:
+        _check_agreed(window, all_have, loader)
+
+
+def _check_agreed(window: Window, all_have: Callable[[int], bool], loader: Any) -> None:
+    if window.digest is not None and not all_have(window.digest):
+        raise BadBatch(
+            f"the processes of this job are given different batches (noticed after sample {window.stop} of epoch "
+            f"{window.epoch + 1}): each process takes its part of every batch, so all of them must iterate over the "
+            f"same ones, the whole data. {_advice(loader)}"
+        )
+
+
+def sampled(size: int) -> slice:
+    """Where in a flat array the elements are that its digest is made of: few, and from all rows and columns."""
+    stride = max(1, size // _SAMPLED)
+    while math.gcd(stride, size) > 1:
+        stride += 1
+    return slice(None, None, stride)
+
+
+# What is known of a loader beforehand
+
+
+def length(data: Any) -> int | None:
+    """The batches of an epoch, where the data are a loader that says it."""
+    loader = getattr(data, "loader", None)
+    try:
+        return len(loader) or None  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def is_used_up(loader: Any) -> bool:
+    """Whether the loader can be iterated only once: a generator, or an iterator of Python's own."""
+    return isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools")
+
+
+def check(data: Any, epochs: int) -> None:
+    """Refuse a loader that can be iterated once where there are several epochs, and one whose epoch never ends."""
+    loader = getattr(data, "loader", None)
+    if isinstance(loader, _ENDLESS) or _says_endless(loader):
+        raise BadBatch(f"a {type(loader).__name__} without an end was given: its first epoch would never end. {END_IT}")
+    if epochs > 1 and is_used_up(loader):
+        raise BadBatch(
+            f"a {type(loader).__name__} can be iterated only once, and max_epochs is {epochs}. {_AGAIN}, or "
+            "max_epochs=1"
+        )
+
+
+def unseeded(data: Any) -> str | None:
+    """A note for a tf.data.Dataset that shuffles without a seed, or None."""
+    left: list[Any] = [getattr(data, "loader", None)]
+    while left:
+        dataset: Any = left.pop()
+        if not type(dataset).__module__.startswith("tensorflow.") or not hasattr(dataset, "_inputs"):
+            continue
+        if type(dataset).__name__ == "_ShuffleDataset" and int(dataset._seed) == int(dataset._seed2) == 0:
+            return (
+                "the tf.data.Dataset shuffles without a seed, so every run has another order, and one that stopped "
+                "within an epoch cannot be resumed there: give a function of the epoch, "
+                "lambda epoch: dataset.shuffle(1000, seed=epoch).batch(64)"
+            )
+        left += dataset._inputs()
+    return None
+
+
+def _says_endless(loader: Any) -> bool:
+    """A tf.data.Dataset knows how many elements it has; -1 is one without an end."""
+    cardinality = getattr(loader, "cardinality", None)
+    return callable(cardinality) and type(loader).__module__.startswith("tensorflow.") and int(cardinality()) == -1
+
+
+END_IT = (
+    "Say where an epoch ends: in tf.data leave .repeat() out (the trainer iterates max_epochs times), or give "
+    "dataset.take(1000); elsewhere give a function such as lambda: itertools.islice(batches(), 1000)"
+)
+_AGAIN = "Give the function that makes it (batches instead of batches()), or an object whose __iter__ begins anew"
+
+
+# Errors
+
+
+def _no_batch(loader: Any, epoch: int) -> BadBatch:
+    if not isinstance(loader, Iterator):
+        return BadBatch("the loader gave no batch: there is nothing to train on")
+    return BadBatch(
+        f"there is no batch left for epoch {epoch + 1}: a {type(loader).__name__} can be iterated only once, and this "
+        f"one is used up. {_AGAIN}"
+    )
+
+
+def _not_repeated(loader: Any, cursor: Cursor) -> WrongCheckpoint:
+    return WrongCheckpoint(
+        f"the checkpoint stands after batch {cursor.batch} ({cursor.sample} samples) of epoch {cursor.epoch + 1}, and "
+        "the loader does not give the batches up to it again: some samples would be trained on twice and others never. "
+        f"{_advice(loader)}. This run can go on from a checkpoint at the end of an epoch"
+    )
+
+
+def not_repeated_epoch(loader: Any, epoch: int) -> str:
+    """The warning for a job that is resumed at the start of an epoch with a loader that has another order now."""
+    return (
+        f"the loader does not give epoch {epoch} again in the order that it had before the job was resumed, so this "
+        f"run is not the one that would have come without a stop. {_advice(loader)}"
+    )
+
+
+def _advice(loader: Any) -> str:
+    if type(loader).__module__.startswith("tensorflow."):
+        return (
+            "A tf.data.Dataset that shuffles needs a seed, another one for each epoch: give a function of the epoch, "
+            "lambda epoch: dataset.shuffle(1000, seed=epoch).batch(64); or give (X, y) arrays"
+        )
+    return (
+        "The trainer seeds Python's random and NumPy's global generator (np.random.shuffle); a loader with a generator "
+        "of its own has to seed it by the epoch: give a function such as def batches(epoch): rng = "
+        "np.random.default_rng((0, epoch)); ...; or give (X, y) arrays"
+    )

@@ -1,0 +1,248 @@
+"""Where samples come from in JAX, TensorFlow and MXNet: arrays of NumPy's, or a loader with an order of its own.
+
+PyTorch has datasets and loaders of its own, and sources for them: :mod:`manyhands.training.torch.data.sources`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.errors import BadBatch, NotATensor
+from manyhands.training.data import loader_batches
+from manyhands.training.data.loader_randomness import with_own_numbers
+from manyhands.training.data.order import Cursor, Window, epoch_order, spread
+
+Batch = tuple[Any, ...]
+Array = NDArray[Any]
+_NO_NUMBERS = "USOMm"  # kinds of NumPy's: text, bytes, objects, dates and spans of time
+
+
+def check_lengths(arrays: Sequence[Any]) -> None:
+    """The arrays of a data set have the same number of samples, and at least one."""
+    lengths = [len(array) for array in arrays]
+    if not lengths or len(set(lengths)) != 1:
+        raise BadBatch(f"the arrays of a data set must have the same number of samples, these have {lengths}")
+    if not lengths[0]:
+        raise BadBatch("the data set is empty: there is nothing to train on")
+
+
+def not_finite(data: Any) -> str | None:
+    """Which arrays of a data set have NaN or infinity, and where; None where there are none, or no arrays."""
+    return bad_numbers(getattr(data, "arrays", getattr(data, "tensors", ())))
+
+
+def bad_numbers(arrays: Sequence[Any], samples: Sequence[int] | None = None) -> str | None:
+    """The same of some arrays; ``samples``: the numbers of the samples that their rows are, where they are a batch."""
+    found = []
+    for number, array in enumerate(arrays):
+        bad = _not_finite(array)
+        if bad.any():
+            name = ("X" if len(arrays) == 2 else f"array {number}") if number < len(arrays) - 1 else "y"
+            rows = np.flatnonzero(bad.reshape(len(bad), -1).any(1))
+            count = int(bad.sum())
+            what = "1 number that is" if count == 1 else f"{count} numbers that are"
+            where = "" if samples is None else " of the batch"
+            found.append(
+                f"{name} has {what} NaN or infinite, in {len(rows)} of {len(bad)} samples{where} (the first is sample "
+                f"{rows[0] if samples is None else samples[rows[0]]})"
+            )
+    return f"The data are to blame: {'; '.join(found)}. Leave these samples out, or fill them in" if found else None
+
+
+def _not_finite(array: Any) -> NDArray[np.bool_]:
+    if hasattr(array, "isfinite"):  # PyTorch's, of any precision, on any device
+        return np.asarray(~array.isfinite().cpu().numpy(), dtype=np.bool_)
+    if array.dtype.kind not in "fc":
+        return np.zeros(len(array), dtype=np.bool_)
+    return np.asarray(~np.isfinite(array), dtype=np.bool_)
+
+
+def with_arrays(data: Any) -> Any:
+    """``(X, [0, 2, 1])``: a list of numbers beside an array becomes an array; lists of text are refused."""
+    if not isinstance(data, (tuple, list)) or not any(map(is_array, data)):
+        return data
+    if not all(is_array(part) or _is_plain_list(part) for part in data):
+        return data
+    try:
+        parts = tuple(part if is_array(part) else np.asarray(part) for part in data)
+    except ValueError as error:
+        raise BadBatch(f"a list in the data has entries of unequal lengths, which make no array: {error}") from error
+    check_numbers([part for part in parts if isinstance(part, np.ndarray)])
+    return parts
+
+
+def _is_plain_list(part: Any) -> bool:
+    """Whether it is a list of numbers, text, or lists of them: not one of tensors or samples."""
+    return isinstance(part, (list, tuple)) and bool(part) and isinstance(part[0], (int, float, str, bytes, list))
+
+
+def check_numbers(parts: Sequence[Array]) -> None:
+    """Text, dates and lists of unequal lengths are arrays of NumPy's, too, but no framework computes with them."""
+    for part in parts:
+        if part.dtype.kind in _NO_NUMBERS:
+            kind = "text" if part.dtype.kind in "US" else part.dtype.name
+            raise BadBatch(
+                f"the data hold {kind} where numbers are needed: of classes that have names, "
+                "names, y = np.unique(y, return_inverse=True) makes numbers"
+            )
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Arrays with one row per sample.
+
+    ``prepare`` makes a batch of gathered rows, on the device and with the framework's own operations (bytes become
+    numbers from 0 to 1); ``native`` makes the framework's tensors of NumPy's rows. Iterating gives native, prepared
+    batches, for loops written by hand.
+    """
+
+    arrays: tuple[Array, ...]
+    prepare: Callable[[Batch], Batch] = _as_it_is
+    native: Callable[[Array], Any] = np.asarray
+    batch_size: int | None = None
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        check_lengths(self.arrays)
+        check_numbers(self.arrays)
+
+    @property
+    def count(self) -> int:
+        return len(self.arrays[0])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def rows(self, numbers: Sequence[int] | NDArray[np.int64] | slice) -> tuple[Array, ...]:
+        """The samples of those numbers, as they are in memory: neither native nor prepared."""
+        return tuple(array[numbers] for array in self.arrays)
+
+    def first(self, count: int) -> Arrays:
+        """Only the first samples."""
+        return replace(self, arrays=self.rows(slice(count)))
+
+    def spread(self, count: int) -> Arrays:
+        """Only so many samples, from the first to the last: data may be sorted, by length or by label."""
+        return replace(self, arrays=self.rows(spread(self.count, count)))
+
+    def __len__(self) -> int:
+        return -(-self.count // (self.batch_size or 1))
+
+    def __iter__(self) -> Iterator[Batch]:
+        seed = int(np.random.default_rng().integers(2**62)) if self.shuffle else 0
+        order = epoch_order(seed, 0, self.count, shuffle=self.shuffle)
+        for start in range(0, self.count, self.batch_size or 1):
+            rows = self.rows(order[start : start + (self.batch_size or 1)])
+            yield self.prepare(tuple(map(self.native, rows)))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A loader that gives batches (inputs, target) in an order of its own; every process reads all of it.
+
+    ``required_size``: the trainer's ``batch_size``, where the loader does not say its own; a loader of batches of
+    another size is refused.
+    """
+
+    loader: Any
+    batch_size: int | None = None
+    shuffle: bool = False
+    count: None = None
+    required_size: int | None = None
+
+    def windows(self, cursor: Cursor, seed: int) -> Iterator[tuple[Window, tuple[Array, ...]]]:
+        """The batches that are left of the cursor's epoch, in NumPy's arrays, each with its window.
+
+        A loader that shuffles by NumPy's or Python's random numbers gives an epoch the same order each time: the
+        numbers are seeded with the job's seed and the epoch while it works.
+        """
+        mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
+        batches = map(_parts, with_own_numbers(self.loader, mixed))
+        full = (parts for parts in batches if len(parts[0]))
+        checked = loader_batches.of_size(full, self.required_size, _rows)
+        yield from loader_batches.windows(self.loader, checked, cursor, _rows, _pieces)
+
+    @functools.cached_property
+    def first_batch(self) -> tuple[Array, ...]:
+        """The first batch, for a look at it.
+
+        The loader is read once for all looks: a tf.data.Dataset has another order each time that it is read, and how
+        often it is looked at depends on the number of devices.
+        """
+        _, parts = next(self.windows(Cursor(), 0))
+        return parts
+
+
+Source = Arrays | Stream
+
+
+def source(data: Any, *, shuffle: bool = True) -> Source:
+    """The source that fits what the user has: arrays of any framework, something that gives batches, or a source."""
+    if isinstance(data, (Arrays, Stream)):
+        return data
+    data = with_arrays(data)
+    if is_array(data):
+        return Arrays((as_numpy(data),), shuffle=shuffle)
+    if isinstance(data, (tuple, list)) and data and all(map(is_array, data)):
+        return Arrays(tuple(as_numpy(part) for part in data), shuffle=shuffle)
+    if hasattr(data, "__iter__"):
+        return Stream(data)
+    raise NotATensor(
+        f"a {type(data).__name__} is no data to train on: give (X, y) arrays, or a loader that gives batches (X, y)"
+    )
+
+
+def is_array(part: Any) -> bool:
+    """Whether it is an array of NumPy's or of a framework: something with a shape and a dtype."""
+    return hasattr(part, "shape") and hasattr(part, "dtype")
+
+
+def as_numpy(part: Any) -> Array:
+    """An array of a framework in the host's memory; MXNet's has its own word for it."""
+    return np.asarray(part.asnumpy() if hasattr(part, "asnumpy") else part)
+
+
+def _rows(parts: tuple[Array, ...]) -> int:
+    return len(parts[0])
+
+
+def _pieces(parts: tuple[Array, ...]) -> Iterator[bytes]:
+    """What the digest of a batch is made of."""
+    for part in parts:
+        yield f"{part.dtype} {part.shape}".encode()
+        yield part.flat[loader_batches.sampled(part.size)].tobytes()
+
+
+def _parts(batch: Any) -> tuple[Array, ...]:
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise BadBatch(f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both")
+    for part in batch:
+        if isinstance(part, Mapping):
+            raise BadBatch(
+                f"a part of the loader's batch is a dict of {', '.join(map(repr, part))}, and dicts are not supported: "
+                "give arrays, (inputs..., target), in the order in which the model takes them"
+            )
+    parts = tuple(map(as_numpy, batch))
+    check_numbers(parts)
+    if any(not part.ndim for part in parts):
+        raise BadBatch(
+            "the loader gave single numbers where a batch has one row per sample: a loader of samples has to put them "
+            "together (of a tf.data.Dataset: .batch(64)); of lists make arrays, (np.array(X), np.array(y))"
+        )
+    if len({len(part) for part in parts}) != 1:
+        raise BadBatch(
+            f"the parts of a batch have {', '.join(str(len(part)) for part in parts)} rows: every part needs one row "
+            "per sample"
+        )
+    return parts

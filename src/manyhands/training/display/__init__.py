@@ -1,0 +1,1 @@
+"""What a running job shows: a progress bar, a table, a picture."""

@@ -1,0 +1,93 @@
+"""What a job's events look like to a person: one display, whatever the number of processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from typing import Any, Self
+
+from manyhands.training.display.progress_bar import Progress
+
+_MEASURED = 1.0  # seconds of steps, after the first ones, that the estimate stands on
+_SHORT = 5.0  # seconds; what takes less needs no estimate
+
+
+class Display:
+    """Turns the events of a job's first rank into a progress bar, an estimate and warnings."""
+
+    def __init__(self, epochs: int, *, quiet: bool) -> None:
+        self._progress = Progress(epochs, quiet=quiet)
+        self._epochs = epochs
+        self._since = (time.perf_counter(), 0, 0)
+        self._warm: tuple[float, int] | None = None  # when the first steps were done, and how many they were
+        self._estimated = False
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._progress.__exit__(*exception)
+
+    def event(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "progress" and event["batches"] and not self._estimated:
+            self._estimate(event)
+        if event["kind"] == "progress" and event["batches"] and sys.stderr.isatty():
+            self._progress.update(
+                event["batch"],
+                event["batches"],
+                epoch=event["epoch"] + 1,
+                images_per_second=self._rate(event["epoch"], event["samples"]),
+                loss=event["loss"],
+                accuracy=event["accuracy"],
+            )
+        elif event["kind"] == "epoch":
+            figures = {
+                "loss": event["train_loss"],
+                "accuracy": event["train_acc"],
+                "test acc": event["test_acc"],
+                "seconds": event["seconds"],
+            }
+            shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
+            self._progress.line(f"epoch {event['epoch']}: {shown}")
+        elif event["kind"] == "note":
+            self._progress.line(event["text"])
+        elif event["kind"] == "warning":
+            warnings.warn(event["text"], stacklevel=2)
+
+    def _estimate(self, event: dict[str, Any]) -> None:
+        """Say once how long the rest takes at the speed of the steps so far, the first ones (warm-up) apart."""
+        now, step = time.perf_counter(), event["step"]
+        if self._warm is None:
+            self._warm = (now, step)
+            return
+        seconds, steps = now - self._warm[0], step - self._warm[1]
+        if seconds < _MEASURED or steps < 1:
+            return
+        self._estimated = True
+        left = event["batches"] * (self._epochs - event["epoch"]) - event["batch"]
+        if left * seconds / steps >= _SHORT:
+            self._progress.line(f"about {_duration(left * seconds / steps)} to go")
+
+    def _rate(self, epoch: int, samples: int) -> float | None:
+        then, epoch_then, samples_then = self._since
+        now = time.perf_counter()
+        if epoch != epoch_then or samples < samples_then:
+            self._since = (now, epoch, samples)
+            return None
+        return (samples - samples_then) / (now - then) if now > then and samples > samples_then else None
+
+
+def _duration(seconds: float) -> str:
+    """A duration, rounded as an estimate is.
+
+    >>> [_duration(seconds) for seconds in (8.2, 41, 61, 600, 9000)]
+    ['10 seconds', '40 seconds', '1 minute', '10 minutes', '2.5 hours']
+    """
+    if seconds < 55:
+        return f"{max(5, 5 * round(seconds / 5))} seconds"
+    if seconds < 5400:
+        minutes = round(seconds / 60)
+        return f"{minutes} minute{'' if minutes == 1 else 's'}"
+    return f"{seconds / 3600:.1f} hours"

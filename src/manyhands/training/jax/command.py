@@ -1,0 +1,113 @@
+"""How the command trains with JAX: see :class:`manyhands.training.commands.recipes.Recipes`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from numpy.typing import NDArray
+
+from manyhands.backends.jax import devices as backend
+from manyhands.errors import BadSettings
+from manyhands.training.checkpoints import tensors
+from manyhands.training.commands import recipes
+from manyhands.training.commands.parity import Way, nudged
+from manyhands.training.data.fashion_mnist import FashionMnist
+from manyhands.training.data.sources import Arrays, source
+from manyhands.training.jax import world
+from manyhands.training.jax.book import datasets
+from manyhands.training.jax.book.models import MODELS
+from manyhands.training.jax.skeleton import Skeleton, doubled, named, refilled
+from manyhands.training.jax.trainer import Trainer
+
+
+def model(name: str, seed: int) -> nnx.Module:
+    return MODELS[name](num_classes=10, rngs=nnx.Rngs(seed))
+
+
+def nesterov(rate: float) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.9, nesterov=True))
+
+
+def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
+    return datasets.of(data, batch_size)
+
+
+def on_cpu(count: int) -> dict[str, Any]:
+    """JAX's own numbered CPUs, which have to be asked for before it starts."""
+    if count == 1:
+        return {"devices": ["cpu"]}
+    if backend.virtual_count() < count:
+        backend.virtual_devices(count)
+    return {"devices": [f"virtual:{number}" for number in range(count)]}
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    world.check()
+    made = json.dumps(make()).encode() if jax.process_index() == 0 else b""
+    return json.loads(world.from_first(made))
+
+
+def arrays(data: Any) -> Arrays:
+    found = source(data)
+    if not isinstance(found, Arrays):
+        raise BadSettings(f"give the data as (X, y) arrays, not a {type(data).__name__}")
+    return found
+
+
+def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, NDArray[Any]]:
+    part = replace(data.spread(way.samples), batch_size=way.batch_size)
+    how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "loss": loss}
+    double = way.precision == "fp64"
+    with jax.enable_x64(True) if double else contextlib.nullcontext():
+        net = copy.deepcopy(model)
+        if double:
+            doubled(net)
+        skeleton = Skeleton(net)
+        skeleton.put_into(net, jax.tree.map(lambda one: jnp.asarray(nudged(one, way.nudge)), skeleton.numbers(net)))
+        # An optimizer with a memory, so that differences of early steps would show.
+        trainer = Trainer(way.epochs, optimizer=optax.sgd(0.02, momentum=0.9), quiet=True, **on_cpu(way.devices), **how)
+        trainer.fit(net, part)
+        return {name: np.array(one) for name, one in _tensors(net).items()}
+
+
+def layers(model: nnx.Module) -> list[Any]:
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+
+
+def load_model(run: str | Path) -> nnx.Module:
+    """The model that ``manyhands train`` has trained in a run, in evaluation mode."""
+    name, weights = recipes.model_and_weights(run, "jax")
+    net = model(name, 0)
+    _restore(net, weights)
+    net.eval()
+    return net
+
+
+def load_weights(model: nnx.Module, run: str | Path) -> nnx.Module:
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    _restore(model, recipes.weights_of(run, "jax"))
+    return model
+
+
+def _restore(net: nnx.Module, weights: bytes) -> None:
+    skeleton = Skeleton(net)
+    saved = tensors.fitting(weights, _tensors(net), "weights of another model")
+    before = skeleton.numbers(net)
+    after = {part: refilled(before[part], saved) for part in ("parameters", "rest")}
+    skeleton.put_into(net, {**before, **jax.tree.map(jnp.asarray, after)})
+
+
+def _tensors(net: nnx.Module) -> dict[str, Any]:
+    numbers = Skeleton(net).numbers(net)
+    return {**named(numbers["parameters"]), **named(numbers["rest"])}

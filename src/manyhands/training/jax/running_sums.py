@@ -1,0 +1,83 @@
+"""Loss and accuracy of an epoch, summed on the devices and read late.
+
+A step gives them anew, so an older one can be looked at without waiting. JAX computes in 32 bits, where a long sum of
+small numbers loses them: the loss is summed in two numbers, the second of which holds what the first has rounded away.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from manyhands.training.running_sums import Figures
+
+Sums = dict[str, Any]
+
+_NEVER = 2**31 - 1  # the first bad step, as long as there is none
+
+
+def from_figures(figures: Figures) -> Sums:
+    """Sums to begin with, as NumPy's arrays."""
+    first = np.float64(np.float32(figures.loss_sum))
+    kept = [first, figures.loss_sum - first] if math.isfinite(figures.loss_sum) else [figures.loss_sum, 0.0]
+    bad = _NEVER if figures.bad_step is None else figures.bad_step
+    kind = np.float64 if jax.config.jax_enable_x64 else np.float32
+    return {
+        "loss": np.array(kept, kind),
+        "counts": np.array([figures.right, figures.count, bad], np.int32),
+        "divisor": np.zeros(2, kind),
+    }
+
+
+def add(
+    sums: Sums,
+    loss: jax.Array,
+    right: jax.Array | None,
+    count: int,
+    step: jax.Array | int = 0,
+    divisor: jax.Array | None = None,
+) -> Sums:
+    """The sums with one batch more: its mean loss and right answers.
+
+    With a divisor the loss is no mean but a sum; all sums are divided by all divisors at the end (:func:`mean_of`).
+    """
+    kind = sums["loss"].dtype
+    new = loss.astype(kind) * (count if divisor is None else 1)
+    before = sums["counts"]
+    bad = jnp.where(jnp.isfinite(loss), _NEVER, step)
+    counts = [before[0] + (0 if right is None else right), before[1] + count, jnp.minimum(before[2], bad)]
+    return {
+        "loss": _longer(sums["loss"], new),
+        "counts": jnp.stack([one.astype(jnp.int32) for one in counts]),
+        "divisor": _longer(sums["divisor"], jnp.asarray(count if divisor is None else divisor, kind)),
+    }
+
+
+def _longer(sum_of_two: jax.Array, new: jax.Array) -> jax.Array:
+    total, rounded = sum_of_two
+    larger = total + new
+    part = larger - total
+    return jnp.stack([larger, rounded + ((total - (larger - part)) + (new - part))])
+
+
+def is_there(sums: Sums) -> bool:
+    return all(leaf.is_ready() for leaf in sums.values())
+
+
+def figures(sums: Sums, *, counted: bool) -> Figures:
+    """What the sums say; waits for them."""
+    loss = np.asarray(sums["loss"], np.float64)
+    right, count, bad = map(int, np.asarray(sums["counts"]))
+    total = float(loss.sum()) if np.isfinite(loss).all() else math.nan
+    return Figures(total, right, count, None if bad == _NEVER else bad, counted)
+
+
+def mean_of(sums: Sums, *, counted: bool) -> Figures:
+    """What the sums of a test say, whose loss is divided once, by all divisors together."""
+    found = figures(sums, counted=counted)
+    divisor = float(np.asarray(sums["divisor"], np.float64).sum())
+    return found if divisor == found.count else found.weighed(divisor)

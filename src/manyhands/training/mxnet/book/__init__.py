@@ -1,0 +1,1 @@
+"""The textbook's classes, models and functions for MXNet."""

@@ -1,0 +1,27 @@
+"""Fashion-MNIST as a source: bytes in memory, turned into images on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manyhands.training.data import fashion_mnist
+from manyhands.training.data.sources import Arrays, Batch
+from manyhands.training.mxnet.modes import native
+
+
+def load_data_fashion_mnist(batch_size: int, path: str | Path | None = None) -> tuple[Arrays, Arrays]:
+    """The training and the test set, as loaders of batches (images of shape (n, 1, 28, 28) from 0 to 1, labels)."""
+    return of(fashion_mnist.load(path), batch_size)
+
+
+def of(data: fashion_mnist.FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
+    def arrays(part: fashion_mnist.Images, *, shuffle: bool) -> Arrays:
+        return Arrays((part.images, part.labels), scale_images, native, batch_size, shuffle)
+
+    return arrays(data.train, shuffle=True), arrays(data.test, shuffle=False)
+
+
+def scale_images(batch: Batch) -> Batch:
+    """Bytes of grey images to numbers from 0 to 1 with a channel axis: done on the device, after the gather."""
+    images, labels = batch
+    return images.reshape((-1, 1, *images.shape[1:])).astype("float32") / 255, labels.astype("int64")

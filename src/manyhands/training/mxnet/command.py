@@ -1,0 +1,98 @@
+"""How the command trains with MXNet: see :class:`manyhands.training.commands.recipes.Recipes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from manyhands.errors import BadSettings
+from manyhands.training.checkpoints import tensors
+from manyhands.training.commands import recipes
+from manyhands.training.commands.parity import Way, nudged
+from manyhands.training.data import sources
+from manyhands.training.data.fashion_mnist import FashionMnist
+from manyhands.training.data.sources import Arrays
+from manyhands.training.mxnet import checks, modes, replicas, state
+from manyhands.training.mxnet.book import datasets
+from manyhands.training.mxnet.book.models import MODELS, initialise
+from manyhands.training.mxnet.trainer import Trainer
+
+_DTYPES = {"fp64": "float64", "fp32": "float32"}
+
+
+def model(name: str, seed: int) -> Any:
+    return initialise(MODELS[name](num_classes=10), seed)
+
+
+def nesterov(rate: float) -> Any:
+    """SGD with Nesterov's momentum and weight decay, as MXNet has it.
+
+    The rate goes into what the momentum remembers, so a rate that changes acts later than in PyTorch; weight decay
+    differs slightly, too. At a constant rate and without decay the two are the same.
+    """
+    return mx.optimizer.NAG(learning_rate=rate, momentum=0.9, wd=5e-4)
+
+
+def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
+    return datasets.of(data, batch_size)
+
+
+def on_cpu(count: int) -> dict[str, Any]:
+    """Contexts of the host, each with workers of its own."""
+    return {"devices": [mx.cpu(number) for number in range(count)]}
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """There is one process: a launcher's several are refused, before they make folders."""
+    checks.refuse_launcher()
+    return make()
+
+
+def arrays(data: Any) -> Arrays:
+    found = sources.source(data)
+    if not isinstance(found, Arrays):
+        raise BadSettings(f"give the data as (X, y) arrays, not a {type(data).__name__}")
+    return found
+
+
+def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, np.ndarray[Any, Any]]:
+    """The model itself is trained, and has its own values again afterwards: Gluon's models cannot be copied."""
+    with modes.numpy_like(modes.of_model(model)):
+        checks.make_parameters(model, data, 0)
+    part = Arrays(data.spread(way.samples).arrays, data.prepare, data.native, way.batch_size)
+    how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
+    momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
+    with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):
+        before = tensors.pack(state.model_tensors(model))
+        first = {name: nudged(one, way.nudge) for name, one in state.model_tensors(model).items()}
+        try:
+            state.restore_model(model, tensors.pack(first))
+            Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **how).fit(model, part)
+            return state.model_tensors(model)
+        finally:
+            state.restore_model(model, before)
+
+
+def layers(model: Any) -> list[Any]:
+    return [model, *(layer for child in model._children.values() for layer in layers(child))]
+
+
+def load_model(run: str | Path) -> Any:
+    """The model that ``manyhands train`` has trained in a run, on the CPU."""
+    name, weights = recipes.model_and_weights(run, "mxnet")
+    net = MODELS[name](num_classes=10)
+    net.initialize(ctx=mx.cpu())
+    state.restore_model(net, weights)
+    return net
+
+
+def load_weights(model: Any, run: str | Path) -> Any:
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    if any(one._data is None for one in replicas.distinct(model)):
+        raise BadSettings("the model has no values yet: model.initialize(), and call it on a few samples")
+    state.restore_model(model, recipes.weights_of(run, "mxnet"))
+    return model

@@ -1,0 +1,120 @@
+"""Loss and accuracy of an epoch, summed on the first device and read late.
+
+MXNet can wait for an array but not ask whether it is there. So with every step the sums set out for the host, and two
+steps later the host waits for them: they are the work of a step long issued, not of the one under way. That does two
+things. The engine, which would queue steps without bound, has at most two ahead of it; and what has arrived can be
+shown without waiting for anything::
+
+    step 7 issued | step 8 issued | wait for the sums of step 7; step 9 issued | wait for those of step 8; ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+
+from manyhands.training.mxnet.modes import numpy_like
+from manyhands.training.mxnet.objective import Loss
+from manyhands.training.running_sums import Figures
+
+_IN_FLIGHT = 2  # steps that may be issued and not done
+
+
+class Metrics:
+    """Four numbers on a device: sum of losses, right answers, first bad step (or infinity), and a divisor.
+
+    Samples are counted here. A LossSum is divided by its count step by step; with ``over_all``, as in a test, all sums
+    are divided by all counts, the divisor.
+
+    The shards of a step are added up before they go into the sums: so a job that goes on from a checkpoint's sums adds
+    the same numbers in the same order.
+    """
+
+    def __init__(self, device: mx.Context, *, over_all: bool = False) -> None:
+        self.device, self.over_all = device, over_all
+        self.counts_right = False
+        with numpy_like():
+            self._never = mx.np.full((), math.inf, dtype="float64", ctx=device)
+        self.reset()
+
+    def reset(self) -> None:
+        self.restore(Figures(counted=self.counts_right))
+
+    def restore(self, figures: Figures) -> None:
+        """Go on from the sums of a checkpoint."""
+        self.counts_right = figures.counted
+        self._count = int(figures.count)
+        with numpy_like():
+            self._loss = mx.np.full((), figures.loss_sum, dtype="float64", ctx=self.device)
+            self._right = mx.np.full((), figures.right, dtype="float64", ctx=self.device)
+            self._bad = self._never
+            self._divisor = mx.np.zeros((), dtype="float64", ctx=self.device)
+        self._weighed = False
+        self._shards: list[Loss] = []
+        self._coming: deque[tuple[int, Any]] = deque()
+        self._arrived: tuple[int, Any] | None = None
+
+    def add(self, loss: Loss) -> None:
+        """A part of the step."""
+        self.counts_right = self.counts_right or loss.right is not None
+        self._shards.append(loss)
+
+    def add_up(self, step: int, count: int, finite: Sequence[Any] = ()) -> Any:
+        """Add the step's parts, of so many samples, to the sums; whether its loss is a number, on the device.
+
+        ``finite``: 1 or 0, each of them is to be 1 as well.
+        """
+        self._count += count
+        with numpy_like():
+            loss = self._together([one.total for one in self._shards])
+            if counts := [one.count for one in self._shards if one.count is not None]:
+                divisor = self._together(counts)
+                if self.over_all:
+                    self._divisor, self._weighed = self._divisor + divisor, True
+                else:
+                    loss = loss / divisor * count
+            good = mx.np.isfinite(loss)
+            if finite:
+                good = good.astype("float64") + self._together([*finite]) == 1 + len(finite)
+            self._loss = self._loss + loss
+            if rights := [one.right for one in self._shards if one.right is not None]:
+                self._right = self._right + self._together(rights)
+            now = mx.np.full((), float(step), dtype="float64", ctx=self.device)
+            self._bad = mx.np.minimum(self._bad, mx.np.where(good, self._never, now))
+        self._shards = []
+        return good
+
+    def set_out(self) -> None:
+        """A step is issued: the sums set out for the host, those of two steps ago are waited for."""
+        self._coming.append((self._count, self._on_the_way()))
+        if len(self._coming) > _IN_FLIGHT:
+            self._arrived = self._coming.popleft()
+            self._arrived[1].wait_to_read()
+
+    def peek(self) -> Figures | None:
+        """The figures of two steps ago, which are on the host already."""
+        return None if self._arrived is None else self._figures(*self._arrived)
+
+    def read(self) -> Figures:
+        """The figures of all that was issued; waits."""
+        return self._figures(self._count, self._on_the_way())
+
+    def _together(self, parts: list[Any]) -> Any:
+        found = mx.np.zeros((), dtype="float64", ctx=self.device)
+        for part in parts:
+            found = found + part.as_np_ndarray().reshape(()).astype("float64").as_in_ctx(self.device)
+        return found
+
+    def _on_the_way(self) -> Any:
+        """The sums as they are after what was issued so far, on their way to the host."""
+        with numpy_like():
+            return mx.np.stack([self._loss, self._right, self._bad, self._divisor]).as_in_ctx(mx.cpu())
+
+    def _figures(self, count: int, sums: Any) -> Figures:
+        loss, right, bad, divisor = sums.asnumpy().tolist()
+        figures = Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)
+        return figures.weighed(divisor) if self._weighed else figures

@@ -1,0 +1,97 @@
+"""How the command trains with TensorFlow: see :class:`manyhands.training.commands.recipes.Recipes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from manyhands.backends.tensorflow import devices as backend
+from manyhands.errors import BadSettings
+from manyhands.training.checkpoints import tensors
+from manyhands.training.commands import recipes
+from manyhands.training.commands.parity import Way, nudged
+from manyhands.training.data.fashion_mnist import FashionMnist
+from manyhands.training.data.sources import Array, Arrays, source
+from manyhands.training.tensorflow import checks, naming, precision, world
+from manyhands.training.tensorflow.book import datasets
+from manyhands.training.tensorflow.book.models import MODELS, initialise
+from manyhands.training.tensorflow.optimizers import Nesterov
+from manyhands.training.tensorflow.trainer import Trainer
+
+_POLICIES = {"fp64": "float64", "fp32": "float32"}
+
+
+def model(name: str, seed: int) -> Any:
+    return initialise(MODELS[name](num_classes=10), seed)
+
+
+def nesterov(rate: float) -> Any:
+    return Nesterov(rate)
+
+
+def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
+    return datasets.of(data, batch_size)
+
+
+def on_cpu(count: int) -> dict[str, Any]:
+    """Logical CPUs of TensorFlow's, which are made once: fewer of them can be used."""
+    if count > max(1, backend.virtual_count()):
+        backend.virtual_devices(count)
+    return {"devices": _devices(count)}
+
+
+def _devices(count: int) -> list[str]:
+    return [f"virtual:{number}" for number in range(count)] if count > 1 else ["cpu"]
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    return world.from_first(make)
+
+
+def arrays(data: Any) -> Arrays:
+    found = source(data)
+    if not isinstance(found, Arrays):
+        raise BadSettings(f"give the data as (X, y) tensors or arrays, not a {type(data).__name__}")
+    return found
+
+
+def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, Array]:
+    part = data.spread(way.samples)
+    net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
+    net.set_weights([nudged(one, way.nudge) for one in net.get_weights()])
+    how: dict[str, Any] = {"shares": way.shares, "batch_stats": "global", "loss": loss, "batch_size": way.batch_size}
+    Trainer(way.epochs, devices=_devices(way.devices), optimizer=_momentum(), quiet=True, **how).fit(net, part)
+    return dict(zip(naming.names(net), net.get_weights(), strict=True))
+
+
+def _momentum() -> Any:
+    """An optimizer with a memory, so that differences of early steps would show."""
+    return keras.optimizers.SGD(0.02, momentum=0.9)
+
+
+def layers(model: Any) -> list[Any]:
+    return list(model._flatten_layers())
+
+
+def load_model(run: str | Path) -> Any:
+    """The model that ``manyhands train`` has trained in a run."""
+    name, weights = recipes.model_and_weights(run, "tensorflow")
+    net = MODELS[name](num_classes=10)
+    _restore(net, weights)
+    return net
+
+
+def load_weights(model: Any, run: str | Path) -> Any:
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    if not model.built:
+        raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
+    _restore(model, recipes.weights_of(run, "tensorflow"))
+    return model
+
+
+def _restore(net: Any, weights: bytes) -> None:
+    own = dict(zip(naming.names(net), net.get_weights(), strict=True))
+    net.set_weights(list(tensors.fitting(weights, own, "weights of another model").values()))

@@ -1,0 +1,100 @@
+"""How the command trains with PyTorch: see :class:`manyhands.training.commands.recipes.Recipes`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands.errors import BadSettings
+from manyhands.training.commands import recipes
+from manyhands.training.commands.parity import Way, nudged
+from manyhands.training.data.fashion_mnist import FashionMnist
+from manyhands.training.data.order import spread
+from manyhands.training.torch.book import datasets
+from manyhands.training.torch.book.models import MODELS, initialise
+from manyhands.training.torch.data.sources import Arrays, source
+from manyhands.training.torch.ranks import world
+from manyhands.training.torch.state import job_state
+from manyhands.training.torch.trainer import Trainer
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+def model(name: str, seed: int) -> torch.nn.Module:
+    return initialise(MODELS[name](num_classes=10), seed)
+
+
+class Nesterov:
+    """SGD with Nesterov's momentum and weight decay."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
+
+
+nesterov = Nesterov
+
+
+def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
+    return datasets.of(data, batch_size)
+
+
+def on_cpu(count: int) -> dict[str, Any]:
+    """Each is a process of its own."""
+    return {"devices": ["cpu"], "ranks_per_device": count}
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    return world.from_first(make)
+
+
+def arrays(data: Any) -> Arrays:
+    found = source(data)
+    if not isinstance(found, Arrays):
+        raise BadSettings(f"give the data as (X, y) tensors or arrays, not a {type(data).__name__}")
+    return found
+
+
+def trained(model: torch.nn.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, np.ndarray[Any, Any]]:
+    net = copy.deepcopy(model).to(_DTYPES[way.precision])
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.from_numpy(nudged(parameter.numpy(force=True), way.nudge)))
+    numbers = torch.from_numpy(spread(data.count, way.samples))
+    part = Arrays(tuple(t[numbers.to(t.device)] for t in data.tensors), data.prepare, way.batch_size)
+    how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
+    trainer = Trainer(way.epochs, optimizer=_Momentum(), quiet=True, **on_cpu(way.devices), **how)
+    trainer.fit(net, part)
+    return {name: tensor.numpy() for name, tensor in net.state_dict().items()}
+
+
+class _Momentum:
+    """An optimizer with a memory, so that differences of early steps would show."""
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+
+
+def layers(model: torch.nn.Module) -> list[Any]:
+    return list(model.modules())
+
+
+def load_model(run: str | Path) -> torch.nn.Module:
+    """The model that ``manyhands train`` has trained in a run, on the CPU and in evaluation mode."""
+    name, weights = recipes.model_and_weights(run, "torch")
+    net = MODELS[name](num_classes=10)
+    job_state.restore_model(net, weights)
+    return net.eval()
+
+
+def load_weights(model: torch.nn.Module, run: str | Path) -> torch.nn.Module:
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    job_state.restore_model(model, recipes.weights_of(run, "torch"))
+    return model

@@ -1,0 +1,1 @@
+"""Samples of PyTorch datasets and loaders, on their way to the device."""

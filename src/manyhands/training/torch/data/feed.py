@@ -1,0 +1,209 @@
+"""Brings each batch to the device before it is needed.
+
+Arrays that fit live on the device: a batch is a gather there. Everything else is read ahead in a thread, copied
+from pinned memory beside the computation, and handed out when the device is ready for it. The host waits only
+where the loader is slower than the device.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manyhands import tree
+from manyhands.backends.protocol import Arrival
+from manyhands.backends.torch import devices as backend
+from manyhands.training.data import loader_batches
+from manyhands.training.data.order import Cursor, Window
+from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream, cut, rows
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.state.randomness import mixed_seed
+
+_AHEAD = 2
+_HOST = torch.device("cpu")
+
+
+def resident(source: Source, device: torch.device) -> Source:
+    """The source, on the device if it is arrays that fit there well, or that lie on another one already."""
+    if not isinstance(source, Arrays):
+        return source
+    places = {tensor.device for tensor in source.tensors}
+    if places == {device}:
+        return source
+    if device.type == "cuda" and places == {torch.device("cpu")}:
+        return source.to(device) if source.nbytes < torch.cuda.mem_get_info(device)[0] // 2 else source
+    return source.to(device)
+
+
+def shards(
+    source: Source,
+    order: NDArray[np.int64],
+    windows: Sequence[Window],
+    world: World,
+    shares: Sequence[float] | None = None,
+    *,
+    seed: int = 0,
+    empty: bool = False,
+    least: int = 1,
+) -> Iterator[Batch | None]:
+    """This rank's shard of every window of an epoch, on its device; for an empty one None, or a batch of no samples.
+
+    ``seed``: the job's; what a dataset draws follows from it.
+    ``least``: no shard has fewer samples than that, unless it has none (normalisation over a shard needs two).
+    """
+    parts = [window.part(world.rank, world.size, shares, least=least) for window in windows]
+    if isinstance(source, Arrays) and source.tensors[0].device == world.device:
+        numbers = torch.from_numpy(order)
+        if world.device.type == "cuda":
+            numbers = numbers.pin_memory().to(world.device, non_blocking=True)
+        return (source.take(numbers[start:stop]) if stop > start or empty else None for start, stop in parts)
+    if isinstance(source, Arrays):
+        picked: Iterator[Batch | None] = (
+            source.take(torch.from_numpy(order[start:stop])) if stop > start or empty else None for start, stop in parts
+        )
+    elif isinstance(source, Samples):
+        lists = [order[start:stop] for start, stop in parts]
+        # Worker processes send pageable memory: PyTorch pins what they sent in a thread of its own.
+        pin = world.device.type == "cuda" and source.workers > 0
+        first = windows[0] if windows else Window(0, 0, 0, 0)
+        seeds = {"seed": mixed_seed(seed, first.step, world.rank), "draws": mixed_seed(seed, first.epoch)}
+        picked = source.batches(lists, **seeds, pin=pin, empty=empty)
+        if world.device.type == "cpu" and not source.workers:
+            return picked  # read in this thread: while the dataset draws random numbers, the model must not
+    else:
+        raise TypeError("a stream has no order: see stream_shards")
+    return on_device(ahead(picked, world.device), world.device)
+
+
+def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator[tuple[Window, Batch]]:
+    """The batches that a loader gives from the cursor on, each with its window."""
+    batches = loader_batches.of_size(source.batches(seed), source.required_size, rows)
+    return loader_batches.windows(source.loader, batches, cursor, rows, _pieces)
+
+
+def _pieces(batch: Batch) -> Iterator[bytes]:
+    """What the digest of a batch is made of; of tensors on a GPU only their form, for reading them would wait."""
+    for leaf in tree.flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield f"{leaf.dtype} {tuple(leaf.shape)}".encode()
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided and not leaf.is_nested:
+                few = leaf.detach().resolve_conj().reshape(-1)[loader_batches.sampled(leaf.numel())]
+                yield few.contiguous().view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, (str, bytes, int, float)):
+            yield repr(leaf).encode()
+        elif isinstance(leaf, np.ndarray):
+            yield f"{leaf.dtype} {leaf.shape}".encode()
+            yield leaf.flat[loader_batches.sampled(leaf.size)].tobytes()
+
+
+def stream_shards(
+    given: Iterable[tuple[Window, Batch]],
+    world: World,
+    shares: Sequence[float] | None = None,
+    *,
+    empty: bool = False,
+    least: int = 1,
+) -> Iterator[tuple[Window, Batch | None]]:
+    """Those batches of a stream, cut for this rank."""
+
+    def parts() -> Iterator[tuple[Window, Batch | None]]:
+        for window, batch in given:
+            begin, end = window.part(world.rank, world.size, shares, least=least)
+            yield window, cut(batch, begin - window.start, end - window.start) if end > begin or empty else None
+
+    # On the CPU without a thread: while the loader draws random numbers of its own, the model must not.
+    return on_device(ahead(parts(), world.device), world.device) if world.device.type != "cpu" else parts()
+
+
+def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
+    """The same values, taken a few ahead by a thread; its error surfaces where its value would.
+
+    On the way to a GPU they are laid into pinned memory by that thread, too.
+    """
+    waiting: queue.Queue[tuple[bool, Any]] = queue.Queue(_AHEAD)
+    stopped = threading.Event()
+
+    def put(item: tuple[bool, Any]) -> bool:
+        while not stopped.is_set():
+            try:
+                waiting.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(
+                    device
+                )  # else a thread of a rank on another GPU would make itself at home on the first
+            for value in values:
+                if not put((True, tree.map_leaves(_pinned, value) if device.type == "cuda" else value)):
+                    return
+            put((False, None))
+        except BaseException as error:  # handed over, whatever it is
+            put((False, error))
+
+    thread = threading.Thread(target=work, name="manyhands-feed", daemon=True)
+    thread.start()
+    try:
+        while True:
+            more, value = waiting.get()
+            if more:
+                yield value
+            elif value is None:
+                return
+            else:
+                raise value
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _pinned(leaf: Any) -> Any:
+    """A tensor in pinned memory; one that a dataset keeps on the GPU already, or in pieces, stays as it is."""
+    if (
+        not isinstance(leaf, torch.Tensor)
+        or leaf.device.type != "cpu"
+        or leaf.layout != torch.strided
+        or leaf.is_nested
+    ):
+        return leaf
+    return leaf if leaf.is_pinned() else leaf.pin_memory()
+
+
+def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """The same trees on the device; the next one is on its way while this one is worked with."""
+    if device.type == "cpu":
+        yield from values
+        return
+
+    def start(value: Any) -> Any:
+        leaves, structure = tree.flatten(value)
+        return [_started(leaf, device) for leaf in leaves], structure
+
+    def finish(started: Any) -> Any:
+        moving, structure = started
+        return structure.unflatten(one.result() if isinstance(one, Arrival) else one for one in moving)
+
+    coming = None
+    for value in values:
+        started = start(value)
+        if coming is not None:
+            yield finish(coming)
+        coming = started
+    if coming is not None:
+        yield finish(coming)
+
+
+def _started(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return backend.start_move_of_kept(leaf, device)  # a batch is ours alone
+    return backend.move_model(leaf, device) if backend.is_model(leaf) else leaf  # a PackedSequence moves itself

@@ -1,0 +1,80 @@
+"""A look at a few samples before a job begins; none is taken away, and random numbers stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from manyhands import tree
+from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
+from manyhands.training.torch.job import Job
+
+
+def can_be_read(data: Source) -> bool:
+    """Whether a look at the first samples takes none away, as it does where samples can be gone through only once."""
+    return not (isinstance(data, Stream) and isinstance(data.loader, Iterator))
+
+
+def few_samples(data: Source, count: int) -> Batch:
+    """The first samples, or for a stream its first batch."""
+    if isinstance(data, Stream):
+        return next(_again(data).batches(0))
+    assert data.count is not None
+    return take(data, np.arange(min(count, data.count)))
+
+
+def take(data: Arrays | Samples, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
+    """The samples of these numbers."""
+    if isinstance(data, Arrays):
+        return data.take(torch.from_numpy(numbers).to(data.tensors[0].device))
+    plain = dataclasses.replace(data, workers=0, look=None)
+    (batch,) = plain.batches([numbers], seed=0, draws=0, pin=False, empty=False)
+    return batch
+
+
+def first_batches(job: Job) -> Iterator[Batch]:
+    """The first batches of a job's stream. Of one that can be gone through only once, the first: it is put back."""
+    stream = job.train
+    assert isinstance(stream, Stream)
+    if can_be_read(stream):
+        yield from _again(stream).batches(0)
+        return
+    for batch in stream.loader:
+        job.train = dataclasses.replace(stream, loader=itertools.chain([batch], stream.loader))
+        yield batch
+        return
+
+
+def _again(stream: Stream) -> Stream:
+    return dataclasses.replace(stream, loader=_plain(stream.loader), look=None)
+
+
+def _plain(loader: Any) -> Any:
+    """A loader like this one, without worker processes: what its sampler remembers stays as it is."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    try:
+        plain = copy.deepcopy(loader, {id(loader.dataset): loader.dataset})
+    except Exception:  # it holds something that cannot be copied
+        return loader
+    plain.num_workers = plain.timeout = 0
+    return plain
+
+
+def as_the_model(model: torch.nn.Module, batch: Batch) -> Batch:
+    """The batch where the model is, in its kind of floating-point numbers."""
+    first = next(model.parameters())
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(first.device, first.dtype if leaf.is_floating_point() else None)
+
+    return tree.map_leaves(moved, batch)

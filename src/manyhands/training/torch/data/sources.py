@@ -1,0 +1,307 @@
+"""Where samples come from: arrays in memory, a dataset, or a loader that gives batches as it likes.
+
+A source gives a rank its shards, batch by batch. ``Arrays`` can live on the device as a whole; a batch is then a
+gather there and the host has nothing to do. ``Samples`` are fetched from a dataset by number, with the worker
+processes, collate function and pinned memory of PyTorch's own DataLoader. ``Stream`` is a loader with an order of its
+own (an iterable dataset, a custom sampler): every rank reads all of it and takes its part.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from manyhands import tree
+from manyhands.errors import BadBatch, NotATensor
+from manyhands.training.data.sources import check_lengths, check_numbers, with_arrays
+from manyhands.training.torch.data.drawn_samples import DrawnSamples, StartWorker, draws_nothing
+from manyhands.training.torch.state import randomness
+
+Batch = Any  # what the user's loader gives: as a rule a tuple of tensors, but a dict or a dataclass is as good
+Prepare = Callable[[Batch], Batch]
+Look = Callable[[Batch], None]
+
+
+def scale_images(batch: Batch) -> Batch:
+    """Bytes of grey images to numbers from 0 to 1 with a channel axis: done on the device, after the gather."""
+    images, labels = batch
+    return images.unsqueeze(1).float().div_(255), labels.long()
+
+
+@dataclass
+class Arrays:
+    """Tensors with one row per sample; ``prepare`` makes a batch of the gathered rows, on the device."""
+
+    tensors: tuple[torch.Tensor, ...]
+    prepare: Prepare | None = None
+    batch_size: int | None = None
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        check_lengths(self.tensors)
+
+    @property
+    def count(self) -> int:
+        return len(self.tensors[0])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def take(self, index: torch.Tensor) -> Batch:
+        """The samples of those numbers; everything happens on the device that the arrays are on."""
+        rows = tuple(tensor.index_select(0, index) for tensor in self.tensors)
+        return self.prepare(rows) if self.prepare else rows
+
+    def to(self, device: torch.device) -> Arrays:
+        return Arrays(tuple(t.to(device) for t in self.tensors), self.prepare, self.batch_size, self.shuffle)
+
+    # As a loader, for loops written by hand.
+
+    def __len__(self) -> int:
+        return -(-self.count // (self.batch_size or 1))
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = torch.randperm(self.count) if self.shuffle else torch.arange(self.count)
+        return (self.take(part) for part in order.split(self.batch_size or 1))
+
+
+@dataclass
+class Samples:
+    """A dataset that gives one sample for one number."""
+
+    dataset: Dataset[Any]
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int = 0
+    batch_size: int | None = None
+    shuffle: bool = True
+    start_worker: Callable[[int], None] | None = None
+    # Of the loader, where it has worker processes: what they are started with.
+    options: dict[str, Any] = field(default_factory=dict)
+    # Looks at each batch on the host, before it goes to the device; raises where it cannot be trained on.
+    look: Look | None = None
+
+    def __post_init__(self) -> None:
+        if not self.count:
+            raise BadBatch("the data set is empty: there is nothing to train on")
+
+    @property
+    def count(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def batches(
+        self, parts: Sequence[np.ndarray[Any, Any]], *, seed: int, draws: int, pin: bool, empty: bool
+    ) -> Iterator[Batch | None]:
+        """A batch for each list of numbers; for an empty list None, or (``empty``) a batch of no samples.
+
+        ``seed`` is that of the loader's worker processes, ``draws`` that of what each sample draws.
+        """
+        wanted = [part.tolist() or [0] for part in parts if len(part) or empty]
+        plain = draws_nothing(self.dataset, self.collate)
+        loader = DataLoader(
+            self.dataset if plain else DrawnSamples(self.dataset, draws),
+            batch_sampler=wanted,
+            collate_fn=self.collate,
+            num_workers=self.workers,
+            pin_memory=pin,
+            worker_init_fn=self.start_worker if plain or self.start_worker is None else StartWorker(self.start_worker),
+            # Its own, or it would draw from the numbers that dropout uses, and a job that was resumed once more.
+            generator=torch.Generator().manual_seed(seed),
+            **(self.options if self.workers else {}),
+        )
+        loaded = iter(loader)
+        # Samples that are read in this process leave its random numbers as they are.
+        own = nullcontext() if plain or self.workers else randomness.Own(draws)
+        for part in parts:
+            if not len(part) and not empty:
+                yield None
+                continue
+            with own:
+                batch = next(loaded)
+            yield self._looked_at(batch, len(part)) if len(part) else cut(self._looked_at(batch, 1), 0, 0)
+
+    def _looked_at(self, batch: Batch, asked: int) -> Batch:
+        if (given := rows(batch)) != asked:
+            raise BadBatch(
+                f"{asked} samples were asked for, and the first tensor of the batch that the collate function made has "
+                f"{given} rows: a batch must be batch-first, with one row per sample. Put the samples on the first "
+                "axis, and leave samples out in the dataset, not in the collate function"
+            )
+        if self.look is not None:
+            self.look(batch)
+        return batch
+
+
+@dataclass
+class Stream:
+    """Batches in an order of their own: whole ones, of which each rank takes its part."""
+
+    loader: Any
+    batch_size: int | None = None
+    shuffle: bool = False
+    count: int | None = None
+    look: Look | None = None
+    required_size: int | None = None  # the trainer's, where the loader does not say its own
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """All batches of an epoch; the loader draws the same random numbers on every rank."""
+        own = randomness.Own(seed, getattr(self.loader, "generator", None))
+        with own:
+            loaded = iter(self.loader)
+        while True:
+            with own:
+                batch = next(loaded, None)
+            if batch is None:
+                return
+            if not rows(batch):
+                continue
+            if self.look is not None:
+                self.look(batch)
+            yield batch
+
+
+Source = Arrays | Samples | Stream
+
+
+def source(data: Any, *, shuffle: bool = True) -> Source:
+    """The source that fits what the user has: arrays, a dataset, a loader, or a source already."""
+    if isinstance(data, (Arrays, Samples, Stream)):
+        return data
+    data = with_arrays(data)
+    if isinstance(data, DataLoader):
+        return _of_loader(data)
+    if isinstance(data, IterableDataset):
+        raise BadBatch("an IterableDataset gives samples, not batches: wrap it in a DataLoader with a batch_size")
+    if type(data) is TensorDataset:  # one of a subclass may give something else than its tensors
+        return Arrays(data.tensors, shuffle=shuffle)
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return Arrays((torch.as_tensor(data),), shuffle=shuffle)
+    if isinstance(data, (tuple, list)) and data and all(isinstance(x, torch.Tensor | np.ndarray) for x in data):
+        check_numbers([part for part in data if isinstance(part, np.ndarray)])
+        return Arrays(tuple(torch.as_tensor(x) for x in data), shuffle=shuffle)
+    arrays_by_name = isinstance(data, Mapping) and 0 not in data
+    of_numbers = isinstance(data, (tuple, list)) and bool(data) and _is_list_of_numbers(data[0])
+    if arrays_by_name or of_numbers or isinstance(data, str):
+        raise NotATensor(
+            f"a {type(data).__name__}{' of numbers' if of_numbers else ''} is no data to train on: give (X, y) as "
+            "tensors or arrays, a Dataset, or a DataLoader"
+        )
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Samples(data, shuffle=shuffle)
+    if hasattr(data, "__iter__"):
+        return Stream(data)
+    raise NotATensor(
+        f"a {type(data).__name__} is no data to train on: give (X, y) tensors or arrays, a Dataset, or a DataLoader"
+    )
+
+
+def _is_list_of_numbers(entry: object) -> bool:
+    """Whether it is a row of what should have been made an array."""
+    nested = isinstance(entry, list)
+    while isinstance(entry, list) and entry:
+        entry = entry[0]
+    return nested and isinstance(entry, (int, float))
+
+
+def _of_loader(loader: DataLoader[Any]) -> Source:
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        raise BadBatch(
+            "the loader has a DistributedSampler, and the trainer divides the batch itself: give shuffle=True instead"
+        )
+    if not _gives_each_once(loader) or loader.drop_last or isinstance(loader.dataset, IterableDataset):
+        return Stream(loader, loader.batch_size)
+    shuffle = type(loader.sampler) is RandomSampler
+    if type(loader.dataset) is TensorDataset and loader.collate_fn is torch.utils.data.default_collate:
+        return Arrays(loader.dataset.tensors, None, loader.batch_size, shuffle)
+    return Samples(
+        loader.dataset,
+        loader.collate_fn,
+        loader.num_workers,
+        loader.batch_size,
+        shuffle,
+        loader.worker_init_fn,
+        _worker_options(loader),
+    )
+
+
+def _worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How the loader wants its workers. Not persistent: there is a loader for each epoch, and they end with it."""
+    given: Any = loader.multiprocessing_context
+    method = given.get_start_method() if hasattr(given, "get_start_method") else given  # a context cannot be sent
+    return {"multiprocessing_context": method, "prefetch_factor": loader.prefetch_factor, "timeout": loader.timeout}
+
+
+def _gives_each_once(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's order is one that we can make ourselves: all samples, as they come or shuffled."""
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        plain = not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    else:
+        plain = type(sampler) is SequentialSampler
+    return plain and loader.batch_size is not None
+
+
+def rows(batch: Batch) -> int:
+    """The number of samples in a batch."""
+    for leaf in tree.flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise BadBatch("there is no tensor with samples in the batch that the loader gave")
+
+
+def cut(batch: Batch, start: int, stop: int) -> Batch:
+    """Those samples of the batch: of tensors their rows, and of lists without tensors (names, say) their entries."""
+    size = rows(batch)
+    return batch if (start, stop) == (0, size) else _cut(batch, size, slice(start, stop))
+
+
+def pick(batch: Batch, numbers: list[int]) -> Batch:
+    """The samples of the batch with these numbers."""
+    return _cut(batch, rows(batch), numbers)
+
+
+def _cut(part: Any, size: int, where: slice | list[int]) -> Any:
+    if isinstance(part, PackedSequence):
+        raise BadBatch("a PackedSequence cannot be cut into shards: give padded tensors, and pack them in the model")
+    if isinstance(part, (torch.Tensor, np.ndarray)):
+        return _cut_rows(part, size, where)
+    if isinstance(part, (list, tuple)):
+        if type(part) in (list, tuple) and len(part) == size and not _has_tensors(part):
+            return part[where] if isinstance(where, slice) else type(part)(part[number] for number in where)
+        parts = [_cut(one, size, where) for one in part]
+        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+    changed: Any = copy.copy(part)
+    if isinstance(part, dict):
+        changed.update({key: _cut(value, size, where) for key, value in part.items()})
+    elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+        for one in dataclasses.fields(part):
+            object.__setattr__(changed, one.name, _cut(getattr(part, one.name), size, where))
+    else:
+        return part
+    return changed
+
+
+def _cut_rows(part: Any, size: int, where: slice | list[int]) -> Any:
+    if part.ndim and part.shape[0] != size:
+        raise BadBatch(
+            f"the batch has {size} samples, and one of its tensors has the shape {tuple(part.shape)}: to be cut into "
+            "shards, every tensor must be batch-first, with one row per sample"
+        )
+    return part[where] if part.ndim else part
+
+
+def _has_tensors(part: Any) -> bool:
+    return any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in tree.flatten(part)[0])

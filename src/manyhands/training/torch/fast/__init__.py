@@ -1,0 +1,1 @@
+"""The fast step: captured in one CUDA graph, or planned as a whole."""

@@ -1,0 +1,112 @@
+"""Small things of a step at once: casts of weights, and counts of batches.
+
+A forward pass under autocast casts each weight when its layer comes, and each BatchNorm counts its batches: in
+ResNet-18 nearly forty kernels that have hardly anything to do, each of which the GPU has to begin and to end. A
+dispatch mode makes one of all casts, and one of all counts:
+
+    step n        cast w1 ... cast w2 ... cast w3          (remembered)
+    step n + 1    cast w1, w2, w3 at once, when w1's turn comes; w2 and w3 are there already
+
+    count += 1    put off, until somebody asks for it, or the pass is over
+
+The results are the same to the bit. A weight that is written to after it was cast ahead is cast anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhands.training.torch.fast.storage import is_view, memories_of, memory_of, written_by
+
+_aten = torch.ops.aten
+
+
+class AtOnce(TorchDispatchMode):
+    """Around a forward pass: ``with at_once: loss = loss_of(model)``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before: dict[int, tuple[torch.Tensor, torch.dtype]] = {}  # the casts of the pass before, by memory
+        self._now: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
+        self._ahead: dict[int, torch.Tensor] | None = None  # cast and not yet asked for
+        self._counts: dict[int, torch.Tensor] = {}
+        self.told = Counter[str]()
+
+    def __enter__(self) -> AtOnce:
+        self._now, self._ahead, self._counts = {}, None, {}
+        self.told = Counter[str]()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        if kind is None:
+            self._count()
+        self._before, self._ahead, self._counts = self._now, None, {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._to_copy.default and _is_cast_of_weight(args, kwargs):
+            return self._cast(func, args[0], kwargs["dtype"])
+        if func is _aten.add_.Tensor and not kwargs and _is_count(*args):
+            if memory_of(args[0]) in self._counts:
+                self._count()
+            self._counts[memory_of(args[0])] = args[0]
+            return args[0]
+        if self._counts and not is_view(func) and self._counts.keys() & memories_of((args, kwargs)):
+            self._count()
+        if self._ahead:
+            for changed in memories_of(written_by(func, args, kwargs)):
+                self._ahead.pop(changed, None)
+        return func(*args, **kwargs)
+
+    def _cast(self, func: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        number = memory_of(weight)
+        self._now[number] = weight, dtype
+        if self._ahead is None:
+            self._ahead = self._all_casts(weight.device, dtype)
+        ready = self._ahead.pop(number, None)
+        if ready is None or self._before[number][0] is not weight or ready.dtype is not dtype:
+            return func(weight, dtype=dtype)  # type: ignore[no-any-return]
+        return ready
+
+    def _all_casts(self, device: torch.device, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        of_old = {
+            number: weight
+            for number, (weight, into) in self._before.items()
+            if into is dtype and weight.device == device and memory_of(weight) == number
+        }
+        if not of_old:
+            return {}
+        weights = [weight.detach() for weight in of_old.values()]
+        made = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+        torch._foreach_copy_(made, weights)
+        self.told["casts of weights"] = len(made)
+        return dict(zip(of_old, made, strict=True))
+
+    def _count(self) -> None:
+        if self._counts:
+            torch._foreach_add_(list(self._counts.values()), 1)
+            self.told["counts of batches"] += len(self._counts)
+        self._counts = {}
+
+    def explain(self) -> str:
+        """For people."""
+        return "at once: " + ", ".join(f"{count} {what}" for what, count in self.told.items())
+
+
+def _is_cast_of_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A cast as autocast makes it, of a parameter: other tensors may be others in the next step."""
+    plain = len(args) == 1 and set(kwargs) == {"dtype"} and isinstance(args[0], torch.nn.Parameter)
+    return plain and args[0].layout is torch.strided and kwargs["dtype"] is not args[0].dtype
+
+
+def _is_count(count: Any, added: Any) -> bool:
+    """As a BatchNorm counts: one more, without a dimension."""
+    return type(added) is int and added == 1 and count.dtype is torch.int64 and count.dim() == 0

@@ -1,0 +1,52 @@
+"""What may go into a CUDA graph, and how an optimizer is made fit for one."""
+
+from __future__ import annotations
+
+import torch
+
+from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.state import job_state
+
+
+def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, changing_rate: bool) -> None:
+    """Make an optimizer fit for a graph: what changes from step to step is a tensor on the device."""
+    for group in optimizer.param_groups:
+        if _is_sgd(optimizer):
+            group["fused"], group["foreach"] = True, False
+        if changing_rate and not isinstance(group["lr"], torch.Tensor):
+            group["lr"] = torch.tensor(group["lr"], device=device)
+    count_on_device(optimizer)
+
+
+def count_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer count its steps on the device, where it can; the state of a used one goes there, too."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    job_state.settle(optimizer)
+
+
+def why_not(
+    data: object, optimizer: torch.optim.Optimizer, device: torch.device, world: int, accumulate: int
+) -> str | None:
+    """The reason why a step cannot go into one graph; None if it may."""
+    if device.type != "cuda":
+        return "no CUDA graph on a CPU"
+    if world > 1:
+        return "several ranks: gradients cross processes during the step"
+    if accumulate > 1:
+        return "the batch is worked off in parts"
+    if not isinstance(data, Arrays) or data.tensors[0].device != device:
+        return "the data do not live on the GPU, they come from a loader or do not fit"
+    if not ("capturable" in optimizer.defaults or _is_sgd(optimizer)):
+        return f"{type(optimizer).__name__} reads its state on the host in every step (it is not capturable)"
+    return None
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the caller has compiled it, or a part of it: what is in it is not what runs."""
+    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
+
+
+def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer) is torch.optim.SGD

@@ -1,0 +1,339 @@
+"""The whole step in one CUDA graph: gather, forward, backward, update and metrics, with nothing left for the host.
+
+A step of a small model is limited by the host, which issues hundreds of kernels one by one. A CUDA graph holds them all
+and is launched at once. For that, everything a step reads must stay in its place: the data are on the device, the
+epoch's order of samples too, and the position in it is a number on the device that the step itself moves on.
+
+There is a graph for each size of batch: the usual one, and the short last one of an epoch. The first steps of a size
+run without a graph, on the stream that it is captured on (they warm up kernels, optimizer state and compiler); they are
+real steps of the training. They are watched for Python that a graph would freeze (:mod:`.python_state`), and the last
+of them for waits of the host, which cannot be captured: a capture that fails on the way leaves traces in PyTorch (in
+2.11 memory that never comes back and random numbers that cannot be drawn any more), so it is better not begun. Where
+one of them fails before its update, or the capture does, nothing has happened yet, and the step is made in the plain
+way.
+
+Where the model may have biases that change nothing (:mod:`.redundant_biases`), two steps more come before: both as they
+are written, neither compiled nor on lanes, and the second is searched for such biases. They are left out from then on.
+
+The captured step of the usual size may get a rival, a plan of the whole step (:mod:`.planned_step`); the faster stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhands.backends.torch.kernels import batch_norm
+from manyhands.backends.torch.run.streams import let_draw_again
+from manyhands.errors import CannotCompile
+from manyhands.training.settings import Settings
+from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast import python_state
+from manyhands.training.torch.fast.batched_casts import AtOnce
+from manyhands.training.torch.fast.capturable import is_compiled, make_capturable
+from manyhands.training.torch.fast.capture_stream import on, stream_of, waits_fail
+from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
+from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.planned_step import PlannedStep, as_written, forward
+from manyhands.training.torch.fast.position import Progress
+from manyhands.training.torch.fast.redundant_biases import IdleBiases, Search, may_be_idle
+from manyhands.training.torch.step.eager import EagerStep
+
+_COMPILE_PAYS = 40_000  # steps: compiling takes about 20 seconds, and saves about half a millisecond a step
+_PLAN_PAYS = 20_000  # steps: planning takes 1 to 8 seconds, and saves some tenths of a millisecond a step
+_WARM_UP = 3
+_AS_WRITTEN = 2  # steps before those, where idle biases are searched for: in the last of them
+
+
+@dataclass
+class _Sized:
+    """The step for one size of batch: how often it ran plainly (less than zero: as written), and its graph."""
+
+    window: torch.Tensor
+    forward: Callable[..., Any]
+    warm: int = 0
+    idle: IdleBiases | None = None
+    replay: Callable[[], object] | None = None  # its graph's, or the step that is tried against it
+    told: list[str] = field(default_factory=list)  # what is done in other ways than the model says, in words
+
+
+def fast_step(eager: EagerStep, data: Arrays, settings: Settings, *, changing_rate: bool) -> GraphStep:
+    """The fast step of a job; compiled if that is asked for, or likely to pay.
+
+    It is not where our own kernels do what a compiler would gain most by: there it was 5% slower (ResNet-18).
+    """
+    steps = settings.max_epochs * (data.count // settings.batch_size)
+    compiled = settings.compile
+    if compiled is None:
+        compiled = steps >= _COMPILE_PAYS and not (settings.own_kernels and normalises(eager.model))
+    parallel = settings.parallel
+    if parallel is None:
+        parallel = steps >= _PLAN_PAYS and not compiled and not normalises(eager.model)
+    lanes, kernels = settings.side_lanes, settings.own_kernels
+    how: Any = {"compiled": compiled, "changing_rate": changing_rate, "side_lanes": lanes, "own_kernels": kernels}
+    return GraphStep(eager, data, settings.batch_size, **how, parallel=parallel)
+
+
+class _NothingDone(Exception):
+    """A step failed before it changed anything."""
+
+
+class GraphStep:
+    """Runs the eager step's work from data on the device, batch after batch of an epoch's order."""
+
+    def __init__(
+        self,
+        eager: EagerStep,
+        data: Arrays,
+        batch_size: int,
+        *,
+        compiled: bool,
+        changing_rate: bool,
+        side_lanes: bool = False,
+        own_kernels: bool = False,
+        parallel: bool = False,
+    ) -> None:
+        self._eager, self._data, self._size, self.compiled = eager, data, batch_size, compiled
+        self._progress = Progress(data.count, eager.device)
+        self._parallel = parallel
+        self._stream = stream_of(eager.device)
+        # Two copies of the gradients beyond what one lane takes: DistributedDataParallel has one in its buckets.
+        held = 2 * sum(one.numel() * one.element_size() for one in eager.parameters if one.requires_grad)
+        self._beside = Beside.on_streams(eager.device, self._stream, most_held=held) if side_lanes else None
+        # Why there are none although they were asked for; and why kernels are not compiled after all.
+        self.no_lanes: str | None = None
+        self.not_compiled: str | None = None
+        self.no_norms: str | None = None
+        self.no_plan: str | None = None
+        self.planned: PlannedStep | None = None  # the usual size of batch as a plan of the whole step
+        self._norms = self._fused_norms() if own_kernels else None
+        # A compiler leaves what is called in a dispatch mode as it is, now and from then on.
+        self._at_once = AtOnce() if not is_compiled(eager.model) else None
+        self._searching = may_be_idle(eager.model, eager.optimizer)
+        self._sized: dict[int, _Sized] = {}
+        # Why there will be no more graphs, from this step on.
+        self.ended: str | None = python_state.hooks(eager.model, eager.optimizer)
+        self._watch = python_state.Watch([eager.model, getattr(eager.objective, "loss", None)], eager.optimizer)
+        make_capturable(eager.optimizer, eager.device, changing_rate=changing_rate)
+
+    def begin_epoch(self, order: torch.Tensor, sample: int, step: int) -> None:
+        """Take the order of an epoch, and where in it to begin."""
+        self._progress.begin(order, sample, step)
+
+    def __call__(self, size: int) -> bool:
+        """Make the step of the epoch's next batch; False where this one and all others are to be made in the plain way.
+
+        ``ended`` then says why.
+        """
+        if self.ended is not None:
+            return False
+        if size not in self._sized:
+            self._sized[size] = self._new(size)
+        sized = self._sized[size]
+        if sized.replay is None:
+            try:
+                self._without_graph(sized)
+                why = None
+            except _NothingDone as nothing:
+                why = f"{type(nothing.__cause__).__name__}: {nothing.__cause__}"
+            if why is not None:  # out here, where the error does not hold the memory of its step any more
+                if self._made_simpler(sized, why):
+                    return self(size)
+                self.ended = f"the graph could not be made ({why})"[:300]
+                return False
+        if sized.replay is not None:
+            sized.replay()
+        return True
+
+    def _made_simpler(self, sized: _Sized, why: str) -> bool:
+        """Leave something out that may be what fails; False where there is nothing.
+
+        In a step as written that is the search for idle biases; later our own kernels, the lanes, and the compiler.
+        """
+        size = len(sized.window)
+        if sized.warm < 0:
+            self._searching = False
+            del self._sized[size]  # this one alone: others may have their graphs
+            return True
+        if self._norms is not None and not self._is_compiled(size):  # a compiled step has none of them
+            self._norms, self.no_norms = None, f"batch normalisation as it is ({why})"[:300]
+            self._at_once = None  # a mode around the forward pass as well
+        elif self._beside is not None:
+            self._beside, self.no_lanes = None, f"no side lanes ({why})"[:300]
+        elif self._is_compiled(size):
+            self.compiled, self.not_compiled = False, f"kernels are not compiled ({why})"[:300]
+        else:
+            return False
+        self._sized.clear()
+        return True
+
+    def _new(self, size: int) -> _Sized:
+        forward: Callable[..., Any] = self._forward
+        if self._is_compiled(size):
+            options = self._beside.compile_options() if self._beside is not None else None
+            forward = torch.compile(self._forward, dynamic=False, options=options)
+        warm = -_AS_WRITTEN if self._searching else 0
+        return _Sized(torch.arange(size, device=self._eager.device), forward, warm)
+
+    def _fused_norms(self) -> FusedNorms | None:
+        if not normalises(self._eager.model) or is_compiled(self._eager.model):
+            return None
+        try:
+            batch_norm.ready(self._eager.device)
+        except CannotCompile as error:
+            self.no_norms = f"batch normalisation as it is ({error})"[:300]
+            return None
+        return FusedNorms()
+
+    def _is_compiled(self, size: int) -> bool:
+        """Only the usual size is worth the half minute that compiling takes."""
+        return self.compiled and size == self._size
+
+    def _lanes(self, size: int) -> AbstractContextManager[Any]:
+        """What is around the backward pass: weight gradients go beside it, where that is asked for."""
+        if self._beside is None:
+            return nullcontext()
+        return self._beside.around(size, compiled=self._is_compiled(size))
+
+    def explain(self) -> str:
+        """What the step of each size of batch is: its graph, its kernels, its lanes."""
+        lines = []
+        for size, sized in self._sized.items():
+            how = "in one CUDA graph" if sized.replay is not None else "not captured yet"
+            kernels = "compiled" if self._is_compiled(size) else "as they are"
+            lines.append(f"a batch of {size}: {how}, kernels {kernels}")
+            lines += [f"  {sized.idle.explain()}"] if sized.idle is not None else []
+            lines += [f"  {one}" for one in (*sized.told, self.no_norms) if one is not None]
+            lines += [f"  {self.no_lanes or 'all on one lane'}"] if self._beside is None else self._beside.explain(size)
+            if size == self._size and self.planned is not None:
+                lines += self.planned.explain()
+            elif size == self._size and self.no_plan is not None:
+                lines.append(f"  {self.no_plan}")
+        return "\n".join(lines)
+
+    def _without_graph(self, sized: _Sized) -> None:
+        """One plain step while warming up; after that the capture, which computes nothing yet."""
+        with on(self._stream, self._eager.device):
+            if sized.warm < _WARM_UP:
+                self._warm_up(sized)
+            else:
+                sized.replay = self._tried(sized, self._captured(sized).replay)
+
+    def _warm_up(self, sized: _Sized) -> None:
+        eager = self._eager
+        statistics = [buffer.clone() for buffer in eager.model.buffers()]
+        before = eager.versions()
+        self._watch.before()
+        try:
+            self._work(sized)
+        except Exception as error:
+            if eager.versions() != before:
+                raise  # the update has begun: it cannot be made again
+            with torch.no_grad():
+                for buffer, kept in zip(eager.model.buffers(), statistics, strict=True):
+                    buffer.copy_(kept)
+            raise _NothingDone from error
+        sized.warm += 1
+        self.ended = self._watch.after()
+
+    def _captured(self, sized: _Sized) -> torch.cuda.CUDAGraph:
+        self._eager.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Another thread (a loader that pins memory) may call CUDA meanwhile.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._work(sized)
+        except Exception as error:
+            let_draw_again(self._eager.device)
+            raise _NothingDone from error
+        return graph
+
+    def _tried(self, sized: _Sized, captured: Callable[[], object]) -> Callable[[], object]:
+        """The captured step; or, where that is asked for, the faster one of it and a plan of the whole step."""
+        if not self._parallel or len(sized.window) != self._size:
+            return captured
+        self.no_plan = self._why_no_plan(sized)
+        if self.no_plan is not None:
+            return captured
+        step = as_written(self._eager, self._data, self._progress, sized.window)
+        self.planned = PlannedStep(step, captured, self._progress)
+        return self.planned
+
+    def _why_no_plan(self, sized: _Sized) -> str | None:
+        """A plan has the operations as they are written: nothing that the captured step does in another way."""
+        if self._is_compiled(self._size):
+            why = "kernels are compiled"
+        elif self._norms is not None or sized.idle is not None:
+            why = "batch normalisation is done in another way than it is written, which is faster"
+        elif self._eager.spared is not None:
+            why = "on_nan='continue' keeps copies of the weights"
+        else:
+            return None
+        return f"no plan of the whole step: {why}"
+
+    def _work(self, sized: _Sized) -> None:
+        eager = self._eager
+        if eager.spared is not None:
+            eager.spared.keep()
+        eager.optimizer.zero_grad(set_to_none=True)
+        # Up to the update only: what fails behind it cannot be made in the plain way any more.
+        with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
+            loss, right = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
+            eager.clip_gradients()
+        eager.optimizer.step()
+        if eager.spared is not None:
+            eager.spared.put_back(torch.isfinite(loss.detach()))
+        eager.metrics.add(loss, right, len(sized.window), self._progress.step)
+        self._progress.advance(len(sized.window))
+
+    def _passes(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Forward and backward."""
+        compiled = self._is_compiled(len(sized.window))
+        norms = self._norms if not compiled else None
+        at_once = self._at_once if not compiled else None
+        if norms is not None:
+            norms.begin(poison=sized.warm == 0)
+        with sized.idle.left_out() if sized.idle is not None else nullcontext():
+            with at_once or nullcontext(), norms or nullcontext():
+                loss, right = sized.forward(*self._places(sized))
+            with self._lanes(len(sized.window)), norms or nullcontext():
+                loss.backward()
+        if sized.idle is not None:
+            sized.idle.settle()
+        sized.told = [one.explain() for one in (at_once, norms) if one is not None and one.told]
+        if norms is not None and sized.warm == 0:
+            self._look_for_poison(loss)
+        return loss, right
+
+    def _look_for_poison(self, loss: torch.Tensor) -> None:
+        gradients = [one.grad for one in self._eager.parameters if one.grad is not None]
+        if not is_clean([loss.detach(), *gradients, *self._eager.model.buffers()]):
+            why = "the model's own, or something reads memory past PyTorch"
+            raise RuntimeError(f"a loss, gradient or buffer is no number: {why}")
+
+    def _as_written(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Forward and backward as anybody would make them; the last time with a search for idle biases."""
+        search = Search(self._eager.model) if sized.warm == -1 else None
+        with search if search is not None else nullcontext():
+            loss, right = self._forward(*self._places(sized))
+            if search is not None:
+                search.trace(loss)
+            loss.backward()
+        sized.idle = search.found() if search is not None else None
+        return loss, right
+
+    def _places(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._progress.order, self._progress.position + sized.window
+
+    def _forward(self, order: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return forward(self._eager, self._data, order, places)
+
+
+def normalises(model: torch.nn.Module) -> bool:
+    """Whether a layer takes statistics over its samples."""
+    return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())

@@ -1,0 +1,1 @@
+"""Weight gradients beside the backward pass, on lanes of their own."""

@@ -1,0 +1,288 @@
+"""Gradients of weights beside the backward pass: on lanes of their own, joined before anybody reads them.
+
+A backward pass is a chain: each layer needs the gradient of the layer behind it. The gradients of the weights hang off
+that chain, nobody in it waits for them. PyTorch issues all on one stream, so they stand in the chain all the same.
+Here a dispatch mode is active during the backward pass. A ``convolution_backward`` that gives both becomes two calls
+with complementary masks, for its input on the main lane, for weight and bias on a side lane; of the two products of a
+linear layer's backward the one for the weight goes aside. Each operation computes what it would have computed, so the
+results are equal to the bit.
+
+    main lane     gradient of x3 ──┬── gradient of x2 ──┬── gradient of x1 ─────── join ── update
+    side lane 1                    └── gradient of w3 ──│──────────────────────────┤
+    side lane 2                                         └── gradient of w2 ────────┘
+
+What goes aside: a gradient that goes straight to a parameter (through a cast or a transposition at most) on which there
+are no hooks. What touches such a gradient later follows it (the cast, the sum of two uses, the addition to an older
+gradient); any other operation on it makes the main lane wait first.
+
+Memory belongs to the lane that it was allocated on, whose later work may use it again as soon as the host lets it go.
+So what a side lane touches is held until the main lane is behind that lane: at the join, or, where more than
+``most_held`` bytes are held, earlier. Storages are held, not tensors: a gradient that somebody else holds is copied
+into ``.grad`` instead of being taken over.
+
+Nothing is believed: every operation, mark and wait is noted, what came before and what comes after the backward pass
+too, and at the join the checker proves every conflicting pair ordered, the letting go of memory included.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from manyhands.schedule.check import check
+from manyhands.schedule.lanes import Lane, Schedule
+from manyhands.schedule.recorded import Journal
+from manyhands.schedule.task import Task
+from manyhands.training.torch.fast.lanes import weight_gradients
+from manyhands.training.torch.fast.storage import is_view, written_by
+
+_aten = torch.ops.aten
+_MAIN = 0
+# What may follow a gradient to its lane: what autograd itself does with one on its way to a parameter.
+_FOLLOWERS = {_aten._to_copy.default, _aten.add.Tensor, _aten.add_.Tensor, _aten.clone.default}
+_Memories = dict[int, torch.UntypedStorage]
+
+
+class Lanes(Protocol):
+    """Queues of work: number 0 is the caller's own, the others stand beside it."""
+
+    def mark(self, lane: int) -> Any:
+        """A point on a lane, behind all that was issued to it."""
+
+    def wait(self, lane: int, mark: Any) -> None:
+        """What is issued to the lane from now on comes after the mark. The host does not wait."""
+
+    def on(self, lane: int) -> AbstractContextManager[Any]:
+        """What is called inside is issued to this lane."""
+
+
+class StreamLanes:
+    """Lanes that are CUDA streams; the caller's own is the current one."""
+
+    def __init__(self, device: torch.device, count: int, main: torch.cuda.Stream) -> None:
+        self._device = device
+        taken = {main.cuda_stream}
+        self._streams: list[torch.cuda.Stream] = []
+        while len(self._streams) < count:  # PyTorch hands out 32 streams in turns: the next may be one that is taken
+            stream = torch.cuda.Stream(device)
+            if stream.cuda_stream not in taken:
+                taken.add(stream.cuda_stream)
+                self._streams.append(stream)
+
+    def mark(self, lane: int) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(lane))
+        return event
+
+    def wait(self, lane: int, mark: torch.cuda.Event) -> None:
+        self._stream(lane).wait_event(mark)
+
+    def on(self, lane: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream(lane))
+
+    def _stream(self, lane: int) -> torch.cuda.Stream:
+        return self._streams[lane - 1] if lane else torch.cuda.current_stream(self._device)
+
+
+class SideLanes(TorchDispatchMode):
+    """``with SideLanes(lanes, 2): loss.backward()``: weight gradients on two side lanes, all joined at the end."""
+
+    def __init__(
+        self, lanes: Lanes, count: int, *, most_held: int | None = None, least_product: int = 0, device: str = "cpu"
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lanes, self._count, self._most_held, self._least_product = lanes, count, most_held, least_product
+        self._described = [Lane(device, number=number) for number in range(count + 1)]
+        self.schedule: Schedule | None = None  # of the last backward pass
+        self._begin()
+
+    def _begin(self) -> None:
+        self.aside: list[str] = []  # what went aside
+        self._journal = Journal(self._described)
+        self._journal.task(_MAIN, Task("all before"))
+        self._main_count = 1  # tasks of the main lane
+        self._main_mark: tuple[int, int, Any] | None = None  # the main lane's tasks before it; as noted; the mark
+        self._behind_count = [0] * (self._count + 1)  # how many of the main lane's tasks each lane is behind
+        self._numbers: dict[int, StorageWeakRef] = {}  # while it is referred to, no other storage gets its number
+        self._made: set[int] = set()
+        self._made_aside: set[int] = set()
+        self._own: list[set[int]] = [set() for _ in self._described]  # made on a lane and touched by no other
+        # For each memory the lanes that touched it since the main lane was last behind them: did they write?
+        self._touched: dict[int, dict[int, bool]] = {}
+        self._held = _Held()
+
+    def __enter__(self) -> SideLanes:
+        self._begin()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        made = self._join()
+        if kind is None:
+            check(made)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        what = weight_gradients.goes_aside(func, args)
+        if what is None or (func is _aten.mm.default and weight_gradients.multiplications(*args) < self._least_product):
+            return self._as_it_comes(func, args, kwargs)
+        lane = len(self.aside) % self._count + 1
+        self.aside.append(what)
+        # The lane forks off here, before the gradient of a convolution's input: it need not wait for that.
+        self._behind_main(lane)
+        if func is not _aten.convolution_backward.default:
+            return self._issue(lane, func, args, kwargs)
+        *given, (for_input, _, for_bias) = args
+        first = self._as_it_comes(func, (*given, [True, False, False]), kwargs)[0] if for_input else None
+        rest = self._issue(lane, func, (*given, [False, True, for_bias]), kwargs)
+        return (first, *rest[1:])
+
+    def _as_it_comes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """On the main lane, behind what it needs of others; or on the lane of the gradient that it goes on with."""
+        if is_view(func):
+            return func(*args, **kwargs)
+        lane = _MAIN
+        if func in _FOLLOWERS:
+            given = self._memories((args, kwargs))
+            makers = (lane for one in given for lane, wrote in self._touched.get(one, {}).items() if wrote)
+            lane = next(makers, _MAIN)
+            if lane and not given.keys() <= self._own[lane]:
+                self._behind_main(lane)
+        return self._issue(lane, func, args, kwargs)
+
+    def _issue(self, lane: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operation on a lane, behind what other side lanes have to do with its memory."""
+        given = self._memories((args, kwargs))
+        written = self._memories(written_by(func, args, kwargs))
+        for one in given:
+            for other, wrote in list(self._touched.get(one, {}).items()):
+                if other != lane and (wrote or one in written):
+                    self._behind(lane, other)
+        if lane == _MAIN:
+            result = func(*args, **kwargs)
+            self._main_count += 1
+        else:
+            with self._lanes.on(lane):
+                result = func(*args, **kwargs)
+        made = self._memories(result).keys() - given.keys()
+        writes = frozenset(made | written.keys())
+        self._journal.task(lane, Task(_named(func), frozenset(given), writes, self._described[lane].device))
+        self._note(lane, given, made, writes)
+        return result
+
+    def _note(self, lane: int, given: _Memories, made: set[int], writes: frozenset[int]) -> None:
+        """Remember which lane touched what; hold what the host must not let go yet."""
+        self._made |= made
+        for other, own in enumerate(self._own):
+            if other != lane:
+                own.difference_update(given)
+        if lane == _MAIN:
+            self._held.to_the_end += [storage for one, storage in given.items() if one in self._made_aside]
+            return
+        self._made_aside |= made
+        self._own[lane] |= made
+        for one in given.keys() | made:
+            lanes = self._touched.setdefault(one, {})
+            lanes[lane] = lanes.get(lane, False) or one in writes
+        self._held.to_the_end += [storage for one, storage in given.items() if one in self._made_aside]
+        mark = None if self._most_held is None else (lane, self._journal.mark(lane), self._lanes.mark(lane))
+        self._held.add({one: storage for one, storage in given.items() if one not in self._made_aside}, mark)
+        if self._most_held is not None:
+            self._let_go(self._most_held)
+
+    def _let_go(self, most: int) -> None:
+        """Where too much is held, the main lane waits for the oldest work aside; what that touched can then go."""
+        gone: set[int] = set()
+        last: dict[int, tuple[int, Any]] = {}
+        while self._held.bytes > most:
+            (lane, noted, mark), free = self._held.drop_oldest()
+            last[lane] = noted, mark
+            gone |= free
+        for noted, mark in last.values():
+            self._journal.wait(_MAIN, noted)
+            self._lanes.wait(_MAIN, mark)
+        if gone:
+            self._journal.task(_MAIN, Task("let go", writes=frozenset(gone), device=self._described[_MAIN].device))
+            self._main_count += 1
+
+    def _behind_main(self, lane: int) -> None:
+        if self._behind_count[lane] == self._main_count:
+            return
+        if self._main_mark is None or self._main_mark[0] != self._main_count:
+            self._main_mark = self._main_count, self._journal.mark(_MAIN), self._lanes.mark(_MAIN)
+        self._journal.wait(lane, self._main_mark[1])
+        self._lanes.wait(lane, self._main_mark[2])
+        self._behind_count[lane] = self._main_count
+
+    def _behind(self, lane: int, other: int) -> None:
+        """What the lane is given from now on comes after all that the other, a side lane, has been given."""
+        self._journal.wait(lane, self._journal.mark(other))
+        self._lanes.wait(lane, self._lanes.mark(other))
+        if lane == _MAIN:
+            for lanes in self._touched.values():
+                lanes.pop(other, None)
+
+    def _join(self) -> Schedule:
+        """The main lane comes behind all others; then nothing needs to be held."""
+        for lane in range(1, self._count + 1):
+            if self._journal.count(lane):
+                self._behind(_MAIN, lane)
+        self._held = _Held()
+        everything = frozenset(self._numbers)
+        self._journal.task(_MAIN, Task("all after", everything, everything))
+        self._journal.rewrite(0, Task("all before", writes=everything - self._made))
+        self._numbers = {}
+        self.schedule = self._journal.schedule()
+        return self.schedule
+
+    def _memories(self, values: Any) -> _Memories:
+        """The storages of all tensors in a tree, by their numbers."""
+        found: _Memories = {}
+        for value in tree_leaves(values):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                found[storage._cdata] = storage
+                if storage._cdata not in self._numbers:
+                    self._numbers[storage._cdata] = StorageWeakRef(storage)
+        return found
+
+
+class _Held:
+    """Storages that the host must not let go yet: some until the join, the others in the order they were taken."""
+
+    def __init__(self) -> None:
+        self.to_the_end: list[torch.UntypedStorage] = []
+        self.bytes = 0
+        self._entries: deque[tuple[Any, _Memories]] = deque()
+        self._holders: dict[int, int] = {}
+
+    def add(self, memories: _Memories, mark: Any) -> None:
+        """``mark``: the lane that touches them is through with them there."""
+        self._entries.append((mark, memories))
+        for one, storage in memories.items():
+            self._holders[one] = self._holders.get(one, 0) + 1
+            self.bytes += storage.nbytes() if self._holders[one] == 1 else 0
+
+    def drop_oldest(self) -> tuple[Any, set[int]]:
+        """The mark of the oldest, and which memories nobody holds any more."""
+        mark, memories = self._entries.popleft()
+        free: set[int] = set()
+        for one, storage in memories.items():
+            self._holders[one] -= 1
+            if not self._holders[one]:
+                self.bytes -= storage.nbytes()
+                free.add(one)
+        return mark, free
+
+
+def _named(func: Any) -> str:
+    return str(func).removeprefix("aten.").split(".")[0]

@@ -1,0 +1,189 @@
+"""Takes weight gradients aside in the graph of a compiled backward pass: the pass of :mod:`.compiled`.
+
+Only what leads to results of the backward pass by casts, views and sums goes aside: nobody else waits for it. It is
+joined at the end. Until then the compiler keeps all that the lanes read; where that is too much, there are joins on
+the way, each for what was taken aside before the last few, so that the lanes are likely through with it:
+
+    dw1 = aside(g1, x1)     dw2 = aside(g2, x2)     join([dw1], [g1, x1])     dw3 = aside(g3, x3)     ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+import sys
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, Node
+
+from manyhands.training.torch.fast.lanes import compiled
+from manyhands.training.torch.fast.lanes.weight_gradients import multiplications
+
+_aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
+# What may stand between a gradient and the results of the backward pass.
+_LIGHT = {
+    operator.getitem,
+    _prims.convert_element_type.default,
+    _aten._to_copy.default,
+    _aten.permute.default,
+    _aten.t.default,
+    _aten.view.default,
+    _aten.reshape.default,
+    _aten.squeeze.dim,
+    _aten.add.Tensor,
+}
+
+
+class TakeAside(CustomGraphPass):
+    """Weight gradients to side lanes: ``torch.compile(f, options={"post_grad_custom_post_pass": TakeAside()})``.
+
+    Of what the lanes read, about ``most_held`` bytes are held; beyond that the main lane waits for the oldest of them.
+    Products of less than ``least_product`` multiplications stay.
+    """
+
+    def __init__(self, most_held: int | None = None, least_product: int = 0) -> None:
+        self._most_held, self._least_product = most_held, least_product
+
+    def __call__(self, graph: Graph) -> None:
+        if any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
+            _take_aside(graph, self._most_held, self._least_product)
+
+    def uuid(self) -> bytes:
+        """What was compiled with another state of these files is not this."""
+        sources = [inspect.getsource(module) for module in (compiled, sys.modules[__name__])]
+        return hashlib.sha256(repr((self._most_held, self._least_product, sources)).encode()).digest()
+
+
+def _take_aside(graph: Graph, most_held: int | None, least_product: int) -> None:
+    output = next(node for node in graph.nodes if node.op == "output")
+    results: list[Node] = []
+    groups: list[_Group] = [_Group()]
+    for node in list(graph.nodes):
+        if node.target is _aten.convolution_backward.default and node.args[-1][1]:
+            made, last = _convolution(graph, node, len(results) + 1)
+        elif node.target is _aten.mm.default and _multiplications(node) >= least_product:
+            made, last = _product_of(graph, node, len(results) + 1)
+        else:
+            continue
+        results += made
+        groups[-1].add(made)
+        if most_held is not None and groups[-1].bytes > most_held / 2:
+            # The group before this one is joined only now: its lanes had all of this one's time to get through with it.
+            if len(groups) > 1:
+                groups[-2].join(graph, last.next)
+            groups.append(_Group())
+    if not results:
+        return
+    for group in groups[-2:]:
+        group.join(graph, output)
+    later = {node for node in _after(results) if node.target is not _ops.join_lanes.default}
+    for node in [node for node in graph.nodes if node in later]:
+        output.prepend(node)
+    graph.lint()
+
+
+class _Group:
+    """Results that are joined together, and what was read for them."""
+
+    def __init__(self) -> None:
+        self.results: list[Node] = []
+        self._kept: dict[Node, None] = {}
+        self.bytes = 0
+
+    def add(self, made: list[Node]) -> None:
+        self.results += made
+        for node in made:
+            for one in node.args[0].all_input_nodes:  # type: ignore[union-attr]
+                if one not in self._kept:
+                    self._kept[one] = None
+                    value = one.meta["val"]
+                    self.bytes += value.numel() * value.element_size()
+
+    def join(self, graph: Graph, before: Node) -> None:
+        if self.results:
+            with graph.inserting_before(before):
+                graph.call_function(_ops.join_lanes.default, (self.results, list(self._kept)))
+
+
+def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
+    """The gradients of weight and bias on a lane, the input's in its place; nothing where somebody waits for them.
+
+    Gives them, and the last of the operations that stand there now. The lane forks off before the gradient of the
+    input: it need not wait for that.
+    """
+    arguments: Any = node.args
+    *given, (for_input, _, for_bias) = arguments
+    parts: dict[Any, Node] = {user.args[1]: user for user in node.users}
+    wanted = [parts[number] for number in (1, 2) if number in parts]
+    if 1 not in parts or not all(one.target in _LIGHT for one in _after(wanted)):
+        return [], node
+    dtype = _one_cast(wanted)
+    with graph.inserting_before(node):
+        last = aside = graph.call_function(
+            _ops.convolution_aside.default, (lane, dtype, *given, for_bias and 2 in parts)
+        )
+        if for_input and 0 in parts:
+            last = graph.call_function(_aten.convolution_backward.default, (*given, [True, False, False]))
+            last.meta["val"] = (node.meta["val"][0], None, None)
+            parts[0].replace_input_with(node, last)
+    made = _put_in(graph, wanted, aside, dtype)
+    graph.erase_node(node)
+    return made, made[-1] if last is aside else last
+
+
+def _multiplications(node: Node) -> int:
+    one, other = (factor.meta["val"] for factor in node.all_input_nodes[:2])
+    return multiplications(one, other)
+
+
+def _product_of(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
+    """A product on a lane, where nobody waits for it."""
+    if not all(one.target in _LIGHT for one in _after([node])):
+        return [], node
+    dtype = _one_cast([node])
+    with graph.inserting_before(node):
+        aside = graph.call_function(_ops.product_aside.default, (lane, dtype, *node.args))
+    made = _put_in(graph, [node], aside, dtype)
+    return made, made[-1]
+
+
+def _put_in(graph: Graph, wanted: list[Node], aside: Node, dtype: torch.dtype | None) -> list[Node]:
+    """Give the results of the call aside to those that took the old ones, and take those out."""
+    values = [one.meta["val"] for one in wanted]
+    aside.meta["val"] = [value if dtype is None else value.to(dtype) for value in values]
+    made = []
+    for number, old in enumerate(wanted):
+        with graph.inserting_after(aside):
+            part = graph.call_function(operator.getitem, (aside, number))
+        part.meta["val"] = aside.meta["val"][number]
+        for cast in list(old.users) if dtype is not None else []:
+            cast.replace_all_uses_with(part)
+            graph.erase_node(cast)
+        old.replace_all_uses_with(part)
+        graph.erase_node(old)
+        made.append(part)
+    return made
+
+
+def _one_cast(wanted: list[Node]) -> torch.dtype | None:
+    """The number type that all of them are cast to, and taken in no other: the lane can do that too."""
+    users = [user for one in wanted for user in one.users]
+    if not all(user.target is _prims.convert_element_type.default for user in users):
+        return None
+    dtypes = {user.args[1] for user in users}
+    return dtypes.pop() if len(dtypes) == 1 else None  # type: ignore[return-value]
+
+
+def _after(nodes: list[Node]) -> set[Node]:
+    """All that is made of these, the output apart."""
+    found: set[Node] = set()
+    left = list(nodes)
+    while left:
+        for user in left.pop().users:
+            if user.op != "output" and user not in found:
+                found.add(user)
+                left.append(user)
+    return found

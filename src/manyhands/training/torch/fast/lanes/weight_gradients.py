@@ -1,0 +1,103 @@
+"""Which calls of a backward pass give a gradient that goes straight to a parameter, so that nobody else waits for it.
+
+A dispatch mode sees operations, not layers. Which node of autograd's graph calls an operation, and where each of its
+results goes, PyTorch tells (the node and its ``next_functions``). The backward of a linear layer, y = x @ w.t() + b,
+calls two products and a sum: of the two products the one for the weight is the one that is made of the input, which
+the node has saved; where input and weight are one memory it cannot be told, and both stay where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from manyhands.training.torch.fast.storage import memory_of
+
+_aten = torch.ops.aten
+_LEAF = "torch::autograd::AccumulateGrad"
+_PASSED = ("ToCopyBackward0", "TBackward0")  # between a weight and the operation that takes it: a cast, a transposition
+# Of the nodes of products: what they call the input that they have saved, and the places of weight and bias.
+_PRODUCTS: dict[str, tuple[str, int, int | None]] = {
+    "AddmmBackward0": ("_saved_mat1", 2, 0),
+    "MmBackward0": ("_saved_self", 1, None),
+}
+
+
+def goes_aside(func: Any, args: tuple[Any, ...]) -> str | None:
+    """What kind of gradient this call computes beside the chain, in words; None where it belongs to the chain."""
+    if func is _aten.convolution_backward.default:
+        return _of_convolution(args)
+    if func is _aten.mm.default:
+        return _of_product(args)
+    if func is _aten.sum.dim_IntList:
+        return _of_bias()
+    return None
+
+
+def multiplications(one: torch.Tensor, other: torch.Tensor) -> int:
+    """How many there are in a product of two matrices."""
+    return one.shape[0] * one.shape[1] * other.shape[1]
+
+
+def _of_convolution(args: tuple[Any, ...]) -> str | None:
+    for_input, for_weight, for_bias = args[-1]
+    node = _node()
+    if not for_weight or node is None or node.name() != "ConvolutionBackward0":
+        return None
+    if not _is_straight(node, 1) or (for_bias and not _is_straight(node, 2)):
+        return None
+    return f"convolution, weight{' and bias' if for_bias else ''}{'' if for_input else ' (no gradient of the input)'}"
+
+
+def _of_product(args: tuple[Any, ...]) -> str | None:
+    node = _node()
+    if node is None or node.name() not in _PRODUCTS:
+        return None
+    saved, weight, _ = _PRODUCTS[node.name()]
+    if not _is_straight(node, weight):
+        return None
+    try:
+        source, own = getattr(node, saved), node._saved_mat2
+    except RuntimeError:  # saved in another way (checkpointing), and given out only once
+        return None
+    memories = {memory_of(argument) for argument in args}
+    # The node has not saved what it does not need: without its input it cannot compute the weight's gradient.
+    if source is None or memory_of(source) not in memories or (own is not None and memory_of(own) in memories):
+        return None
+    return "product, weight"
+
+
+def _of_bias() -> str | None:
+    node = _node()
+    if node is None or node.name() not in _PRODUCTS:
+        return None
+    place = _PRODUCTS[node.name()][2]
+    return "product, bias" if place is not None and _is_straight(node, place) else None
+
+
+def _node() -> Any:
+    return torch._C._current_autograd_node()
+
+
+def _is_straight(node: Any, number: int) -> bool:
+    """Whether a result of the node goes to a parameter on which there are no hooks, past casts at most."""
+    way = _way(node.next_functions[number][0])
+    if way is None:
+        return False
+    leaf = way[-1].variable
+    return not leaf._backward_hooks and not getattr(leaf, "_post_accumulate_grad_hooks", None)
+
+
+def leads_to(node: Any, parameter: torch.Tensor) -> list[Any] | None:
+    """The nodes from this one to a parameter, which are casts and transpositions; None where it leads elsewhere."""
+    way = _way(node)
+    return way if way is not None and way[-1].variable is parameter else None
+
+
+def _way(node: Any) -> list[Any] | None:
+    """The nodes from this one to a leaf, itself and the leaf included; None where it does not go straight to one."""
+    way = [node]
+    while way[-1] is not None and way[-1].name() in _PASSED:
+        way.append(way[-1].next_functions[0][0])
+    return way if way[-1] is not None and way[-1].name() == _LEAF else None

@@ -1,0 +1,157 @@
+"""The step as a plan of ``parallel``: forward, backward, update and metrics, spread over lanes as a whole.
+
+Side lanes (:mod:`.lanes.eager`) take operations as they come and put weight gradients aside. ``parallel`` traces the
+step, measures its operations and places them: branches of the forward pass run beside each other, an update begins when
+its gradient is there. That takes seconds, in which the step is tried many times; nothing of it stays.
+
+Which of the two is faster is found out by training. Both compute the same bits (a plan that does not is not used), so
+it does not matter which of them makes a step. They take turns, timed by the device, and the faster one goes on:
+
+    plan | plan x 8, captured x 8 | three times | captured, until all times are there | the faster one
+
+The host never waits for a time: it looks whether it is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from manyhands.backends.torch import planning
+from manyhands.parallel.function import Parallel
+from manyhands.parallel.plan import PLAIN
+from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast.position import Progress
+from manyhands.training.torch.step.eager import EagerStep
+
+_TURNS, _STEPS = 3, 8
+_TO_THE_BIT = "equal to the bit"
+_Mark = Any  # an event of a GPU, or the seconds of a clock
+Step = Callable[[], object]
+
+
+def as_written(eager: EagerStep, data: Arrays, progress: Progress, window: torch.Tensor) -> Step:
+    """The step of the next batch, as anybody would write it."""
+
+    def step() -> None:
+        eager.optimizer.zero_grad(set_to_none=True)
+        loss, right = forward(eager, data, progress.order, progress.position + window)
+        loss.backward()
+        eager.clip_gradients()
+        eager.optimizer.step()
+        eager.metrics.add(loss, right, len(window), progress.step)
+        progress.advance(len(window))
+
+    return step
+
+
+def forward(
+    eager: EagerStep, data: Arrays, order: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Loss and right answers of the samples at these places of an epoch's order."""
+    batch = eager.numbers.lay(data.take(order.index_select(0, places)))
+    with eager.numbers.scope(eager.device):
+        return eager.objective(eager.model, batch)
+
+
+class PlannedStep:
+    """Makes one step at every call: the faster of a plan and of a captured step, once it is known which that is."""
+
+    def __init__(self, step: Step, captured: Step, progress: Progress) -> None:
+        self._progress = progress
+        self._fast: Parallel | None = Parallel(step, planning, reuse_outputs=True)
+        self._winner: Step | None = None
+        self._seconds: tuple[float, float] | None = None  # of the plan, and of the captured step
+        self._why: str | None = None  # there is no plan
+        self._turns = self._race(self._fast, captured)
+
+    def __call__(self) -> None:
+        step = self._winner or next(self._turns)
+        step()
+
+    def _race(self, fast: Parallel, captured: Step) -> Iterator[Step]:
+        """The steps to make, one after the other, until it is known who wins."""
+        yield functools.partial(self._plan, fast, captured)
+
+        def planned() -> None:
+            # What it stands on is not looked at again: as little as a captured step does (:mod:`.python_state` has).
+            fast.planned.run([], (), {})
+
+        times: dict[Step, list[tuple[_Mark, _Mark]]] = {planned: [], captured: []}
+        for _ in range(_TURNS):
+            for way, own in times.items():
+                yield way  # a warm-up
+                yield from [functools.partial(self._timed, way, own)] * _STEPS
+        while not all(_is_over(end) for own in times.values() for _, end in own):
+            yield captured
+        ours, theirs = (statistics.median(_seconds(*one) for one in own) for own in times.values())
+        self._seconds = ours, theirs
+        yield self._win(planned if ours < theirs else captured, uses_plan=ours < theirs)
+
+    def _timed(self, way: Step, times: list[tuple[_Mark, _Mark]]) -> None:
+        begin = self._mark()
+        way()
+        times.append((begin, self._mark()))
+
+    def _plan(self, fast: Parallel, captured: Step) -> None:
+        """The first step plans. Where that fails and nothing was done yet, the captured one is made."""
+        before = int(self._progress.position)
+        try:
+            fast()
+        except Exception as error:
+            if int(self._progress.position) != before:
+                raise
+            self._why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            captured()
+        else:
+            planned = fast.planned
+            if planned.how.startswith(PLAIN):
+                self._why = "; ".join(planned.notes) or "lanes are not faster"
+            elif not planned.how.endswith(_TO_THE_BIT):
+                self._why = f"its results are not those of plain execution to the bit ({planned.how})"
+        if self._why is not None:
+            self._win(captured, uses_plan=False)
+
+    def _win(self, way: Step, *, uses_plan: bool) -> Step:
+        """This one from now on; the memory of the other goes."""
+        self._winner, self._turns = way, iter(())
+        if not uses_plan:
+            self._fast = None
+        return way
+
+    def _mark(self) -> _Mark:
+        if self._progress.position.device.type != "cuda":
+            return time.perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    @property
+    def told(self) -> str:
+        """What has come of the plan, in a line."""
+        if self._why is not None:
+            return f"no plan of the whole step: {self._why}"[:300]
+        if self._seconds is None:
+            return "a plan of the whole step is being tried"
+        plan, captured = (f"{seconds * 1e3:.3f} ms" for seconds in self._seconds)
+        if self._fast is not None:
+            return f"the whole step is a plan of parallel: {plan}, with side lanes alone {captured}"
+        return f"a plan of the whole step was tried and is not faster: {plan}, as it is {captured}"
+
+    def explain(self) -> list[str]:
+        """What has come of it, and the plan, where it is used."""
+        lines = self._fast.explain().splitlines() if self._fast is not None and self._seconds is not None else []
+        return [f"  {self.told}", *(f"    {line}" for line in lines)]
+
+
+def _is_over(mark: _Mark) -> bool:
+    return isinstance(mark, float) or bool(mark.query())
+
+
+def _seconds(begin: _Mark, end: _Mark) -> float:
+    return end - begin if isinstance(end, float) else float(begin.elapsed_time(end)) / 1000

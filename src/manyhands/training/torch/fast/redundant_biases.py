@@ -1,0 +1,304 @@
+"""Biases that change nothing: those of layers whose output goes into a BatchNorm, and nowhere else.
+
+A BatchNorm that trains takes the mean of the batch away, and with it whatever was added to all samples alike. With
+x = (1, 3) and a bias of 10::
+
+    x          mean  2    x - mean         = (-1, 1)
+    x + 10     mean 12    x + 10 - mean    = (-1, 1)      the same; only the running mean moves by momentum * 10 more
+
+So the gradient of such a bias is zero (what a backward pass computes for it is what rounding leaves), and adding it and
+summing its gradient are two passes over the layer's output for nothing: a fifth of a step of ResNet-18. The fast step
+leaves them out: the layer runs without its bias, the running mean gets its share of it after the backward pass, and the
+bias a gradient of zeros, so that weight decay, momentum and checkpoints are what they are.
+
+Names and order of layers prove nothing, a model may use an output twice. So one step is watched (:class:`Search`), and
+a bias is idle if three things are seen in it:
+
+1. In autograd's graph one edge alone leads to the layer's node, from the node of the BatchNorm; and one alone, from
+   the layer's node, to the bias (a cast in between has one alone, too). Nothing else that is differentiated uses them.
+2. No operation, forward or backward, reads the memory of the output but those of the BatchNorm; none that of the
+   bias but the layer's; none that of the running mean, which comes late, but the BatchNorm's.
+3. Nobody holds the output when the step is over.
+
+That holds for the step that was watched. A CUDA graph repeats one step for ever, and :mod:`.python_state` looks out for
+Python that would make another of the next one: so what is seen shortly before the capture is what will be replayed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from manyhands.training.torch.fast.capturable import is_compiled
+from manyhands.training.torch.fast.lanes.weight_gradients import leads_to
+from manyhands.training.torch.fast.python_state import HOOKS, HOOKS_OF_PARAMETERS
+from manyhands.training.torch.fast.storage import memory_of
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# Of the nodes of layers: the places of weight and bias.
+_PLACES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (2, 0)}
+
+
+def may_be_idle(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a search is worth a step: there are layers and norms for it, and an update that bears zeros."""
+    layers, norms = _candidates(model)
+    return bool(layers and norms) and _bears_zeros(optimizer)
+
+
+class IdleBiases:
+    """Some biases that change nothing, and the steps without them.
+
+    ::
+
+        with idle.left_out():
+            loss = loss_of(model)
+        loss.backward()
+        idle.settle()                   before gradients are clipped and used
+    """
+
+    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        # Made once: a compiler would take a new one for another program.
+        self._bare = [(layer, _without_bias(layer)) for layer, _ in pairs]
+        self._shifts: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for layer, norm in pairs:
+            if norm.track_running_stats and norm.running_mean is not None:
+                means, biases = self._shifts.setdefault(norm.momentum, ([], []))  # type: ignore[arg-type]
+                means.append(norm.running_mean)  # type: ignore[arg-type]
+                biases.append(layer.bias)  # type: ignore[arg-type]
+        learned: list[Any] = [layer.bias for layer, _ in pairs if layer.bias.requires_grad]
+        self._zeros = [(bias, torch.zeros_like(bias, requires_grad=False)) for bias in learned]
+
+    def __len__(self) -> int:
+        return len(self._bare)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Within it the layers run without their biases; these stay the parameters that they are."""
+        try:
+            for layer, bare in self._bare:
+                layer.forward = bare.forward
+            yield
+        finally:
+            for layer, _ in self._bare:
+                vars(layer).pop("forward", None)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After the backward pass, before the update: what the biases would have left behind.
+
+        Not right after each BatchNorm: it has kept its running mean for the backward pass.
+        """
+        for momentum, (means, biases) in self._shifts.items():
+            torch._foreach_add_(means, biases, alpha=momentum)
+        if self._zeros:
+            # Anew in each step: clipping by a norm that is no number makes them that.
+            torch._foreach_zero_([zeros for _, zeros in self._zeros])
+        for bias, zeros in self._zeros:
+            bias.grad = zeros
+
+    def explain(self) -> str:
+        """For people: how many, and why they may be missing."""
+        return f"biases left out, as a BatchNorm takes them away again: {len(self)}"
+
+
+@dataclass
+class _Call:
+    """What is seen of a layer in one step: its output and where that went."""
+
+    count: int = 0
+    output: weakref.ref[torch.Tensor] | None = None
+    node: Any = None
+    norm: nn.Module | None = None
+    norm_node: Any = None
+
+
+class Search(TorchDispatchMode):
+    """Watches one step, which computes what it would compute without.
+
+    ::
+
+        with Search(model) as search:
+            loss = loss_of(model)
+            search.trace(loss)
+            loss.backward()
+        idle = search.found()
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        layers, self._norms = _candidates(model)
+        self._calls = {layer: _Call() for layer in layers}
+        self._norm_calls = Counter[nn.Module]()
+        self._inside: list[nn.Module] = []
+        self._spoilt: set[nn.Module] = set()
+        # By the number of a storage: whose it is. While it is referred to, no other storage gets its number.
+        self._owners: dict[int, list[nn.Module]] = {}
+        self._numbers: list[StorageWeakRef] = []
+        self._edges = Counter[Any]()
+        self._traced = False
+
+    def __enter__(self) -> Search:
+        try:
+            for layer in self._calls:
+                self._watch(layer, layer.bias)
+                layer.forward = functools.partial(self._in_layer, layer)
+            for norm in self._norms:
+                self._watch(norm, norm.running_mean)
+                norm.forward = functools.partial(self._in_norm, norm)
+            super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:  # Ctrl-C, too: nobody leaves what was not entered
+            self._put_back()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        try:
+            super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        finally:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for module in (*self._calls, *self._norms):
+            vars(module).pop("forward", None)
+
+    def trace(self, loss: torch.Tensor) -> None:
+        """Count the edges of autograd's graph, by the nodes that they lead to; to be called before it is used up."""
+        self._traced = True
+        seen, left = {loss.grad_fn}, [loss.grad_fn]
+        while left:
+            node: Any = left.pop()
+            for following, _ in node.next_functions if node is not None else ():
+                self._edges[following] += 1
+                if following not in seen:
+                    seen.add(following)
+                    left.append(following)
+
+    def found(self) -> IdleBiases | None:
+        """The idle biases of the step that is over; None where there are none."""
+        pairs = [(layer, call.norm) for layer, call in self._calls.items() if self._is_idle(layer, call)]
+        return IdleBiases(pairs) if pairs else None  # type: ignore[arg-type]
+
+    def _is_idle(self, layer: nn.Module, call: _Call) -> bool:
+        if not self._traced or call.count != 1 or call.norm is None or self._norm_calls[call.norm] != 1:
+            return False
+        if layer in self._spoilt or call.norm in self._spoilt or call.output is None or call.output() is not None:
+            return False
+        if call.node is None or call.norm_node is None:
+            return False
+        if call.node.name() not in _PLACES or "BatchNorm" not in call.norm_node.name():
+            return False
+        weight, bias = (call.node.next_functions[place][0] for place in _PLACES[call.node.name()])
+        ways = [leads_to(weight, layer.weight)]  # type: ignore[arg-type]
+        if layer.bias.requires_grad:
+            ways.append(leads_to(bias, layer.bias))  # type: ignore[arg-type]
+            if ways[-1] is None or any(self._edges[node] != 1 for node in ways[-1]):
+                return False
+        straight = call.norm_node.next_functions[0][0] is call.node and self._edges[call.node] == 1
+        return straight and None not in ways
+
+    # What is seen
+
+    def _in_layer(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = self._called(layer, args, kwargs)
+        call = self._calls[layer]
+        call.count += 1
+        # A linear layer on three dimensions, a convolution of one sample: their channels are not the BatchNorm's.
+        if call.count == 1 and type(result) is torch.Tensor and result.dim() == layer.weight.dim():  # type: ignore[operator]
+            call.output, call.node = weakref.ref(result), result.grad_fn
+            self._watch(layer, result)
+        return result
+
+    def _in_norm(self, norm: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given: Any = args[0] if args else kwargs.get("input")
+        calls = [one for one in self._calls.values() if one.output is not None and one.output() is given]
+        self._norm_calls[norm] += 1
+        if not calls or calls[0].norm is not None or not norm.training:
+            return self._called(norm, args, kwargs)
+        calls[0].norm = norm
+        result = self._called(norm, args, kwargs)
+        calls[0].norm_node = result.grad_fn
+        return result
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._inside.append(module)
+        try:
+            return type(module).forward(module, *args, **kwargs)
+        finally:
+            self._inside.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                for owner in self._owners.get(value.untyped_storage()._cdata, ()):
+                    if not self._may_read(owner, value):
+                        self._spoilt.add(owner)
+        return func(*args, **(kwargs or {}))
+
+    def _may_read(self, owner: nn.Module, value: torch.Tensor) -> bool:
+        """Whether what is being computed belongs to those whose memory it is."""
+        node = torch._C._current_autograd_node()
+        if owner in self._norms:  # its running mean
+            nodes = [call.norm_node for call in self._calls.values() if call.norm is owner]
+            return owner in self._inside or (node is not None and node in nodes)
+        call = self._calls[owner]
+        if owner in self._inside:
+            return True
+        is_bias = memory_of(value) == memory_of(owner.bias)  # type: ignore[arg-type]
+        return not is_bias and (call.norm in self._inside or (node is not None and node is call.norm_node))
+
+    def _watch(self, owner: nn.Module, tensor: Any) -> None:
+        if tensor is not None:
+            self._numbers.append(StorageWeakRef(tensor.untyped_storage()))
+            self._owners.setdefault(memory_of(tensor), []).append(owner)
+
+
+def _candidates(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Layers and norms that are PyTorch's own, as they are: nobody has put something before, behind or in them."""
+    if is_compiled(model):
+        return [], []
+    plain = [module for module in model.modules() if "forward" not in vars(module) and not _has(module, HOOKS)]
+    layers = [module for module in plain if type(module) in _LAYERS and _is_plain(module)]
+    # A cumulative average reads its count on the host.
+    norms = [module for module in plain if type(module) in _NORMS and module.momentum is not None]
+    return layers, norms
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:
+        return False
+    return weight.requires_grad and not _has(bias, HOOKS_OF_PARAMETERS)
+
+
+def _has(value: object, hooks: Sequence[str]) -> bool:
+    return any(getattr(value, name, None) for name in hooks)
+
+
+def _bears_zeros(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a gradient of zeros is safe: PyTorch's own divide by the root of its square plus eps at most."""
+    tiny = torch.finfo(torch.float32).tiny
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    added = [group.get("eps", 1.0) for group in optimizer.param_groups]
+    return own and all(isinstance(eps, float) and eps >= tiny for eps in added)
+
+
+def _without_bias(layer: nn.Module) -> nn.Module:
+    """The same layer, its weight included, without its bias."""
+    bare = copy.copy(layer)
+    bare._parameters = {**layer._parameters, "bias": None}
+    return bare

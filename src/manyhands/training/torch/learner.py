@@ -1,0 +1,430 @@
+"""PyTorch's learner: what one rank of a job does. A job on one device is a world of one rank.
+
+Nothing in a step makes the host wait: shards are on their way before they are needed and losses stay on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands import tree
+from manyhands.errors import ManyhandsError
+from manyhands.training.checkpoints import saving
+from manyhands.training.checkpoints.run_folder import RunFolder
+from manyhands.training.data import loader_batches
+from manyhands.training.data.order import Cursor, Window, epoch_order, windows
+from manyhands.training.data.sources import bad_numbers
+from manyhands.training.learner import Saved, Say
+from manyhands.training.loop import Loop
+from manyhands.training.running_sums import Figures, together
+from manyhands.training.torch import running_sums
+from manyhands.training.torch.book.accuracy import modes_kept
+from manyhands.training.torch.data import feed, samples
+from manyhands.training.torch.data.drawn_samples import generator_of
+from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
+from manyhands.training.torch.fast import capturable, capture_stream, captured_step
+from manyhands.training.torch.fast.captured_step import GraphStep, fast_step
+from manyhands.training.torch.job import Job, numbers_for
+from manyhands.training.torch.objective import placed
+from manyhands.training.torch.preflight import precision
+from manyhands.training.torch.ranks import global_batch_norm, measured_shares
+from manyhands.training.torch.ranks.gradient_sum import GradientSum
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.running_sums import Metrics
+from manyhands.training.torch.state import job_state, randomness
+from manyhands.training.torch.state.module_state import ModuleState
+from manyhands.training.torch.step.eager import EagerStep, evaluate
+from manyhands.training.torch.step.skip_nan import Spared
+
+_MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
+
+
+def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
+    """The loop that does this rank's part of a job, and the learner that it drives."""
+    rank = Rank(job, world)
+    return Loop(rank, job.settings, say, schedule=job.schedule, run=job.run, resume=job.resume), rank
+
+
+class Rank:
+    """The state of one rank while it works; a :class:`~manyhands.training.learner.Learner`."""
+
+    framework = "torch"
+    keeps_precision = True  # of a checkpoint, with precision="auto"
+
+    def __init__(self, job: Job, world: World) -> None:
+        self.job, self.world, self.settings = job, world, job.settings
+        self.rank, self.size = world.rank, world.size
+        self.notes: list[str] = [*job.notes]
+        self.module_state = ModuleState(job.model)
+        self.metrics = Metrics(world.device)
+        self.shares = self._first_shares()
+        randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
+        self.numbers = numbers_for(job, world.device)
+        # Statistics over the whole batch need every rank in every layer, also one without samples.
+        self.all_take_part = job.settings.batch_stats == "global" and world.size > 1
+        self.model = self._place_model(job.model)
+        self.least = 2 if world.size > 1 and not self.all_take_part and captured_step.normalises(self.model) else 1
+        self.objective = placed(job.objective, world.device, self.numbers.dtype)
+        self.optimizer = job.make_optimizer(self.model)
+        job_state.settle(self.optimizer)
+        self.ways = job_state.optimizer_ways(self.optimizer)
+        self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.optimizer_name = type(self.optimizer).__name__
+        self.optimizer_options = job_state.optimizer_options(self.optimizer)
+        self.data = feed.resident(job.train, world.device)
+        self.test = feed.resident(job.test, world.device) if job.test is not None else None
+        self.plain_step = self._make_step()
+        self.graph: GraphStep | None = None
+        self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
+        self._begun = False
+        self._unproven = False  # whether it is still to be seen that the model can compute in bfloat16
+
+    def _first_shares(self) -> list[float] | None:
+        if self.settings.shares is None or self.settings.shares == "measured":
+            return [1 / self.world.size] * self.world.size if self.settings.shares else None
+        return [float(share) for share in self.settings.shares]
+
+    def _place_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        model = model.to(self.world.device)
+        if self.settings.precision == "fp64":
+            model = model.double()
+        if self.numbers.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.world.broadcast_([*model.parameters(), *model.buffers()])
+        if self.all_take_part:
+            global_batch_norm.globalise(model)
+        return model if model.training else model.train()  # layers that the caller has frozen stay so
+
+    def _make_step(self) -> EagerStep:
+        several = self.world.size > 1
+        return EagerStep(
+            self.model,
+            self.optimizer,
+            self.objective,
+            self.metrics,
+            self.world.device,
+            self.numbers,
+            clip=self.settings.gradient_clip_val,
+            accumulate=self.settings.accumulate,
+            gradients=GradientSum(self.model.parameters()) if several else None,
+            clock=measured_shares.Clock(self.world.device) if self.settings.shares == "measured" and several else None,
+            spared=Spared(self.model, self.optimizer) if self.settings.on_nan == "continue" else None,
+        )
+
+    def _choose_precision(self) -> None:
+        """bfloat16 or float32, where the user leaves it to us; all ranks alike, and as a resumed job had it."""
+        if self.settings.precision != "auto":
+            return
+        if self.numbers.dtype is torch.float64:
+            self._note_precision(precision.Choice("fp64", precision.CONTINUED))
+            return
+        choice = precision.choose(self.job, self.model, self.objective, self.world, self.half_before)
+        self._note_precision(choice)
+        self._unproven = choice.bf16 and self.world.size == 1
+        if choice.bf16:
+            taken = precision.bf16_numbers(self.model)
+            self.numbers.autocast, self.numbers.channels_last = taken.autocast, taken.channels_last
+            if taken.channels_last:
+                self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                job_state.settle(self.optimizer)
+
+    def _note_precision(self, choice: precision.Choice) -> None:
+        self.notes = [str(choice), *(note for note in self.notes if not note.startswith("precision "))]
+        if self.job.run is not None and self.world.first:
+            RunFolder(self.job.run.path).record_precision(choice.precision, choice.why)
+
+    def _begin(self) -> None:
+        """Before the first step, but not before the optimizer has the state of a checkpoint."""
+        settings, device, size = self.settings, self.world.device, self.world.size
+        reason = capturable.why_not(self.data, self.optimizer, device, size, settings.accumulate)
+        reason = reason if settings.fast else "fast=False"
+        # What tries steps out does so on the stream that they will be on: cuBLAS keeps memory for every other one, too.
+        with capture_stream.on(capture_stream.stream_of(device) if reason is None else None, device):
+            self._choose_precision()
+        if reason is None and isinstance(self.data, Arrays):
+            self.graph = self._fast_step(self.data)
+            kernels = "compiled" if self.graph.compiled else "as they are"
+            self.notes.append(f"the whole step in one CUDA graph, kernels {kernels}")
+        else:
+            self.notes.append(f"plain steps: {reason}")
+        self._count_good_steps()
+        generator = generator_of(self.data.dataset) if isinstance(self.data, Samples) else None
+        if generator is not None:
+            self.notes.append(
+                f"{generator} is a random generator of the dataset's own: a resumed job does not find it as it was. "
+                "Draw from torch, numpy.random or random, which are seeded for every sample"
+            )
+
+    def _fast_step(self, data: Arrays) -> GraphStep:
+        return fast_step(self.plain_step, data, self.settings, changing_rate=self.job.schedule is not None)
+
+    def close(self) -> None:
+        """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
+        if self.graph is not None:
+            told = (self.graph.no_norms, self.graph.no_lanes, self.graph.not_compiled, self.graph.no_plan)
+            self.notes += [one for one in told if one is not None]
+            self.notes += [self.graph.planned.told] if self.graph.planned is not None else []
+        if self.graph is not None and self.job.run is not None:
+            with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
+                RunFolder(self.job.run.path).write_step(self.graph.explain())
+        if self.plain_step.gradients is not None:
+            self.plain_step.gradients.close()
+        global_batch_norm.localise(self.model)
+        job_state.restore_ways(self.optimizer, self.ways, self.base_rates)
+
+    # Steps
+
+    def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
+        """Every batch of the epoch that is left, with this rank's shard of it."""
+        if not self._begun:
+            self._begun = True
+            self._begin()
+        if isinstance(self.data, Stream):
+            yield from self._stream_shards(self.data, cursor)
+            return
+        count = self.data.count
+        order = self._order(self.data, cursor.epoch)
+        left = list(windows(cursor, count, self.settings.batch_size))
+        if self.graph is not None:
+            self.graph.begin_epoch(torch.from_numpy(order), cursor.sample, cursor.step)
+            for window in left:  # the graph takes its samples itself; where it ends they are fetched
+                yield window, lambda window=window: next(feed.shards(self.data, order, [window], self.world))
+            return
+        chunk = _MEASURE_EVERY if self.settings.shares == "measured" else len(left)
+        for begin in range(0, len(left), max(1, chunk)):
+            part = left[begin : begin + chunk]
+            how: Any = {"seed": self.settings.seed, "empty": self.all_take_part, "least": self.least}
+            shards = feed.shards(self.data, order, part, self.world, self.shares, **how)
+            yield from zip(part, shards, strict=True)
+            self._measure()
+
+    def _stream_shards(self, stream: Stream, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
+        seed = randomness.mixed_seed(self.settings.seed, cursor.epoch)
+        how: Any = {"empty": self.all_take_part, "least": self.least}
+        chunk = _MEASURE_EVERY if self.settings.shares == "measured" else None
+        whole, given = feed.stream_windows(stream, cursor, seed=seed), True
+        while given:
+            given = False
+            for one in feed.stream_shards(itertools.islice(whole, chunk), self.world, self.shares, **how):
+                given = True
+                yield one
+            self._measure()
+
+    def _order(self, source: Source, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        assert source.count is not None
+        return epoch_order(self.settings.seed, epoch, source.count, shuffle=source.shuffle)
+
+    def step(self, window: Window, batch: Any, factor: float | None) -> None:
+        """One step; the first in bfloat16 that nobody asked for is made again in float32 if it fails."""
+        if not self._unproven:
+            self._step(window, batch, factor)
+            return
+        self._unproven = False
+        before, had_graph, notes = precision.BeforeStep(self.plain_step), self.graph is not None, list(self.notes)
+        try:
+            self._step(window, batch, factor)
+        except (ManyhandsError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if not before.put_back():
+                raise
+            choice = precision.refused(self.model, error)
+        else:
+            return
+        self.notes, self.numbers.autocast = notes, None
+        if had_graph and isinstance(self.data, Arrays):
+            self.graph = self._fast_step(self.data)
+            order = torch.from_numpy(self._order(self.data, window.epoch))
+            self.graph.begin_epoch(order, window.start, window.step)
+        self._step(window, batch, factor)
+        self._note_precision(choice)
+
+    def _step(self, window: Window, batch: Any, factor: float | None) -> None:
+        """In the graph where there is one, else in the plain way."""
+        self._set_rate(factor)
+        if self.graph is None or not self._graph_step(window, factor):
+            self.plain_step(batch() if callable(batch) else batch, window.size, window.step)
+
+    def _graph_step(self, window: Window, factor: float | None) -> bool:
+        """Make the step in the graph; False where it has to be made in the plain way, as all that come after it."""
+        assert self.graph is not None
+        if self.graph(window.size):
+            return True
+        self.notes.append(f"plain steps: {self.graph.ended}")
+        self.graph = None
+        torch.cuda.synchronize(self.world.device)
+        job_state.restore_ways(self.optimizer, self.ways, self.base_rates)
+        self._count_good_steps()
+        self._set_rate(factor)
+        return False
+
+    def _count_good_steps(self) -> None:
+        """Where bad batches are left out on a GPU, steps are counted there: one that was none is not counted."""
+        if self.plain_step.spared is not None and self.world.device.type == "cuda":
+            capturable.count_on_device(self.optimizer)
+
+    def _set_rate(self, factor: float | None) -> None:
+        if factor is None:
+            return
+        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+
+    def _measure(self) -> None:
+        if self.plain_step.clock is None or self.shares is None:
+            return
+        own = torch.tensor([self.plain_step.clock.per_sample()], dtype=torch.float64)
+        seconds = [float(one) for one in self.world.gather(own)]
+        self.shares = measured_shares.shares_from(seconds, self.shares)
+        self.notes = [note for note in self.notes if not note.startswith("shares")]
+        shown = ", ".join(f"{share:.2f}" for share in self.shares)
+        self.notes.append(
+            f"shares measured: [{shown}]; all together could be {measured_shares.worth(seconds):.2f}x the fastest alone"
+        )
+
+    # Figures
+
+    def peek(self) -> Figures | None:
+        return self.metrics.peek()
+
+    def read(self) -> list[Figures]:
+        return self._of_all_ranks(self.metrics)
+
+    def reset(self) -> None:
+        self.metrics.reset()
+
+    def _of_all_ranks(self, own: Metrics) -> list[Figures]:
+        return [running_sums.from_tensor(one) for one in self.world.gather(running_sums.as_tensor(own.read()))]
+
+    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
+        """Loss and accuracy on the test set, each sample counted once, whatever the number of ranks."""
+        self._share_buffers()
+        if self.test is None:
+            return None
+        sums = Metrics(self.world.device)
+        batches: Iterator[Batch | None]
+        if isinstance(self.test, Stream):
+            whole = feed.stream_windows(self.test, Cursor())
+            shards = feed.stream_shards(whole, self.world)
+            batches = (batch for _, batch in loader_batches.agreed(shards, self.all_have, self.test.loader))
+        else:
+            size = max(self.settings.batch_size, 512)
+            all_of_them = list(windows(Cursor(), self.test.count, size))
+            batches = feed.shards(self.test, np.arange(self.test.count), all_of_them, self.world)
+        with modes_kept(self.model):
+            count = evaluate(self.model, self.objective, _watched(batches, alive), sums, self.numbers)
+        figures = together(self._of_all_ranks(sums))
+        return figures.weighed(sum(float(one) for one in self.world.gather(count)))
+
+    def bad_samples(self, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> str | None:
+        """Which of these samples of a dataset have NaN or infinity, in words."""
+        if not isinstance(self.data, Samples):
+            return None
+        leaves = tree.flatten(samples.take(self.data, numbers))[0]
+        return bad_numbers([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], numbers.tolist())
+
+    # Checkpoints
+
+    def save(self) -> Saved | None:
+        self._share_buffers()
+        generators = self.world.gather_bytes(job_state.pack(randomness.as_tensors(self.world.device)))
+        devices = self._device_types()
+        if not self.world.first:
+            return None
+        tensors, numbers = job_state.optimizer_state(self.optimizer)
+        random = {
+            f"{number}.{name}": one
+            for number, all_ in enumerate(generators)
+            for name, one in job_state.unpack(all_).items()
+        }
+        held, held_tensors, notes = self.module_state.save()
+        self.notes += [note for note in notes if note not in self.notes]
+        return Saved(
+            state={
+                "module_state": held,
+                "world": self.world.size,
+                "devices": devices,
+                "half": self.numbers.autocast is not None,
+                "double": self.numbers.dtype is torch.float64,
+                "optimizer": numbers,
+                "optimizer_groups": job_state.optimizer_groups(self.optimizer),
+            },
+            blobs={
+                "model": job_state.pack(job_state.model_tensors(self.model)),
+                "optimizer": job_state.pack(tensors),
+                "random": job_state.pack(random),
+                "module_state": job_state.pack(held_tensors),
+            },
+        )
+
+    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
+        if self.settings.precision == "auto" and _was_double(saved):
+            self._become_double()
+        job_state.restore_model(self.model, blobs["model"])
+        if "module_state" in saved:
+            self.module_state.restore(saved["module_state"], job_state.unpack(blobs["module_state"]))
+        if "optimizer" in blobs:  # weights from another framework come alone
+            job_state.restore_optimizer(
+                self.optimizer,
+                blobs["optimizer"],
+                saved["optimizer"],
+                saved.get("optimizer_groups", ()),
+                lambda name: saving.is_kept(name, self.optimizer_options, saved),
+            )
+        devices, before, here = self._device_types(), saved.get("devices", []), self.world
+        if before[here.rank : here.rank + 1] == [here.device.type] and saved["world"] == here.size:
+            own, generators = f"{here.rank}.", job_state.unpack(blobs["random"])
+            found = {name.removeprefix(own): one for name, one in generators.items() if name.startswith(own)}
+            randomness.restore(found, here.device)
+        else:
+            step = saved["cursor"]["step"]
+            randomness.seed_all(randomness.mixed_seed(self.settings.seed, here.rank, step))
+        self.half_before = saved.get("half")
+        if devices == before and self.settings.shares == "measured":
+            self.shares = saved["shares"]
+        self.metrics.restore(figures.loss_sum, figures.right, figures.count, counted=figures.counted)
+
+    def _become_double(self) -> None:
+        """As a job that was begun in float64, before it gets the state of its checkpoint."""
+        self.numbers.dtype = torch.float64
+        self.model.double()
+        self.objective = placed(self.job.objective, self.world.device, self.numbers.dtype)
+        job_state.settle(self.optimizer)
+        if self.plain_step.gradients is not None:
+            self.plain_step.gradients.close()
+        self.plain_step = self._make_step()
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.world.bytes_from_first(data)
+
+    def all_have(self, number: int) -> bool:
+        return self.size == 1 or all(int(one) == number for one in self.world.gather(torch.tensor([number])))
+
+    def _device_types(self) -> list[str]:
+        """The kind of device of each rank."""
+        return [one.decode() for one in self.world.gather_bytes(self.world.device.type.encode())]
+
+    def _share_buffers(self) -> None:
+        """Running statistics differ from device to device; those of the (first) largest share count."""
+        if self.settings.batch_stats == "per_device":
+            largest = self.shares.index(max(self.shares)) if self.shares else 0
+            self.world.broadcast_([*self.model.buffers()], largest)
+
+
+def _watched(batches: Iterator[Batch | None], alive: Callable[[], None]) -> Iterator[Batch | None]:
+    """The same batches; after each it may be said that this rank is at work."""
+    for batch in batches:
+        yield batch
+        alive()
+
+
+def _was_double(saved: Mapping[str, Any]) -> bool:
+    return bool(saved.get("double", saved["settings"].get("precision") == "fp64"))

@@ -1,0 +1,315 @@
+"""What was wrong with a job that failed: found by trying, and said only where it is proved.
+
+PyTorch says what an operation would not take, not what the user gave. When a job has failed, its first samples go
+through the model and the loss as they are; where that fails, too, they are changed in the ways in which data are wrong
+most often, one change at a time and then several. The first with which it works is the lesson. For example samples of
+float64 (NumPy's own) and labels of int32 for a model of float32::
+
+    as they are                       fails
+    samples as float32                fails
+    labels as int64                   fails
+    samples as float32, labels as int64   works: both are said
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+
+from manyhands import tree
+from manyhands.training.torch.data.samples import can_be_read, few_samples
+from manyhands.training.torch.data.sources import Batch, Samples
+from manyhands.training.torch.job import Job
+from manyhands.training.torch.objective import Supervised, inputs_and_target, placed
+from manyhands.training.torch.state import randomness
+from manyhands.training.torch.step.eager import Numbers
+
+_FEW = 4
+_CHANNELS = 4  # of an image, at most
+_AT_ONCE = 3  # changes that are tried together
+_Lesson = Callable[[Job], str | None]
+_Change = Callable[[Batch], Batch]
+
+
+def of(job: Job, error: Exception) -> str | None:
+    """What to change so that the model can be trained with these data; None where nothing is found."""
+    if not can_be_read(job.train):
+        return None
+    if (words := _of_training(job, error)) is not None:
+        return words
+    if job.test is None or not can_be_read(job.test) or not _works(job, few_samples(job.train, _FEW)):
+        return None
+    words = _of_training(dataclasses.replace(job, train=job.test, test=None), error)
+    return None if words is None else f"the test data are to blame: {words}"
+
+
+def _of_training(job: Job, error: Exception) -> str | None:
+    of_data: list[_Lesson] = [_of_batches, _of_parts, _of_text, _of_pairs, _of_kinds, _of_answer]
+    of_model: list[_Lesson] = [functools.partial(_of_layer, error=error), _of_gradient]
+    for lesson in (of_data if isinstance(job.objective, Supervised) else []) + of_model:
+        with contextlib.suppress(Exception):  # nothing is to be learnt from that: the first error counts
+            if (words := lesson(job)) is not None:
+                return words
+    return None
+
+
+def _of_batches(job: Job) -> str | None:
+    """A list is a dataset: each of its entries is one sample. That of a loader's batches is not."""
+    entries: Any = job.train.dataset if isinstance(job.train, Samples) else None
+    if not isinstance(entries, (list, tuple)) or not isinstance(entries[0], (list, tuple)):
+        return None
+    if not _works(job, tuple(entries[0])) or _works(job, few_samples(job.train, 1)):
+        return None
+    return (
+        f"the data are a list of {len(entries)} batches, and each entry of a list is taken for one sample: give the "
+        "loader itself, or the arrays (X, y)"
+    )
+
+
+def _of_parts(job: Job) -> str | None:
+    """More inputs than the model takes: a weight for each sample, say."""
+    inputs, _ = inputs_and_target(few_samples(job.train, _FEW))
+    forward = inspect.signature(job.model.forward)
+    try:
+        forward.bind(*inputs)
+    except TypeError:
+        takes = sum(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in forward.parameters.values())
+    else:
+        return None
+    return (
+        f"a batch has {len(inputs) + 1} parts, and the model's forward takes {takes} "
+        f"input{'' if takes == 1 else 's'}: the last part is the target, all others are inputs. To weigh samples, give "
+        "the model a training_step(batch) that returns mh.LossSum((weight * losses).sum(), weight.sum())"
+    )
+
+
+_BINARY = {
+    torch.nn.BCELoss: "BCELoss",
+    torch.nn.BCEWithLogitsLoss: "BCEWithLogitsLoss",
+    torch.nn.functional.binary_cross_entropy: "binary_cross_entropy",
+    torch.nn.functional.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
+}
+
+
+def _of_pairs(job: Job) -> str | None:
+    """Labels of classes for a loss that wants a target for each number of the answer."""
+    loss: Any = job.objective.loss  # type: ignore[attr-defined]
+    name = _BINARY.get(loss if inspect.isfunction(loss) else type(loss))
+    model, batch = _copy(job, few_samples(job.train, _FEW))
+    inputs, target = inputs_and_target(batch)
+    answer = model(*inputs) if name is not None else None
+    if not isinstance(answer, torch.Tensor) or not isinstance(target, torch.Tensor) or answer.shape == target.shape:
+        return None
+    says = f"{name} compares each number of the answer, here {tuple(answer.shape)}, with a target of its own, and "
+    if answer.numel() == target.numel():
+        cast = "" if target.is_floating_point() else ".float()"
+        shape = ", ".join(map(str, (-1, *answer.shape[1:])))
+        return f"{says}the targets are {tuple(target.shape)}: give y.reshape({shape}){cast}"
+    if target.is_floating_point() or target.dim() != 1:
+        return f"{says}the targets are {tuple(target.shape)}: give targets of the answer's shape"
+    return (
+        f"{says}the targets are numbers of classes: give loss='cross_entropy', and a model without sigmoid at its end"
+    )
+
+
+def _of_text(job: Job) -> str | None:
+    labels = few_samples(job.train, _FEW)[-1]
+    if not isinstance(labels, (list, tuple)) or not labels or not isinstance(labels[0], (str, bytes)):
+        return None
+    return (
+        f"the labels are text, as {labels[0]!r}, and a loss takes numbers: names, y = np.unique(labels, "
+        "return_inverse=True) makes numbers of them"
+    )
+
+
+def _of_kinds(job: Job) -> str | None:
+    """Samples or labels of a dtype or a shape that the model or the loss does not take."""
+    batch = few_samples(job.train, _FEW)
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2 or _works(job, batch):
+        return None
+    changes = list(_changes(job, tuple(batch)))
+    for count in range(1, min(len(changes), _AT_ONCE) + 1):
+        for some in itertools.combinations(changes, count):
+            changed = tuple(batch)
+            for _, change in some:
+                changed = change(changed)
+            if _works(job, changed):
+                return "; ".join(words for words, _ in some)
+    return None
+
+
+def _changes(job: Job, batch: tuple[Any, ...]) -> Iterator[tuple[str, _Change]]:
+    """What may be changed about these samples, and the words for it."""
+    kind = next((p.dtype for p in job.model.parameters() if p.is_floating_point()), torch.float32)
+    others = {leaf.dtype for leaf in tree.flatten(batch[:-1])[0] if isinstance(leaf, torch.Tensor)} - {kind}
+    if others:
+        shown = ", ".join(sorted(map(_named, others)))
+        yield (
+            f"the samples are {shown}, the model's weights {_named(kind)}: give X.to(torch.{_named(kind)})",
+            lambda given: (*tree.map_leaves(lambda leaf: _as(leaf, kind), given[:-1]), given[-1]),
+        )
+    yield from _changes_of_axes(batch[0])
+    labels = batch[-1]
+    if not isinstance(labels, torch.Tensor):
+        return
+    if labels.dtype != torch.int64:
+        yield (
+            f"the labels are {_named(labels.dtype)}, and numbers of classes must be int64: give y.long()",
+            lambda given: (*given[:-1], given[-1].long()),
+        )
+    if labels.dtype != kind:
+        yield (
+            f"the targets are {_named(labels.dtype)}, what the model answers is {_named(kind)}: give "
+            f"y.to(torch.{_named(kind)})",
+            lambda given: (*given[:-1], given[-1].to(kind)),
+        )
+    if labels.dim() == 2 and labels.shape[1] == 1:
+        yield (
+            "the labels have a second axis of length 1: give y.squeeze(1)",
+            lambda given: (*given[:-1], given[-1].squeeze(1)),
+        )
+
+
+def _changes_of_axes(X: Any) -> Iterator[tuple[str, _Change]]:
+    if not isinstance(X, torch.Tensor):
+        return
+    if X.dim() == 3:
+        yield (
+            f"the samples have the shape {tuple(X.shape[1:])}, without the axis of channels that a convolution takes: "
+            "give X.unsqueeze(1)",
+            lambda given: (given[0].unsqueeze(1), *given[1:]),
+        )
+    if X.dim() == 4 and X.shape[-1] <= _CHANNELS < X.shape[1]:
+        yield (
+            f"the samples have the shape {tuple(X.shape[1:])}, with the channels last, and PyTorch takes them first: "
+            "give X.permute(0, 3, 1, 2)",
+            lambda given: (given[0].permute(0, 3, 1, 2), *given[1:]),
+        )
+    if X.is_floating_point():
+        yield (
+            f"the samples are {_named(X.dtype)}, and an embedding takes whole numbers: give X.long()",
+            lambda given: (given[0].long(), *given[1:]),
+        )
+
+
+def _as(leaf: Any, kind: torch.dtype) -> Any:
+    return leaf.to(kind) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _named(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
+
+
+# The model
+
+
+def _of_answer(job: Job) -> str | None:
+    """A model that gives several things, and a loss that takes one tensor."""
+    model, batch = _copy(job, few_samples(job.train, _FEW))
+    answer = model(*inputs_and_target(batch)[0])
+    loss: Any = job.objective.loss  # type: ignore[attr-defined]
+    module = getattr(loss, "__module__", "") if callable(loss) else ""
+    if isinstance(answer, torch.Tensor) or not str(module).startswith("torch."):
+        return None
+    if isinstance(answer, Mapping):
+        what, part = f"a {type(answer).__name__} with {', '.join(map(repr, answer))}", f"[{next(iter(answer))!r}]"
+    elif isinstance(answer, (tuple, list)):
+        shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in answer)
+        what, part = f"a {type(answer).__name__} of {len(answer)} parts ({shapes})", "[0]"
+    else:
+        what, part = f"a {type(answer).__name__}", ".logits"
+    name = getattr(loss, "__name__", f"{type(loss).__name__}()")
+    call = f"torch.nn.{name}" if isinstance(loss, torch.nn.Module) else f"torch.nn.functional.{name}"
+    return f"the model gives {what}, and {name} takes one tensor: give loss=lambda answer, y: {call}(answer{part}, y)"
+
+
+def _of_layer(job: Job, error: Exception) -> str | None:
+    """Which layer fails as the job did, what it takes, and what it gets."""
+    model, batch = _copy(job, few_samples(job.train, _FEW))
+    running: list[tuple[str, torch.nn.Module, Any]] = []
+    for name, layer in model.named_modules():
+        if not any(True for _ in layer.children()):
+            layer.register_forward_pre_hook(lambda layer, given, name=name: running.append((name, layer, given)))
+            layer.register_forward_hook(lambda *_: running.pop() and None)
+    try:
+        _loss(job, model, batch)
+    except Exception as again:
+        if not running or not running[-1][2] or not isinstance(running[-1][2][0], torch.Tensor):
+            return None
+        if _without_numbers(str(again).splitlines()[0]) not in _without_numbers(str(error)):
+            return None
+        name, layer, (given, *_) = running[-1]
+        samples = batch[0] if isinstance(batch, (tuple, list)) else None
+        return _misfit(f"the layer {name!r}, {layer}," if name else f"{layer}", layer, given, given is samples, again)
+    return None
+
+
+def _without_numbers(text: str) -> str:
+    """Those of a batch's size differ between the job and a few samples."""
+    return re.sub(r"\d+", "#", text)
+
+
+def _misfit(layer_name: str, layer: Any, given: torch.Tensor, direct: bool, error: Exception) -> str:
+    shape, gets = tuple(given.shape), "the samples have" if direct else "it gets"
+    kind = type(layer).__name__
+    if isinstance(layer, torch.nn.Linear) and shape[-1] != layer.in_features:
+        says = f"{layer_name} takes {layer.in_features} numbers per sample, and {gets} {shape[-1]}"
+        if given[0].numel() == layer.in_features:
+            return f"{says} on their last axis (shape {shape}): put torch.nn.Flatten() before it, or give X.flatten(1)"
+        return f"{says} (shape {shape}): make it {kind}({shape[-1]}, {layer.out_features}), or give it other samples"
+    if isinstance(layer, _ConvNd) and given.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
+        says = f"{layer_name} takes {layer.in_channels} channels, and {gets} {shape[1]} (shape {shape})"
+        return f"{says}: make it {kind}({shape[1]}, {layer.out_channels}, ...), or give it other samples"
+    if isinstance(layer, torch.nn.Embedding) and not given.is_floating_point():
+        entries = layer.num_embeddings
+        low, high = int(given.min()), int(given.max())
+        if low < 0 or high >= entries:
+            return f"{layer_name} has entries 0 to {entries - 1}, and {gets} numbers from {low} to {high}"
+    return f"{layer_name} does not take an input of the shape {shape}: {str(error).splitlines()[0]}"
+
+
+def _of_gradient(job: Job) -> str | None:
+    model, batch = _copy(job, few_samples(job.train, _FEW))
+    if _loss(job, model, batch).requires_grad:
+        return None
+    return (
+        "the loss does not depend on the model's weights, so that there are no gradients: compute it without "
+        "torch.no_grad(), .detach(), .item() and NumPy"
+    )
+
+
+def _copy(job: Job, batch: Batch) -> tuple[torch.nn.Module, Batch]:
+    """A copy of the model, and the samples where it is; both in float64 where the job is."""
+    model = copy.deepcopy(job.model)
+    device = next(model.parameters()).device
+    numbers = Numbers(dtype=torch.float64 if job.settings.precision == "fp64" else None)
+    model = model.to(numbers.dtype) if numbers.dtype is not None else model
+    moved = tree.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return model, numbers.lay(moved)
+
+
+def _loss(job: Job, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    first = next(model.parameters())
+    dtype = first.dtype if job.settings.precision == "fp64" else None
+    with randomness.kept(first.device):
+        return placed(job.objective, first.device, dtype)(model, batch)[0]
+
+
+def _works(job: Job, batch: Batch) -> bool:
+    """Whether a copy of the model makes a forward and a backward pass with these samples."""
+    model, batch = _copy(job, batch)
+    try:
+        _loss(job, model, batch).backward()
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,60 @@
+"""Labels that a model has no output for: on a GPU they would break the process, long after.
+
+How many outputs there are is known when the first batch has gone through the model; that is the first step, there is no
+pass before. Labels are looked at on the host, where it costs next to nothing: those of arrays all at once, those of a
+dataset or a loader batch by batch, before they go to the device. Until the number of outputs is known their range is
+kept, and held against it then, before the loss sees them.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.errors import BadLabels
+from manyhands.training.data.labels import out_of_range
+from manyhands.training.torch.data.sources import Batch
+
+
+@dataclass
+class LabelRange:
+    """Refuses labels that are not 0 to (number of outputs - 1), but for the one that the loss leaves out."""
+
+    ignored: int
+    classes: int | None = None
+    low: int = sys.maxsize  # of the labels seen so far
+    high: int = -sys.maxsize
+
+    def __call__(self, batch: Batch) -> None:
+        """Look at the labels of a batch."""
+        if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[-1], torch.Tensor):
+            self.look(batch[-1])
+
+    def look(self, labels: torch.Tensor) -> None:
+        if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+            return
+        labels = labels[labels != self.ignored]
+        if not len(labels):
+            return
+        # Kept first: the first answer may come in another thread, between these lines.
+        self.low, self.high = min(self.low, int(labels.min())), max(self.high, int(labels.max()))
+        if self.classes is not None:
+            self._check(self.classes)
+
+    def learn(self, answer: Any) -> None:
+        """The first answer: it has a column per class."""
+        if not isinstance(answer, torch.Tensor) or answer.dim() != 2:
+            return
+        self.classes = answer.shape[1]
+        try:
+            self._check(answer.shape[1])
+        except BadLabels:
+            self.classes = None  # a step that is made again finds it again
+            raise
+
+    def _check(self, classes: int) -> None:
+        if self.low < 0 or self.high >= classes:
+            raise out_of_range(self.low, self.high, classes)

@@ -1,0 +1,192 @@
+"""PyTorch's part of the trial whether a loss is a mean over samples (:mod:`manyhands.training.loss_trial`).
+
+It runs once per job, on a copy of model and loss, in float64 where that works, and leaves the process's random numbers
+as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+
+import cloudpickle
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhands import tree
+from manyhands.errors import BadSettings
+from manyhands.training import loss_trial
+from manyhands.training.data.order import spread
+from manyhands.training.data.sources import Array
+from manyhands.training.loss_trial import FEW, POOL, WIDTH, Pass, Term
+from manyhands.training.torch.data import samples
+from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Stream, pick, rows
+from manyhands.training.torch.job import Job
+from manyhands.training.torch.objective import Objective, OwnStep
+from manyhands.training.torch.state import randomness
+from manyhands.training.torch.workers import job_bytes
+
+# Samples among which unlike ones are looked for. A count, not a time: all ranks must look at the same ones.
+_POOL = {Arrays: 16 * POOL, Samples: POOL // 4}  # reading a dataset may take milliseconds a sample
+_POOL_BYTES = 1 << 27  # of these samples together: large ones, pictures from files say, take long to read
+_STREAMED = 2  # batches of a loader
+_DOUBLE = 50_000_000  # parameters: up to that many a copy in float64 takes little memory, and says more
+_COMPARED = 4_000_000  # numbers of a gradient: of a larger one as many are looked at, from everywhere
+_PRECISIONS = {torch.float64: "float64", torch.float32: "tf32"}  # a GPU may multiply float32 in TF32
+
+
+def sums(model: torch.nn.Module, job: Job) -> tuple[bool, str | None]:
+    """Whether the loss comes as a sum and its count; if not, that it is a mean over samples, or a note why not checked.
+
+    Refuses a loss that is known to be neither.
+    """
+    try:
+        with randomness.kept(next(model.parameters()).device):
+            tried, objective = _copy(model, job.objective)
+            tried.eval()  # no dropout, and no statistics of the batch
+            if isinstance(objective, OwnStep):
+                objective.training = True
+            if not isinstance(job.train, Stream) and _is_sum(tried, objective, samples.few_samples(job.train, FEW)):
+                return True, None  # no need to read more of them
+            batches = list(_batches(job))
+            if _is_sum(tried, objective, batches[0]):
+                return True, None
+            why: str | Exception | None = _mixes_samples(tried) or _check(tried, objective, batches)
+            if why is None:
+                return False, _partial(job)
+    except BadSettings:
+        raise
+    except Exception as error:
+        why = error
+    return False, loss_trial.note(why)
+
+
+def _copy(model: torch.nn.Module, objective: Objective) -> tuple[torch.nn.Module, Objective]:
+    """Both as a worker process would get them, with what their functions hold; else as PyTorch copies them."""
+    try:
+        both: tuple[torch.nn.Module, Objective] = cloudpickle.loads(job_bytes.dumps((model, objective)))
+    except Exception:
+        both = copy.deepcopy((model, objective))
+    return both
+
+
+def _is_sum(model: torch.nn.Module, objective: Objective, batch: Batch) -> bool:
+    with torch.no_grad():
+        return objective.as_sum(model, samples.as_the_model(model, batch))[0] is not None
+
+
+def _mixes_samples(model: torch.nn.Module) -> str | None:
+    """Layers that use the statistics of the batch in evaluation, too: parts then differ, and rightly."""
+    if any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules()):
+        return "a layer normalises over the batch"
+    return None
+
+
+# Samples
+
+
+def _batches(job: Job) -> Iterator[Batch]:
+    """A few batches: the most unlike samples first, then some as they come."""
+    for pool in _pools(job):
+        size = rows(pool)
+        yield pick(pool, _unlike(pool, size))
+        yield pick(pool, list(range(min(FEW, size))))
+
+
+def _pools(job: Job) -> Iterator[Batch]:
+    data = job.train
+    if isinstance(data, Stream):
+        yield from itertools.islice(samples.first_batches(job), _STREAMED)
+        return
+    yield samples.take(data, spread(data.count, _pool_size(data)))
+
+
+def _pool_size(data: Arrays | Samples) -> int:
+    """How many samples are looked at: as many as may be read, fewer where they are large."""
+    first = samples.few_samples(data, FEW)
+    leaves = [leaf for leaf in tree.flatten(first)[0] if isinstance(leaf, torch.Tensor)]
+    size = max(1, sum(leaf.numel() * leaf.element_size() for leaf in leaves) // rows(first))
+    return min(data.count, _POOL[type(data)], max(4 * FEW, _POOL_BYTES // size))
+
+
+def _partial(job: Job) -> str | None:
+    """A note, where the trial has not seen all of the data, and the loss is not one of PyTorch's."""
+    data, loss = job.train, getattr(job.objective, "loss", None)
+    if (loss if inspect.isfunction(loss) else type(loss)).__module__.startswith("torch.nn."):
+        return None
+    if isinstance(data, Stream):
+        seen = f"the first {_STREAMED} batches of the loader"
+    elif (size := _pool_size(data)) < data.count:
+        seen = f"{size} of {data.count} samples"
+    else:
+        return None
+    return (
+        f"whether the loss is a mean over samples was tried on {seen}: where others may weigh more or less, return "
+        "mh.LossSum(total, count) to be sure"
+    )
+
+
+def _unlike(batch: Batch, size: int) -> list[int]:
+    leaves = [leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (size,)]
+    return loss_trial.unlike([_numbers(leaf.reshape(size, -1)[:, :WIDTH]) for leaf in leaves], size)
+
+
+def _numbers(tensor: torch.Tensor) -> Array:
+    """In NumPy, which has no bfloat16."""
+    wide = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return np.asarray((tensor.detach().float() if wide else tensor.detach()).cpu().numpy())
+
+
+# Losses and gradients
+
+
+def _check(model: torch.nn.Module, objective: Objective, batches: Sequence[Batch]) -> str | None:
+    """Refuse a loss of which whole and parts differ; or say why they could not be compared."""
+    trial = _Trial(model, objective)
+    if sum(one.numel() for one in model.parameters()) < _DOUBLE and not trial.works_in_double(batches[0]):
+        trial = _Trial(model, objective)
+    answers = [trial.check(batch) for batch in batches]
+    return None if None in answers else answers[0]
+
+
+class _Trial:
+    """A copy of the model that computes losses and gradients in one precision."""
+
+    def __init__(self, model: torch.nn.Module, objective: Objective) -> None:
+        self._model, self._objective = copy.deepcopy(model), objective
+        self._parameters = [one for one in self._model.parameters() if one.requires_grad]
+
+    def works_in_double(self, batch: Batch) -> bool:
+        self._model.double()
+        try:
+            self._pass(batch)
+        except Exception:  # it has tensors of its own that stay in float32
+            return False
+        return True
+
+    def check(self, batch: Batch) -> str | None:
+        return loss_trial.check(
+            lambda numbers: self._pass(pick(batch, list(numbers))),
+            rows(batch),
+            precisions=[_PRECISIONS.get(self._parameters[0].dtype, "half")],
+            own_step=isinstance(self._objective, OwnStep),
+        )
+
+    def _pass(self, batch: Batch) -> Pass:
+        size = rows(batch)
+        with torch.enable_grad():
+            loss, _ = self._objective(self._model, samples.as_the_model(self._model, batch), part=True)
+        found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        zipped = zip(found, self._parameters, strict=True)
+        gradients = [_numbers(_thin(torch.zeros_like(p) if one is None else one)) * size for one, p in zipped]
+        return Pass([Term(float(loss.detach()) * size, size, gradients)])
+
+
+def _thin(gradient: torch.Tensor) -> torch.Tensor:
+    """Not too many of its numbers. An odd step meets every column of a matrix, whose width is mostly even."""
+    step = gradient.numel() // _COMPARED
+    dense = gradient.to_dense()
+    return dense.flatten()[:: step | 1] if step > 1 else dense

@@ -1,0 +1,184 @@
+"""Which precision ``precision="auto"`` is: decided by the hardware and the model, never by the clock.
+
+============================================  =========
+GPU with bfloat16                             bfloat16
+CPU with AMX, wide layers of float32 weights  bfloat16
+anything else                                 float32
+============================================  =========
+
+A CPU with AMX multiplies bfloat16 fast, but narrow layers lose more by casting than they win: a ResNet gains 1.5 to 2.6
+times, a LeNet loses. AMX works on tiles of 32 numbers, so a layer counts as wide from 64 input and 64 output channels
+on, and more than half of the convolutions and linear layers have to be wide. For example ResNet-18: 19 of 21, bfloat16;
+LeNet: 2 of 5, float32.
+
+All ranks compute alike: in bfloat16 only if each of them would. A resumed job keeps the precision of its checkpoint.
+``config.json`` of the run and a note of the result say what was chosen, and why.
+
+Some operations refuse bfloat16: ``out[rows] = layer(x)`` with an out of float32, Fourier transforms, binary
+cross-entropy in a model's own step. What works in float32 shall not fail by our choice. On one device it shows in
+the first step: one that fails before its update is made again, in float32. Ranks cannot go back each for itself,
+because others would wait for their gradients, so with several a copy of the model makes one pass with two samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+
+from manyhands import machine
+from manyhands.training.torch.data import samples
+from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.job import Job
+from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.ranks import global_batch_norm
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.state import job_state, randomness
+from manyhands.training.torch.step.eager import EagerStep, Numbers
+
+CONTINUED = "as in the checkpoint that this job continues"
+_TWO = 2
+_WIDE = 64  # channels
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A precision, and the reason for it."""
+
+    precision: str
+    why: str
+
+    @property
+    def bf16(self) -> bool:
+        return self.precision == "bf16"
+
+    def __str__(self) -> str:
+        return f"precision {self.precision}: {self.why}"
+
+
+def choose(job: Job, model: torch.nn.Module, objective: Objective, world: World, before: bool | None) -> Choice:
+    """What all ranks compute in, where the user leaves it to us; all of them take part.
+
+    ``before``: whether a resumed job computed in bfloat16 (None: it is not resumed).
+    """
+    if before is not None:
+        return Choice("bf16" if before else _of_weights(model), CONTINUED)
+    own = _of_this_rank(job, model, world.device)
+    if own.bf16 and world.size > 1:
+        own = _refusal(job, model, objective, world.device) or own
+    sent = world.gather_bytes(json.dumps(asdict(own)).encode())
+    return agreed([Choice(**json.loads(one)) for one in sent])
+
+
+def agreed(choices: Sequence[Choice]) -> Choice:
+    """What all ranks can do: bfloat16 if each of them has chosen it."""
+    return next((choice for choice in choices if not choice.bf16), choices[0])
+
+
+def _of_this_rank(job: Job, model: torch.nn.Module, device: torch.device) -> Choice:
+    if not job.settings.fast:
+        return Choice(_of_weights(model), "fast=False")
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported():
+            return Choice("bf16", "the GPU has bfloat16")
+        return Choice(_of_weights(model), "the GPU has no bfloat16")
+    return on_cpu(model, machine.host_features())
+
+
+def on_cpu(model: torch.nn.Module, features: Collection[str]) -> Choice:
+    """The precision on a CPU with those features (:func:`manyhands.machine.host_features`)."""
+    weights = _of_weights(model)
+    if "amx_bf16" not in features:
+        return Choice(weights, "the CPU has no AMX")
+    if weights != "fp32":
+        return Choice(weights, "the precision of the model's weights")
+    sizes = [size for layer in model.modules() if (size := _channels(layer)) is not None]
+    wide = sum(min(size) >= _WIDE for size in sizes)
+    counted = f"{wide} of {len(sizes)} convolutions and linear layers have {_WIDE} channels or more"
+    return Choice("bf16" if 2 * wide > len(sizes) else "fp32", f"the CPU has AMX, and {counted}")
+
+
+def _of_weights(model: torch.nn.Module) -> str:
+    """What a model computes in by itself."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return (
+        "fp32" if dtypes <= {torch.float32} else " and ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
+    )
+
+
+def _channels(layer: torch.nn.Module) -> tuple[int, int] | None:
+    """How many channels a product of this layer has on either side; None where it has none."""
+    if isinstance(layer, _ConvNd):
+        return layer.in_channels // layer.groups, layer.out_channels // layer.groups
+    return (layer.in_features, layer.out_features) if isinstance(layer, torch.nn.Linear) else None
+
+
+def bf16_numbers(model: torch.nn.Module) -> Numbers:
+    images = any(isinstance(layer, torch.nn.Conv2d) for layer in model.modules())
+    return Numbers(torch.bfloat16, channels_last=images)
+
+
+def _refusal(job: Job, model: torch.nn.Module, objective: Objective, device: torch.device) -> Choice | None:
+    """Float32, where a pass fails in bfloat16 and not in float32."""
+    if not samples.can_be_read(job.train):
+        return None
+    numbers = bf16_numbers(model)
+    with randomness.kept(device):
+        try:
+            batch = samples.few_samples(job.train, _TWO)
+            _make_pass(model, objective, batch, numbers)
+        except Exception as error:
+            error_in_bf16 = error
+        else:
+            return None
+        try:
+            _make_pass(model, objective, batch, Numbers(channels_last=numbers.channels_last))
+        except Exception:  # not bfloat16 is to blame: the first step will say it, with all that belongs to it
+            return None
+    return refused(model, error_in_bf16)
+
+
+def refused(model: torch.nn.Module, error: Exception) -> Choice:
+    """Float32, because of an error in bfloat16."""
+    why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return Choice(_of_weights(model), f"the model cannot compute in bf16 ({why})")
+
+
+class BeforeStep:
+    """What a step changes before its update: statistics, metrics and random numbers, to be put back if it fails."""
+
+    def __init__(self, step: EagerStep) -> None:
+        self._step = step
+        self._versions = step.versions()
+        self._kept = [tensor.clone() for tensor in self._tensors()]
+        self._random = randomness.as_tensors(step.device)
+
+    def put_back(self) -> bool:
+        """As if the step had not begun; False where its update has."""
+        if self._step.versions() != self._versions:
+            return False
+        with torch.no_grad():
+            for tensor, kept in zip(self._tensors(), self._kept, strict=True):
+                job_state.write(tensor, kept)
+        randomness.restore(self._random, self._step.device)
+        self._step.optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self._step.model.buffers(), self._step.metrics.sums]
+
+
+def _make_pass(model: torch.nn.Module, objective: Objective, batch: Batch, numbers: Numbers) -> None:
+    """Forward and backward of a copy of the model."""
+    trial = copy.deepcopy(model)
+    global_batch_norm.localise(trial)  # the other ranks are not asked
+    if numbers.channels_last:
+        trial.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    laid = numbers.lay(samples.as_the_model(trial, batch))
+    with numbers.scope(next(trial.parameters()).device):
+        loss, _ = objective(trial, laid)
+    loss.backward()

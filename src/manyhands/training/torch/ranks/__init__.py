@@ -1,0 +1,1 @@
+"""What the ranks of a job share: gradients, BatchNorm statistics, measured speeds."""

@@ -1,0 +1,149 @@
+"""The processes of a job, as one of them sees them.
+
+A world of one runs in the calling process and knows nothing of process groups. A larger one is a
+torch.distributed group: NCCL where every rank has a GPU to itself, else Gloo (CPUs, several ranks on one GPU, CPUs
+and GPUs in one job).
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from manyhands.errors import BadSettings
+from manyhands.training import launcher
+from manyhands.training.torch.state import job_state
+
+# How long a collective may wait for the other ranks, in hang_seconds. In a pool longer than a hang takes to be found,
+# so that the message names the rank that hangs.
+PATIENCE_IN_POOL = 30
+PATIENCE_UNDER_LAUNCHER = 10
+_MEETING_SECONDS = 300
+_jobs = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    # Whether the process group was made here; one that the caller has made stays.
+    own_group: bool = True
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
+        """Every rank gets what the source has, in place."""
+        if self.size > 1:
+            for tensor in tensors:
+                dense = tensor.detach().contiguous()
+                if dense.numel():
+                    # As bytes: Gloo does not know every dtype.
+                    dist.broadcast(dense.reshape(-1).view(torch.uint8), source)
+                    if dense.data_ptr() != tensor.data_ptr() or dense.stride() != tensor.stride():
+                        job_state.write(tensor, dense)
+
+    def bytes_from_first(self, data: bytes) -> bytes:
+        """The bytes that the first rank has; what the others give is not looked at."""
+        if self.size == 1:
+            return data
+        length = torch.tensor([len(data)], device=self.device)
+        self.broadcast_([length])
+        sent = torch.empty(int(length), dtype=torch.uint8)
+        if self.first:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        sent = sent.to(self.device)
+        self.broadcast_([sent])
+        return bytes(sent.cpu().numpy())
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor from each rank, on the host of every rank. Same shape and dtype everywhere."""
+        if self.size == 1:
+            return [tensor.cpu()]
+        staged = tensor.to(self.device)
+        gathered = [torch.empty_like(staged) for _ in range(self.size)]
+        dist.all_gather(gathered, staged)
+        return [one.cpu() for one in gathered]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of each rank, of any length."""
+        lengths = [int(one) for one in self.gather(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [bytes(one[:length].numpy()) for one, length in zip(self.gather(padded), lengths, strict=True)]
+
+
+def join(rank: int, size: int, device: torch.device, backend: str, *, address: str | None, seconds: float) -> World:
+    """Become a rank of the job; ``address`` is where the ranks meet (None: torchrun's environment tells)."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return _in_callers_group(device)
+    if size > 1:
+        timeout = datetime.timedelta(seconds=seconds)
+        place: dict[str, Any] = (
+            {"init_method": address} if address else {"store": _launchers_store(rank, size, timeout)}
+        )
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, **place)
+    return World(rank, size, device)
+
+
+def _in_callers_group(device: torch.device) -> World:
+    """The script has made a process group itself: its ranks are those of the job."""
+    if dist.get_backend() == "nccl" and device.type == "cpu":
+        raise BadSettings(
+            "the process group of this script is of NCCL, which knows no CPU tensors, and the job is on the CPU: make "
+            "it with init_process_group('gloo'), or leave it to the trainer"
+        )
+    return World(dist.get_rank(), dist.get_world_size(), device, own_group=False)
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What the first rank of a launcher makes, as every rank gets it; JSON. Without a launcher: what is made."""
+    if not launcher.is_there():
+        return make()
+    here = launcher.place()
+    store = _launchers_store(here.rank, here.size, datetime.timedelta(seconds=_MEETING_SECONDS))
+    if here.rank == 0:
+        store.set("said", json.dumps(make()))
+    return json.loads(store.get("said"))
+
+
+def _launchers_store(rank: int, size: int, timeout: datetime.timedelta) -> Store:
+    """Where the ranks of a launcher meet, with a place of its own for every restart and every job.
+
+    The launcher's store outlives a restart: without it, ranks would find the addresses of processes that are gone.
+    """
+    store = _open_store(rank, size)
+    store.set_timeout(timeout)
+    return PrefixStore(f"manyhands/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_jobs)}", store)
+
+
+@functools.cache
+def _open_store(rank: int, size: int) -> Store:
+    store: Store = next(iter(rendezvous("env://", rank, size)))[0]
+    return store
+
+
+def leave(world: World) -> None:
+    if world.size > 1 and world.own_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def backend_for(devices: list[torch.device]) -> str:
+    """NCCL where every rank has a GPU to itself, else Gloo."""
+    own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
+    return "nccl" if own_gpus and dist.is_nccl_available() else "gloo"

@@ -1,0 +1,1 @@
+"""What belongs to a job beside its weights: saved, restored, and sent between processes."""

@@ -1,0 +1,1 @@
+"""One training step as written, exact on any number of ranks."""

@@ -1,0 +1,260 @@
+"""One training step, as everybody would write it, exact on any number of ranks.
+
+The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and
+summed over the ranks it is the mean over the batch, and so are the gradients. A loss whose divisor is not the
+number of samples (:class:`LossSum`) comes in parts: sums first, divided by the counts of the whole batch at the end.
+Nothing here makes the host wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands import tree
+from manyhands.errors import BadBatch, BadSettings
+from manyhands.training.loss_sum import LossSum
+from manyhands.training.torch.data import sources
+from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.ranks.gradient_sum import GradientSum
+from manyhands.training.torch.ranks.measured_shares import Clock
+from manyhands.training.torch.running_sums import Metrics
+from manyhands.training.torch.step.skip_nan import Spared
+
+
+@dataclass
+class Numbers:
+    """How numbers are held: the precision of products, and the memory format of images."""
+
+    autocast: torch.dtype | None = None
+    channels_last: bool = False
+    dtype: torch.dtype | None = None
+
+    @contextlib.contextmanager
+    def scope(self, device: torch.device) -> Iterator[None]:
+        if self.autocast is None:
+            yield
+        else:
+            with torch.autocast(device.type, dtype=self.autocast):
+                yield
+
+    def lay(self, batch: Batch) -> Batch:
+        """The batch as the model wants it; what is so already is left alone."""
+        if not self.channels_last and self.dtype is None:
+            return batch
+        if type(batch) is tuple:  # the usual one, without a tree: the compiler cannot look into those
+            return tuple(self._laid(part) if isinstance(part, torch.Tensor) else self._lay_tree(part) for part in batch)
+        return self._lay_tree(batch)
+
+    def _lay_tree(self, part: Any) -> Any:
+        return tree.map_leaves(self._laid, part)
+
+    def _laid(self, part: Any) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return part
+        if self.dtype is not None and part.is_floating_point():
+            part = part.to(self.dtype)
+        if not self.channels_last or part.dim() != 4:
+            return part
+        part = part.contiguous(memory_format=torch.channels_last)
+        _, channels, height, width = part.shape
+        # Of one channel both orders are the same memory: only its strides say which one a convolution shall go on with.
+        return part.as_strided(part.shape, (height * width, 1, width, 1)) if channels == 1 else part
+
+
+class EagerStep:
+    """Forward, backward, sum over the ranks, clip, update."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        metrics: Metrics,
+        device: torch.device,
+        numbers: Numbers,
+        *,
+        clip: float = 0.0,
+        accumulate: int = 1,
+        gradients: GradientSum | None = None,
+        clock: Clock | None = None,
+        spared: Spared | None = None,
+    ) -> None:
+        _check_optimizer(optimizer, several=gradients is not None)
+        self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
+        self.device, self.numbers = device, numbers
+        self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
+        self.clock, self.spared = clock, spared
+        self._losses: list[torch.Tensor] = []
+        # The sum and count of each part, its right answers and its samples.
+        self._sums: list[tuple[LossSum, torch.Tensor | None, int]] = []
+        self.in_parts = gradients is not None or accumulate > 1
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def __call__(self, batch: Batch | None, whole: int, step: int) -> None:
+        """Work off one shard of a batch of ``whole`` samples."""
+        in_sums = self.in_parts and self.objective.sums is True
+        self._sums, self._losses = [], []
+        if self.spared is not None:
+            self.spared.keep()
+        if self.gradients is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.gradients.begin()
+        if batch is not None:
+            if self.clock is not None:
+                self.clock.start()
+            self._work(batch, whole, step, in_sums=in_sums)
+            if self.clock is not None:
+                self.clock.stop(sources.rows(batch))
+        if self.gradients is not None:
+            if in_sums and batch is None:
+                self.gradients.sum_weight(self._no_count())
+            self.gradients.finish()
+            self.metrics.mark(self.gradients.loss_mark, step)
+        if in_sums:
+            self._divide(whole, step)
+        self.clip_gradients()
+        self.optimizer.step()
+        if self.spared is not None:
+            self.spared.put_back(self._is_good())
+
+    def versions(self) -> list[int]:
+        """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
+        kept = [value for values in self.optimizer.state.values() for value in values.values()]
+        written: list[Any] = [*self.parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
+        return [tensor._version for tensor in written]
+
+    def clip_gradients(self) -> None:
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
+
+    def _is_good(self) -> torch.Tensor:
+        """Whether the loss of this batch is a number, on whichever rank; known on the device."""
+        marks = self._losses if self.gradients is None else [*self._losses, self.gradients.loss_mark]
+        return torch.stack([torch.isfinite(mark) for mark in marks]).all()
+
+    def _work(self, batch: Batch, whole: int, step: int, *, in_sums: bool) -> None:
+        size = sources.rows(batch)
+        parts = min(self.accumulate, size) or 1
+        for number in range(parts):
+            start, stop = size * number // parts, size * (number + 1) // parts
+            part = self.numbers.lay(batch if parts == 1 else sources.cut(batch, start, stop))
+            if self.gradients is not None:
+                self.gradients.arm(number == parts - 1)
+            if in_sums:
+                self._work_in_sums(part, stop - start, last=number == parts - 1)
+                continue
+            with self.numbers.scope(self.device):
+                loss, right = self._loss(part, stop - start)
+            self._note(loss)
+            (loss * ((stop - start) / whole)).backward()
+            if stop > start:
+                self.metrics.add(loss, right, stop - start, step)
+
+    def _work_in_sums(self, part: Batch, size: int, *, last: bool) -> None:
+        """A part whose loss is a sum and a count: its sum now, the division when all counts are known."""
+        with self.numbers.scope(self.device):
+            if size:
+                both, right = self.objective.in_parts(self.model, part)
+            else:
+                total, right = self._loss(part, 0)
+                both = LossSum(total, self._no_count())
+        self._sums.append((LossSum(both.total.detach(), both.count), right, size))
+        self._note(both.total)
+        if self.gradients is not None and last:
+            self.gradients.sum_weight(self._count())
+        both.total.backward()
+
+    def _count(self) -> torch.Tensor:
+        return torch.stack([both.count for both, _, _ in self._sums]).sum()
+
+    def _note(self, loss: torch.Tensor) -> None:
+        """Remember whether this loss is a number, for all ranks."""
+        if self.gradients is not None:
+            self.gradients.note_loss(loss)
+        elif self.spared is not None:
+            self._losses.append(loss.detach())
+
+    def _no_count(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def _divide(self, whole: int, step: int) -> None:
+        if self.gradients is not None:
+            count = self.gradients.divide()
+        else:
+            count = self._count()
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            torch._foreach_div_(gradients, count.to(gradients[0].dtype))
+        self._losses.append(1 / count)
+        self.metrics.mark(1 / count, step)  # of a batch in which nothing counts there is no mean
+        for both, right, size in self._sums:
+            if size:
+                self.metrics.add(both.total / count, right, size, step, weight=whole / size)
+
+    def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if size:
+            return self.objective(self.model, part, part=self.in_parts)
+        if not isinstance(part, (tuple, list)):
+            raise BadBatch(
+                "batch_stats='global' needs every rank in every layer, also one without samples, and the trainer "
+                f"cannot tell what of a {type(part).__name__} the model's inputs are: give batches (inputs, target)"
+            )
+        answer = self.model(*part[:-1])  # an empty shard: only to take part in what all ranks do together
+        leaves = [leaf for leaf in tree.flatten(answer)[0] if isinstance(leaf, torch.Tensor)]
+        return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum(), None
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None:
+    """Refuse an optimizer that wants another kind of step than this one."""
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise BadSettings(
+            f"{name} works out the loss several times within one step (its step wants a closure), and a step of the "
+            "trainer is one forward and one backward pass: give an optimizer such as SGD or AdamW, or write the loop "
+            f"for {name} by hand"
+        )
+    if several and isinstance(optimizer, torch.optim.SparseAdam):
+        raise BadSettings(
+            "SparseAdam takes sparse gradients only, and those that are summed over several devices are dense: give "
+            "Adam, or train on one device"
+        )
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module, objective: Objective, batches: Iterator[Batch | None], metrics: Metrics, numbers: Numbers
+) -> torch.Tensor:
+    """Add the sum of every batch's losses to the metrics, in evaluation mode; gives what they are to be divided by.
+
+    That is the number of samples, or what a loss counts instead: tokens, say.
+    """
+    device = metrics.sums.device
+    counts = metrics.sums.new_zeros(())
+    training = model.training
+    watched = objective.sums is not False
+    model.eval()
+    try:
+        for batch in batches:
+            if batch is None or not (size := sources.rows(batch)):
+                continue
+            laid, both = numbers.lay(batch), None
+            with numbers.scope(device):
+                if watched:
+                    both, loss, right = objective.as_sum(model, laid)
+                    watched = both is not None  # a loss that is not known now will not be later
+                else:
+                    loss, right = objective(model, laid)
+            both = both or LossSum(loss.double() * size, size)
+            counts += both.count
+            metrics.add(both.total, right, size, 0, weight=1 / size)
+    finally:
+        model.train(training)
+    return counts

@@ -1,0 +1,1 @@
+"""Worker processes, one per rank, and the job on its way to them."""

@@ -1,0 +1,339 @@
+"""Worker processes, one per rank, that stay for the next job; and what is done when one of them does not.
+
+A worker that dies or raises ends the job within a second: the others are stopped, and the error names the rank and
+carries its traceback. A worker that hangs makes no step while the others wait for it; it is found by its silence, asked
+where it is (a signal makes it write its stack), and named. When the caller is interrupted, the weights of that moment
+are brought home before the workers are stopped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands import errors, machine
+from manyhands.errors import ManyhandsError, WorkerFailed
+from manyhands.training.torch.job import Job, torch_settings
+from manyhands.training.torch.ranks import gradient_sum, world
+from manyhands.training.torch.workers import job_bytes as sending
+
+_START_SECONDS = 120
+_FIRST_STEPS = 10  # times as long as later ones may take: compilers and caches are cold
+_HOME_SECONDS = (5, 60)  # how long an interrupted job waits for the weights: at least, and at most
+# What a rank says when another one went away: a consequence, not the cause.
+_CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Gloo", "gloo")
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interrupted job, with what its first rank sent home (None: it did not answer in time)."""
+
+    def __init__(self, home: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.home = home
+
+
+@dataclass
+class _Worker:
+    rank: int
+    device: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    connection: Connection = None  # type: ignore[assignment]
+    heard: float = 0.0
+    # Between two messages.
+    longest: float = 0.0
+    step: int = -1
+    spoke: bool = False
+    answer: dict[str, Any] | None = None
+
+
+@dataclass
+class Pool:
+    """The workers of one list of devices."""
+
+    devices: list[torch.device]
+    folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-manyhands"))
+    workers: list[_Worker] = field(default_factory=list)
+    jobs: int = 0
+    # The user's modules, and when each was last changed.
+    files: dict[str, int] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Start all workers, or none: an interruption leaves no process behind."""
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            self.folder.cleanup()
+            raise
+
+    def _start(self) -> None:
+        key = secrets.token_bytes(32)
+        address = os.path.join(self.folder.name, "pool")
+        with Listener(address, "AF_UNIX", backlog=len(self.devices), authkey=key) as listener:
+            for rank in range(len(self.devices)):
+                self.workers.append(self._spawn(rank, address, key))
+            listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
+            until = time.monotonic() + _START_SECONDS
+            missing = len(self.devices)
+            while missing:
+                try:
+                    connection = listener.accept()
+                except TimeoutError:
+                    self._check_start(until)
+                    continue
+                self.workers[connection.recv()].connection = connection
+                missing -= 1
+
+    def _spawn(self, rank: int, address: str, key: bytes) -> _Worker:
+        device = self.devices[rank]
+        log = Path(self.folder.name) / f"rank{rank}.log"
+        environment = {**os.environ, "MANYHANDS_WORKER_KEY": key.hex(), "OMP_NUM_THREADS": str(self.threads)}
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.pop("MANYHANDS_VIRTUAL_DEVICES", None)  # a rank is a process of its own: it needs no pretence
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "manyhands.training.torch.workers.worker", address, str(rank)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else file,
+                stderr=file,
+            )
+        return _Worker(rank, str(device), process, log)
+
+    @property
+    def threads(self) -> int:
+        on_cpu = sum(device.type == "cpu" for device in self.devices)
+        return max(1, machine.usable_cores() // max(1, on_cpu))
+
+    def _check_start(self, until: float) -> None:
+        for worker in self.workers:
+            if worker.process.poll() is not None or time.monotonic() > until:
+                raise WorkerFailed(f"the worker of rank {worker.rank} did not start:\n{_tail(worker.log)}")
+
+    def alive(self) -> bool:
+        return bool(self.workers) and all(worker.process.poll() is None for worker in self.workers)
+
+    def is_stale(self) -> bool:
+        """Whether a file of the user's code has changed since it was first seen: workers do not import it again."""
+        files = _user_files()
+        changed = any(self.files.get(path, when) != when for path, when in files.items())
+        self.files = {**files, **self.files}
+        return changed
+
+    def run(self, job: Job, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Do a job; gives what the first rank sends home: its result, the weights, and the state of the optimizer."""
+        self.jobs += 1
+        job_bytes = sending.pickled(job)
+        now = time.monotonic()
+        for worker in self.workers:
+            worker.heard, worker.longest, worker.step, worker.spoke, worker.answer = now, 0.0, -1, False, None
+        try:
+            for worker in self.workers:
+                self._send(worker, sending.with_place(job_bytes, self._place(worker, job)))
+            while any(worker.answer is None for worker in self.workers):
+                self._listen(say)
+                self._check(job.settings.hang_seconds)
+        except KeyboardInterrupt as interrupt:
+            try:
+                home = self._ask_home(job)
+            finally:
+                self.stop()
+            raise Interrupted(home) from interrupt
+        except BaseException:
+            self.stop()
+            raise
+        first = self.workers[0].answer
+        assert first is not None
+        return first
+
+    def _ask_home(self, job: Job) -> dict[str, Any] | None:
+        """The weights of the rank whose statistics count, after the step that it is in; None if it does not answer.
+
+        The other ranks go on meanwhile, so that it can end its step. A second interruption ends the waiting.
+        """
+        shares = job.settings.shares
+        worker = self.workers[0 if shares is None or isinstance(shares, str) else list(shares).index(max(shares))]
+        until = time.monotonic() + min(_HOME_SECONDS[1], max(_HOME_SECONDS[0], 3 * worker.longest))
+        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            worker.connection.send_bytes(sending.COME_HOME)
+            while (left := until - time.monotonic()) > 0:
+                if worker.connection.poll(left):
+                    message: dict[str, Any] = worker.connection.recv()
+                    if message["kind"] in ("home", "done"):
+                        return message if "weights" in message else None
+                    if message["kind"] == "error":
+                        return None
+        return None
+
+    def _send(self, worker: _Worker, message: bytes) -> None:
+        try:
+            worker.connection.send_bytes(message)
+        except OSError:
+            self._fail_dead(worker)
+
+    def _place(self, worker: _Worker, job: Job) -> dict[str, Any]:
+        return {
+            "rank": worker.rank,
+            "size": len(self.workers),
+            "device": worker.device,
+            "backend": world.backend_for(self.devices),
+            "address": f"file://{self.folder.name}/store-{self.jobs}",
+            "threads": self.threads,
+            "path": [os.path.abspath(one) for one in sys.path],
+            "torch": torch_settings(),
+            "seconds": world.PATIENCE_IN_POOL * job.settings.hang_seconds,
+        }
+
+    def _listen(self, say: Callable[[dict[str, Any]], None]) -> None:
+        by_connection = {id(worker.connection): worker for worker in self.workers}
+        for connection in wait([worker.connection for worker in self.workers if worker.answer is None], timeout=0.2):
+            worker = by_connection[id(connection)]
+            try:
+                message = worker.connection.recv()
+            except (EOFError, OSError):
+                self._fail_dead(worker)
+            now = time.monotonic()
+            if worker.spoke:
+                worker.longest = max(worker.longest, now - worker.heard)
+            worker.heard, worker.spoke, worker.step = now, True, message.get("step", worker.step)
+            if message["kind"] == "error":
+                self._fail_with(worker, message)
+            elif message["kind"] == "done":
+                worker.answer = message
+            elif worker.rank == 0 or message["kind"] == "warning":
+                say(message)
+
+    def _check(self, hang_seconds: float) -> None:
+        for worker in self.workers:
+            if worker.answer is None and worker.process.poll() is not None and not worker.connection.poll():
+                self._fail_dead(worker)
+        waiting = [worker for worker in self.workers if worker.answer is None]
+        limits = [
+            max(hang_seconds * (_FIRST_STEPS if worker.step < 1 else 1), 5 * worker.longest) for worker in waiting
+        ]
+        now = time.monotonic()
+        if waiting and all(now - worker.heard > limit for worker, limit in zip(waiting, limits, strict=True)):
+            self._fail_hanging(waiting)
+
+    def _fail_with(self, worker: _Worker, message: dict[str, Any]) -> None:
+        """An error that a rank has raised: raise it here, with its rank and traceback."""
+        if any(word in message["text"] for word in _CONSEQUENCES):
+            self._blame_another(worker)
+        kind = getattr(errors, message["type"], None)
+        if isinstance(kind, type) and issubclass(kind, ManyhandsError):
+            raise kind(f"rank {worker.rank} ({worker.device}): {message['text']}")
+        raise WorkerFailed(f"rank {worker.rank} ({worker.device}) raised an error:\n{message['traceback']}")
+
+    def _blame_another(self, worker: _Worker) -> None:
+        """A rank lost its connection: give the others a moment to say, or show, what happened to them."""
+        until = time.monotonic() + 3
+        others = [one for one in self.workers if one is not worker and one.answer is None]
+        while time.monotonic() < until:
+            for other in others:
+                if other.connection.poll():
+                    with contextlib.suppress(EOFError, OSError):
+                        message = other.connection.recv()
+                        if message["kind"] == "error" and not any(w in message["text"] for w in _CONSEQUENCES):
+                            self._fail_with(other, message)
+                if other.process.poll() is not None:
+                    self._fail_dead(other)
+            time.sleep(0.05)
+
+    def _fail_dead(self, worker: _Worker) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(2)
+        code = worker.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
+        raise WorkerFailed(f"rank {worker.rank} ({worker.device}) {how} at step {worker.step}\n{_tail(worker.log)}")
+
+    def _fail_hanging(self, waiting: list[_Worker]) -> None:
+        before = {worker.rank: worker.log.stat().st_size for worker in waiting}
+        for worker in waiting:
+            worker.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = {worker.rank: _tail(worker.log, before[worker.rank], lines=80) for worker in waiting}
+        guilty = [worker for worker in waiting if not _waits_for_others(stacks[worker.rank])] or waiting
+        names = ", ".join(f"rank {worker.rank} ({worker.device})" for worker in guilty)
+        seconds = time.monotonic() - min(worker.heard for worker in guilty)
+        shown = "\n".join(f"rank {worker.rank} is here:\n{stacks[worker.rank]}" for worker in guilty)
+        raise WorkerFailed(f"{names} made no step for {seconds:.0f} seconds and was stopped (hang_seconds).\n{shown}")
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.wait()
+            if worker.connection is not None:
+                worker.connection.close()
+        self.workers = []
+
+
+_pools: dict[tuple[str, ...], Pool] = {}
+
+
+def pool_for(devices: list[torch.device]) -> Pool:
+    """The pool of those devices: the one of the job before, if all its workers are still there."""
+    key = tuple(map(str, devices))
+    if key not in _pools or not _pools[key].alive() or _pools[key].is_stale():
+        stop_all()  # idle workers of other devices would keep memory and cores
+        pool = Pool(devices)
+        pool.start()
+        pool.is_stale()
+        _pools[key] = pool
+    return _pools[key]
+
+
+@atexit.register
+def stop_all() -> None:
+    """End all workers."""
+    for pool in _pools.values():
+        pool.stop()
+        pool.folder.cleanup()
+    _pools.clear()
+
+
+def _user_files() -> dict[str, int]:
+    """The files of all modules that are neither Python's nor installed, and when they were changed."""
+    installed = tuple(
+        os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
+    found = {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        # The main module travels with each job.
+        if name != "__main__" and isinstance(path, str) and path.endswith(".py") and not path.startswith(installed):
+            with contextlib.suppress(OSError):
+                found[path] = os.stat(path).st_mtime_ns
+    return found
+
+
+def _waits_for_others(stack: str) -> bool:
+    """Whether a rank's main thread is in a collective: then it is not the one that the others wait for."""
+    _, _, main = stack.partition("Current thread")
+    return os.path.join("torch", "distributed") in main or gradient_sum.__file__ in main
+
+
+def _tail(log: Path, start: int = 0, lines: int = 30) -> str:
+    """The last lines that a worker wrote to its standard error."""
+    try:
+        text = log.read_bytes()[start:].decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])

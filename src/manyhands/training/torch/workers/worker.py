@@ -1,0 +1,123 @@
+"""A worker process: waits for jobs, does its rank of each, and says how it goes.
+
+Started by :mod:`.pool` as ``python -m manyhands.training.torch.workers.worker ADDRESS RANK``. It does not import the
+caller's main module, so scripts need no ``if __name__ == "__main__"`` and notebooks work, also when the caller has used
+CUDA already. When the caller goes away, so does the worker. When the caller is interrupted, one rank is asked for the
+weights: it ends its job between two steps and sends them home.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import cloudpickle
+import torch
+
+from manyhands.training.learner import Say
+from manyhands.training.torch.job import Job, set_torch_settings
+from manyhands.training.torch.learner import Rank, loop_of
+from manyhands.training.torch.ranks import world
+from manyhands.training.torch.state import job_state
+from manyhands.training.torch.state.outer_variables import Outside
+from manyhands.training.torch.workers.job_bytes import COME_HOME
+
+
+def main(address: str, rank: int) -> None:
+    # Asked by the caller when this rank makes no step any more: where is it?
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its workers
+    connection = Client(address, authkey=bytes.fromhex(os.environ.pop("MANYHANDS_WORKER_KEY")))
+    connection.send(rank)
+    jobs: queue.Queue[bytes] = queue.Queue()
+    asked_home = threading.Event()
+    threading.Thread(target=_listen, args=(connection, jobs, asked_home), daemon=True).start()
+    while True:
+        _do(jobs.get(), connection, asked_home)
+
+
+class _AskedHome(BaseException):
+    """Ends a job between two steps."""
+
+
+def _listen(connection: Any, jobs: queue.Queue[bytes], asked_home: threading.Event) -> None:
+    try:
+        while True:
+            message = connection.recv_bytes()
+            if message == COME_HOME:
+                asked_home.set()
+            else:
+                jobs.put(message)
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _do(message: bytes, connection: Connection, asked_home: threading.Event) -> None:
+    def say(event: dict[str, Any]) -> None:
+        # Things are said between steps only: model and optimizer are those after a whole step.
+        connection.send(event)
+        if asked_home.is_set():
+            raise _AskedHome
+
+    try:
+        job, place = cloudpickle.loads(message)
+        connection.send(_run(job, place, say))
+    except BaseException as error:
+        connection.send(
+            {
+                "kind": "error",
+                "type": type(error).__name__,
+                "text": str(error),
+                "traceback": "".join(traceback.format_exception(error)),
+            }
+        )
+
+
+def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
+    torch.set_num_threads(place["threads"])
+    set_torch_settings(place["torch"])
+    here = world.join(
+        place["rank"],
+        place["size"],
+        torch.device(place["device"]),
+        place["backend"],
+        address=place["address"],
+        seconds=place["seconds"],
+    )
+    try:
+        outside = Outside(job) if here.first else None
+        loop, worker = loop_of(job, here, say)
+        try:
+            result = loop.fit()
+        except _AskedHome:
+            return {"kind": "home", "step": loop.cursor.step, **_luggage(job, worker)}
+        home = _luggage(job, worker) if here.first else {}
+        result.notes = [*worker.notes, *(outside.notes() if outside is not None else ())]
+        return {"kind": "done", "step": loop.cursor.step, "result": result, **home}
+    finally:
+        world.leave(here)
+
+
+def _luggage(job: Job, worker: Rank) -> dict[str, Any]:
+    """What a rank sends home: the weights, what else the model holds, and the state of the caller's optimizer."""
+    home: dict[str, Any] = {"weights": job_state.pack(job_state.model_tensors(worker.model))}
+    home["module_state"], notes = worker.module_state.luggage()
+    worker.notes += notes
+    if isinstance(job.optimizer, torch.optim.Optimizer):
+        tensors, home["optimizer_numbers"] = job_state.optimizer_state(worker.optimizer)
+        home["optimizer"], home["optimizer_groups"] = (
+            job_state.pack(tensors),
+            job_state.optimizer_groups(worker.optimizer),
+        )
+    return home
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

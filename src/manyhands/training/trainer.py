@@ -1,0 +1,309 @@
+"""What the trainers of all frameworks have in common: their options, their settings and their run folders."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, NoCheckpoint
+from manyhands.placement.moves import Placement
+from manyhands.training import launcher, option_names
+from manyhands.training.book.vocabulary import HyperParameters
+from manyhands.training.checkpoints import store
+from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.data import loader_batches
+from manyhands.training.data.sources import not_finite
+from manyhands.training.display.display import Display
+from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Schedule
+from manyhands.training.result import Result
+from manyhands.training.settings import BatchStats, Precision, Settings
+
+_DEFAULT_BATCH = 256
+
+
+class BaseTrainer(HyperParameters, abc.ABC):
+    """Trains a model on every device it is given, with the update that one device would make.
+
+    The book's arguments come first: ``max_epochs``, ``num_gpus`` (as many as there are of them; 0 is the CPU) and
+    ``gradient_clip_val`` (the global norm of the gradients; 0 does not clip). All others are by name.
+
+    ``lr`` is the learning rate of an optimizer that the trainer makes: SGD by default (0.1), one given by name
+    (``optimizer="adamw"``), as a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``) or as a function that takes a
+    rate (``optax.adamw``). Without ``lr`` those have their own default. A finished optimizer, or a function that takes
+    no rate, has its own: giving ``lr`` as well is an error. ``batch_size`` counts all devices together; a loader that
+    has another one is an error. ``schedule`` is a function from how much of the training is done (0 to 1) to a factor
+    of the learning rate.
+
+    ``loss`` is a function, an object, a class that makes one, or in PyTorch and TensorFlow a name (``"mse"``). It is
+    called as the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet,
+    ``loss(y_true, y_pred)`` with Keras. It gives the mean over the samples of a batch, or one number per sample, or a
+    :class:`~manyhands.training.loss_sum.LossSum`.
+    """
+
+    # Of each framework: its adapter, and the options that have no meaning there, with the reason.
+    backend: ClassVar[Any]
+    refused: ClassVar[dict[str, str]] = {}
+    loss_kinds: ClassVar[tuple[type, ...]] = ()  # of losses, besides functions
+    losses_by_name: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = MappingProxyType({})
+
+    @option_names.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
+    def __init__(
+        self,
+        max_epochs: int = 10,
+        num_gpus: int = 0,
+        gradient_clip_val: float = 0,
+        *,
+        devices: Sequence[Any] | None = None,
+        batch_size: int | None = None,
+        lr: float | None = None,
+        loss: Any = None,
+        optimizer: Any = None,
+        schedule: Schedule | None = None,
+        shares: Sequence[float] | Literal["measured"] | None = None,
+        accumulate: int = 1,
+        batch_stats: BatchStats = "per_device",
+        precision: Precision = "auto",
+        seed: int = 0,
+        fast: bool = True,
+        compile: bool | None = None,
+        side_lanes: bool = True,
+        own_kernels: bool = True,
+        parallel: bool | None = None,
+        on_nan: Literal["stop", "continue"] = "stop",
+        run: str | Path | None = None,
+        resume: str | Path | Literal["auto"] | None = None,
+        checkpoint_every: int | None = None,
+        keep_checkpoints: int = 3,
+        ranks_per_device: int = 1,
+        hang_seconds: float = 60.0,
+        quiet: bool = False,
+    ) -> None:
+        self.save_hyperparameters()
+        for name, reason in self.refused.items():
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise BadSettings(f"{name}={getattr(self, name)!r}: {reason}")
+        self.loss = self._meant_loss(loss)
+        if schedule is not None and (isinstance(schedule, type) or not callable(schedule)):
+            raise BadSettings(f"schedule={schedule!r}: {SCHEDULE_HINT}")
+        self._check_options()
+        self._check_settings()
+        if isinstance(num_gpus, bool) or not isinstance(num_gpus, Integral) or num_gpus < 0:
+            raise BadSettings(f"num_gpus={num_gpus!r}: give a whole number, 0 for the CPU")
+        if devices is None:
+            self.gpus = [self.backend.gpu(i) for i in range(min(num_gpus, self.backend.num_gpus()))]
+            return
+        self.gpus = [one for one in self._natives() if self.backend.neutral(one).kind != "cpu"]
+        if num_gpus not in (0, len(self.gpus)):
+            raise BadSettings(f"num_gpus={num_gpus} and devices={list(devices)!r}: give one of the two options")
+
+    # The book lets readers write __init__ themselves, with its three arguments and self.gpus: nothing below relies on
+    # more than that.
+
+    gpus: list[Any]
+    result: Result | None = None
+
+    loss: Any
+
+    def _meant_loss(self, loss: Any) -> Any:
+        """The loss that is meant by a function, an object, a class or a name."""
+        if loss is None or isinstance(loss, self.loss_kinds):
+            return loss
+        if isinstance(loss, str) and self.losses_by_name:
+            if (function := self.losses_by_name.get(loss.lower())) is not None:
+                return function
+            raise BadSettings(f"loss={loss!r}: give a function, or one of {', '.join(self.losses_by_name)}")
+        if not callable(loss):
+            raise BadSettings(f"loss={loss!r} is of type {type(loss).__name__}: give a function")
+        if not isinstance(loss, type):
+            return loss
+        try:
+            return loss()
+        except TypeError as error:
+            raise BadSettings(f"loss={loss.__name__} is a class: make one, {loss.__name__}(...) ({error})") from error
+
+    def _check_settings(self) -> None:
+        """Refuse what no job can have, whatever its model and data."""
+        self._settings_with(self._option("batch_size"))
+        for name in ("run", "resume"):
+            path = self._option(name)
+            if path is not None and not isinstance(path, (str, os.PathLike)):
+                raise BadSettings(f"{name}={path!r}: give the path of a folder")
+        if self._option("resume") == "auto" and self._option("run") is None:
+            raise BadSettings("resume='auto' goes on with the run in run=...: give run, or a run's folder as resume")
+        if self._option("checkpoint_every") is not None and self._option("run") is None:
+            raise BadSettings(
+                f"checkpoint_every={self._option('checkpoint_every')} without a folder for the checkpoints: give run=, "
+                "as run='runs/mine'"
+            )
+
+    def _check_options(self) -> None:
+        """Refuse what a framework cannot take; called when a trainer is made."""
+
+    def _option(self, name: str) -> Any:
+        """What the user gave, or the default."""
+        return vars(self).get(name, _DEFAULTS[name])
+
+    def _natives(self) -> list[Any]:
+        """The devices that are trained on, as the framework knows them."""
+        devices = self._option("devices")
+        if devices is not None:
+            return Placement(self.backend).distinct(devices)
+        return list(self.gpus) or [self.backend.cpu()]
+
+    @property
+    def device_names(self) -> list[str]:
+        return [str(self.backend.neutral(device)) for device in self._natives()]
+
+    # The book's hooks, for loops written by hand
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """The batch on the first of the trainer's devices."""
+        place = Placement(self.backend)
+        return [place.to_leaf(part, self.gpus[0]) for part in batch] if self.gpus else batch
+
+    def prepare_model(self, model: Any) -> Any:
+        """The model on the first of the trainer's devices, knowing its trainer."""
+        model.trainer = self
+        return Placement(self.backend).to_leaf(model, self.gpus[0]) if self.gpus else model
+
+    def prepare_data(self, data: Any) -> None:
+        """Find the training and the test part of what the user has."""
+        self.train_source, self.test_source = self._sources(data)
+
+    # Training
+
+    @option_names.explained(too_many="fit takes a model and its data: give (X, y), or ((X, y), (X_test, y_test))")
+    def fit(self, model: Any, data: Any) -> Result:
+        """Train the model, in place; gives what came of it (also as ``trainer.result``).
+
+        ``data``: (X, y) arrays, a data set or a loader of the framework, an object with ``train_dataloader`` and
+        ``val_dataloader``, or a function that makes the batches of an epoch, ``batches()`` or ``batches(epoch)``; or a
+        pair of two such, for training and testing.
+        """
+        self._check_step(model)
+        self.train_source, self.test_source = self._sources(data)
+        settings = self._settings()
+        if self.train_source.count is None and self.train_source.batch_size is None:
+            self.train_source = dataclasses.replace(self.train_source, required_size=self._option("batch_size"))
+        for source in (self.train_source, self.test_source):
+            loader_batches.check(source, 1 if self._option("resume") is not None else settings.max_epochs)
+        run, resume = self._run_plan(), None
+        if launcher.is_first():
+            if run is not None:
+                run.check()
+            resume = _resume(self._option("resume"), run)  # it is sent to the other processes
+        with Display(settings.max_epochs, quiet=self._option("quiet") or not launcher.is_first()) as display:
+            try:
+                result = self._train(model, settings, display, run=run, resume=resume)
+            except LossIsNotANumber as error:
+                words = not_finite(self.train_source)
+                if words is None:
+                    raise
+                raise LossIsNotANumber(f"{str(error).removesuffix(NAN_HINT)}{words}") from error
+        result.run = str(run.path) if run else None
+        self.result = result
+        return result
+
+    def _check_step(self, model: Any) -> None:
+        """A training_step of the user's own computes its loss itself; the book's Module has one that does not count."""
+        step = getattr(type(model), "training_step", None)
+        if self._option("loss") is None or step is None or step.__module__.startswith("manyhands."):
+            return
+        raise BadSettings(
+            f"loss= and training_step of {type(model).__name__}, which computes its loss itself: leave out one of them"
+        )
+
+    # What config.json of the run says besides the settings.
+    run_config: Mapping[str, Any] = MappingProxyType({})
+    # Settings, and options of the optimizer, whose change in a resumed run the caller has announced.
+    announced: Collection[str] = ()
+
+    def _run_plan(self) -> RunPlan | None:
+        run, resume = self._option("run"), self._option("resume")
+        if run is None:
+            return None
+        path = _path(run).absolute()
+        resumes = resume == "auto" or (resume is not None and _path(resume).resolve().is_relative_to(path.resolve()))
+        return RunPlan(path, resumes, dict(self.run_config), self.announced)
+
+    @abc.abstractmethod
+    def _sources(self, data: Any) -> tuple[Any, Any]:
+        """The training and the test part (or None) of what the user has, as the framework's sources."""
+
+    @abc.abstractmethod
+    def _train(
+        self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
+    ) -> Result:
+        """Train on the devices; the result's ``devices`` are named."""
+
+    train_source: Any
+    test_source: Any
+
+    def _settings(self) -> Settings:
+        size, of_data = self._option("batch_size"), self.train_source.batch_size
+        if None not in (size, of_data) and size != of_data:
+            raise loader_batches.another_size(size, of_data)
+        return self._settings_with(of_data if size is None else size)
+
+    def _settings_with(self, size: int | None) -> Settings:
+        names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size"}
+        return Settings(
+            batch_size=_DEFAULT_BATCH if size is None else size, **{name: self._option(name) for name in names}
+        )
+
+
+# As written here: a reader of the book may put in another __init__.
+_DEFAULTS = {name: one.default for name, one in inspect.signature(BaseTrainer.__init__).parameters.items()}
+
+
+def two_parts(data: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """The training and the test part (or None) of what a user gives; ``is_array`` knows the framework's arrays."""
+    if hasattr(data, "train_dataloader"):
+        train, test = data.train_dataloader(), data.val_dataloader() if hasattr(data, "val_dataloader") else None
+    elif isinstance(data, (tuple, list)) and len(data) == 2 and not is_array(data[0]):
+        if isinstance(data, list) and all(_is_batch(part, is_array) for part in data):
+            raise BadBatch(
+                "a list of two (X, y) can be two batches, or data to train on and data to test with: give a tuple, "
+                "((X, y), (X_test, y_test)), for the latter; of two batches, give the loader that made them, or "
+                "(X, y) with the samples of both"
+            )
+        train, test = data
+    else:
+        train, test = data, None
+    return _loader_of(train), _loader_of(test)
+
+
+def _is_batch(part: Any, is_array: Callable[[Any], bool]) -> bool:
+    return isinstance(part, (tuple, list)) and bool(part) and all(map(is_array, part))
+
+
+def _loader_of(part: Any) -> Any:
+    """What the user gave; of a function that makes batches a loader that calls it for each epoch."""
+    makes = inspect.isroutine(part) or isinstance(part, functools.partial)
+    return loader_batches.MadeAnew(part) if makes else part
+
+
+def _path(text: str | Path) -> Path:
+    """The folder that is meant; ``~`` is the user's home."""
+    return Path(os.path.expanduser(text))
+
+
+def _resume(resume: str | Path | None, run: RunPlan | None) -> Path | None:
+    if resume is None:
+        return None
+    if resume == "auto":
+        folder = None if run is None else run.path / "checkpoints"
+        return folder if folder is not None and store.latest(folder) is not None else None
+    path = _path(resume)
+    found = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not found.exists():
+        raise NoCheckpoint(f"there is no run or checkpoint at {path}")
+    return found

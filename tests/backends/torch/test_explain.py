@@ -1,0 +1,261 @@
+"""What ``explain``, ``draw`` and ``timeline`` say of a call, and how much memory a plan may take."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands import cli as command
+from manyhands import torch as mh
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.run import threads
+from manyhands.errors import EngineError
+from manyhands.parallel import choose_cpu
+from manyhands.parallel.costs import costs
+from manyhands.parallel.explain import why_not_faster
+from manyhands.parallel.function import Parallel
+from manyhands.parallel.plan import Limit, why_too_large
+from manyhands.schedule.check import check
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import lanes_for, schedule
+from manyhands.schedule.memory import Footprint, one_after_the_other, peak
+from manyhands.schedule.simulate import timeline_of
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
+)
+
+
+@torch.library.custom_op("manyhands_tests::naps", mutates_args=())
+def naps(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.01)
+    return x.clone()
+
+
+@naps.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def napping(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        x, y = naps(x), naps(y)
+    return x + y
+
+
+def branches(*xs: torch.Tensor) -> list[torch.Tensor]:
+    return [(x @ x).tanh() @ x for x in xs]
+
+
+def trace_of(function: Callable[..., Any], *arguments: Any) -> Any:
+    return planning.trace(function, planning.call(arguments, {}))
+
+
+two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core: no lanes")
+
+# Explaining
+
+
+def test_explain_says_lanes_bounds_memory_reasons_and_advice() -> None:
+    fast = mh.parallel(branches)
+    fast(*(torch.randn(40, 40) for _ in range(4)))
+    told = fast.explain()
+    for words in (
+        "branches: run as",
+        "ms measured",
+        "12 tasks",
+        "waits between them",
+        "cpu compute 0:",
+        "work ",
+        "longest chain",
+        "busiest lane",
+        "why not faster:",
+        "memory at the peak:",
+        "times plain execution's",
+        "advice: 4 side by side, at 2 places: mm 40x40",
+        "torch.bmm",
+        "kinds of operations measured now",
+    ):
+        assert words in told, told
+
+
+@two_cores
+def test_what_sleeps_at_once_runs_on_lanes_and_the_reason_is_named() -> None:
+    fast = Parallel(napping, planning)
+    result = fast(torch.ones(2), torch.ones(2))
+    assert result.tolist() == [2, 2]
+    assert fast.explain().startswith("napping: run as 2 lanes, equal to the bit"), fast.explain()
+    planned = fast.planned
+    assert "predicted" in fast.explain()
+    assert planned.schedule is not None
+    assert "longest chain" in why_not_faster(planned, planned.schedule)
+
+
+def test_a_chain_cannot_be_helped() -> None:
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(10):
+            x = (x @ x).tanh()
+        return x
+
+    fast = Parallel(chain, planning)
+    fast(torch.randn(100, 100))
+    assert "its tasks need each other" in fast.explain()
+
+
+def test_nothing_can_be_told_before_a_call_or_of_what_cannot_be_traced(tmp_path: Path) -> None:
+    fast = mh.parallel(lambda x: x if x.sum() > 0 else -x)
+    with pytest.raises(EngineError, match="call the function first"):
+        fast.explain()
+    fast(torch.ones(2))
+    assert "cannot be traced" in fast.explain()
+    with pytest.raises(EngineError, match="there is no schedule"):
+        fast.timeline(tmp_path / "t.png")
+
+
+# Timelines
+
+
+@two_cores
+def test_a_timeline_is_measured(tmp_path: Path) -> None:
+    fast = Parallel(napping, planning)
+    fast(torch.ones(2), torch.ones(2))
+    line = fast.measured()
+    naps_seen = [span for span in line.spans if "naps" in span.name]
+    assert len(line.spans) == 7
+    assert len(naps_seen) == 6
+    assert all(span.stop - span.start >= 0.01 for span in naps_seen)  # it really slept
+    both = [(one, other) for one in naps_seen for other in naps_seen if one.lane < other.lane]
+    assert any(one.start < other.stop and other.start < one.stop for one, other in both)  # at the same time
+    events = json.loads(fast.timeline(tmp_path / "t.json").read_text())["traceEvents"]
+    assert len([event for event in events if event["ph"] == "X"]) == 7
+    assert fast.timeline(tmp_path / "t.png").stat().st_size > 1000
+    assert "<svg" in fast.timeline(tmp_path / "t.svg", simulated=True).read_text()
+
+
+def test_a_measured_run_keeps_the_schedules_order_and_touches_nothing() -> None:
+    total = torch.zeros(3)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total.add_(1)
+        return (x @ x).tanh() + torch.rand_like(y) @ y
+
+    found = trace_of(function, torch.ones(3, 3), torch.ones(3, 3))
+    made = schedule(graph(costs(planning, found, None).tasks), lanes_for(graph(threads.tasks(found)), 2))
+    check(made)
+    state = torch.get_rng_state()
+    moments = planning.timed(found, planning.plan_of(made), None, 2)
+    assert total.tolist() == [0, 0, 0]
+    assert torch.equal(torch.get_rng_state(), state)
+    for task, needs in enumerate(made.graph.needs):
+        assert all(moments[need][1] <= moments[task][0] for need in needs)
+    line = timeline_of(made, moments, "measured")
+    for lane in line.lanes():
+        own = [(span.start, span.stop) for span in line.spans if span.lane == lane]
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(own))
+
+
+# Memory
+
+
+def chains(*xs: torch.Tensor) -> list[torch.Tensor]:
+    results = []
+    for x in xs:
+        for _ in range(5):
+            x = x.repeat(4).sin()
+            x = x[: x.numel() // 4] + 1
+        results.append(x)
+    return results
+
+
+def peaks(function: Callable[..., Any], lanes: int, *arguments: Any) -> int:
+    found = trace_of(function, *arguments)
+    measured = graph(threads.tasks(found))
+    footprint = Footprint(*planning.footprint(found))
+    if lanes == 1:
+        return peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
+    return choose_cpu._peak(schedule(measured, lanes_for(measured, lanes)), footprint)
+
+
+def test_the_peak_is_what_is_alive_at_once() -> None:
+    x = torch.ones(1000)
+    assert peaks(lambda x: x + 1, 1, x) == 2 * 4000
+    assert peaks(lambda x: (x + 1) * 2, 1, x) == 3 * 4000  # x, the sum while it is read, the result
+    assert peaks(lambda x: ((x + 1) * 2) - 3, 1, x) == 3 * 4000  # the sum is gone by then
+    assert peaks(lambda x: (x + 1).mul_(2).view(10, 100), 1, x) == 2 * 4000  # in place, and a view of it
+    assert peaks(lambda x: [x + 1, x + 2], 1, x) == 3 * 4000  # results stay
+    weight = torch.ones(500)
+    assert peaks(lambda x: x[:500] * weight, 1, x) == 4000 + 2000 + 2000  # what comes from outside is there
+
+
+def test_lanes_take_more_memory_and_too_much_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    xs = [torch.ones(1000) for _ in range(4)]
+    assert peaks(chains, 4, *xs) > 1.3 * peaks(chains, 1, *xs)
+    monkeypatch.setattr(choose_cpu, "candidates", lambda measured, *_: [("4 lanes", four(measured))])
+    monkeypatch.setattr(planning, "device_memory", lambda device: 0)
+    fast = Parallel(chains, planning)
+    fast(*xs)
+    assert "4 lanes is not tried: it would take" in fast.explain()
+    assert "4 lanes" not in fast.planned.seconds
+    allowed = Parallel(chains, planning, memory=10.0)
+    allowed(*xs)
+    assert "4 lanes" in allowed.planned.seconds
+
+
+def four(measured: Any) -> Any:
+    return schedule(measured, lanes_for(measured, 4))
+
+
+def test_a_hundredth_of_the_device_does_not_matter() -> None:
+    assert why_too_large("x", 140, 100, Limit(1.3, 0)) is not None
+    assert why_too_large("x", 130, 100, Limit(1.3, 0)) is None
+    assert why_too_large("x", 140, 100, Limit(1.3, 40)) is None
+    assert "memory=1.5" in str(why_too_large("x", 140, 100, Limit(1.3, 39)))
+    with pytest.raises(EngineError, match="less than plain execution"):
+        mh.parallel(chains, memory=0.5)
+    with pytest.raises(EngineError, match="takes a function"):
+        mh.parallel(3)  # type: ignore[call-overload]
+
+
+# The command
+
+
+SCRIPT = """
+import torch
+
+def pairs(*xs):
+    return [x @ x for x in xs]
+
+def inputs():
+    return [torch.randn(30, 30) for _ in range(4)]
+"""
+
+
+def test_the_command_explains_draws_and_forecasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    graph_file, trace_file = tmp_path / "g.svg", tmp_path / "t.json"
+    arguments = ["parallel", f"{tmp_path / 'script.py'}:pairs", "--draw", str(graph_file)]
+    assert command.main([*arguments, "--timeline", str(trace_file), "--devices", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "pairs: run as" in told
+    assert "4 devices of" in told
+    assert "times (simulated)" in told
+    assert graph_file.read_text().count("<title>mm") == 4
+    assert json.loads(trace_file.read_text())["traceEvents"]
+
+
+def test_the_command_says_what_a_script_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text("def double(x):\n    return x * 2\n")
+    assert command.main(["parallel", f"{tmp_path / 'script.py'}:double"]) == 1
+    assert "write a function inputs()" in capsys.readouterr().err
+    (tmp_path / "script.py").write_text(SCRIPT)
+    picture = tmp_path / "g.png"
+    assert command.main(["parallel", f"{tmp_path / 'script.py'}:pairs", "--draw", str(picture)]) == 1
+    assert "write 'g.svg'" in capsys.readouterr().err
+    assert not picture.exists()

@@ -1,0 +1,123 @@
+"""The models: shapes, sizes, and parameters that exist at once."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import torch as mh
+from manyhands.training.torch.book.models import MODELS, Residual, initialise, lenet, mlp, resnet18, small_resnet
+
+
+def count(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("in_channels", [1, 3])
+def test_models_give_a_score_per_class(name: str, in_channels: int) -> None:
+    net = MODELS[name](num_classes=7, in_channels=in_channels)
+    assert net(torch.randn(2, in_channels, 28, 28)).shape == (2, 7)
+    assert not any(nn.parameter.is_lazy(parameter) for parameter in net.parameters())
+    again = pickle.loads(pickle.dumps(net))
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), again.parameters(), strict=True))
+
+
+def convolution(before: int, after: int, side: int) -> int:
+    return before * after * side * side + after
+
+
+def stage(before: int, after: int) -> int:
+    """The parameters of two blocks, of which the first changes the channels where they differ."""
+    around = convolution(before, after, 1) if before != after else 0
+    return convolution(before, after, 3) + 3 * convolution(after, after, 3) + around + 4 * 2 * after
+
+
+def test_sizes() -> None:
+    stem = convolution(1, 64, 3) + 2 * 64
+    stages = stage(64, 64) + stage(64, 128) + stage(128, 256) + stage(256, 512)
+    assert count(resnet18()) == stem + stages + 512 * 10 + 10
+    assert 11.1e6 < count(resnet18()) < 11.2e6
+    assert count(lenet()) == 61_706
+    assert count(mlp()) == 784 * 256 + 256 + 2570
+    assert count(small_resnet()) < 100_000
+
+
+def test_resnet_keeps_the_parts_of_the_book() -> None:
+    net = resnet18()
+    names = [name for name, _ in net.named_children()]
+    blocks = [f"resnet_block{i}" for i in range(1, 5)]
+    assert names == ["0", "1", "2", *blocks, "global_avg_pool", "fc"]
+    assert not any(isinstance(layer, nn.MaxPool2d) for layer in net.modules())
+    X, shapes = torch.randn(1, 1, 16, 16), []
+    with torch.no_grad():
+        for layer in net.eval():
+            X = layer(X)
+            shapes.append(tuple(X.shape[1:]))
+    assert shapes == [(64, 16, 16)] * 4 + [(128, 8, 8), (256, 4, 4), (512, 2, 2), (512, 1, 1), (10,)]
+
+
+def test_residual_in_both_calls() -> None:
+    X = torch.randn(4, 3, 6, 6)
+    assert Residual(3, 3)(X).shape == X.shape
+    assert Residual(3)(X).shape == X.shape
+    known, lazy = Residual(3, 6, use_1x1conv=True, strides=2), Residual(6, use_1x1conv=True, strides=2)
+    assert lazy(X).shape == known(X).shape == (4, 6, 3, 3)
+    lazy.load_state_dict(known.state_dict())
+    assert torch.equal(lazy.eval()(X), known.eval()(X))
+
+
+def test_residual_adds_its_input() -> None:
+    block = Residual(2, 2).eval()
+    nn.init.zeros_(block.conv2.weight)
+    assert block.conv2.bias is not None
+    nn.init.zeros_(block.conv2.bias)
+    X = torch.randn(1, 2, 4, 4)
+    assert torch.equal(block(X), X.relu())
+
+
+def test_a_residual_that_cannot_add_is_a_lesson() -> None:
+    for call in (lambda: Residual(3, 6), lambda: Residual(3, 3, strides=2), lambda: Residual(3, strides=2)):
+        with pytest.raises(ValueError, match="use_1x1conv=True"):
+            call()
+    with pytest.raises(TypeError, match=r"Write Residual\(64, use_1x1conv=True\)"):
+        Residual(64, True)
+
+
+def test_initialise_is_xavier() -> None:
+    net = initialise(nn.Sequential(nn.Conv2d(4, 8, 3), nn.Linear(100, 50)), seed=1)
+    for weight, fans in ((net[0].weight, 9 * (4 + 8)), (net[1].weight, 150)):
+        bound = (6 / fans) ** 0.5
+        assert 0.9 * bound < weight.abs().max() <= bound
+        assert abs(weight.mean()) < bound / 10
+    assert net[1].bias.abs().max() <= 0.1
+
+
+def test_initialise_is_a_function_of_its_seed() -> None:
+    a, b, c = lenet(), lenet().double(), lenet()
+    state = torch.get_rng_state()
+    for net, seed in ((a, 3), (b, 3), (c, 4)):
+        assert initialise(net, seed) is net
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(x, y.float()) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a[0].weight, c[0].weight)
+    moved = initialise(mh.to(lenet(), mh.try_gpu()), 3)
+    assert mh.device_of(moved) == mh.try_gpu()
+    assert all(torch.equal(x, y.cpu()) for x, y in zip(a.parameters(), moved.parameters(), strict=True))
+
+
+def test_initialise_without_a_seed_draws_from_the_program() -> None:
+    net, drawn = mlp(), []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        drawn.append(initialise(net)[1].weight.detach().clone())
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+
+
+def test_initialise_of_a_lazy_layer_is_a_lesson() -> None:
+    with pytest.raises(ValueError, match=r"'1' .*call the net once"):
+        initialise(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))

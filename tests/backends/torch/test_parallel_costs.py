@@ -1,0 +1,82 @@
+"""Costs of operations: measured once, remembered, estimated where that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from test_threads import traced
+
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.run import costs as torch_costs
+from manyhands.parallel.function import Parallel
+
+pytestmark = pytest.mark.skipif(torch._C._len_torch_dispatch_stack() > 0, reason="costs here are those of the CPU")
+
+
+def test_a_second_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return ((x @ x).tanh() + x).sum()
+
+    x = torch.randn(16, 16)
+    first = Parallel(function, planning, synchronous=True)
+    first(x)
+    assert "4 kinds of operations measured now, 0 remembered" in first.explain()
+    asked: list[int] = []
+    monkeypatch.setattr(planning, "measured", lambda *given: asked.append(1))
+    second = Parallel(function, planning, synchronous=True)
+    second(x)
+    assert not asked
+    assert "0 kinds of operations measured now, 4 remembered" in second.explain()
+    for one, other in zip(*(p.planned.schedule.graph.tasks for p in (first, second)), strict=True):  # type: ignore[union-attr]
+        assert one.seconds == other.seconds
+
+
+def test_an_estimate_knows_computing_from_moving() -> None:
+    found, _ = traced(lambda x: (x @ x, x + x), torch.randn(256, 256))
+    assert all(rate > 0 for rate in planning.rates(None))
+    operations, size = 2 * 256**3, 256**2 * 4
+    fast_memory = [planning.estimated(found, number, None, (1e9, 1e18))[0] for number in (0, 1)]
+    fast_product = [planning.estimated(found, number, None, (1e18, 1e9))[0] for number in (0, 1)]
+    assert fast_memory[0] == pytest.approx(operations / 1e9, rel=0.01)
+    assert fast_product[1] == pytest.approx(2 * size / 1e9, rel=0.01)
+    assert fast_memory[1] < 1e-5
+
+
+@pytest.mark.parametrize("what", [torch.backends.cuda.matmul, torch.backends.cudnn])
+def test_tf32_is_another_cost_and_another_plan(what: Any) -> None:
+    """It changes which kernels run, and a captured graph keeps those that it was captured with."""
+    seen, before = [], what.allow_tf32
+    for allowed in (not before, before):
+        what.allow_tf32 = allowed
+        seen.append((planning.hardware(None), planning.call((torch.rand(2),), {}).signature))
+    assert seen[0][0] != seen[1][0]
+    assert seen[0][1] != seen[1][1]
+
+
+def test_what_writes_in_place_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a tensor from outside, to an argument, to a value of its own; on a GPU only views cost nothing."""
+    total = torch.zeros(4, 4)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x @ x
+        y.mul_(2)
+        total.add_(y)
+        torch._foreach_mul_([total], 2)
+        x.t().sub_(y[0])
+        return torch.stack([y.t(), x])
+
+    found, _ = traced(function, torch.ones(4, 4))
+    for step in found.steps:
+        step.task = dataclasses.replace(step.task, device="gpu:0")
+    monkeypatch.setattr(torch_costs, "_on_gpu", lambda step, device: (1.0, 1.0))
+    costs: dict[Any, list[str]] = {}
+    for number, step in enumerate(found.steps):
+        cost = torch_costs.measured(found, number, (torch.device("cuda:0"),))
+        costs.setdefault(cost, []).append(step.task.name)
+    assert sorted(costs[0.0, 0.0]) == ["select", "t", "t"]
+    assert {"mul_", "add_", "sub_", "_foreach_mul_"} <= set(costs[1.0, 1.0])

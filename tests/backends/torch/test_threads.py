@@ -1,0 +1,376 @@
+"""Lanes on threads of the CPU: the same results to the bit, errors as they were, nothing left running."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import run_python
+
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.run import threads as torch_threads
+from manyhands.backends.torch.run.threads import ThreadRun
+from manyhands.backends.torch.threads_and_modes import bound, memory_of
+from manyhands.parallel import choose_cpu
+from manyhands.parallel.function import Parallel
+from manyhands.schedule.check import check
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import Schedule, lanes_for, schedule
+from manyhands.schedule.task import Task
+from manyhands.tasks.scope import parallel, task
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
+)
+
+
+@torch.library.custom_op("manyhands_tests::fails", mutates_args=())
+def fails(x: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError("on purpose")
+
+
+@fails.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("manyhands_tests::sleeps", mutates_args=())
+def sleeps(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.05)
+    return x.clone()
+
+
+@sleeps.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Trace, list[torch.Tensor]]:
+    call = planning.call(arguments, {})
+    return planning.trace(function, call), call.tensors
+
+
+def scheduled(found: Trace, lanes: int, tasks: Sequence[Task] | None = None, way: Any = schedule) -> Schedule:
+    tasks = torch_threads.tasks(found) if tasks is None else tasks
+    made: Schedule = way(graph(tasks), lanes_for(graph(tasks), lanes))
+    check(made)
+    return made
+
+
+def run_on(function: Callable[..., Any], lanes: int, *arguments: Any) -> ThreadRun:
+    found, _ = traced(function, *arguments)
+    return ThreadRun(found, planning.plan_of(scheduled(found, lanes)), lanes)
+
+
+# Order
+
+
+def test_random_numbers_in_two_branches_keep_their_order() -> None:
+    def branches(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for _ in range(10):
+            x = torch.nn.functional.dropout((x @ x).tanh(), 0.3)
+            y = (y @ y).tanh() * torch.rand_like(y)
+        return x, y
+
+    x, y = torch.randn(20, 20) / 5, torch.randn(20, 20) / 5
+    run = run_on(branches, 2, x, y)
+    assert run.lanes == 2
+    torch.manual_seed(3)
+    expected = branches(x, y)
+    torch.manual_seed(3)
+    assert all(map(torch.equal, run.replay([x, y]), expected))
+
+
+# Errors, interrupts, memory, processes
+
+
+def two_branches(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for _ in range(5):
+            x, y = first(x), second(y)
+        return x + y, x - y
+
+    return function
+
+
+def busy_workers() -> int:
+    return sum(worker._busy for worker in torch_threads.pool()._idle)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_error_comes_with_its_traceback_and_stops_the_other_lanes(place: int) -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    ways = [fails, sleeps] if place == 0 else [sleeps, fails]
+    run = run_on(two_branches(*ways), 2, x, y)
+    assert run.lanes == 2
+    for _ in range(2):
+        start = time.perf_counter()
+        with pytest.raises(ArithmeticError, match="on purpose") as caught:
+            run.replay([x, y])
+        assert time.perf_counter() - start < 0.2  # not all five sleeps
+        shown = "".join(traceback.format_exception(caught.value))
+        assert 'raise ArithmeticError("on purpose")' in shown
+        assert "in fails (task" in shown or "in manyhands_tests" in shown
+        assert busy_workers() == 0
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_an_interrupt_stops_and_joins(lanes: int) -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    run = run_on(two_branches(sleeps, sleeps), lanes, x, y)
+    threads = torch.get_num_threads()
+    timer = threading.Timer(0.12, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        run.replay([x, y])
+    assert time.perf_counter() - start < 2
+    assert busy_workers() == 0
+    assert torch.get_num_threads() == threads
+    timer.join()
+    assert all(map(torch.equal, run.replay([x, y]), (x + y, x - y)))
+
+
+def test_memory_is_let_go_with_its_last_use_on_any_lane() -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    @torch.library.custom_op("manyhands_tests::watched", mutates_args=())
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(one() is not None for one in seen))
+        result = x + 1
+        seen.append(weakref.ref(result))
+        return result
+
+    watched.register_fake(torch.empty_like)
+
+    def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(12):
+            x, y = watched(x), watched(y)
+        return x + y
+
+    x, y = torch.ones(2), torch.ones(2)
+    gc.disable()
+    try:
+        assert torch.equal(run_on(chain, 2, x, y).replay([x, y])[0], torch.full((2,), 26.0))
+    finally:
+        gc.enable()
+    assert max(alive) <= 4
+    assert sum(one() is not None for one in seen) == 0
+
+
+def test_two_callers_at_once() -> None:
+    x, y = torch.randn(30, 30), torch.randn(30, 30)
+    run = run_on(two_branches(lambda a: (a @ a).tanh(), lambda b: (b @ b).sin()), 2, x, y)
+    expected = run.replay([x, y])
+    wrong: list[int] = []
+
+    def work() -> None:
+        wrong.extend(i for i in range(30) if not all(map(torch.equal, run.replay([x, y]), expected)))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not wrong
+
+
+SCRIPT = """
+import os, sys, threading, torch
+sys.path[:0] = {path!r}
+from test_threads import run_on, two_branches
+torch.set_num_threads(1)
+x, y = torch.randn(8, 8), torch.randn(8, 8)
+run = run_on(two_branches(torch.sin, torch.cos), 2, x, y)
+expected = run.replay([x, y])
+"""
+
+
+def script(rest: str) -> Any:
+    import support
+
+    paths = [os.path.dirname(__file__), os.path.dirname(support.__file__)]
+    return run_python(SCRIPT.format(path=paths) + rest)
+
+
+def test_a_forked_child_has_workers_of_its_own() -> None:
+    result = script(
+        "child = os.fork()\n"
+        "assert all(map(torch.equal, run.replay([x, y]), expected))\n"
+        "if not child: os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "print('both')"
+    )
+    assert result.stdout.strip() == "both", result.stderr
+
+
+def test_workers_are_joined_before_the_interpreter_ends() -> None:
+    result = script(
+        "import atexit\n"
+        "def late():\n"
+        "    assert all(map(torch.equal, run.replay([x, y]), expected)); print('late')\n"
+        "import manyhands.backends.torch.threads_and_modes as w\n"
+        "atexit.unregister(w._close); atexit.register(late); \n"
+        "atexit.register(lambda: print(sum(t.name.startswith('manyhands') for t in threading.enumerate())))\n"
+        "atexit.register(w._close)\n"
+        "print(sum(t.name.startswith('manyhands') for t in threading.enumerate()))"
+    )
+    assert result.stdout.split() == ["1", "0", "late"], result.stderr
+    assert result.returncode == 0
+
+
+# The choice
+
+
+def test_not_a_number_is_no_small_difference() -> None:
+    nan, one = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0])
+    assert planning.equal([nan], [nan.clone()]) == (True, 0.0)
+    assert planning.equal([nan], [one]) == (False, float("inf"))
+    assert planning.equal([one], [nan]) == (False, float("inf"))
+    assert planning.equal([one / 0], [one]) == (False, float("inf"))
+    assert planning.equal([one / 0, nan], [one / 0, nan])[0]
+
+
+def test_plain_values_that_differ_are_no_small_difference() -> None:
+    one, far = torch.ones(2), (False, float("inf"))
+    assert planning.equal([one, 1, "a", None, float("nan")], [one, 1, "a", None, float("nan")]) == (True, 0.0)
+    for ours, plain in [(1, 2), (1, 1.0), (True, 1), ("a", "b"), (None, 0), (0.1, 0.1 + 1e-12), (one, 1), (None, one)]:
+        assert planning.equal([one, ours], [one, plain]) == far
+    assert planning.equal([one.double()], [one]) == far
+
+
+def test_what_is_chosen_is_right_and_not_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is stood in for: of the ways that were tried one is twice as fast, or all are nearly as fast."""
+
+    def branches(*xs: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+        for x in xs:
+            for _ in range(4):
+                x = (x @ x).tanh_()
+            results.append(x)
+        return results
+
+    inputs = [torch.randn(64, 64) for _ in range(4)]
+    expected = branches(*inputs)
+    for fastest, others in ((0.5, 1.0), (0.98, 0.99)):
+
+        def race(ways: Any, _: Any, last: float = fastest, middle: float = others) -> list[list[float]]:
+            return [[seconds] * 3 for seconds in (1.0, *[middle] * (len(ways) - 2), last)]
+
+        monkeypatch.setattr(choose_cpu, "race", race)
+        fast = Parallel(branches, planning)
+        results = fast(*inputs)
+        assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(results, expected, strict=True))
+        assert fast.planned.seconds[fast.planned.name] == (0.5 if fastest == 0.5 else 1.0)
+
+
+def test_trying_out_leaves_no_trace() -> None:
+    def noisy(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        total.add_(1)
+        return torch.rand_like(x) + x
+
+    fast = Parallel(noisy, planning)
+    torch.manual_seed(5)
+    total = torch.zeros(3)
+    result = fast(torch.zeros(4), total)
+    torch.manual_seed(5)
+    assert torch.equal(result, torch.rand(4))
+    assert total.tolist() == [1, 1, 1]
+
+
+def test_synchronous_runs_the_schedules_order_in_the_callers_thread() -> None:
+    where: list[int] = []
+
+    @torch.library.custom_op("manyhands_tests::told", mutates_args=())
+    def told(x: torch.Tensor) -> torch.Tensor:
+        where.append(threading.get_ident())
+        return x + 1
+
+    told.register_fake(torch.empty_like)
+    slow = Parallel(two_branches(told, told), planning, synchronous=True)
+    x = torch.ones(2)
+    where.clear()
+    sums, differences = slow(x, x.clone())
+    assert sums.tolist() == [12, 12]
+    assert differences.tolist() == [0, 0]
+    assert set(where) == {threading.get_ident()}
+    assert "synchronous" in slow.explain()
+    assert slow.planned.schedule is not None
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda: torch.backends.cudnn.flags(enabled=False),
+        lambda: torch.backends.cudnn.flags(deterministic=True),
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ],
+)
+def test_a_choice_of_kernels_is_another_plan(chosen: Callable[[], Any]) -> None:
+    """On a GPU the first one's graph would keep its own kernels."""
+    fast, x = Parallel(lambda x: x @ x + x, planning), torch.rand(8, 8)
+    plans = []
+    for around in (contextlib.nullcontext, chosen, contextlib.nullcontext):
+        with around():
+            fast(x)
+        plans.append(fast._last)
+    assert plans[1] is not plans[0]
+    assert plans[2] is plans[0]
+
+
+def test_autocast_is_not_applied_twice() -> None:
+    x = torch.randn(8, 8)
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = x @ x
+        return y + (x @ x).float()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run = run_on(mixed, 2, x)
+        assert torch.equal(run.replay([x])[0], mixed(x))
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_explicit_tasks_know_views_and_carry_the_grad_mode() -> None:
+    x = torch.zeros(4)
+    top, whole = x[:2], x.view(2, 2)
+    with torch.no_grad(), parallel(threads=2, memory_of=memory_of, bound=bound):
+        task(lambda t: time.sleep(0.02) or t.add_(1), writes=(top,))(top)
+        assert task(lambda t: t.sum().item())(whole).result() == 2
+        assert task(torch.is_grad_enabled)().result() is False
+
+
+def test_calls_that_take_long_are_tried_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: plain execution takes as many seconds as are given, and so do others."""
+    now, called = 0.0, list[int]()
+
+    def taking(number: int, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal now
+            now += seconds
+            called.append(number)
+
+        return run
+
+    monkeypatch.setattr(choose_cpu.time, "perf_counter", lambda: now)
+    times = choose_cpu.race([taking(0, 4.0), taking(1, 3.0), taking(2, 6.0)], lambda: None)
+    assert times == [[4.0, 4.0], [3.0, 3.0], [6.0, 6.0]]
+    assert [called.count(number) for number in range(3)] == [2, 2, 1]
+    called.clear()
+    times = choose_cpu.race([taking(0, 0.01), taking(1, 0.02)], lambda: None)
+    assert [len(one) for one in times] == [30, 30]
+    assert [called.count(number) for number in range(2)] == [31, 31]  # the first round is the warm-up

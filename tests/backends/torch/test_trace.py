@@ -1,0 +1,302 @@
+"""From functions to tasks: memories, effects, gradients, and that tracing touches nothing of the caller's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+
+from manyhands.backends.torch import planning  # noqa: E402
+from manyhands.backends.torch.capture import trace  # noqa: E402
+from manyhands.errors import CannotTrace, NotYet  # noqa: E402
+from manyhands.parallel.function import Parallel  # noqa: E402
+from manyhands.schedule.graph import graph  # noqa: E402
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1, 0])
+
+
+def traced(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> trace.Trace:
+    return planning.trace(function, planning.call(arguments, keywords))
+
+
+def task(found: trace.Trace, name: str) -> Any:
+    return next(one for one in found.tasks if one.name == name)
+
+
+def planned(function: Callable[..., Any]) -> Parallel:
+    """With the traced code always used, in the caller's thread: what it computes is what is looked at."""
+    return Parallel(function, planning, synchronous=True)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+# Memories
+
+
+def test_tasks_read_what_they_take_and_write_what_they_make() -> None:
+    found = traced(lambda x: (x @ x).relu(), torch.ones(3, 3))
+    product, relu = found.tasks
+    assert product.writes & relu.reads
+    assert not product.writes & product.reads
+
+
+def test_a_view_shares_the_memory_of_its_base_and_an_in_place_operation_writes_it() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        y.view(-1).mul_(2)
+        return y * 3
+
+    found = traced(function, torch.ones(2, 2))
+    assert task(found, "mul_").writes & task(found, "add").writes
+    assert task(found, "mul_").writes & task(found, "mul").reads
+
+
+def test_batch_normalisation_writes_its_running_statistics() -> None:
+    layer = nn.BatchNorm1d(4)
+    found = traced(lambda x: layer(x).detach(), X)
+    constants = {getattr(found.module, str(node.target)).data_ptr(): found.storages[node] for node in found.constants}
+    written = task(found, "native_batch_norm").writes
+    assert constants[layer.running_mean.data_ptr()] <= written  # type: ignore[union-attr]
+    assert constants[layer.running_var.data_ptr()] <= written  # type: ignore[union-attr]
+    assert constants[layer.num_batches_tracked.data_ptr()] <= task(found, "add_").writes  # type: ignore[union-attr]
+    layer.eval()  # then it only reads them
+    found = traced(lambda x: layer(x).detach(), X)
+    assert not any(task(found, "native_batch_norm").writes & found.storages[node] for node in found.constants)
+
+
+def test_random_numbers_keep_their_order_even_if_nobody_takes_them() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch.rand(3)
+        return x + torch.rand(3)
+
+    found = traced(function, torch.ones(3))
+    assert [one.token for one in found.tasks if one.name == "rand"] == ["random numbers of cpu"] * 2
+    fast = planned(function)
+    torch.manual_seed(1)
+    expected = function(torch.ones(3))
+    torch.manual_seed(1)
+    assert torch.equal(fast(torch.ones(3)), expected)
+
+
+def test_a_convolutions_backward_is_taken_apart() -> None:
+    weight = torch.randn(2, 1, 3, 3, requires_grad=True)
+    first = torch.randn(1, 1, 3, 3, requires_grad=True)
+
+    def function(x: torch.Tensor) -> Any:
+        y = nn.functional.conv2d(nn.functional.conv2d(x, first), weight)
+        return torch.autograd.grad(y.square().sum(), [weight, first])
+
+    x = torch.randn(1, 1, 8, 8)
+    masks = [step.node.args[-1] for step in traced(function, x).steps if step.task.name == "convolution_backward"]
+    assert [True, False, False] in masks
+    assert [False, True, False] in masks
+    for one, other in zip(planned(function)(x), function(x), strict=True):
+        assert torch.equal(one, other)
+
+
+# Tracing touches nothing
+
+
+def everything(model: nn.Module) -> list[Any]:
+    values = [value.clone() for value in model.state_dict().values()]
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*values, *gradients, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["no gradients yet", "gradients from before"])
+def test_tracing_touches_nothing_of_the_callers(before: bool) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    if before:
+        step(X, Y)
+    kept = [parameter.grad for parameter in model.parameters()]
+    known, state = everything(model), copy.deepcopy(optimizer.state_dict())
+    if before:
+        traced(step, X, Y)
+    else:
+        with pytest.raises(NotYet, match="optimizer"):
+            traced(step, X, Y)
+    for one, other in zip(everything(model), known, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), kept, strict=True))
+    now = optimizer.state_dict()["state"]
+    assert now.keys() == state["state"].keys()
+    for number, entry in now.items():
+        assert torch.equal(entry["momentum_buffer"], state["state"][number]["momentum_buffer"])
+
+
+class _Twice(torch.autograd.Function):
+    """Its parameter is seen only in the operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, gradient * ctx.saved_tensors[0] * 2
+
+
+def test_gradients_through_an_own_function_are_noticed() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = _Twice.apply(x, weight).sum()
+        loss.backward()
+        return loss.detach()
+
+    fast = planned(step)
+    for number in (1, 2, 3):
+        fast(torch.ones(3))
+        assert torch.equal(weight.grad, torch.full((3,), 2.0 * number))
+    assert "plain execution" not in fast.explain()
+
+
+def test_a_failing_trace_leaves_no_made_up_gradient() -> None:
+    model = nn.Linear(4, 2)
+
+    def step(x: torch.Tensor) -> float:
+        loss = model(x).sum()
+        loss.backward()
+        return loss.item()
+
+    with pytest.raises(CannotTrace):
+        traced(step, X)
+    assert model.weight.grad is None
+    assert planned(step)(X) == pytest.approx(float(model(X).sum().detach()))
+    assert type(model.weight.grad) is torch.Tensor
+
+
+# What is not traced, and why
+
+
+TAKEN = torch.ones(3)
+COUNTS: list[int] = []
+
+
+def _catches(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x * TAKEN.tolist()[0]
+    except RuntimeError:
+        return x
+
+
+def _counts(x: torch.Tensor) -> torch.Tensor:
+    COUNTS.append(1)
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: x, "one of the arguments"),
+        (lambda x: x.view(-1), "shares its memory"),
+        (lambda x: x.add_(1), "shares its memory"),
+        (lambda x: TAKEN, "from outside"),
+        (lambda x: x + 1 if x.sum() > 0 else x - 1, "needs a tensor's value"),
+        (lambda x: x[x > 0], "depends on values"),
+        (lambda x: x * TAKEN.sum().item(), "depends on values"),
+        (lambda x: x * TAKEN.tolist()[0], "reads numbers"),
+        (_counts, "COUNTS"),
+        (_catches, "reads numbers"),
+    ],
+)
+def test_the_reason_is_told_and_plain_execution_used(function: Callable[..., Any], reason: str) -> None:
+    with pytest.raises(CannotTrace, match=reason):
+        traced(function, torch.ones(3))
+    COUNTS.clear()
+    fast = planned(function)
+    assert torch.equal(fast(torch.ones(3)), function(torch.ones(3)))
+    assert "plain execution" in fast.explain()
+
+
+def test_python_state_is_put_back_after_tracing_and_changed_by_the_call() -> None:
+    COUNTS.clear()
+    planned(_counts)(torch.ones(3))
+    assert COUNTS == [1]
+
+
+def test_arguments_that_share_memory_are_run_as_they_are() -> None:
+    x = torch.ones(4)
+    fast = planned(lambda a, b: a + b.mul_(2))
+    assert torch.equal(fast(x, x[:]), torch.full((4,), 4.0))
+    assert "share memory" in fast.explain()
+
+
+def test_a_gradient_that_would_go_into_an_argument_is_left_to_plain_execution() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        loss = x.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    x = torch.ones(3, requires_grad=True)
+    fast = planned(function)
+    fast(x)
+    fast(x)
+    assert torch.equal(x.grad, torch.full((3,), 4.0))
+    assert "reaches an argument" in fast.explain() or ".grad" in fast.explain()
+
+
+def test_an_argument_that_is_written_to_is_written_to() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+    fast, x = planned(function), torch.ones(3)
+    assert torch.equal(fast(x), torch.full((3,), 4.0))
+    assert torch.equal(fast(x), torch.full((3,), 6.0))
+    assert torch.equal(x, torch.full((3,), 3.0))
+
+
+def test_users_of_parts_come_after_the_split() -> None:
+    """A part of several views has no memory of its own: only the handle orders its users behind the split."""
+    found = trace.trace(lambda x: [part * 2 for part in x.split(2)], [torch.randn(6, 3)])
+    names = [step.task.name for step in found.steps]
+    needs = graph(found.tasks).needs
+    assert names.count("mul") == 3
+    for number, name in enumerate(names):
+        if name == "mul":
+            assert names.index("split") in needs[number]
+
+
+def test_two_users_of_one_weight_do_not_wait_for_each_other() -> None:
+    """Each takes a view of it, which is no write; after an update of the weight they do wait."""
+    layer = nn.Linear(4, 4)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        with torch.no_grad():
+            first, second = layer(x), layer(y)
+            parts = [x * part for part in layer.weight.split(2)[0].unbind()]
+            layer.weight.mul_(2)
+            return first, second, *parts, layer(x)
+
+    found = traced(function, X, X + 1)
+    names = [step.task.name for step in found.steps]
+    needed = graph(found.tasks).needs
+    before: list[set[int]] = []
+    for earlier in needed:
+        before.append(set(earlier).union(*(before[one] for one in earlier)))
+    products = [number for number, name in enumerate(names) if name == "addmm"]
+    update = names.index("mul_")
+    assert products[0] not in before[products[1]]
+    assert set(products[:2]) <= before[update]
+    assert {number for number, name in enumerate(names) if name == "mul"} <= before[update]
+    assert update in before[products[2]]

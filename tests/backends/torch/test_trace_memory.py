@@ -1,0 +1,272 @@
+"""Which tensors share memory: what schemas and storages do not say, results of one operation, arrays of NumPy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_threads import scheduled, traced
+from torch import nn
+from torch.fx import Interpreter, Node
+from torch.utils._pytree import tree_leaves
+
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.addresses import shown_by
+from manyhands.backends.torch.capture import call as torch_call
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.run.bindings import native
+from manyhands.parallel.equality import Judge
+from manyhands.parallel.function import Parallel
+from manyhands.schedule.check import check
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import lanes_for, schedule, schedule_beside
+from manyhands.schedule.task import needs
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
+)
+
+
+def planned(function: Callable[..., Any]) -> Parallel:
+    """The traced code is always used."""
+    return Parallel(function, planning, synchronous=True)
+
+
+# What is really so
+
+
+class Observer(Interpreter):
+    """Runs a trace, and compares who really shares memory with what the trace says."""
+
+    def __init__(self, found: Trace) -> None:
+        super().__init__(found.module)
+        self._found = found
+        self.unknown: set[str] = set()
+
+    def run_node(self, n: Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        result = native(n)(*args, **kwargs) if hasattr(n.target, "_schema") else n.target(*args, **kwargs)  # type: ignore[operator]
+        given = {one: tree_leaves(self.env[one]) for one in n.all_input_nodes}
+        for tensor in _tensors(result):
+            for one, values in given.items():
+                if any(_share(tensor, other) for other in _tensors(values)):
+                    self._must_be_known(n, self._found.storages[n] & self._found.storages[one])
+        for one, other in itertools.combinations(_tensors(result), 2):
+            if _share(one, other) and _overlap(one, other):
+                self._must_be_known(n, _views(n))
+        return result
+
+    def _must_be_known(self, node: Node, known: Any) -> None:
+        if not known:
+            self.unknown.add(str(node.target))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+def _views(node: Node) -> bool:
+    return len({value.untyped_storage()._cdata for value in _tensors(node.meta["val"])}) == 1
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = one.untyped_storage(), other.untyped_storage()
+    return bool(first.nbytes()) and first.data_ptr() == second.data_ptr()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (start, behind), (first, end) = shown_by(one), shown_by(other)
+    return start < end and first < behind
+
+
+def attention(kind: torch.dtype) -> Callable[..., Any]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16, dtype=kind) for _ in range(2)]
+
+    def function(x: torch.Tensor) -> Any:
+        q, k = (layer(x) for layer in layers)
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ k
+        return torch.autograd.grad(y.float().square().mean(), [p for layer in layers for p in layer.parameters()])
+
+    return function
+
+
+def of_module(module: nn.Module) -> Callable[..., Any]:
+    def function(x: torch.Tensor) -> Any:
+        loss = sum(one.float().square().mean() for one in _tensors(module(x)))
+        return torch.autograd.grad(loss, list(module.parameters()))  # type: ignore[arg-type]
+
+    return function
+
+
+PROGRAMS: dict[str, tuple[Callable[[], Callable[..., Any]], tuple[int, ...], torch.dtype]] = {
+    "attention": (lambda: attention(torch.float32), (2, 3, 5, 16), torch.float32),
+    "attention, bf16": (lambda: attention(torch.bfloat16), (2, 3, 5, 16), torch.bfloat16),
+    "LSTM": (lambda: of_module(nn.LSTM(8, 5, num_layers=2)), (4, 3, 8), torch.float32),
+    "GRU": (lambda: of_module(nn.GRU(8, 5)), (4, 3, 8), torch.float32),
+    "GRU cell": (lambda: of_module(nn.GRUCell(8, 5)), (4, 8), torch.float32),
+    "transformer": (
+        lambda: of_module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)),
+        (4, 3, 8),
+        torch.float32,
+    ),
+    "images": (
+        lambda: of_module(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))),
+        (2, 3, 8, 8),
+        torch.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_trace_knows_all_that_really_shares_memory(name: str) -> None:
+    make, shape, kind = PROGRAMS[name]
+    x = torch.randn(shape).to(kind)
+    found, tensors = traced(make(), x)
+    observer = Observer(found)
+    with torch.no_grad():
+        observer.run(*tensors)
+    assert not observer.unknown
+
+
+# Views that do not say so
+
+
+@pytest.mark.parametrize("way", [schedule, schedule_beside])
+@pytest.mark.parametrize("name", ["attention, bf16", "GRU cell"])
+def test_who_takes_a_value_comes_after_who_makes_it(name: str, way: Any) -> None:
+    """Also where values are known by their memory alone, as on a GPU: in every order that the checker lets pass."""
+    make, shape, kind = PROGRAMS[name]
+    found, _ = traced(make(), torch.randn(shape).to(kind))
+    assert any(step.task.name.startswith(("_unsafe", "unsafe")) for step in found.steps)
+    before: list[set[int]] = []
+    for earlier in needs(found.tasks):
+        before.append(earlier.union(*(before[one] for one in earlier)))
+    made_by = {node: number for number, step in enumerate(found.steps) for node in step.nodes}
+    for number, step in enumerate(found.steps):
+        makers = {made_by[one] for node in step.nodes for one in node.all_input_nodes if one in made_by} - {number}
+        assert makers <= before[number]
+    program = graph(found.tasks)
+    for lanes in (2, 3):
+        made = way(program, lanes_for(program, lanes))
+        check(made)
+        place = {task: number for number, task in enumerate(made.order)}
+        assert all(place[other] < place[number] for number, others in enumerate(before) for other in others)
+
+
+# Results of one operation
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_both_bias_gradients_of_an_lstm_have_their_own_memory(layers: int) -> None:
+    layer = nn.LSTM(8, 5, num_layers=layers)
+
+    def gradients(x: torch.Tensor) -> Any:
+        return torch.autograd.grad(layer(x)[0].square().mean(), list(layer.parameters()))
+
+    def backward(x: torch.Tensor) -> torch.Tensor:
+        layer.zero_grad()
+        loss = layer(x)[0].square().mean()
+        loss.backward()
+        return loss.detach()
+
+    x = torch.randn(4, 3, 8)
+    fast = planned(gradients)
+    found, expected = fast(x), gradients(x)
+    assert "synchronous" in fast.explain()
+    assert not planning.overlapping(found)
+    for one, other in zip(found, expected, strict=True):
+        one.mul_(0.5)  # as clipping does
+        other.mul_(0.5)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    planned(backward)(x)
+    assert not planning.overlapping([one.grad for one in layer.parameters()])
+
+
+def test_results_that_share_memory_where_plain_ones_do_not_are_refused() -> None:
+    x = torch.ones(3)
+    found, _ = traced(lambda x: (x + 1, x + 1), x)
+    call = torch_call.call((x,), {})
+    one, other = torch.full((3,), 2.0), torch.full((3,), 2.0)
+    judge = Judge(planning, found, call, [one, other], [])
+    assert judge.refused([one, one]) == ("two of its results share memory", "")
+    assert judge.refused([one, other.clone()]) == (None, ", equal to the bit")
+    halves = torch.full((6,), 2.0).split(3)  # of one memory, but not of the same bytes
+    assert judge.refused(halves) == (None, ", equal to the bit")
+    both = Judge(planning, found, call, [one, one], [])
+    assert both.refused([one, other]) == (None, ", equal to the bit")
+
+
+# Arrays of NumPy
+
+
+def test_tensors_from_outside_that_show_one_array_are_one_memory() -> None:
+    array = np.zeros(8, dtype=np.float32)
+    whole, again, rest = torch.from_numpy(array), torch.from_numpy(array), torch.from_numpy(array[2:])
+    other = torch.from_numpy(np.zeros(8, dtype=np.float32))
+
+    def function(x: torch.Tensor) -> Any:
+        whole.add_(x)
+        a = again * 2
+        rest.mul_(3)
+        other.add_(1)
+        return a, whole + 1, again.sum()
+
+    found, _ = traced(function, torch.ones(8))
+    memories = {id(getattr(found.module, str(node.target))): found.storages[node] for node in found.constants}
+    assert memories[id(whole)] == memories[id(again)] == memories[id(rest)]
+    assert not memories[id(other)] & memories[id(whole)]
+    for lanes in (1, 2, 3):
+        made = scheduled(found, lanes)
+        run = planning.thread_run(found, planning.plan_of(made), lanes)
+        for _ in range(5):
+            array[:] = 0
+            expected = [one.clone() for one in function(torch.ones(8))]
+            kept, array[:] = array.copy(), 0
+            for one, two in zip(run.replay([torch.ones(8)]), expected, strict=True):
+                assert torch.equal(one, two)
+            assert np.array_equal(array, kept)
+
+
+def test_arguments_that_show_one_array_are_known_to_share_it() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = y * 1
+        x.add_(1)
+        return y + z
+
+    fast = planned(function)
+    for second in (slice(0, 8), slice(1, 9)):
+        assert torch.equal(fast(torch.zeros(8), torch.zeros(8)), torch.zeros(8))
+        assert "synchronous" in fast.explain()
+        array, again = np.zeros(9, dtype=np.float32), np.zeros(9, dtype=np.float32)
+        ours = fast(torch.from_numpy(array[:8]), torch.from_numpy(array[second]))
+        assert "share memory" in fast.explain()
+        assert torch.equal(ours, function(torch.from_numpy(again[:8]), torch.from_numpy(again[second])))
+    pair = torch.zeros(16)
+    fast(pair[:8], pair[8:])
+    assert "share memory" in fast.explain()  # one memory, as PyTorch knows it
+
+
+def test_an_argument_and_a_tensor_from_outside_that_show_one_array() -> None:
+    array = np.zeros(9, dtype=np.float32)
+    state = torch.from_numpy(array[:8])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        before = x * 1
+        state.add_(1)
+        return x + before
+
+    fast = planned(function)
+    fast(torch.zeros(8))
+    for x in (torch.from_numpy(array[:8]), torch.from_numpy(array[1:])):
+        array[:] = 0
+        expected = function(x)
+        array[:] = 0
+        assert torch.equal(fast(x), expected)

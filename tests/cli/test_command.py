@@ -1,0 +1,267 @@
+"""The command, as a user runs it."""
+
+from __future__ import annotations
+
+import argparse
+import doctest
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import run_command
+
+from manyhands import machine
+from manyhands.backends.fake import FakeBackend, FakeDevice
+from manyhands.cli import devices, flags, main, parser, probe
+from manyhands.placement import measure
+
+
+def test_help_and_version() -> None:
+    assert "devices" in run_command().stdout
+    assert run_command("--help").returncode == 0
+    assert run_command("--version").stdout.startswith("manyhands ")
+
+
+def test_every_option_has_a_help_text_and_its_default() -> None:
+    top = parser()
+    (commands,) = [action for action in top._actions if isinstance(action, argparse._SubParsersAction)]
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            assert action.help, f"{name} {action.dest}"
+            if action.option_strings and not action.required and action.dest != "help":
+                assert "default:" in action.help, f"{name} {action.dest}"
+
+
+def test_errors_of_the_library_are_put_into_the_words_of_the_command() -> None:
+    assert doctest.testmod(flags).failed == 0
+    told = flags.in_command_words("batch_size=2 is smaller than the number of devices, 3; precision='bf16', lr=-0.1")
+    assert told == "--batch-size 2 is smaller than the number of devices, 3; --precision bf16, --lr -0.1"
+
+
+def test_an_unknown_command_is_refused() -> None:
+    result = run_command("divices")
+    assert result.returncode == 2
+    assert "devices" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "command", "meant"),
+    [
+        (["train", "--learning-rate", "3"], "train", "--learning-rate 3; did you mean --lr?"),
+        (["train", "--num-epochs=3"], "train", "--num-epochs=3; did you mean --epochs?"),
+        (["devices", "--jsno"], "devices", "--jsno; did you mean --json?"),
+        (["parity", "mlp", "--batchsize", "4"], "parity", "did you mean --batch-size?"),
+        (["convert", "x", "--to", "jax", "--xyz"], "convert", "unrecognized arguments: --xyz\n"),
+    ],
+)
+def test_an_unknown_option_is_told_what_it_may_be(
+    given: list[str], command: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(given)
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: manyhands {command} ")
+    assert meant in said
+
+
+def test_no_framework_is_a_useful_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("manyhands.cli.probe.FRAMEWORKS", ())
+    assert main(["devices"]) == 0
+    shown = capsys.readouterr().out
+    assert "host: " in shown
+    assert "pip install 'manyhands[torch]'" in shown
+
+
+def test_measuring_gives_every_figure() -> None:
+    backend = FakeBackend(gpus=1)
+    figures = dict(measure.speed(backend, FakeDevice("gpu", 0), megabytes=1))
+    assert list(figures) == measure.steps() == list(devices._COLUMNS)
+    assert figures["host_to_device"] > 0  # type: ignore[operator]
+    assert figures["host_to_device_pinned"] is None
+    assert figures["device_to_device"] > 0  # type: ignore[operator]
+    assert dict(measure.speed(backend, backend.cpu(), megabytes=1))["host_to_device"] is None
+
+
+def ask(program: str, monkeypatch: pytest.MonkeyPatch, **callbacks: Any) -> dict[str, Any]:
+    """What the command makes of a child that runs this program."""
+    monkeypatch.setattr(probe, "_command", lambda framework, measured: [sys.executable, "-c", program])
+    ignore = {"expect": lambda count: None, "progress": lambda text: None}
+    return probe.ask("torch", measured=False, **{**ignore, **callbacks})
+
+
+def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_SECONDS", 1)
+    start = time.monotonic()
+    program = "import sys, time; sys.stdout.close(); time.sleep(60)"
+    for hangs in (program, "import time; print('{}', flush=True); time.sleep(60)"):
+        assert "within 1 seconds" in ask(hangs, monkeypatch)["error"]
+    assert time.monotonic() - start < 30
+
+
+def test_a_child_that_is_noisy_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import sys; sys.stderr.write('x' * 1_000_000)\n"
+        "sys.stdout.buffer.write(b'\\xff\\n')\n"
+        "print('{not json'); print('{1: 2}'); print('[1]'); print('7'); print()\n"
+        'print(\'{"expect": 7}\'); print(\'{"progress": "one"}\'); print(\'{"report": {"framework": "x"}}\')'
+    )
+    counts: list[int] = []
+    texts: list[str] = []
+    assert ask(program, monkeypatch, expect=counts.append, progress=texts.append) == {"framework": "x"}
+    assert (counts, texts) == ([7], ["one"])
+
+
+def test_a_child_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask("raise SystemExit('the driver is broken')", monkeypatch)["error"] == "the driver is broken"
+    assert ask("raise SystemExit(3)", monkeypatch)["error"] == "exit status 3"
+    missing = "from manyhands.errors import FrameworkMissing; raise FrameworkMissing('jax is not installed')"
+    assert ask(missing, monkeypatch)["error"] == "jax is not installed"
+
+
+def test_files_in_the_current_folder_are_not_taken_for_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json.py", "rich.py", "torch.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(tmp_path)
+    command = [*probe._command("torch", measured=False)[:-1], "no_such_framework"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "no_such_framework" in done.stderr
+    assert "shadowed" not in done.stderr
+
+
+def test_a_folder_is_no_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "framework_folder" / "data").mkdir(parents=True)
+    (tmp_path / "framework_file.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(probe, "FRAMEWORKS", ("framework_folder", "framework_file", "framework_nowhere"))
+    assert probe.installed() == ["framework_file"]
+
+
+SPEED = {"host_to_device": 3456.7, "matmul_float32": 0.00012, "device_to_device": 12.34, "matmul_bfloat16": None}
+
+
+def answer(framework: str, **changes: Any) -> dict[str, Any]:
+    row = {"device": "virtual:10", "name": "A Processor With Quite A Long Name @ 3.50GHz", "uuid": None, "kind": "gpu"}
+    row |= {"memory": {"total": 2**40, "free": 2**40}, "capability": "12.1", "index": 10}
+    row |= {"speed": {name: SPEED.get(name, 123.4) for name in measure.steps()}, "load_percent": 100.0, **changes}
+    return {"framework": framework, "version": "2.21.0+cu130", "virtual": 0, "devices": [row, row]}
+
+
+def test_no_figure_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(
+        "manyhands.cli.devices._ask_all", lambda *_, **__: [answer("tensorflow"), answer("mxnet", memory=None)]
+    )
+    assert main(["devices", "--measure"]) == 0
+    shown = capsys.readouterr().out
+    for figure in ("3457", "0.00012", "12.3", "123", "1024.0", "12.1", "virtual:10", "2.21.0+cu130"):
+        assert figure in shown, figure
+    assert "…" not in shown.partition("fp32")[2]  # the name of a processor may be cut, a figure never
+    assert "page-locked" in shown
+
+
+def test_the_progress_counts_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.progress import Progress
+
+    seen: list[tuple[float, float | None]] = []
+
+    def fake(framework: str, *, measured: bool, expect: Any, progress: Any) -> dict[str, Any]:
+        expect(14)
+        for i in range(14):
+            progress(f"figure {i}")
+        return answer(framework)
+
+    class Watched(Progress):
+        def update(self, *arguments: Any, **changes: Any) -> None:
+            super().update(*arguments, **changes)
+            seen.append((self.tasks[0].completed, self.tasks[0].total))
+
+    monkeypatch.setattr(probe, "ask", fake)
+    monkeypatch.setattr("rich.progress.Progress", Watched)
+    devices._ask_all(["torch", "jax"], measured=True, quiet=True)
+    assert seen[-1] == (30, 30)
+    assert all(done <= (total or 0) for done, total in seen)
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    program = [sys.executable, "-m", "manyhands", "devices", "--framework", "torch"]
+    for options in ([], ["--json"]):
+        child = subprocess.Popen([*program, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        complaint = child.stderr.read()
+        assert (child.wait(), "Broken" in complaint) == (0, False), complaint
+
+
+class Silent:
+    """A driver that tells nothing of the first GPU's memory, and has lost the second."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_TEMPERATURE_GPU = 0
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"580.1"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index:
+            raise self.NVMLError("GPU is lost")
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return "GPU-0"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "Card"
+
+    def refuse(self, *arguments: object) -> None:
+        raise self.NVMLError("Not Supported")
+
+    nvmlDeviceGetMemoryInfo = nvmlDeviceGetUtilizationRates = refuse
+    nvmlDeviceGetCudaComputeCapability = nvmlDeviceGetTemperature = refuse
+
+
+def test_a_driver_that_tells_little_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Silent())
+    assert machine.gpus() == [machine.GpuFacts(0, "GPU-0", "Card", None, None, None, None, "580.1")]
+    assert machine.why_no_gpus() is None
+    monkeypatch.setattr(Silent, "nvmlDeviceGetCount", Silent.refuse)
+    assert machine.gpus() == []
+    assert "sees no GPU" in str(machine.why_no_gpus())
+    monkeypatch.setattr(Silent, "nvmlInit", lambda self: 1 / 0)
+    assert machine.gpus() == []
+    assert "no NVIDIA driver answers" in str(machine.why_no_gpus())
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "pip install" in str(machine.why_no_gpus())
+
+
+def test_facts_of_the_host() -> None:
+    host = machine.host()
+    assert host.name
+    assert 1 <= host.usable_cores <= host.cores
+    assert 0 < host.memory.free <= host.memory.total
+
+
+def test_gpus_are_found_or_explained() -> None:
+    assert bool(machine.gpus()) == (machine.why_no_gpus() is None)
+
+
+def test_visible_devices_renumber_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = [machine.GpuFacts(i, f"GPU-{i}aaa", "H", machine.host_memory(), None, None, None, "1") for i in range(3)]
+    monkeypatch.setattr(machine, "gpus", lambda: facts)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine.visible_uuid(1) == "GPU-1aaa"
+    assert machine.visible_uuid(3) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-0")
+    assert [machine.visible_uuid(i) for i in range(3)] == ["GPU-2aaa", "GPU-0aaa", None]

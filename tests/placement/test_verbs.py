@@ -1,0 +1,311 @@
+"""The verbs on the fake backend: properties, counts of what is done, and faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from manyhands import tree
+from manyhands.backends.fake import FakeBackend, FakeDevice, FakeModel, FakeTensor, Faults
+from manyhands.device import Device, DeviceRecord
+from manyhands.errors import (
+    BadBatch,
+    BadDevice,
+    DeviceError,
+    DeviceMismatch,
+    NoSuchDevice,
+    NotATensor,
+    PlacementFailed,
+    SeveralDevices,
+    VirtualDevicesError,
+)
+from manyhands.placement.verbs import Verbs
+
+GPU0, GPU1 = FakeDevice("gpu", 0), FakeDevice("gpu", 1)
+
+
+def door(gpus: int = 2, faults: Faults | None = None) -> tuple[Verbs[FakeTensor, FakeDevice], FakeBackend]:
+    backend = FakeBackend(gpus, faults)
+    return Verbs(backend), backend
+
+
+tensors = st.builds(
+    FakeTensor, st.lists(st.integers(), min_size=1, max_size=4), st.sampled_from([FakeDevice("cpu"), GPU0, GPU1])
+)
+trees = st.recursive(
+    tensors | st.text(max_size=2) | st.integers(),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=2), children, max_size=4),
+    max_leaves=12,
+)
+
+
+def _tensors(value: Any) -> list[FakeTensor]:
+    return [leaf for leaf in tree.flatten(value)[0] if isinstance(leaf, FakeTensor)]
+
+
+@given(trees)
+def test_to_moves_what_is_elsewhere_and_nothing_else(value: Any) -> None:
+    mh, backend = door()
+    moved = mh.to(value, GPU1)
+    assert [t.data for t in _tensors(moved)] == [t.data for t in _tensors(value)]
+    assert {t.device for t in _tensors(moved)} <= {GPU1}
+    elsewhere = {id(t) for t in _tensors(value) if t.device != GPU1}
+    assert backend.calls == ["move"] * len(elsewhere)
+    assert mh.to(moved, GPU1) is moved
+    assert mh.to(value, GPU1, wait=False).result() is not None
+
+
+@given(trees)
+def test_copy_shares_no_memory(value: Any) -> None:
+    mh, backend = door()
+    made = mh.copy(value)
+    before, after = _tensors(value), _tensors(made)
+    assert [(t.data, t.device) for t in before] == [(t.data, t.device) for t in after]
+    assert not {id(t) for t in before} & {id(t) for t in after}
+    assert not {id(t.data) for t in before} & {id(t.data) for t in after}
+    assert "move" not in backend.calls
+
+
+def test_one_tensor_stays_one_tensor() -> None:
+    mh, backend = door()
+    x = FakeTensor([1])
+    for one, other in (
+        mh.to([x, x], GPU1),
+        mh.to([x, x], GPU1, wait=False).result(),
+        mh.copy([x, x]),
+    ):
+        assert one is other
+        assert one.data is not x.data
+    assert backend.calls == ["move", "start_move", "synchronize", "copy"]
+
+
+def test_a_copy_in_a_wrong_place_is_seen() -> None:
+    mh, _ = door(faults=Faults(joins_on_host=True))
+    shards = mh.split(FakeTensor([1, 2]), [GPU0, GPU1])
+    with pytest.raises(PlacementFailed):
+        mh.gather(shards, GPU1)
+
+
+def test_synchronize_waits_for_the_device_that_is_named() -> None:
+    mh, backend = door()
+    mh.synchronize("gpu:1")
+    mh.synchronize(GPU0)
+    mh.synchronize()
+    assert backend.waited_for == [GPU1, GPU0, None]
+    with pytest.raises(NoSuchDevice):
+        mh.synchronize("gpu:99")
+
+
+def test_a_device_that_is_not_there_is_refused_whatever_is_moved() -> None:
+    mh, _ = door()
+    for value in (FakeTensor([1]), [], {}, "text", None, [FakeTensor([1])], FakeModel()):
+        for wait in (True, False):
+            with pytest.raises(NoSuchDevice):
+                mh.to(value, "gpu:99", wait=wait)
+
+
+def test_a_model_is_refused_where_a_tensor_is_meant() -> None:
+    mh, _ = door()
+    net = FakeModel(weight=FakeTensor([1, 2]))
+    for call, cure in (
+        (lambda: mh.copy(net), "deepcopy"),
+        (lambda: mh.to([net], GPU0, wait=False), "without wait=False"),
+        (lambda: mh.split([FakeTensor([1]), net], [GPU0]), "a batch holds samples"),
+        (lambda: mh.gather([net, net], GPU0), "shards hold samples"),
+    ):
+        with pytest.raises(NotATensor, match=cure):
+            call()
+
+
+def test_a_move_under_way_is_not_its_value() -> None:
+    mh, _ = door()
+    tree_of_arrivals = [FakeTensor([1]), mh.to(FakeTensor([1]), GPU0, wait=False)]
+    for call in (
+        lambda x: mh.to(x, GPU0),
+        lambda x: mh.to(x, GPU0, wait=False),
+        mh.copy,
+        mh.device_of,
+        mh.check_same_device,
+        lambda x: mh.split(x, [GPU0]),
+        lambda x: mh.gather([x], GPU0),
+    ):
+        with pytest.raises(NotATensor, match=r"call its result\(\) first"):
+            call(tree_of_arrivals)
+
+
+@pytest.mark.parametrize(
+    ("shards", "text"),
+    [
+        ({"x": FakeTensor([1])}, "a list of shards is needed.* this is a dict"),
+        (FakeTensor([1]), "a list of shards is needed"),
+        ("shards", "a list of shards is needed"),
+        ([], "no shards"),
+        (
+            [{"x": FakeTensor([[1, 2]])}, {"x": FakeTensor([[1]])}],
+            r"shard\['x'\].*\(2,\) in shard 0, \(1,\) in shard 1",
+        ),
+        ([FakeTensor(1), FakeTensor(2)], "scalar in shard 0"),
+        ([FakeTensor([1]), 7], "tensor in some shards and none in others"),
+        ([7, FakeTensor([1])], "tensor in some shards and none in others"),
+        ([{"epoch": 1}, {"epoch": 2}], r"shard\['epoch'\] is 1 in shard 0 and 2 in shard 1"),
+    ],
+)
+def test_what_cannot_be_put_together(shards: Any, text: str) -> None:
+    mh, _ = door()
+    with pytest.raises(BadBatch, match=text):
+        mh.gather(shards, GPU0)
+
+
+def test_leaves_that_do_not_compare_are_not_the_same() -> None:
+    class Strange:
+        def __eq__(self, other: object) -> bool:
+            raise ValueError("ambiguous")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    mh, _ = door()
+    one = Strange()
+    assert mh.gather([[one], [one]], GPU0) == [one]
+    with pytest.raises(BadBatch):
+        mh.gather([[one], [Strange()]], GPU0)
+
+
+def test_what_is_no_list_of_devices() -> None:
+    mh, _ = door()
+    for wrong in (None, 2):
+        with pytest.raises(BadDevice, match="a list of devices is needed"):
+            mh.split(FakeTensor([1, 2]), wrong)  # type: ignore[arg-type]
+
+
+def test_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    mh, backend = door()
+    assert mh.memory(GPU0).total == 1000
+    silent = DeviceRecord(Device("gpu", 0), "Silent", None, None, None)
+    monkeypatch.setattr(backend, "describe", lambda device: silent)
+    with pytest.raises(DeviceError, match=r"memory of gpu:0.*manyhands\[gpu\]"):
+        mh.memory(GPU0)
+
+
+def test_a_tensor_over_several_devices_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    mh, backend = door()
+
+    def spread(tensor: FakeTensor) -> FakeDevice:
+        raise SeveralDevices("it is spread over gpu:0, gpu:1")
+
+    monkeypatch.setattr(backend, "device_of", spread)
+    with pytest.raises(SeveralDevices, match=r"batch\['x'\]: it is spread"):
+        mh.check_same_device(batch={"x": FakeTensor([1])})
+    with pytest.raises(SeveralDevices, match=r"net\.weight: it is spread"):
+        mh.check_same_device(net=FakeModel(weight=FakeTensor([1])))
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=30), st.integers(1, 6), st.data())
+def test_gather_is_the_inverse_of_split(rows: list[int], count: int, data: Any) -> None:
+    mh, _ = door(gpus=count)
+    devices = mh.try_all_gpus()
+    parts = data.draw(
+        st.none() | st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(lambda s: sum(s) > 0)
+    )
+    batch = {"x": FakeTensor(rows), "y": [FakeTensor([-r for r in rows]), "name"]}
+    shards = mh.split(batch, devices, parts)
+    assert [shard["x"].device for shard in shards] == devices
+    assert [row for shard in shards for row in shard["x"].data] == rows
+    whole = mh.gather(shards, devices[-1])
+    assert whole["x"].data == rows
+    assert whole["y"][0].data == [-r for r in rows]
+    assert whole["y"][1] == "name"
+    assert mh.device_of(whole) == devices[-1]
+
+
+def test_a_tensor_that_lands_elsewhere_is_an_error() -> None:
+    mh, _ = door(faults=Faults(lands_on_host={GPU1}))
+    x = FakeTensor([1])
+    assert mh.to(x, GPU0).device == GPU0
+    for place in (lambda: mh.to(x, GPU1), lambda: mh.copy(x, GPU1), lambda: mh.to(x, GPU1, wait=False).result()):
+        with pytest.raises(PlacementFailed, match="gpu:1 and put it on cpu"):
+            place()
+    with pytest.raises(PlacementFailed):
+        mh.to(FakeModel(weight=x), GPU1)
+
+
+def test_an_error_of_asynchronous_work_surfaces_at_the_wait() -> None:
+    mh, backend = door(faults=Faults(slow=True))
+    arrival = mh.to(FakeTensor([1]), GPU0, wait=False)
+    assert not arrival.ready()
+    assert "under way" in repr(arrival)
+    backend.faults.pending_error = RuntimeError("the copy failed")
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        arrival.result()
+    assert arrival.result().device == GPU0
+    backend.faults.pending_error = RuntimeError("later")
+    with pytest.raises(RuntimeError, match="later"):
+        mh.waitall()
+
+
+def test_a_device_that_vanishes() -> None:
+    mh, backend = door(gpus=2)
+    x = mh.to(FakeTensor([1]), GPU1)
+    backend.gpus = 1
+    with pytest.raises(NoSuchDevice, match=r"there is no gpu:1: fake sees cpu, gpu:0"):
+        mh.to(FakeTensor([1]), GPU1)
+    assert mh.to(x, "cpu").data == [1]
+
+
+def test_without_gpus_everything_falls_back() -> None:
+    mh, _ = door(gpus=0)
+    assert mh.try_all_gpus() == [mh.cpu()]
+    assert mh.num_gpus() == 0
+    assert [record.kind for record in mh.devices()] == ["cpu"]
+
+
+def test_virtual_devices_stand_in_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    mh, _ = door(gpus=0)
+    made = mh.virtual_devices(2)
+    assert made == mh.try_all_gpus() == [FakeDevice("virtual", 0), FakeDevice("virtual", 1)]
+    assert mh.virtual_devices(2) == made
+    assert capsys.readouterr().err.count("2 virtual devices") == 1
+    assert mh.to(FakeTensor([1]), "gpu:1").device == mh.gpu(1)
+    assert [str(record.device) for record in mh.devices()] == ["cpu", "virtual:0", "virtual:1"]
+    with pytest.raises(VirtualDevicesError):
+        mh.virtual_devices(3)
+
+
+@pytest.mark.parametrize("wrong", [-2, 0, 65, 1.5, "2", True, None])
+def test_a_number_of_virtual_devices_that_cannot_be(wrong: Any) -> None:
+    with pytest.raises(VirtualDevicesError, match="virtual devices cannot be made: ask for 1 to 64"):
+        door(gpus=0)[0].virtual_devices(wrong)
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1.5"])
+def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MANYHANDS_VIRTUAL_DEVICES", text)
+    with pytest.raises(VirtualDevicesError, match="number of devices"):
+        door()
+
+
+def test_the_variable_makes_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHANDS_VIRTUAL_DEVICES", "4")
+    assert door(gpus=0)[0].num_gpus() == 4
+    monkeypatch.setenv("MANYHANDS_VIRTUAL_DEVICES", "0")
+    assert door(gpus=0)[0].num_gpus() == 0
+
+
+def test_a_long_mismatch_can_be_read() -> None:
+    mh, _ = door()
+    net = FakeModel(**{f"layer{i}": FakeTensor([i], GPU0) for i in range(100)})
+    with pytest.raises(DeviceMismatch) as caught:
+        mh.check_same_device(net=net, x=FakeTensor([1]))
+    text = str(caught.value)
+    assert "... and 92 more on gpu:0" in text
+    assert 'Write x = mh.to(x, "gpu:0")' in text
+    culprits = FakeModel(**{f"wrong{i}": FakeTensor([i]) for i in range(20)})
+    with pytest.raises(DeviceMismatch) as caught:
+        mh.check_same_device(net=net, culprits=culprits)
+    assert all(f"culprits.wrong{i}: cpu" in str(caught.value) for i in range(20))
+    with pytest.raises(DeviceMismatch, match="self: cpu"):
+        mh.check_same_device(self=FakeTensor([1]), x=net)
+    with pytest.raises(DeviceMismatch, match=r"where x is argument 1"):
+        mh.check_same_device(FakeTensor([1], GPU0), FakeTensor([1]), FakeTensor([1], GPU0))

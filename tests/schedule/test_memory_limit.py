@@ -1,0 +1,113 @@
+"""Schedules that are held back for memory's sake."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from test_schedule import PROGRAMS, lanes
+
+from manyhands.schedule.check import check
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import Lane, Schedule, schedule
+from manyhands.schedule.memory import Footprint, one_after_the_other, peak
+from manyhands.schedule.memory_limit import thrifty
+from manyhands.schedule.simulate import simulate
+from manyhands.schedule.task import Task
+
+FIRST = 10_000  # the number of the first result
+
+
+def to_the_host(count: int, product: float, copy: float) -> tuple[Schedule, Footprint]:
+    """Products of a size of 10, each copied out; the copies, of the same size, are results and stay.
+
+    No two products take the same time, so that the schedule does not keep the program's order.
+    """
+    program, chance = [], random.Random(0)
+    for number in range(count):
+        product *= chance.uniform(0.98, 1.02)
+        program.append(Task("mm", frozenset({0}), frozenset({1 + number}), "gpu:0", seconds=product))
+        out = Task("out", frozenset({1 + number}), frozenset({FIRST + number}), "gpu:0", "copy out", seconds=copy)
+        program.append(out)
+    sizes = dict.fromkeys(range(1 + count), 10) | {FIRST + number: 10 for number in range(count)}
+    results = frozenset(range(FIRST, FIRST + count))
+    made = schedule(graph(program), [Lane("gpu:0"), Lane("gpu:0", "copy out")])
+    return made, Footprint(sizes, frozenset({0}), results)
+
+
+def known_over(made: Schedule, footprint: Footprint) -> dict[int, int]:
+    """By brute force: for each memory the first task of its maker's lane that stands behind all its users."""
+    before: dict[int, set[int]] = {}
+    last: dict[int, int] = {}
+    for task in made.order:
+        past = [*made.waits.get(task, ()), *([last[made.lane_of[task]]] if made.lane_of[task] in last else [])]
+        before[task] = {task}.union(*(before[one] for one in past))
+        last[made.lane_of[task]] = task
+    found: dict[int, int] = {}
+    for memory in footprint.sizes:
+        users = [t for t in made.order if memory in made.graph.tasks[t].reads | made.graph.tasks[t].writes]
+        makers = [t for t in made.order if memory in made.graph.tasks[t].writes]
+        if makers and memory not in footprint.given | footprint.results:
+            lane = [task for task in made.order if made.lane_of[task] == made.lane_of[makers[0]]]
+            over = [task for task in lane if before[task] >= set(users)]
+            if over:
+                found[memory] = over[0]
+    return found
+
+
+def peak_of(made: Schedule, footprint: Footprint) -> int:
+    return peak(made.graph.tasks, footprint, one_after_the_other(made.order), known_over(made, footprint))
+
+
+def test_products_wait_for_copies_only_when_too_many_are_held() -> None:
+    made, footprint = to_the_host(20, product=2e-3, copy=1e-3)
+    assert peak_of(made, footprint) == 10 + 20 * 10 + 20 * 10
+    held_back = thrifty(made, footprint, 260)
+    check(held_back)
+    assert peak_of(held_back, footprint) <= 260
+    assert held_back.lane_of == made.lane_of
+    assert simulate(held_back).seconds == pytest.approx(
+        simulate(made).seconds, rel=1e-2
+    )  # the copies were over long before
+    assert thrifty(made, footprint, 1000).wait_count() == made.wait_count()
+
+
+def test_copies_that_are_slower_hold_the_products_back() -> None:
+    made, footprint = to_the_host(20, product=1e-3, copy=3e-3)
+    held_back = thrifty(made, footprint, 260)
+    assert peak_of(held_back, footprint) <= 260
+    assert simulate(held_back).seconds == pytest.approx(simulate(made).seconds, rel=1e-2)  # the copies bound it anyway
+
+
+@given(PROGRAMS, st.integers(1, 3), st.integers(0, 60))
+@settings(max_examples=200)
+def test_a_schedule_that_is_held_back_is_still_right(program: list[Task], count: int, most: int) -> None:
+    made = schedule(graph(program), lanes(count))
+    footprint = Footprint(dict.fromkeys(range(6), 10), frozenset({0}), frozenset({1}))
+    held_back = thrifty(made, footprint, most)
+    check(held_back)
+    assert held_back.lane_of == made.lane_of
+
+
+def test_twice_the_tasks_take_about_twice_the_work() -> None:
+    """Counted in calls of functions, which no busy machine changes; a quarter of all products may be held."""
+
+    def calls(count: int) -> int:
+        made, footprint = to_the_host(count, product=2e-3, copy=1e-3)
+        seen = 0
+
+        def note(*_: object) -> None:
+            nonlocal seen
+            seen += 1
+
+        sys.setprofile(note)
+        try:
+            thrifty(made, footprint, 10 * count + 10 * count // 4)
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    assert calls(1000) < 2.5 * calls(500)

@@ -1,0 +1,258 @@
+"""Who does explicit tasks, and who is woken: as many threads as there is work for, nobody forgotten, no order lost."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from manyhands.errors import TaskCancelled, UndeclaredWrite
+from manyhands.tasks.scope import Future, parallel, task
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads are interrupted wherever they are."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_chain_stays_with_one_thread() -> None:
+    go = threading.Event()
+
+    def link(before: frozenset[int]) -> frozenset[int]:
+        return before | {threading.get_ident()}
+
+    with parallel(threads=3):
+        chain: Future[Any] = task(lambda: frozenset() if go.wait(5) else None)()
+        for _ in range(30):
+            chain = task(link)(chain)
+        go.set()
+        assert len(chain.result()) == 1
+        assert sum(thread.name.startswith("manyhands task") for thread in threading.enumerate()) == 1
+
+
+def test_what_becomes_ready_at_once_is_done_at_once() -> None:
+    """The threads are hired, or rest; in both cases each of three tasks needs one."""
+    meet = threading.Barrier(3)
+    with parallel(threads=3):
+        for _ in range(3):
+            first = task(time.sleep)(0.002)
+            together = [task(lambda _: meet.wait(5))(first) for _ in range(3)]
+            assert sorted(one.result() for one in together) == [0, 1, 2]
+
+
+def test_all_who_wait_for_a_task_are_called() -> None:
+    go, found = threading.Event(), []
+    with parallel(threads=1):
+        future = task(lambda: go.wait(5))()
+        waiting = [threading.Thread(target=lambda: found.append(future.result())) for _ in range(4)]
+        for thread in waiting:
+            thread.start()
+        time.sleep(0.01)
+        go.set()
+        for thread in waiting:
+            thread.join(5)
+    assert found == [True] * 4
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_nothing_is_lost_however_threads_are_interrupted(threads: int) -> None:
+    """Independent tasks, chains and writes in turns, given while others end; results asked for while they are given."""
+    for _ in range(3):
+        boxes: list[list[int]] = [[] for _ in range(3)]
+        with parallel(threads=threads):
+            chains: list[Future[int]] = [task(int)(0) for _ in range(3)]
+            for number in range(120):
+                place = number % 3
+                chains[place] = task(lambda one, n: one + n)(chains[place], number)
+                task(boxes[place].append, writes=(boxes[place],))(number)
+                if number % 10 == 0:
+                    assert task(len)(boxes[place]).result() == number // 3 + 1
+            assert [one.result() for one in chains] == [sum(range(place, 120, 3)) for place in range(3)]
+        assert boxes == [list(range(place, 120, 3)) for place in range(3)]
+
+
+class SlowLock:
+    """It takes a while to let go of it: others end meanwhile, and find it held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        time.sleep(0.001)
+        self._lock.release()
+
+    __enter__ = acquire
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class SlowList(list[Any]):
+    """It takes a while until something is in it: others look before."""
+
+    def append(self, one: Any) -> None:
+        time.sleep(0.001)
+        super().append(one)
+
+
+def test_what_ends_while_another_end_is_entered_is_entered_with_it() -> None:
+    meet = threading.Barrier(2)
+    with parallel(threads=2) as scope:
+        scope._crew._lock = SlowLock()  # type: ignore[union-attr, assignment]
+        for _ in range(40):
+            for future in [task(meet.wait)(5) for _ in range(2)]:
+                future.result(timeout=2)
+
+
+def test_what_ends_while_a_task_is_given_is_entered_by_who_gives_it() -> None:
+    go, ended = threading.Event(), threading.Event()
+
+    def memory_of(value: Any) -> int:
+        if isinstance(value, bytearray):  # looked at when it is given, with the lock held
+            go.set()
+            ended.wait(5)
+            time.sleep(0.02)
+        return id(value)
+
+    with parallel(threads=1, memory_of=memory_of):
+        first = task(lambda: go.wait(5) and ended.set())()
+        second = task(lambda *_: None)(first, bytearray(1))
+        for _ in range(500):
+            if second.done():  # does not touch the lock
+                break
+            time.sleep(0.004)
+        assert second.done()
+
+
+def test_what_is_given_to_a_thread_that_is_about_to_rest_is_done() -> None:
+    with parallel(threads=1) as scope:
+        scope._crew._resting = SlowList()  # type: ignore[union-attr]
+        for number in range(60):
+            time.sleep(number % 7 * 3e-4)
+            task(int)(number).result(timeout=2)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_tasks_that_wait_and_threads_do_not_do_one_twice() -> None:
+    """A task that waits does what it waits for, unless a thread has begun it just then."""
+    with parallel(threads=3):
+        for _ in range(30):
+            done: list[int] = []
+            given = threading.Event()
+            later: list[Future[Any]] = []
+
+            def asks(given: threading.Event = given, later: list[Future[Any]] = later) -> list[Any]:
+                given.wait(5)
+                return [one.result() for one in later]
+
+            waiting = [task(asks)() for _ in range(2)]
+            later += [task(done.append, writes=(done,))(number) for number in range(6)]
+            given.set()
+            assert [one.result() for one in waiting] == [[None] * 6] * 2
+            assert sorted(done) == list(range(6))
+
+
+def test_what_was_not_run_says_so() -> None:
+    def fails() -> None:
+        raise ArithmeticError("on purpose")
+
+    box: list[int] = []
+    with parallel(threads=1):
+        bad = task(fails, writes=(box,))()
+        reader, taker = task(len)(box), task(len)(bad)
+        assert bad.exception() is not None
+        assert isinstance(reader.exception(), TaskCancelled)
+        assert isinstance(taker.exception(), TaskCancelled)
+        assert [repr(one).split(": ")[1] for one in (bad, reader, taker)] == ["failed>", "cancelled>", "cancelled>"]
+
+
+def test_what_an_earlier_task_puts_into_a_list_is_seen() -> None:
+    box: list[Any] = [1]
+
+    def put(box: list[Any], value: Any) -> None:
+        time.sleep(0.01)
+        box[0] = value
+
+    with parallel(threads=2):
+        two = task(lambda: time.sleep(0.01) or 2)()
+        task(put, writes=(box,))(box, two)
+        assert task(lambda pair: pair[1][0] + 1)((0, box)).result() == 3
+
+
+def test_a_function_with_a_state_is_an_object_as_any() -> None:
+    def counter() -> int:
+        return counter.count  # type: ignore[attr-defined, no-any-return]
+
+    def set_to(function: Any, value: int) -> None:
+        time.sleep(0.01)
+        function.count = value
+
+    counter.count = 1  # type: ignore[attr-defined]
+    with parallel(threads=2):
+        task(set_to, writes=(counter,))(counter, 2)
+        assert task(counter)().result() == 2
+
+
+def test_a_result_that_cannot_be_asked_for_its_memory_is_an_error_of_its_task() -> None:
+    def memory_of(value: Any) -> int:
+        if isinstance(value, bytearray):
+            raise NotImplementedError("no storage")
+        return id(value)
+
+    go = threading.Event()
+    with parallel(threads=1, memory_of=memory_of):
+        bad = task(lambda: bytearray(go.wait(5)))()
+        follows = task(len)(bad)
+        go.set()
+        with pytest.raises(NotImplementedError, match="no storage"):
+            bad.result(timeout=5)
+        with pytest.raises(TaskCancelled, match="no storage"):
+            follows.result(timeout=5)
+        assert task(int)(1).result(timeout=5) == 1
+
+
+class Runner:
+    """It keeps the futures of its own methods, as one does."""
+
+    def __init__(self) -> None:
+        self.factor = 2
+        self.futures: list[Future[int]] = []
+        self.meet = threading.Barrier(3)
+        self.seen: list[int] = []
+
+    def run(self) -> list[int]:
+        with parallel(threads=3):
+            for number in range(3):
+                self.futures.append(task(self.step)(number))
+        return [one.result() for one in self.futures]
+
+    def step(self, number: int) -> int:
+        self.meet.wait(5)
+        return self.factor * number
+
+    def note(self, number: int) -> None:
+        self.seen = [*self.seen, number]
+
+
+def test_attributes_that_a_method_does_not_name_are_not_its_concern() -> None:
+    """Tasks that reach the futures before them would wait for these, and never meet."""
+    runner = Runner()
+    assert runner.run() == [0, 2, 4]
+    with pytest.raises(UndeclaredWrite, match="a Runner"), parallel(threads=1):
+        task(runner.note)(1)
+    with parallel(threads=2):
+        for number in range(5):
+            task(runner.note, writes=(runner,))(number)
+    assert runner.seen == [1, 0, 1, 2, 3, 4]

@@ -1,0 +1,272 @@
+"""What is shown of a run: the picture of its curves, and its progress."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import run_python
+
+from manyhands.errors import PackageMissing
+from manyhands.training.display import display
+from manyhands.training.display.curves import _nice, curves
+from manyhands.training.display.progress_bar import Progress
+from manyhands.training.result import Result
+
+ROWS: list[dict[str, Any]] = [
+    {"epoch": 0.5, "train_loss": 2.0, "train_acc": 0.4},
+    {"epoch": 1.0, "train_loss": 1.0, "train_acc": 0.7, "test_acc": 0.6},
+    {"epoch": 1.5, "train_loss": None, "train_acc": float("nan")},
+    {"epoch": 2.0, "train_loss": 0.5, "train_acc": 0.9, "test_acc": 0.8, "note": "text"},
+]
+
+
+def test_the_picture_is_the_books() -> None:
+    pytest.importorskip("matplotlib")
+    from manyhands.training.display.curves import _figure
+
+    figure = _figure(ROWS, "a title")
+    left, right = figure.axes
+    drawn = {line.get_label(): line for axes in (left, right) for line in axes.get_lines()}
+    assert {label: line.get_linestyle() for label, line in drawn.items()} == {
+        "train loss 0.5": "-",
+        "train acc 0.900": "--",
+        "test acc 0.800": "-.",
+    }
+    assert list(drawn["train loss 0.5"].get_xdata()) == [0.5, 1.0, 2.0]
+    assert list(drawn["test acc 0.800"].get_ydata()) == [0.6, 0.8]
+    assert left.get_ylim() == (0.0, 2.0)
+    assert right.get_ylim() == (0.0, 1.0)
+    assert (left.get_xlabel(), left.get_ylabel(), right.get_ylabel()) == ("epoch", "loss", "accuracy")
+    assert left.get_title() == "a title"
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 4, 37])
+def test_epochs_are_counted_whole(epochs: int) -> None:
+    pytest.importorskip("matplotlib")
+    from manyhands.training.display.curves import _figure
+
+    figure = _figure([{"epoch": epoch + 1, "train_loss": 1.0, "test_acc": 0.5} for epoch in range(epochs)], "")
+    assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        ROWS[:1],
+        [],
+        [{"epoch": 1.0, "train_loss": -3.0}, {"epoch": 2.0, "train_loss": 1e30}],
+        [{"epoch": 1.0, "train_loss": 0.0}],
+        [{"train_loss": 1.0}],
+        [{"epoch": index / 50, "train_loss": 1.0, "train_acc": 1.0} for index in range(200)],
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_any_rows_give_a_picture(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    pytest.importorskip("matplotlib")
+    path = curves(rows, tmp_path / "new" / "curves.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in path.parent.iterdir()] == ["curves.png"]
+
+
+def test_the_ending_chooses_the_format(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert b"<svg" in curves(ROWS, tmp_path / "curves.svg").read_bytes()
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code = (
+        "import sys; from pathlib import Path; from manyhands.training.display.curves import curves\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        f"curves([{{'epoch': 1, 'train_loss': 1}}], Path({str(tmp_path / 'a.png')!r}))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PackageMissing, match=r"pip install matplotlib") as caught:
+        curves(ROWS, tmp_path / "curves.png")
+    assert isinstance(caught.value, ImportError)
+
+
+@pytest.mark.parametrize(("least", "expected"), [(0.4, 0.4), (0.41, 0.5), (9.9, 10.0), (1.0, 1.0), (0.052, 0.06)])
+def test_round_numbers(least: float, expected: float) -> None:
+    assert _nice(least) == pytest.approx(expected)
+
+
+# Progress
+
+
+def test_a_log_gets_one_line_per_epoch() -> None:
+    log = io.StringIO()
+    with Progress(epochs=3, stream=log) as progress:
+        for epoch in (1, 2):
+            for step in range(1, 6):
+                progress.update(step, 5, epoch=epoch, images_per_second=12345.6, loss=1 / step, accuracy=0.5)
+            progress.update(5, 5, epoch=epoch, loss=0.1)
+        progress.line("a [bold] line")
+        progress.update(2, 5, epoch=3, loss=0.25, learning_rate=0.1, accuracy=None)
+    assert log.getvalue().splitlines() == [
+        "epoch 1/3  12,346 images/s  loss 0.2000  accuracy 0.5000",
+        "epoch 2/3  12,346 images/s  loss 0.2000  accuracy 0.5000",
+        "a [bold] line",
+        "epoch 3/3  step 2/5  loss 0.2500  learning rate 0.1",
+    ]
+
+
+def test_quiet_shows_nothing() -> None:
+    log = io.StringIO()
+    with Progress(epochs=1, stream=log, quiet=True) as progress:
+        progress.update(1, 1, epoch=1, loss=0.5)
+        progress.line("text")
+    assert log.getvalue() == ""
+
+
+def test_nothing_to_show_shows_nothing() -> None:
+    log = io.StringIO()
+    with Progress(epochs=1, stream=log):
+        pass
+    assert log.getvalue() == ""
+
+
+def test_it_writes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(epochs=1) as progress:
+        progress.update(1, 1, epoch=1, loss=0.5)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "epoch 1/1  loss 0.5000\n"
+
+
+def test_a_closed_log_does_not_stop_the_training() -> None:
+    log = io.StringIO()
+    with Progress(epochs=2, stream=log) as progress:
+        log.close()
+        progress.update(1, 1, epoch=1)
+        progress.line("text")
+
+
+def test_a_program_without_a_console_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress(epochs=2) as progress:
+        progress.update(1, 1, epoch=1)
+
+
+ON_A_TERMINAL = """
+import sys, time
+from manyhands.training.display.progress_bar import Progress
+
+with Progress(epochs=10) as progress:
+    for step in range(1, 2001):
+        progress.update(step, 2000, epoch=3, images_per_second=51234.0, loss=0.25, accuracy=0.875)
+    print("printed by the program")
+    progress.line("a [bold] line")
+"""
+
+
+def on_a_terminal(**environment: str) -> tuple[str, str]:
+    """Standard output (a pipe), and what a terminal at standard error is sent."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "110", **environment},
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            part = b""
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    printed, _ = process.communicate()
+    assert process.returncode == 0, shown.decode()
+    return printed, shown.decode()
+
+
+def test_a_terminal_gets_one_bar() -> None:
+    printed, shown = on_a_terminal()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    for words in ("epoch 3/10", "2000/2000", "51,234 images/s  loss 0.2500  accuracy 0.8750", "a [bold] line"):
+        assert words in text
+    assert printed == "printed by the program\n"
+    assert text.count("epoch 3/10") < 20  # not one drawing per step
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    _, shown = on_a_terminal(TERM="dumb")
+    assert shown.splitlines()[0] == "epoch 3/10  51,234 images/s  loss 0.2500  accuracy 0.8750"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_update_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(epochs=1, stream=Terminal()) as progress:
+        progress.update(1, 10**6, epoch=1, loss=0.5)
+        start = time.perf_counter()
+        for step in range(2, 20_002):
+            progress.update(step, 10**6, epoch=1, loss=0.5)
+        each = (time.perf_counter() - start) / 20_000
+    assert each < 50e-6  # about a microsecond; the limit is for busy machines
+
+
+def test_an_error_in_the_training_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    progress = Progress(epochs=1, stream=terminal)
+
+    def train() -> None:
+        with progress:
+            progress.update(1, 10, epoch=1, loss=0.5)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert terminal.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
+
+
+# Events of a job
+
+
+def test_the_estimate_is_of_the_first_steps_after_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctest.testmod(display).failed == 0
+    now = [0.0]
+    monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
+    with display.Display(epochs=4, quiet=False) as shown:
+        for seconds, step in [(20.0, 1), (20.5, 2), (21.0, 3), (30.0, 21)]:  # the first step takes 20 seconds
+            now[0] = seconds
+            event = {"epoch": 0, "step": step, "batch": step, "batches": 25, "samples": step}
+            shown.event({"kind": "progress", "loss": None, "accuracy": None, **event})
+    assert capsys.readouterr().err == "about 50 seconds to go\n"  # 97 steps of half a second
+
+
+def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:
+    row = {"epoch": 2, "seconds": 1.5, "whole": False, "test_acc": 0.8671}
+    assert str(Result(rows=[row], devices=["cpu"])) == "test acc 0.867 on [cpu]"
+    assert str(Result(rows=[{**row, "whole": True}], devices=["cpu"])) == "test acc 0.867, 1.50 sec/epoch on [cpu]"
+    assert str(Result(devices=["cpu", "cpu"])) == "trained on [cpu, cpu]"

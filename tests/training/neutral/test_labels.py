@@ -1,0 +1,54 @@
+"""Labels and data that no framework could train with, as they are told to the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyhands.errors import BadBatch, BadLabels
+from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.order import Cursor
+from manyhands.training.data.sources import Stream, source
+
+X = np.zeros((4, 2), dtype=np.float32)
+Y = np.array([0, 1, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (Y + 1, "from 1 to 3, but the model has 3 outputs: they must be 0 to 2"),
+        (Y - 1, "from -1"),
+        (Y.astype(np.float32), r"float32, and class numbers are whole, 0 to 2: give y\.astype\('int32'\)"),
+        (Y > 0, "are bool"),
+        (Y[:, None], r"shape \(4, 1\).*give y\.reshape\(-1\)"),
+        (np.eye(3)[Y], r"one-hot, give y\.argmax\(1\)"),
+        (np.eye(3, dtype=int)[Y], r"one-hot, give y\.argmax\(1\)"),
+        (np.zeros((4, 5), dtype=int), r"shape \(4, 5\).*another loss="),
+    ],
+)
+def test_labels_that_are_no_classes_of_the_model(labels: Any, said: str) -> None:
+    with pytest.raises(BadLabels, match=said):
+        ClassLabels(3)((X, labels))
+
+
+def test_labels_that_are() -> None:
+    for labels in (Y, Y.astype(np.uint8), Y[:0], Y.astype(np.int32)):
+        ClassLabels(3)((X, labels))
+    ClassLabels(3, ignored=-1)((X, np.array([-1, -1, 2, 0])))
+    ClassLabels(3, floats=True)((X, np.array([0.0, 2.0, np.nan, 1.0])))
+    ClassLabels(3, columns=True)((X, Y[:, None]))
+
+
+def test_data_that_are_no_numbers() -> None:
+    with pytest.raises(BadBatch, match=r"hold text where numbers are needed.*np\.unique"):
+        source((X, Y.astype(str)))
+    with pytest.raises(BadBatch, match="hold object"):
+        list(Stream([(X, np.array([None] * 4))]).windows(Cursor(), 0))
+
+
+def test_samples_that_are_not_put_together_to_batches() -> None:
+    with pytest.raises(BadBatch, match="single numbers where a batch has one row per sample"):
+        list(Stream(zip(X, Y, strict=True)).windows(Cursor(), 0))

@@ -1,0 +1,123 @@
+"""Is a loss a mean over samples? Linear models in NumPy, whose losses and gradients are written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyhands.errors import BadSettings
+from manyhands.training.data.sources import Arrays
+from manyhands.training.loss_trial import Pass, Term, check, note, unlike, unlike_samples
+
+X = np.random.default_rng(0).normal(size=(6, 3))
+Y = np.linspace(-1, 1, 6)
+WEIGHT = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 4.0])
+
+
+def sums(rows: Sequence[int], weight: Any) -> tuple[float, Any]:
+    """The weighted sum of the squared errors of some rows, and its gradient."""
+    picked = list(rows)
+    error = X[picked].sum(1) - Y[picked]
+    return float((weight[picked] * error**2).sum()), 2 * (weight[picked] * error) @ X[picked]
+
+
+def mean(rows: Sequence[int], weight: Any = WEIGHT) -> Pass:
+    """A weighted mean that does not say what it is divided by."""
+    total, gradient = sums(rows, weight)
+    factor = len(rows) / weight[list(rows)].sum()
+    return Pass([Term(total * factor, len(rows), [gradient * factor])])
+
+
+def tried(compute: Any, size: int = 6, precision: str = "float64", *, own_step: bool = False) -> str | None:
+    return check(compute, size, precisions=[precision], own_step=own_step)
+
+
+def test_a_mean_over_samples_passes() -> None:
+    assert tried(lambda rows: mean(rows, np.ones(6))) is None
+
+
+def test_another_mean_is_refused_with_advice_for_where_it_is_written() -> None:
+    with pytest.raises(BadSettings, match=r"put together from 6 parts.*let the loss return .* mh\.LossSum"):
+        tried(mean)
+    with pytest.raises(BadSettings, match=r"from training_step: mh\.LossSum"):
+        tried(mean, own_step=True)
+
+
+def test_sums_and_counts_pass_also_beside_a_mean() -> None:
+    def both(rows: Sequence[int]) -> Pass:
+        total, gradient = sums(rows, WEIGHT)
+        return Pass([*mean(rows, np.ones(6)).terms, Term(total, WEIGHT[list(rows)].sum(), [gradient])])
+
+    assert tried(both) is None
+
+
+def test_equal_losses_hide_nothing() -> None:
+    """As with a last layer of zeros: each loss is 1, but not each gradient."""
+
+    def flat(rows: Sequence[int]) -> Pass:
+        gradients = mean(rows).terms[0].gradients
+        return Pass([Term(len(rows), len(rows), gradients)])
+
+    with pytest.raises(BadSettings, match="the gradients of 6 samples"):
+        tried(flat)
+
+
+def test_gradients_may_round_where_losses_do_not() -> None:
+    """In float32 a ReLU may be on in the whole batch and off in a part, which moves gradients by a few thousandths."""
+
+    def moved(by: float) -> Any:
+        def compute(rows: Sequence[int]) -> Pass:
+            term = mean(rows, np.ones(6)).terms[0]
+            factor = 1 + by * (len(rows) == 6)
+            return Pass([Term(term.total, term.count, [array * factor for array in term.gradients])])
+
+        return compute
+
+    assert tried(moved(4e-3), precision="float32") is None
+    for by, precision in ((4e-3, "float64"), (0.5, "float32")):
+        with pytest.raises(BadSettings, match="the gradients of"):
+            tried(moved(by), precision=precision)
+
+
+def test_why_it_is_not_known() -> None:
+    generator = np.random.default_rng(1)
+    assert tried(lambda rows: mean(rows, generator.uniform(size=6))) == "it draws random numbers"
+    assert tried(mean, 1) == "there is only one sample"
+    assert "NaN" in str(tried(lambda rows: mean(rows, np.full(6, np.nan))))
+
+    def of_all(rows: Sequence[int]) -> Pass:
+        if len(rows) < 6:
+            raise ValueError("too few")
+        return mean(rows)
+
+    assert "fails" in str(tried(of_all))
+    assert note(None) is None
+    assert "not checked" in str(note("there is only one sample"))
+    assert "(ValueError: too few)" in str(note(ValueError("too few\nand more")))
+
+
+def test_a_part_that_fails_leaves_the_others() -> None:
+    def pairs(rows: Sequence[int]) -> Pass:
+        if len(rows) < 2:
+            raise ValueError("too few")
+        return mean(rows)
+
+    with pytest.raises(BadSettings, match="2 parts"):
+        tried(pairs)
+
+
+def test_samples_that_are_unlike() -> None:
+    """The one text that is short, the one label that is rare, whatever is before and after them."""
+    texts = np.full((500, 9), 5)
+    texts[321, 2:] = 0
+    labels = np.zeros(500, int)
+    labels[123] = 1
+    inputs = np.random.default_rng(2).normal(size=(500, 4))
+    assert {321, 123} <= set(unlike([inputs, texts, labels], 500))
+    few = unlike_samples(Arrays((inputs, texts)))
+    assert few.count == 8
+    assert (few.arrays[1][:, 2] == 0).sum() == 1
+    assert unlike([], 3) == [0, 1, 2]

@@ -1,0 +1,533 @@
+"""Checkpoints: whole or not there, whatever happens to the writer, the disk and the files."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from manyhands.errors import BadCheckpoint, CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, NotJson
+from manyhands.training.checkpoints import atomic_files, store
+from manyhands.training.checkpoints import folder as checkpoint_folder
+
+STATE = {"epoch": 2, "cursor": 512, "lr": 0.1, "names": ["a", "ä"], "rng": {"key": 2**127, "on": True, "none": None}}
+BLOBS = {"model": b"weights" * 100, "optimizer": b"", "rng.cpu": bytes(range(256))}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def leave(folder: Path, role: str, *, pid: int, step: int = 1, host: str | None = None) -> Path:
+    """What a writer of that pid would leave behind."""
+    path = folder / f".step-{step:08d}.{role}.{pid}.0123abcd.{host or checkpoint_folder._host()}"
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"half")
+    return path
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "checkpoints"
+    path = store.save(folder, 123, STATE, BLOBS)
+    assert path == folder / "step-00000123" == store.latest(folder)
+    assert names(path) == ["model.safetensors", "optimizer.safetensors", "rng.cpu.safetensors", "state.json"]
+    for place in (path, folder):
+        found = store.load(place)
+        assert found == store.Checkpoint(path=path, state=STATE, blobs=BLOBS, step=123)
+
+
+def test_the_file_says_what_is_in_it(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 7, {"a": 1}, {"model": b"xyz"})
+    content = json.loads((path / "state.json").read_text())
+    assert content["format"] == 1
+    assert content["step"] == 7
+    assert content["state"] == {"a": 1}
+    digest = hashlib.sha256(b"xyz").hexdigest()
+    assert content["blobs"] == {"model": {"file": "model.safetensors", "size": 3, "sha256": digest}}
+
+
+def test_the_last_few_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        store.save(tmp_path, step, {}, BLOBS, keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_going_back_never_deletes_the_one_just_written(tmp_path: Path) -> None:
+    store.save(tmp_path, 300, {}, BLOBS)
+    store.save(tmp_path, 100, {}, BLOBS)
+    store.save(tmp_path, 200, {}, BLOBS, keep=1)
+    assert names(tmp_path) == ["step-00000200", "step-00000300"]
+    store.drop_after(tmp_path, 200)
+    assert names(tmp_path) == ["step-00000200"]
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    store.save(tmp_path, 99_999_999, {}, {})
+    store.save(tmp_path, 100_000_000, {}, {})
+    assert store.load(tmp_path).step == 100_000_000
+
+
+def test_a_step_is_replaced(tmp_path: Path) -> None:
+    store.save(tmp_path, 5, {"try": 1}, {"old": b"1"})
+    store.save(tmp_path, 5, {"try": 2}, {"new": b"2"})
+    assert names(tmp_path) == ["step-00000005"]
+    assert store.load(tmp_path).blobs == {"new": b"2"}
+
+
+def test_a_copy_under_another_name_loads(tmp_path: Path) -> None:
+    path = store.save(tmp_path / "run", 5, STATE, BLOBS)
+    shutil.copytree(path, tmp_path / "best")
+    assert store.load(tmp_path / "best").step == 5
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere", tmp_path / "step-00000001"):
+        assert store.latest(place) is None
+        with pytest.raises(NoCheckpoint, match="no checkpoint") as caught:
+            store.load(place)
+        assert isinstance(caught.value, FileNotFoundError)
+
+
+# State
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(state=st.dictionaries(st.text(), json_values, max_size=4))
+def test_every_json_state_comes_back(tmp_path: Path, state: dict[str, Any]) -> None:
+    store.save(tmp_path, 1, state, {})
+    found = store.load(tmp_path).state
+    assert found == state
+    assert repr(found) == repr(state)  # 1 and 1.0 and True, 0.0 and -0.0, and the order of keys
+
+
+def circle() -> dict[str, Any]:
+    inner: dict[str, Any] = {}
+    inner["again"] = inner
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("value", "lesson"),
+    [
+        (math.nan, "is nan"),
+        (-math.inf, "is -inf"),
+        ((1, 2), r"Write list\(value\)"),
+        ({1}, r"Write list\(value\)"),
+        ({1: "a"}, "only strings for keys"),
+        (b"raw", "save it as a blob"),
+        (signal.SIGKILL, r"Write int\(value\)"),
+        pytest.param(10**5000, r"Write hex\(value\)", id="long"),
+        (object(), "Use None"),
+    ],
+)
+def test_a_state_that_json_would_change_is_refused(tmp_path: Path, value: Any, lesson: str) -> None:
+    with pytest.raises(NotJson, match=lesson) as caught:
+        store.save(tmp_path, 1, {"optimizer": {"groups": [0, value]}}, {})
+    assert "state['optimizer']['groups'][1]" in str(caught.value)
+    assert names(tmp_path) == []
+
+
+def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotJson, match="contains itself"):
+        store.save(tmp_path, 1, circle(), {})
+
+
+def test_numpy_numbers_are_refused_with_the_cure(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(NotJson, match=r"Write float\(value\)"):
+        store.save(tmp_path, 1, {"loss": numpy.float64(1.0)}, {})
+    with pytest.raises(NotJson, match="tolist"):
+        store.save(tmp_path, 1, {"loss": numpy.float32(1.0)}, {})
+
+
+def test_a_state_too_large_to_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_LARGEST_STATE", 1000)
+    with pytest.raises(NotJson, match="save arrays as blobs"):
+        store.save(tmp_path, 1, {"text": "x" * 1000}, {})
+
+
+@pytest.mark.parametrize("name", ["", "../evil", "a/b", ".hidden", "a\\b", "a\0", "x" * 101, "ä", 5])
+def test_a_bad_blob_name_is_refused(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(BadCheckpoint, match="name"):
+        store.save(tmp_path, 1, {}, {name: b""})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"step": -1},
+        {"step": True},
+        {"step": 1.0},
+        {"step": 10**18},
+        {"keep": 0},
+        {"blobs": {"a": b"", "A": b""}},
+        {"blobs": {"a": "text"}},
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(BadCheckpoint):
+        store.save(tmp_path, **{"step": 1, "state": {}, "blobs": {}, **arguments})
+
+
+# Damage
+
+
+def rewrite(change: Callable[[dict[str, Any]], None], *, signed: bool = False) -> Callable[[Path], None]:
+    """An edit of state.json; a signed one has a digest that fits."""
+
+    def edit(path: Path) -> None:
+        content = json.loads((path / "state.json").read_text())
+        change(content)
+        if signed:
+            content.pop("sha256")
+            content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        (path / "state.json").write_text(json.dumps(content))
+
+    return edit
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[10] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+
+
+def to_fifo(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+
+
+def endless_state(path: Path) -> None:
+    (path / "state.json").unlink()
+    (path / "state.json").symlink_to("/dev/zero")
+
+
+def file_of(path: Path, name: str) -> Path:
+    return path / name
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "blob missing": ("model.safetensors", lambda path: file_of(path, "model.safetensors").unlink()),
+    "blob truncated": ("model.safetensors", lambda path: os.truncate(path / "model.safetensors", 50)),
+    "blob longer": ("model.safetensors", lambda path: os.truncate(path / "model.safetensors", 5000)),
+    "blob edited": ("model.safetensors", flip),
+    "blob swapped": ("model.safetensors", lambda p: shutil.copy(p / "rng.cpu.safetensors", p / "model.safetensors")),
+    "blob a pipe": ("model.safetensors", to_fifo),
+    "state missing": ("state.json", lambda path: file_of(path, "state.json").unlink()),
+    "state empty": ("state.json", lambda path: os.truncate(path / "state.json", 0)),
+    "state truncated": ("state.json", lambda path: os.truncate(path / "state.json", 200)),
+    "state zeros": ("state.json", lambda path: file_of(path, "state.json").write_bytes(bytes(400))),
+    "state not text": ("state.json", lambda path: file_of(path, "state.json").write_bytes(b"\xff\xfe\xff")),
+    "state a list": ("state.json", lambda path: file_of(path, "state.json").write_text("[1]")),
+    "state nested": ("state.json", lambda path: file_of(path, "state.json").write_text("[" * 200_000)),
+    "state endless": ("state.json", endless_state),
+    "state edited": ("state.json", rewrite(lambda content: content["state"].update(cursor=513))),
+    "state NaN": ("state.json", rewrite(lambda content: content["state"].update(lr=math.nan))),
+    "state 1e999": (
+        "state.json",
+        lambda path: file_of(path, "state.json").write_text(
+            file_of(path, "state.json").read_text().replace('"lr": 0.1', '"lr": 1e999')
+        ),
+    ),
+    "no digest": ("state.json", rewrite(lambda content: content.pop("sha256"))),
+    "no format": ("state.json", rewrite(lambda content: content.pop("format"))),
+    "newer format": ("state.json", rewrite(lambda content: content.update(format=2), signed=True)),
+    "format true": ("state.json", rewrite(lambda content: content.update(format=True), signed=True)),
+    "no blobs": ("state.json", rewrite(lambda content: content.pop("blobs"), signed=True)),
+    "step a string": ("state.json", rewrite(lambda content: content.update(step="9"), signed=True)),
+    "other step": ("state.json", rewrite(lambda content: content.update(step=8), signed=True)),
+    "way out": (
+        "state.json",
+        rewrite(lambda content: content["blobs"].update({"../x": content["blobs"]["model"]}), signed=True),
+    ),
+    "other file": (
+        "state.json",
+        rewrite(lambda content: content["blobs"]["model"].update(file="/etc/passwd"), signed=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, kind: str) -> None:
+    store.save(tmp_path, 3, STATE, BLOBS)
+    path = store.save(tmp_path, 9, STATE, BLOBS)
+    file, damage = DAMAGE[kind]
+    damage(path)
+    with pytest.raises(CheckpointDamaged) as caught:
+        store.load(path)
+    assert str(path / file) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    with pytest.warns(RuntimeWarning, match="Going on from step 3") as warned:
+        assert store.load(tmp_path).step == 3
+    assert str(path / file) in str(warned[0].message)
+    assert warned[0].filename == __file__
+
+
+def test_a_newer_format_says_what_to_do(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 9, STATE, BLOBS)
+    DAMAGE["newer format"][1](path)
+    with pytest.raises(CheckpointDamaged, match=r"reads format 1\. Load it with the version that wrote it"):
+        store.load(path)
+
+
+def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
+    for step in (1, 2):
+        flip(store.save(tmp_path, step, STATE, BLOBS))
+    with pytest.raises(CheckpointDamaged, match=r"step-00000002.*No other checkpoint"):
+        store.load(tmp_path)
+
+
+def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 1, STATE, BLOBS)
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    for file in path.iterdir():
+        file.write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(CheckpointDamaged):
+        store.load(path)
+    assert not (tmp_path / "sprung").exists()
+
+
+# Leftovers
+
+
+def test_leftovers_are_no_checkpoints_and_are_cleared_away(tmp_path: Path) -> None:
+    pid = dead_pid()
+    for role in ("writing", "deleted"):
+        leave(tmp_path, role, pid=pid, step=99)
+    assert store.latest(tmp_path) is None
+    store.save(tmp_path, 1, {}, BLOBS)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_leftovers_of_the_living_and_of_other_machines_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [leave(tmp_path, "writing", pid=os.getppid()), leave(tmp_path, "writing", pid=dead_pid(), host="far_away")]
+    store.save(tmp_path, 1, {}, BLOBS)
+    assert all(path.exists() for path in kept)
+    monkeypatch.setattr(checkpoint_folder, "_OLD", -1.0)
+    store.save(tmp_path, 2, {}, BLOBS)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".step-00000001").mkdir()
+    (tmp_path / "step-00000009").write_text("a file, not a folder")
+    store.save(tmp_path, 1, {}, BLOBS, keep=1)
+    assert store.load(tmp_path).step == 1
+    assert names(tmp_path) == [".step-00000001", "notes.txt", "step-00000001", "step-00000009"]
+
+
+def test_death_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 5, STATE, BLOBS)
+    aside = leave(tmp_path, "replaced", pid=dead_pid(), step=5)
+    shutil.rmtree(aside)
+    path.rename(aside)
+    assert store.latest(tmp_path) == aside
+    assert store.load(tmp_path).step == 5
+    store.save(tmp_path, 6, STATE, BLOBS)
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]
+
+
+def test_death_after_the_second_rename_leaves_the_new_one(tmp_path: Path) -> None:
+    store.save(tmp_path, 5, STATE, BLOBS)
+    leave(tmp_path, "replaced", pid=dead_pid(), step=5)
+    assert store.load(tmp_path).blobs == BLOBS
+    store.save(tmp_path, 6, STATE, BLOBS)
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from manyhands.training.checkpoints import store as checkpoint
+
+folder, same = Path(sys.argv[1]), sys.argv[2] == "same"
+found = checkpoint.latest(folder)
+step = checkpoint.load(folder).step if found else 0
+print("ready", flush=True)
+while True:
+    step += 0 if same and step else 1
+    blob = os.urandom(1000) * 300
+    checkpoint.save(folder, step, {"first": blob[:8].hex()}, {"model": blob, "optimizer": blob[::-1]}, keep=2)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kill -9")
+@pytest.mark.parametrize("mode", ["next", "same"])
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, mode: str) -> None:
+    chance = random.Random(mode)
+    store.save(tmp_path, 1, {"first": "00"}, {"model": b"\0", "optimizer": b"\0"})
+    highest, rounds = 1, 0
+    while rounds < 25 or (mode == "next" and highest <= 10 and rounds < 250):  # a busy machine writes little
+        rounds += 1
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), mode], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(chance.uniform(0.0, 0.002 * (rounds + 25)))
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # not only one that is whole: the newest one
+            found = store.load(tmp_path)
+        assert found.step >= highest
+        highest = found.step
+        assert found.blobs["model"] == found.blobs["optimizer"][::-1]
+        assert found.blobs["model"][:8].hex().startswith(found.state["first"])
+    assert mode == "same" or highest > 10
+    store.save(tmp_path, highest + 1, {}, {}, keep=2)
+    assert names(tmp_path) == [f"step-{highest:08d}", f"step-{highest + 1:08d}"]
+
+
+def test_one_set_aside_goes_when_another_comes_in_the_moment_it_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(tmp_path, 1, {"mark": 1}, {})
+    target = tmp_path / "step-00000001"
+    rename = os.rename
+
+    def meanwhile(source: Path, place: Path) -> None:
+        if place == target and ".replaced." in source.name:  # the other writer is a moment quicker
+            store.save(tmp_path, 1, {"mark": 2}, {})
+        rename(source, place)
+
+    aside = checkpoint_folder._leftover(target, "replaced")
+    rename(target, aside)
+    monkeypatch.setattr(os, "rename", meanwhile)
+    checkpoint_folder._settle(aside, target)
+    assert names(tmp_path) == ["step-00000001"]
+    assert store.load(tmp_path).state["mark"] == 2
+
+
+def test_two_writers_of_one_step_leave_one_of_them(tmp_path: Path) -> None:
+    def write(mark: int) -> None:
+        for _ in range(15):
+            store.save(tmp_path, 1, {"mark": mark}, {"model": bytes([mark]) * 1000})
+
+    threads = [threading.Thread(target=write, args=(mark,)) for mark in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert names(tmp_path) == ["step-00000001"]
+    found = store.load(tmp_path)
+    assert found.blobs == {"model": bytes([found.state["mark"]]) * 1000}
+
+
+# A disk that refuses
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte; skipped where it cannot be mounted."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if (
+        sys.platform != "linux"
+        or os.getuid() != 0
+        or subprocess.run(mount, check=False, capture_output=True).returncode
+    ):
+        pytest.skip("a small file system cannot be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(small_disk: Path) -> None:
+    store.save(small_disk, 1, STATE, {"model": bytes(600_000)})
+    with pytest.raises(CheckpointNotWritten, match=r"step 2 could not be written.*No space left") as caught:
+        store.save(small_disk, 2, STATE, {"model": bytes(600_000)})
+    assert caught.value.errno == errno.ENOSPC
+    assert isinstance(caught.value, OSError)
+    assert names(small_disk) == ["step-00000001"]
+    assert store.load(small_disk).step == 1
+    store.save(small_disk, 3, STATE, {"model": bytes(200_000)})
+    assert store.load(small_disk).step == 3
+
+
+def test_the_space_of_a_killed_writer_is_used_again(small_disk: Path) -> None:
+    (leave(small_disk, "writing", pid=dead_pid()) / "rest").write_bytes(bytes(700_000))
+    store.save(small_disk, 2, STATE, {"model": bytes(600_000)})
+
+
+@pytest.mark.parametrize("failing", ["write", "sync_folder", "rename"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_whatever_call_fails_the_older_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, step: int
+) -> None:
+    store.save(tmp_path, 1, STATE, BLOBS)
+    rename = os.rename
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail_into_place(source: Path, target: Path) -> None:
+        if ".writing." in source.name and (not target.exists() or step == 2):
+            fail()
+        rename(source, target)
+
+    if failing == "rename":
+        monkeypatch.setattr(os, "rename", fail_into_place)
+    else:
+        monkeypatch.setattr(atomic_files, failing, fail)
+    with pytest.raises(CheckpointNotWritten, match="No space left"):
+        store.save(tmp_path, step, {"new": True}, BLOBS)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert store.load(tmp_path).state == STATE
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic_files, "sync_folder", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(tmp_path, 1, STATE, BLOBS)
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointNotWritten, match="could not be written"):
+        store.save(tmp_path / "file" / "checkpoints", 1, STATE, BLOBS)
+
+
+def test_the_errors_survive_a_trip_to_another_process() -> None:
+    for kind in (CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, BadCheckpoint):
+        assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"

@@ -1,0 +1,223 @@
+"""The book's small words: they need no framework."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from manyhands.errors import PackageMissing
+from manyhands.training.book.vocabulary import Accumulator, Animator, Benchmark, HyperParameters, Timer, add_to_class
+
+
+class Parent(HyperParameters):
+    def __init__(self, lr: float, *layers: int, depth: int = 2, _secret: int = 0, **more: Any) -> None:
+        self.save_hyperparameters(ignore=["skipped"])
+
+
+class Child(Parent):
+    def __init__(self, lr: float, width: int) -> None:
+        super().__init__(lr * 10, depth=5)
+        temporary = width + 1
+        self.save_hyperparameters("nothing")
+        del temporary
+
+
+def test_arguments_become_attributes() -> None:
+    made = Parent(0.1, 3, 4, color="red", skipped=1)
+    assert made.hparams == {"lr": 0.1, "layers": (3, 4), "depth": 2, "color": "red"}
+    assert (made.lr, made.layers, made.color) == (0.1, (3, 4), "red")  # type: ignore[attr-defined]
+    assert not hasattr(made, "_secret")
+    assert not hasattr(made, "self")
+
+
+def test_a_child_adds_to_what_its_parent_saved() -> None:
+    made = Child(0.1, width=7)
+    assert made.hparams == {"lr": 0.1, "layers": (), "depth": 5, "width": 7}
+    assert Parent(0.5).hparams["lr"] == 0.5  # nothing is shared between objects
+
+
+def test_keyword_extras_can_be_ignored_together() -> None:
+    class Some(HyperParameters):
+        def __init__(self, a: int, **rest: int) -> None:
+            self.save_hyperparameters(ignore="rest")
+
+    assert Some(1, b=2).hparams == {"a": 1}
+
+
+def test_saving_from_a_call_inside_the_initialiser() -> None:
+    class Wrapping(HyperParameters):
+        def __init__(self, a: int) -> None:
+            self.save_hyperparameters()
+
+        def save_hyperparameters(self, ignore: Any = ()) -> None:
+            super().save_hyperparameters(ignore)
+
+    @dataclass
+    class Data(HyperParameters):
+        b: int = 3
+
+        def __post_init__(self) -> None:
+            self.save_hyperparameters()
+
+    assert Wrapping(1).hparams == {"a": 1}
+    assert Data().hparams == {"b": 3}
+
+
+def test_an_initialiser_around_another_object_is_not_taken() -> None:
+    class Inner(HyperParameters):
+        def configure(self, a: int) -> None:
+            self.save_hyperparameters()
+
+    class Outer:
+        def __init__(self, b: int) -> None:
+            self.inner = Inner()
+            self.inner.configure(b)
+
+    assert Outer(4).inner.hparams == {"a": 4}
+
+
+def test_members_are_added_to_a_class() -> None:
+    class Plain:
+        b = 1
+
+    made = Plain()
+
+    @add_to_class(Plain)
+    def double(self: Any) -> int:
+        return 2 * self.b  # type: ignore[no-any-return]
+
+    @add_to_class(Plain)
+    @property
+    def half(self: Any) -> float:
+        return self.b / 2  # type: ignore[no-any-return]
+
+    @add_to_class(Plain)
+    @functools.cached_property
+    def kept(self: Any) -> object:
+        return object()
+
+    assert made.double() == 2  # type: ignore[attr-defined]
+    assert made.half == 0.5  # type: ignore[attr-defined]
+    assert made.kept is made.kept  # type: ignore[attr-defined]
+    assert double(made) == 2  # the decorated name still is the function
+    with pytest.raises(TypeError, match="wants a class"):
+        add_to_class(made)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no name"):
+        add_to_class(Plain)(3)
+
+
+def test_accumulator() -> None:
+    sums = Accumulator(2)
+    sums.add(1, 2.5)
+    sums.add(True, 1)
+    assert (sums[0], sums[1], sums[-1], list(sums), len(sums)) == (2.0, 3.5, 3.5, [2.0, 3.5], 2)
+    with pytest.raises(ValueError, match="1 values for an Accumulator of 2"):
+        sums.add(1)
+    sums.reset()
+    assert list(sums) == [0.0, 0.0]
+
+
+def test_timer() -> None:
+    timer = Timer()
+    with pytest.raises(ValueError, match="stop"):
+        timer.avg()
+    time.sleep(0.01)
+    first = timer.stop()
+    timer.start()
+    second = timer.stop()
+    assert first >= 0.01 > second >= 0
+    assert timer.times == [first, second]
+    assert timer.sum() == first + second
+    assert timer.avg() == (first + second) / 2
+    assert timer.cumsum() == [first, first + second]
+
+
+def test_benchmark_waits_before_it_reads_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[float] = []
+
+    def synchronize() -> None:
+        time.sleep(0.02)
+        calls.append(time.perf_counter())
+
+    with Benchmark("launch", synchronize=synchronize) as timed:
+        assert len(calls) == 1
+        assert timed.seconds is None
+    assert len(calls) == 2
+    assert timed.seconds is not None
+    assert 0.02 <= timed.seconds < calls[1] - calls[0] + 0.02
+    assert capsys.readouterr().out == f"launch: {timed.seconds:.4f} sec\n"
+    with Benchmark():
+        pass
+    assert capsys.readouterr().out.startswith("Done: 0.0")
+
+
+def test_benchmark_of_a_failure_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+    with pytest.raises(KeyError), Benchmark(synchronize=lambda: calls.append(1)):
+        raise KeyError
+    assert calls == [1]
+    assert capsys.readouterr().out == ""
+
+
+def test_animator_keeps_points() -> None:
+    animator = Animator("epoch", legend=["loss", "accuracy"])
+    animator.add(1, (0.5, None))
+    animator.add(2, [0.25, 0.9])
+    animator.add([3, 4], (0.125, 0.95))
+    assert animator.X == [[1, 2, 3], [2, 4]]
+    assert animator.Y == [[0.5, 0.25, 0.125], [0.9, 0.95]]
+    single = Animator()
+    single.add(1, 3)
+    assert single.Y[0][-1] == 3
+    with pytest.raises(ValueError, match="2 values of x for 3 of y"):
+        animator.add([1, 2], [1, 2, 3])
+
+
+def test_animator_writes_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    had_pyplot = "matplotlib.pyplot" in sys.modules
+    animator = Animator("epoch", "value", ["loss", "accuracy"], xlim=[1, 3], ylim=(0, 1), figsize=(4, 3))
+    animator.add(1, (0.5, 0.8))
+    animator.add(2, (0.25, 0.9))
+    path = animator.save(tmp_path / "curves.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert Animator().save(str(tmp_path / "empty.png")).stat().st_size > 0
+    assert ("matplotlib.pyplot" in sys.modules) == had_pyplot  # no window, no change to the user's own figures
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_animator_replaces_one_picture_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    shown: list[str] = []
+    handle = SimpleNamespace(update=lambda image: shown.append("update"))
+
+    def display(image: Any, display_id: bool) -> Any:
+        assert image["data"].startswith(b"\x89PNG")
+        shown.append("display")
+        return handle
+
+    ipython: Any = ModuleType("IPython")
+    ipython.display = ModuleType("IPython.display")
+    ipython.display.display, ipython.display.Image = display, dict
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", ipython.display)
+    animator = Animator(legend=["loss"])
+    for shell in (None, SimpleNamespace(), SimpleNamespace(kernel=object())):  # script, terminal, notebook
+        ipython.get_ipython = lambda shell=shell: shell
+        animator.add(len(animator.Y), 1)
+    animator.add(4, 1)
+    assert shown == ["display", "update"]
+
+
+def test_a_picture_without_matplotlib_is_a_lesson(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # type: ignore[arg-type]
+    with pytest.raises(PackageMissing, match=r"pip install matplotlib"):
+        Animator().save(tmp_path / "none.png")
+    assert not list(tmp_path.iterdir())

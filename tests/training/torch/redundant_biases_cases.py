@@ -1,0 +1,36 @@
+"""A search for biases that change nothing, in one step of a net."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from manyhands.training.torch.fast.redundant_biases import IdleBiases, Search
+
+X = torch.rand(6, 2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(6) % 3
+
+
+def loss_of(net: nn.Module) -> torch.Tensor:
+    answer = net(X)
+    return answer if answer.dim() == 0 else functional.cross_entropy(answer, Y)
+
+
+def searched(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> IdleBiases | None:
+    with Search(net) as search:
+        value = loss(net)
+        search.trace(value)
+        value.backward()
+    return search.found()
+
+
+def found(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> list[str]:
+    return names(net, searched(net, loss))
+
+
+def names(net: nn.Module, idle: IdleBiases | None) -> list[str]:
+    layers = [layer for layer, _ in idle._bare] if idle is not None else []
+    return [name for name, module in net.named_modules() if module in layers]

@@ -1,0 +1,188 @@
+"""Normalisation, addition and ReLU in one go: the same step, whatever the model does with what is in between."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fused_norm_cases import WAYS, Net, held, residual
+from lanes_cases import NoLanes
+from torch import nn
+from torch.nn import functional
+
+from manyhands.training.torch.book import models
+from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
+from manyhands.training.torch.fast.lanes.eager import SideLanes
+
+X = torch.rand(6, 2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(6) % 3
+
+
+def stepped(net: nn.Module, x: torch.Tensor, *modes: Any) -> list[torch.Tensor]:
+    """The loss, all gradients and all buffers of three steps; the weights stay."""
+    found = []
+    norms = [mode for mode in modes if isinstance(mode, FusedNorms)]
+    for _ in range(3):
+        net.zero_grad()
+        for mode in norms:
+            mode.begin(poison=True)
+        with norms[0] if norms else torch.enable_grad():
+            loss = functional.cross_entropy(net(x), Y[: len(x)])
+        if len(modes) == 2:
+            with modes[0], modes[1]:
+                loss.backward()
+        else:
+            with modes[0] if modes else torch.enable_grad():
+                loss.backward()
+        found += [loss.detach(), *(one.grad for one in net.parameters() if one.grad is not None)]
+        found += [one.clone() for one in net.buffers()]
+    return found
+
+
+def both(net: nn.Module, x: torch.Tensor = X, lanes: bool = False) -> tuple[FusedNorms, float]:
+    """A step as it is and one in one go: their largest difference."""
+    if x.dim() == 4:
+        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    plain = stepped(copy.deepcopy(net), x)
+    norms = FusedNorms()
+    modes = (SideLanes(NoLanes(), 2), norms) if lanes else (norms,)
+    ours = stepped(net, x, *modes)
+    assert len(plain) == len(ours)
+    apart = max(
+        float((a.to_dense().double() - b.to_dense().double()).abs().max()) for a, b in zip(plain, ours, strict=True)
+    )
+    assert is_clean(one.to_dense() for one in ours)
+    return norms, apart
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_the_same_step(way: Callable[..., torch.Tensor], lanes: bool) -> None:
+    torch.manual_seed(1)
+    _, apart = both(Net(way).double(), lanes=lanes)
+    assert apart < 1e-13
+
+
+def test_what_is_in_one_go() -> None:
+    norms, _ = both(Net(lambda net, x: net.second(residual(net, x))).double())
+    assert norms.told == {
+        "batch normalisations": 2,
+        "with ReLU": 1,
+        "with addition and ReLU": 1,
+        "backward past the ReLU": 2,
+        "of them of a sum": 0,
+    }
+    assert "1 with addition and ReLU" in norms.explain()
+
+
+def test_what_is_held_is_written() -> None:
+    net, norms = Net(held).double(), FusedNorms()
+    x = X.to(memory_format=torch.channels_last)
+    net = net.to(memory_format=torch.channels_last)
+    stepped(net, x, norms)
+    assert net.kept is not None
+    ours = net.kept.detach().clone()
+    net(x)
+    torch.testing.assert_close(ours, net.kept.detach())
+
+
+def test_what_is_read_past_pytorch_is_found() -> None:
+    """By an address, as a kernel would: numbers that are no numbers come out."""
+
+    def past(net: Net, x: torch.Tensor) -> torch.Tensor:
+        y = net.norm(x)
+        return functional.relu(y) * torch.from_numpy(y.detach().numpy()).abs().mean()
+
+    net, norms = Net(past).double().to(memory_format=torch.channels_last), FusedNorms()
+    norms.begin(poison=True)
+    with norms:
+        loss = functional.cross_entropy(net(X.to(memory_format=torch.channels_last)), Y)
+    assert not is_clean([loss.detach()])
+
+
+class ByAddress(torch.autograd.Function):
+    """Twice a number; the gradient is added up, in place or not, and read past PyTorch."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, in_place: bool) -> torch.Tensor:
+        context.in_place = in_place
+        return x * 2
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        found = torch.empty(gradient.shape, dtype=gradient.dtype).to(memory_format=torch.channels_last)
+        both = gradient.clone().add_(gradient) if context.in_place else gradient + gradient.clone()
+        ctypes.memmove(found.data_ptr(), both.data_ptr(), both.nbytes)
+        return found, None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_sums_of_gradients_that_are_read_past_pytorch_are_found(in_place: bool) -> None:
+    """Also where the memory holds numbers, and not yet the right ones."""
+
+    def past(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return net.second(ByAddress.apply(functional.relu(net.norm(x)), in_place))
+
+    net, norms = Net(past).double().to(memory_format=torch.channels_last), FusedNorms()
+    norms.begin(poison=True)
+    with norms:
+        loss = functional.cross_entropy(net(X.to(memory_format=torch.channels_last)), Y)
+    with norms:
+        loss.backward()
+    assert not is_clean([one.grad for one in net.parameters() if one.grad is not None])
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}], ids=str)
+def test_norms_without(options: dict[str, Any]) -> None:
+    _, apart = both(Net(residual, **options).double())
+    assert apart < 1e-13
+
+
+def test_layers_without_channels_last_are_left_alone() -> None:
+    net, norms = Net(residual).double(), FusedNorms()
+    plain = stepped(copy.deepcopy(net), X)
+    for a, b in zip(plain, stepped(net, X, norms), strict=True):
+        assert torch.equal(a, b)
+    assert not norms.told
+
+
+@pytest.mark.parametrize("make", [models.small_resnet, models.resnet18], ids=lambda make: make.__name__)
+def test_whole_nets(make: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    net = make(3).double()
+    norms, apart = both(net, torch.rand(4, 1, 12, 12, dtype=torch.float64), lanes=True)
+    count = sum(isinstance(one, nn.BatchNorm2d) for one in net.modules())
+    told = norms.told
+    assert told["batch normalisations"] == told["with ReLU"] + told["with addition and ReLU"] == count
+    # Backward not those whose shortcut has a convolution, which takes the gradient first.
+    assert told["backward past the ReLU"] >= count * 0.7
+    assert told["of them of a sum"] >= 2
+    assert apart < 1e-11
+
+
+def test_rows_and_columns() -> None:
+    """Normalisation of vectors: rows of a matrix."""
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    norms, apart = both(net, torch.rand(6, 5, dtype=torch.float64))
+    assert apart < 1e-13
+    assert norms.told["with ReLU"] == 1
+
+
+def test_sparse_gradients() -> None:
+    """They have no memory of their own that could be noted."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.norm, self.head = nn.Embedding(9, 8, sparse=True), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(functional.relu(self.norm(self.words(x[:, 0]) + self.words(x[:, 1]))))
+
+    norms, apart = both(Words().double(), torch.arange(12).reshape(6, 2) % 9)
+    assert apart < 1e-13
+    assert norms.told["with ReLU"] == 1

@@ -1,0 +1,262 @@
+"""Biases before a BatchNorm are left out where that is proved to change nothing, and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from captured_step_cases import COUNT, Failing, assert_as_plain_steps, eager_step, graph_step, without_gpu
+from lanes_cases import NoLanes
+from redundant_biases_cases import X, Y, found, loss_of, names, searched
+from torch import nn
+from torch.nn import functional
+from training_cases import difference, mlp, vectors
+
+from manyhands.training.torch.book import models
+from manyhands.training.torch.data.sources import Arrays
+from manyhands.training.torch.fast.captured_step import GraphStep
+from manyhands.training.torch.fast.lanes.lanes import Beside
+from manyhands.training.torch.fast.redundant_biases import IdleBiases, may_be_idle
+from manyhands.training.torch.step.skip_nan import Spared
+
+
+class Net(nn.Module):
+    """Convolutions of all kinds, a residual, a linear layer: five biases before a BatchNorm, two that are not."""
+
+    def __init__(self, **norm: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4, **norm)
+        self.second, self.norm2 = nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.BatchNorm2d(4, **norm)
+        self.around = nn.Conv2d(4, 4, 1)
+        self.up, self.norm3 = nn.ConvTranspose2d(4, 3, 2, stride=2), nn.BatchNorm2d(3, **norm)
+        self.line, self.norm4 = nn.Conv1d(3, 5, 3), nn.BatchNorm1d(5, **norm)
+        self.hidden, self.norm5 = nn.Linear(5, 7), nn.BatchNorm1d(7, **norm)
+        self.out = nn.Linear(7, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.relu(self.norm(self.first(x)), inplace=True)
+        x = functional.relu(self.norm2(self.second(x)) + self.around(x))
+        x = self.norm4(self.line(self.norm3(self.up(x)).relu().flatten(2))).tanh()
+        scores: torch.Tensor = self.out(self.norm5(self.hidden(x.mean(2))).relu())
+        return scores
+
+
+def trained(net: nn.Module, idle: IdleBiases | None, forward: Any = loss_of, steps: int = 4, **options: Any) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01, **options)
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        if idle is None:
+            forward(net).backward()
+        else:
+            with idle.left_out():
+                forward(net).backward()
+            idle.settle()
+            for layer, _ in idle._bare:
+                gradient: Any = layer.bias.grad if isinstance(layer.bias, nn.Parameter) else None
+                assert gradient is None or not gradient.any()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=True)
+        optimizer.step()
+
+
+def both(make: Callable[[], nn.Module], forward: Any = loss_of, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """The same net trained plainly and with its idle biases left out."""
+    plain, other = make(), make()
+    idle = searched(other)
+    assert idle is not None
+    other.load_state_dict(plain.state_dict())  # the search was a step, with statistics
+    trained(plain, None)
+    trained(other, idle, forward, **options)
+    return plain, other
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": 0.7}, {"momentum": 1.0}],
+    ids=["as it is", "not affine", "no running statistics", "momentum", "all momentum"],
+)
+def test_training_without_them_is_the_same(norm: dict[str, Any]) -> None:
+    assert found(Net(**norm)) == ["first", "second", "up", "line", "hidden"]
+    plain, other = both(lambda: Net(**norm))
+    assert difference(plain.state_dict(), other.state_dict()) < 1e-12
+    assert plain.state_dict().keys() == other.state_dict().keys()
+
+
+def test_a_bias_that_does_not_learn_keeps_no_gradient() -> None:
+    def make() -> nn.Module:
+        net = Net()
+        net.first.bias.requires_grad_(False)
+        return net
+
+    assert "first" in found(make())
+    plain, other = both(make)
+    assert difference(plain.state_dict(), other.state_dict()) < 1e-12
+    assert other.first.bias.grad is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "small-resnet"])
+def test_of_a_resnet_all_but_those_around_the_blocks(name: str) -> None:
+    net = models.MODELS[name](in_channels=2).double()
+    idle = searched(net, lambda net: net(X).sum())
+    expected = [key for key, one in net.named_modules() if isinstance(one, nn.Conv2d) and not key.endswith("conv3")]
+    assert names(net, idle) == expected
+    assert idle is not None
+    assert idle.explain() == f"biases left out, as a BatchNorm takes them away again: {len(expected)}"
+
+
+def test_in_bfloat16_too() -> None:
+    def loss(net: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            answer = net(X.float())
+        return functional.cross_entropy(answer.float(), Y)
+
+    net = Net().float()
+    idle = searched(net, loss)
+    assert names(net, idle) == ["first", "second", "up", "line", "hidden"]
+    trained(net, idle, loss)
+    assert all(bool(torch.isfinite(value).all()) for value in net.state_dict().values())
+
+
+def test_a_compiled_step() -> None:
+    from torch._dynamo import testing
+
+    torch._dynamo.reset()
+    counter = testing.CompileCounterWithBackend("aot_eager")
+    plain, other = both(Net, torch.compile(loss_of, backend=counter, dynamic=False))
+    assert counter.frame_count == 1
+    assert difference(plain.state_dict(), other.state_dict()) < 1e-12
+    biases = [node for node in counter.graphs[0].graph.nodes if "bias" in str(node.target) and node.op == "placeholder"]
+    assert len(biases) == 2 + 5, "of layers that are not before a BatchNorm, and of BatchNorms"
+
+
+def test_beside_side_lanes() -> None:
+    net, beside = Net(), Beside(NoLanes())
+    idle = searched(net)
+    assert idle is not None
+    gradients: list[list[Any]] = []
+    for around in (contextlib.nullcontext(), beside.around(6, compiled=False)):
+        net.zero_grad(set_to_none=True)
+        with idle.left_out():
+            loss = loss_of(net)
+            with around:
+                loss.backward()
+        idle.settle()
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert "    3 x convolution, weight" in beside.explain(6)
+
+
+def test_a_net_that_the_caller_compiled_is_left_alone() -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    assert may_be_idle(Net(), optimizer)
+    assert not may_be_idle(torch.compile(Net(), backend="eager"), optimizer)  # type: ignore[arg-type]
+    net = Net()
+    net.compile(backend="eager")
+    assert not may_be_idle(nn.Sequential(net), optimizer)
+
+
+def test_an_update_that_does_not_bear_zeros() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    net = Net()
+    assert may_be_idle(net, torch.optim.AdamW(net.parameters()))
+    assert not may_be_idle(net, torch.optim.Adam(net.parameters(), eps=0.0))
+    assert not may_be_idle(net, Own(net.parameters(), lr=0.1))
+    assert not may_be_idle(models.lenet(), torch.optim.SGD(models.lenet().parameters(), lr=0.1))
+
+
+# What is left behind
+
+
+def test_an_error_puts_everything_back() -> None:
+    net = Net()
+    before = {name: dict(vars(module)) for name, module in net.named_modules()}
+
+    def broken(net: nn.Module) -> torch.Tensor:
+        net(X)
+        raise ValueError("for a test")
+
+    with pytest.raises(ValueError, match="for a test"):
+        searched(net, broken)
+    idle = searched(net)
+    assert idle is not None
+    with idle.left_out():
+        assert "forward" in vars(net.first)
+    with pytest.raises(ValueError, match="for a test"), idle.left_out():
+        broken(net)
+    assert {name: dict(vars(module)) for name, module in net.named_modules()} == before
+
+
+def test_a_search_that_cannot_begin_puts_everything_back() -> None:
+    net = Net()
+    net.norm2.running_mean = net.norm2.running_mean.to_sparse()  # type: ignore[union-attr]
+    with pytest.raises(NotImplementedError, match="storage"):
+        searched(net)
+    assert not [name for name, module in net.named_modules() if "forward" in vars(module)]
+
+
+def test_zeros_stay_zeros() -> None:
+    """Clipping by a norm that is no number writes into gradients; the next step begins with zeros again."""
+    net = Net()
+    idle = searched(net)
+    assert idle is not None
+    for _ in range(2):
+        net.zero_grad(set_to_none=True)
+        idle.settle()
+        assert net.first.bias.grad is not None
+        assert not net.first.bias.grad.any()
+        net.first.bias.grad.fill_(torch.nan)
+
+
+# In the fast step
+
+
+@pytest.fixture
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_gpu(monkeypatch)
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_search_for_idle_biases_that_fails_costs_nothing(at: int) -> None:
+    net = mlp(norm=True)
+    graph, eager = graph_step(net, 3, Failing(at))
+    assert graph.ended is None
+    assert "biases" not in graph.explain()
+    assert_as_plain_steps(net, eager, 3)
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_idle_biases_are_left_out_from_the_third_step_on() -> None:
+    for steps in range(1, 6):
+        net = mlp(norm=True)
+        graph, eager = graph_step(net, steps)
+        assert ("biases left out, as a BatchNorm takes them away again: 1" in graph.explain()) == (steps > 1)
+        gradient: Any = net[0].bias.grad
+        assert bool(gradient.any()) == (steps <= 2)
+        assert_as_plain_steps(net, eager, steps)
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_zeros_of_idle_biases_are_not_spoilt_by_a_batch_that_is_left_out() -> None:
+    """Clipping multiplies all gradients by a norm that is no number."""
+    X, y = vectors(COUNT)
+    X[40] = torch.nan  # in the third step, the first without that bias
+    found = []
+    for fast in (True, False):
+        net = mlp(norm=True)
+        eager, data = eager_step(net), Arrays((X, y))
+        eager.clip, eager.spared = 0.1, Spared(net, eager.optimizer)
+        graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False)
+        graph.begin_epoch(torch.arange(COUNT), 0, 0)
+        for step in range(5):
+            if not (fast and graph(16)):
+                eager(data.take(torch.arange(step * 16, step * 16 + 16)), 16, step)
+        found.append(net.state_dict())
+    assert all(bool(torch.isfinite(value).all()) for value in found[0].values())
+    assert difference(*found) < 1e-14
