@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import functools
 import threading
-import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from manyhands.errors import CannotTrace, ChangesOutside, EngineError, NotYet
 from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
-from manyhands.parallel.arguments import must_allow_memory, must_be_function
+from manyhands.parallel.arguments import must_allow_memory
 from manyhands.parallel.costs import costs
 from manyhands.parallel.equality import first_line
+from manyhands.parallel.interface import ParallelFunction
 from manyhands.parallel.plan import Limit, Planned, Run
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.side_effects import Effects
-from manyhands.schedule import picture as draw
 from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.graph import graph
-from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint
-from manyhands.schedule.simulate import simulate, timeline_of
-from manyhands.schedule.timeline import Timeline, place
+from manyhands.schedule.simulate import timeline_of
+from manyhands.schedule.timeline import Timeline
 from manyhands.tasks import scope
 
 _RECENT = 4  # plans that are asked whether they know a call before its signature is built
@@ -38,7 +35,7 @@ _MEMORY = 1.3  # of plain execution's memory a plan may take
 _tracing = threading.RLock()
 
 
-class Parallel:
+class Parallel(ParallelFunction):
     """A function that gives what the plain one gives, sooner where that is possible."""
 
     def __init__(
@@ -55,17 +52,14 @@ class Parallel:
 
         ``synchronous``: no lanes, no choice; the schedule's order in the caller's thread, for debugging.
         """
-        must_be_function(function)
+        super().__init__(function)
         must_allow_memory(memory)
-        functools.update_wrapper(self, function)
-        self.function = function
         self.backend = backend
         self.reuse_outputs = reuse_outputs
         self.memory = memory
         self.compile = compile
         self.synchronous = synchronous
         self._plans: Plans[Planned] = Plans()
-        self._last: Planned | None = None
         self._recent: tuple[Planned, ...] = ()  # those that are asked first whether they know a call
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -80,10 +74,6 @@ class Parallel:
         if not planned.again:
             self._remember(planned, call)
         return planned.run(*call.given)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a decorator of a method: the instance is its first argument."""
-        return self if instance is None else types.MethodType(self, instance)
 
     def _remember(self, planned: Planned, call: Any) -> None:
         if planned.fits is None:
@@ -104,31 +94,7 @@ class Parallel:
 
     # Telling
 
-    @property
-    def planned(self) -> Planned:
-        """What is known of the way in which the last call was run."""
-        if self._last is None:
-            raise EngineError("call the function first: it is planned for the arguments that it gets")
-        return self._last
-
-    def explain(self) -> str:
-        """How the last call was run, what it took, what bounds it, and why it is not faster."""
-        return explain.explain(explain.name_of(self.function), self.planned)
-
-    def draw(self, path: str | Path) -> Path:
-        """The graph as SVG, coloured by lane."""
-        return draw.save(self._scheduled(), path)
-
-    def timeline(self, path: str | Path, *, simulated: bool = False) -> Path:
-        """When each task runs on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
-
-        Measured in a run of the schedule with made-up arguments, or simulated from the costs of its tasks.
-        """
-        place(path)  # before anything is run
-        return (self.simulated() if simulated else self.measured()).save(path)
-
     def measured(self) -> Timeline:
-        """The last call's schedule, run once more: when each task began and ended."""
         made = self._scheduled()
         timed = self.planned.timed
         assert timed is not None
@@ -141,29 +107,14 @@ class Parallel:
             ) from error
         return timeline_of(made, moments, f"measured; {self.planned.how}")
 
-    def simulated(self) -> Timeline:
-        """The last call's schedule in thought."""
-        return simulate(self._scheduled())
-
     def forecast(
         self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
     ) -> Forecast:
-        """What the last call's work would take if it were spread over so many devices like this one.
-
-        ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
-        in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
-        """
         made, planned = self._scheduled(), self.planned
         assert planned.footprint is not None
         used = len({lane for lane, task in zip(made.lane_of, made.graph.tasks, strict=True) if task.kind == "compute"})
         machine = Machine(devices, max(1, used) if lanes is None else lanes, bandwidth, latency)
         return forecast(made.graph, planned.footprint, machine)
-
-    def _scheduled(self) -> Schedule:
-        planned = self.planned
-        if planned.schedule is None:
-            raise EngineError(f"there is no schedule: {planned.how}; {'; '.join(planned.notes)}")
-        return planned.schedule
 
     # Planning
 

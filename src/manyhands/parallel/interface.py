@@ -1,0 +1,97 @@
+"""What ``parallel(fn)`` gives in every framework: a function that can be called, explained, drawn and simulated.
+
+PyTorch's plans lanes itself (:mod:`manyhands.parallel.function`); JAX, TensorFlow and MXNet hand the function to their
+own runtime (:mod:`manyhands.parallel.delegated`). What one of them cannot tell raises an :class:`EngineError`.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import EngineError
+from manyhands.parallel import explain
+from manyhands.parallel.arguments import must_be_function
+from manyhands.parallel.plan import Planned
+from manyhands.schedule import picture
+from manyhands.schedule.forecast import Forecast
+from manyhands.schedule.lanes import Schedule
+from manyhands.schedule.simulate import simulate
+from manyhands.schedule.timeline import Timeline, place
+
+
+class ParallelFunction(abc.ABC):
+    """A function that gives what the plain one gives, sooner where that is possible."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        must_be_function(function)
+        # The attributes of a callable object (a model's parameters) stay its own.
+        updated = ("__dict__",) if isinstance(function, types.FunctionType) else ()
+        functools.update_wrapper(self, function, updated=updated)
+        self.function = function
+        self._last: Planned | None = None
+
+    @abc.abstractmethod
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """What the function gives for these arguments."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a decorator of a method: the instance is its first argument."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    @property
+    def planned(self) -> Planned:
+        """What is known of the way in which the last call was run."""
+        if self._last is None:
+            raise EngineError("call the function first: it is planned for the arguments that it gets")
+        return self._last
+
+    def explain(self) -> str:
+        """How the last call was run, what it took, what bounds it, and why it is not faster."""
+        return explain.explain(explain.name_of(self.function), self.planned)
+
+    def draw(self, path: str | Path) -> Path:
+        """The graph as SVG, coloured by lane."""
+        return picture.save(self._scheduled(), path)
+
+    def timeline(self, path: str | Path, *, simulated: bool | None = None) -> Path:
+        """When each task runs on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
+
+        Measured in a run of the schedule with made-up arguments, or simulated from the costs of its tasks. By default
+        it is measured where manyhands runs the schedule (PyTorch), and simulated where the framework's runtime does.
+        """
+        place(path)  # before anything is run
+        if simulated is None:
+            simulated = not self._can_measure()
+        return (self.simulated() if simulated else self.measured()).save(path)
+
+    def simulated(self) -> Timeline:
+        """When each task of the last call's schedule would run, from the costs of its tasks."""
+        return simulate(self._scheduled())
+
+    @abc.abstractmethod
+    def measured(self) -> Timeline:
+        """The last call's schedule, run once more: when each task began and ended."""
+
+    @abc.abstractmethod
+    def forecast(
+        self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
+    ) -> Forecast:
+        """What the last call's work would take if it were spread over so many devices like this one.
+
+        ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
+        in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
+        """
+
+    def _can_measure(self) -> bool:
+        return True
+
+    def _scheduled(self) -> Schedule:
+        planned = self.planned
+        if planned.schedule is None:
+            raise EngineError(f"there is no schedule: {planned.how}; {'; '.join(planned.notes)}")
+        return planned.schedule
