@@ -97,6 +97,48 @@ def test_a_loss_object_is_not_divided_by_the_number_of_devices(reduction: str) -
     same(mlp, numbers(), 3, loss=loss)
 
 
+@pytest.mark.parametrize("reduction", ["sum", None])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_sum_is_minimised_and_shown_as_in_keras(reduction: str | None, devices: int) -> None:
+    """With a short last batch: a sum has another size there."""
+    X, Y = numbers()
+    data, loss = (X[:20], Y[:20]), keras.losses.MeanSquaredError(reduction=reduction)
+    by_keras, ours = mlp(dtype="float32"), mlp(dtype="float32")
+    by_keras.compile(momentum(0.01), loss=loss)
+    shown = by_keras.fit(*data, batch_size=8, epochs=1, verbose=0, shuffle=False, validation_data=data).history
+    batches = [tuple(part[i : i + 8] for part in data) for i in range(0, 20, 8)]
+    row = fit(ours, batches, devices, batch_size=None, optimizer=momentum(0.01), loss=loss).rows[0]
+    assert row["train_loss"] == pytest.approx(shown["loss"][0], rel=1e-5)
+    assert row["test_loss"] == pytest.approx(shown["val_loss"][0], rel=1e-5)
+    assert parity.largest_difference(tensors(ours), tensors(by_keras)) < 1e-5
+    of_arrays = fit(mlp(dtype="float32"), data, devices, optimizer=keras.optimizers.SGD(0.0), loss=loss).rows[0]
+    assert of_arrays["test_loss"] == pytest.approx(of_arrays["train_loss"], rel=0.2)  # the same size of batches
+
+
+def test_a_sum_of_tokens_and_of_weighted_samples_is_that_of_keras() -> None:
+    weight = np.linspace(0.1, 2, FEW)
+    same_as_keras(tagger, texts(), loss=sparse(reduction="sum"))
+    same_as_keras(mlp, vectors(FEW), weight, loss=sparse(reduction="sum"))
+    same_as_keras(mlp, vectors(FEW), weight, loss=sparse(reduction=None))
+
+
+def test_a_loss_of_ones_own_that_gives_several_numbers_is_summed_as_in_keras() -> None:
+    class Each(keras.losses.Loss):
+        def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return pinball(tf.cast(y_true, y_pred.dtype), y_pred)
+
+    same_as_keras(mlp, numbers(), loss=Each())
+
+
+def test_numbers_for_each_sample_cannot_be_added_to_a_penalty() -> None:
+    def penalised() -> Any:
+        return layers.Dense(5, kernel_regularizer="l2")
+
+    for devices in (1, 2):
+        with pytest.raises(BadSettings, match=r"reduction=None .*give it reduction='sum'"):
+            fit(mlp(penalised), vectors(FEW), devices, loss=sparse(reduction=None))
+
+
 def test_masked_tokens_count_as_in_keras() -> None:
     same_as_keras(tagger, texts(), loss=sparse())
 

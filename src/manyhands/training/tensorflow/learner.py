@@ -73,8 +73,6 @@ class KerasLearner:
         objects = self.job.objective.objects if isinstance(self.job.objective, Supervised) else []
         if self.settings.precision == "fp64" and any(one.dtype == "float32" for one in objects):
             notes.append("the loss computes in float32, as it was made: give it dtype='float64'")
-        if any(one.reduction in ("sum", "none", None) for one in objects):
-            notes.append("the loss gives a sum, or a number for each sample: the trainer takes the mean over samples")
         return notes
 
     def _feed(self, source: Source) -> Feed:
@@ -140,7 +138,8 @@ class KerasLearner:
         if self.test_feed is None:
             return None
         self._set_sums(self.step_of.test_sums, Figures())
-        size = max(self.settings.batch_size, _TEST_BATCH)
+        sums = isinstance(self.job.objective, Supervised) and self.job.objective.is_sum
+        size = self.settings.batch_size if sums else max(self.settings.batch_size, _TEST_BATCH)
         batches = self.test_feed.batches(Cursor(), size, 0, None, 1)
         for _, batch in loader_batches.agreed(batches, self.all_have, getattr(self.test_feed.source, "loader", None)):
             self._test(batch.data, batch.order, batch.bounds)

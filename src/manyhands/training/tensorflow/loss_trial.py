@@ -50,7 +50,8 @@ def _pass(function: Function, weights: list[Any], kept: list[Any], seed: int, ba
 
 def _terms(losses: Losses, size: int) -> list[tuple[Any, Any]]:
     mean = [] if losses.mean is None else [(losses.mean * size, size)]
-    return mean + [(one.total, one.count) for one in losses.sums]
+    total = [] if losses.total is None else [(losses.total.value, 0)]
+    return mean + total + [(one.total, one.count) for one in losses.sums]
 
 
 @contextlib.contextmanager

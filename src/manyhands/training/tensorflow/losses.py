@@ -5,7 +5,8 @@ mean of its own, and those can be put together only if it is known what each was
 here: to a mean over samples, where the divisor grows with the number of samples alone, else to a sum and its divisor
 (:class:`~manyhands.training.loss_sum.LossSum`). The second is so where tokens are masked, where labels of
 ``ignore_class`` are left out, and for ``reduction="mean_with_sample_weight"``. Six tokens of which five count on one
-device and six of which two count on the other: (a + b) / 7, not the mean of a / 5 and b / 2.
+device and six of which two count on the other: (a + b) / 7, not the mean of a / 5 and b / 2. Where Keras divides by
+nothing, with ``reduction="sum"`` or ``None``, neither do we (:class:`Total`).
 
 Losses are resolved and called as Keras does it: ``loss(y_true, y_pred)``, by name, as a class, an object or a function,
 one for each output, with ``loss_weights``.
@@ -13,8 +14,9 @@ one for each output, with ``loss_weights``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -28,30 +30,72 @@ from manyhands.errors import BadSettings
 from manyhands.training.loss_sum import LossSum
 
 _BY_SHAPE = ("crossentropy", "ce")  # Keras chooses among three by the shapes of targets and answers
-_SUMS = ("sum", "none", None)
+_UNREDUCED = ("none", None)
 _MEANS = ("sum_over_batch_size", "mean")
 
 
 @dataclass(frozen=True)
+class Total:
+    """A sum over samples that nothing divides: Keras's ``reduction="sum"``.
+
+    With ``reduction=None`` Keras minimises the sum of all numbers, and shows their mean; ``per_sample`` is then how
+    many of them a sample has.
+    """
+
+    value: Any
+    per_sample: Any = None
+
+    def __add__(self, other: Total) -> Total:
+        return Total(self.value + tf.cast(other.value, self.value.dtype), self.per_sample)
+
+    def shown(self, whole: Any) -> Any:
+        """What it adds to the sum over samples of the loss that is shown; the batch has ``whole`` samples."""
+        value = tf.cast(self.value, tf.float64)
+        if self.per_sample is None:
+            return value * tf.cast(whole, tf.float64)
+        return tf.math.divide_no_nan(value, tf.cast(self.per_sample, tf.float64))
+
+
+@dataclass(frozen=True)
 class Losses:
-    """The loss of a part of a batch: a mean over its samples, plus sums that are divided once all parts are known."""
+    """The loss of a part of a batch: a mean over its samples, plus sums that are divided once all parts are known.
+
+    ``total`` is added to it as it is.
+    """
 
     mean: Any = None
     sums: tuple[LossSum, ...] = ()
+    total: Total | None = None
     right: Any = None  # how many samples were answered rightly, where that has a meaning
     complete: bool = False  # whether regularizers and add_loss are in it already
 
     def __add__(self, other: Losses) -> Losses:
+        _check_reductions(self, other)
         means = [one.mean for one in (self, other) if one.mean is not None]
         mean = tf.add_n([tf.cast(one, means[0].dtype) for one in means]) if means else None
-        return Losses(mean, self.sums + other.sums, self.right, self.complete)
+        totals = [one.total for one in (self, other) if one.total is not None]
+        total = functools.reduce(Total.__add__, totals) if totals else None
+        return replace(self, mean=mean, sums=self.sums + other.sums, total=total)
 
     def __mul__(self, weight: Any) -> Losses:
         def times(value: Any) -> Any:
             return value * tf.cast(weight, value.dtype)
 
         mean = None if self.mean is None else times(self.mean)
-        return Losses(mean, tuple(LossSum(times(one.total), one.count) for one in self.sums), self.right, self.complete)
+        sums = tuple(LossSum(times(one.total), one.count) for one in self.sums)
+        total = None if self.total is None else replace(self.total, value=times(self.total.value))
+        return replace(self, mean=mean, sums=sums, total=total)
+
+
+def _check_reductions(*losses: Losses) -> None:
+    """Numbers for each sample cannot be added to one number: Keras fails there, too."""
+    some = [one for one in losses if one.mean is not None or one.sums or one.total is not None]
+    kinds = [one.total is not None and one.total.per_sample is not None for one in some]
+    if any(kinds) and not all(kinds):
+        raise BadSettings(
+            "a loss with reduction=None gives numbers for each sample, to which other losses, regularizers and "
+            "add_loss cannot be added: give it reduction='sum', which minimises the same"
+        )
 
 
 @dataclass
@@ -116,7 +160,7 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
     """One Keras loss of one output, reduced so that parts of a batch add up."""
     if type(loss).__call__ is not keras.losses.Loss.__call__:  # a reduction of its own
         weights = {} if sample_weight is None else {"sample_weight": sample_weight}
-        return reduced(loss(y_true, y_pred, **weights), name=loss.name)
+        return as_keras(loss(y_true, y_pred, **weights), name=loss.name)
     masks = [keras.src.backend.get_keras_mask(y_pred)] if tf.is_tensor(y_pred) else []
     y_pred, y_true = (
         keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(leaf, dtype), one) for one in (y_pred, y_true)
@@ -139,7 +183,6 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
 
 def _weighed(values: Any, mask: Any, sample_weight: Any, reduction: str | None) -> Losses:
     """As ``keras.src.losses.loss.reduce_weighted_values``, with the division put off where it has to be."""
-    samples = tf.cast(tf.maximum(tf.shape(values)[0], 1), values.dtype)
     weight = None if sample_weight is None else tf.cast(sample_weight, values.dtype)
     if mask is not None:
         mask = tf.cast(mask, values.dtype)
@@ -147,9 +190,11 @@ def _weighed(values: Any, mask: Any, sample_weight: Any, reduction: str | None) 
     if weight is not None:
         values, weight = squeeze_or_expand_to_same_rank(values, weight)
         values = values * weight
+    if reduction in _UNREDUCED:
+        return _unreduced(values)
     total = tf.reduce_sum(values)
-    if reduction in _SUMS:
-        return Losses(total / samples)
+    if reduction == "sum":
+        return Losses(total=Total(total))
     if reduction == "mean_with_sample_weight" and weight is not None:
         return Losses(sums=(LossSum(total, tf.reduce_sum(weight)),))
     elements = tf.cast(tf.size(values), values.dtype)
@@ -157,6 +202,16 @@ def _weighed(values: Any, mask: Any, sample_weight: Any, reduction: str | None) 
         per_entry = tf.math.divide_no_nan(elements, tf.cast(tf.size(mask), values.dtype))
         return Losses(sums=(LossSum(total, tf.reduce_sum(mask) * per_entry),))
     return Losses(tf.math.divide_no_nan(total, elements))
+
+
+def as_keras(value: Any, *, name: str) -> Losses:
+    """What Keras is given as a loss: a scalar, or a LossSum; of several numbers it minimises the sum."""
+    several = tf.is_tensor(value) and bool(value.shape.rank)
+    return _unreduced(_floating(value, name)) if several else reduced(value, name=name)
+
+
+def _unreduced(values: Any) -> Losses:
+    return Losses(total=Total(tf.reduce_sum(values), tf.size(values) // tf.maximum(tf.shape(values)[0], 1)))
 
 
 def reduced(value: Any, *, name: str) -> Losses:

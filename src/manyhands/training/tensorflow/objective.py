@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import keras
@@ -14,7 +14,7 @@ from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.batch_parts import Parts, answer_of, parts_of
 from manyhands.training.tensorflow.book.module import Module, cross_entropy
-from manyhands.training.tensorflow.losses import KerasLoss, Losses, reduced
+from manyhands.training.tensorflow.losses import KerasLoss, Losses, as_keras, reduced
 
 Accuracy = Callable[[Any, Any], Any]
 
@@ -35,6 +35,11 @@ class Supervised:
     def objects(self) -> list[keras.losses.Loss]:
         """Those losses that the user gave as objects of Keras's."""
         return [one for one in keras.tree.flatten(self.loss.loss) if isinstance(one, keras.losses.Loss)]
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the loss is a sum over the batch, so that it grows with the size of batches."""
+        return any(one.reduction == "sum" for one in self.objects)
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
@@ -86,8 +91,8 @@ class OwnComputeLoss:
         answer = widened(answer_of(model, parts.inputs, training=training))
         x = list(parts.inputs) if len(parts.inputs) > 1 else parts.inputs[0]
         value = model._compute_loss(x, parts.target, answer, parts.sample_weight, training=training)
-        losses = reduced(value, name=f"{type(model).__name__}.compute_loss")
-        return _with_right(Losses(losses.mean, losses.sums, complete=True), answer, parts, self.accuracy)
+        losses = as_keras(value, name=f"{type(model).__name__}.compute_loss")
+        return _with_right(replace(losses, complete=True), answer, parts, self.accuracy)
 
 
 def _check_scores(answer: Any, parts: Parts) -> None:
@@ -119,7 +124,7 @@ def _with_right(losses: Losses, answer: Any, parts: Parts, accuracy: Accuracy | 
     right = None
     if tf.is_tensor(answer) and len(parts.targets) == 1:
         right = right_answers(answer, parts.target) if accuracy is None else accuracy(parts.target, answer)
-    return Losses(losses.mean, losses.sums, right, losses.complete)
+    return replace(losses, right=right)
 
 
 def right_answers(answer: Any, target: Any) -> Any:

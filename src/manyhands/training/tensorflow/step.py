@@ -4,7 +4,7 @@ The loss of a shard is a mean over its samples. Weighted by (samples of the shar
 over the replicas it is the mean over the batch, and so are the gradients. Eight samples on two devices in shares 3:1:
 the first has the mean loss a of six, the second b of two; 6/8 a + 2/8 b is the mean of all eight. A loss that is given
 as a sum and its count (:class:`~manyhands.training.loss_sum.LossSum`) is divided by the counts of all replicas, which
-are added up before the gradients are.
+are added up before the gradients are. A sum that nothing divides (Keras's ``reduction="sum"``) is added up as it is.
 
 Each replica has variables of its own for weights, statistics and what the optimizer remembers. Gradients are summed
 over the replicas (the only thing that goes from device to device), every replica makes the same update. The samples
@@ -133,7 +133,7 @@ class Step:
             return (
                 [[tf.convert_to_tensor(one) for one in part] for part in gradients],
                 after,
-                self._figures(losses, size),
+                self._figures(losses, size, whole),
             )
 
         if self.all_take_part or (self.replicas == 1 and self.settings.accumulate == 1):
@@ -181,12 +181,12 @@ class Step:
             weights, kept = ([tf.convert_to_tensor(one) for one in part] for part in (self.weights, self.kept))
             batch = prepare(_gathered(data, order[begin:end], on_host))
             losses, _ = self.function(weights, kept, (0, replica), batch, training=False)
-            return self._figures(losses, end - begin)
+            return self._figures(losses, end - begin, bounds[-1] - bounds[0])
 
         figures, totals, counts = tf.cond(end > begin, work, _no_figures)
         _add(self.test_sums, figures, tf.constant(_NONE_BAD, tf.float64), [totals, counts])
 
-    def _figures(self, losses: Losses, size: Any) -> list[Any]:
+    def _figures(self, losses: Losses, size: Any, whole: Any) -> list[Any]:
         """The three figures, and the totals and counts of the sums; without samples all are nothing."""
         if len(losses.sums) > MOST_SUMS:
             raise BadSettings(
@@ -194,8 +194,9 @@ class Step:
             )
         self.counts_right |= losses.right is not None
         count, zero = tf.cast(size, tf.float64), tf.zeros((), tf.float64)
-        mean = zero if losses.mean is None else tf.cast(losses.mean, tf.float64) * count
-        plain = tf.stack([mean, zero if losses.right is None else losses.right, count])
+        loss = zero if losses.mean is None else tf.cast(losses.mean, tf.float64) * count
+        loss += zero if losses.total is None else losses.total.shown(whole)
+        plain = tf.stack([loss, zero if losses.right is None else losses.right, count])
         pairs = [(tf.cast(one.total, tf.float64), tf.cast(one.count, tf.float64)) for one in losses.sums]
         pairs += [(zero, zero)] * (MOST_SUMS - len(pairs))
         totals, counts = (tf.stack(column) for column in zip(*pairs, strict=True))
@@ -245,11 +246,16 @@ def _over_replicas(values: Sequence[Any]) -> list[Any]:
 
 
 def _terms(losses: Losses, size: Any, whole: Any) -> list[Any]:
-    """What gradients are taken of: the mean, weighted by its samples, and each sum. Without samples: nothing."""
+    """What gradients are taken of: the mean, weighted by its samples, with what is added to it, and each sum.
+
+    Without samples: nothing.
+    """
     sums = [one.total / tf.cast(whole, one.total.dtype) for one in losses.sums]
-    mean = tf.zeros((), sums[0].dtype) if losses.mean is None else losses.mean
-    mean *= tf.cast(size, mean.dtype) / tf.cast(whole, mean.dtype)
-    return [tf.where(size > 0, one, tf.zeros_like(one)) for one in (mean, *sums)]
+    totals = [] if losses.total is None else [losses.total.value]
+    first = tf.zeros((), (*totals, *sums)[0].dtype) if losses.mean is None else losses.mean
+    first *= tf.cast(size, first.dtype) / tf.cast(whole, first.dtype)
+    first += sum(tf.cast(one, first.dtype) for one in totals)
+    return [tf.where(size > 0, one, tf.zeros_like(one)) for one in (first, *sums)]
 
 
 def _no_figures() -> list[Any]:
