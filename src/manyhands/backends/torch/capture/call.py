@@ -40,6 +40,7 @@ from manyhands.backends.torch.passes.split import split
 from manyhands.backends.torch.run.result_copies import has_no_gaps
 from manyhands.backends.torch.virtual import VirtualTensor, no_hooks, only_hooks, only_known_functions
 from manyhands.errors import CannotTrace
+from manyhands.generated import function
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ MODE_NAMES: dict[str, Any] = {
     "jit": torch._C._get_tracing_state,
     "capturing": _capturing,
 }
-modes: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({', '.join(MODES)})", dict(MODE_NAMES))
+modes = function("modes", f"def modes():\n    return {', '.join(MODES)},", dict(MODE_NAMES))
 
 
 def _why_plain() -> str | None:

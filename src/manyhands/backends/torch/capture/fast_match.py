@@ -40,6 +40,7 @@ from manyhands.backends.torch.addresses import shown_by
 from manyhands.backends.torch.capture import call
 from manyhands.backends.torch.capture.call import Call
 from manyhands.backends.torch.capture.refusals import BY_VALUE
+from manyhands.generated import function
 
 Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
 
@@ -155,8 +156,7 @@ class _Writer:
         body = "\n".join(f"        {line}" for line in self._lines)
         # Whatever a strange tensor raises when it is asked, the signature is the one to deal with it.
         source = f"def fits(arguments, keywords):\n    try:\n{body}\n    except Exception:\n        return None"
-        exec(compile(source, "<manyhands signature>", "exec"), self._names)
-        return self._names["fits"]  # type: ignore[no-any-return]
+        return function("signature", source, self._names)
 
     def _shared(self) -> list[str]:
         """Whether tensors share memory as they did."""

@@ -31,6 +31,7 @@ from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.reasons import FROM_SHAPE, why
 from manyhands.backends.torch.capture.watch import Watch
 from manyhands.errors import CannotTrace
+from manyhands.generated import function
 from manyhands.schedule.task import Kind, Task
 
 _aten = torch.ops.aten
@@ -401,4 +402,4 @@ def _builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
         source = text(tree_unflatten(list(range(structure.num_leaves)), structure))
     except TypeError:
         return lambda values: tree_unflatten(list(values), structure)
-    return eval(f"lambda v: {source}", names)  # type: ignore[no-any-return]
+    return function("result", f"def together(v):\n    return {source}", names)

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from manyhands.generated import function
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 
 
@@ -52,8 +54,7 @@ def compiled(facts: Iterable[Fact]) -> Callable[[], bool]:
     )
     source = f"def holds():\n    try:\n{body}\n{tail}"
     names["same"] = _same
-    exec(compile(source, "<manyhands guard>", "exec"), names)
-    return names["holds"]  # type: ignore[no-any-return]
+    return function("guard", source, names)
 
 
 def _test(fact: Fact, name: Callable[[Any], str]) -> str:

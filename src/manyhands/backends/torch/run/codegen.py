@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run.bindings import into_memory, native
+from manyhands.generated import function
 
 _aten = torch.ops.aten
 
@@ -66,8 +67,7 @@ class Code:
 
     def build(self) -> Callable[..., Any]:
         source = "def run(inputs):\n" + "\n".join(f"    {line}" for line in self.lines)
-        exec(compile(source, "<manyhands run>", "exec"), self.names)
-        return self.names["run"]  # type: ignore[no-any-return]
+        return function("run", source, self.names)
 
 
 def generate(

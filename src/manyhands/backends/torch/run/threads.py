@@ -27,10 +27,8 @@ When a task fails, its lane sets the stop flag and opens every gate; the other l
 from __future__ import annotations
 
 import itertools
-import linecache
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -43,10 +41,10 @@ from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Code, Plan, Stamps, argument_text, call_text
 from manyhands.backends.torch.run.reuse_memory import Reuse
 from manyhands.backends.torch.threads_and_modes import Pool, closed_lock, pool
+from manyhands.generated import functions
 from manyhands.schedule.task import Task
 
 _Lane = Callable[[Sequence[Any], Sequence[Any], Sequence[threading.Lock], Sequence[Any]], Any]
-_numbers = itertools.count()
 _VALUES = 1 << 24  # from here on numbers of values: above a trace's handles, far below any address
 
 
@@ -86,9 +84,11 @@ class LaneCode:
     slots: int
     gates: int
     results: list[int | None]  # for each output its slot; None where it is not computed
-    filename: str
-    lines: list[str] = field(repr=False)
     task_at: dict[int, str] = field(repr=False)  # the task in a line of the source, for errors
+
+    @property
+    def filename(self) -> str:
+        return self.lanes[0].__code__.co_filename
 
 
 class _Writer:
@@ -127,11 +127,8 @@ class _Writer:
         reuse = Reuse(self._trace, {*self._given, *(one for one in self._trace.outputs if isinstance(one, Node))})
         for lane in range(len(self._tasks)):
             self._lane(lane, stopped, reuse)
-        filename = f"<manyhands lanes {next(_numbers)}>"
-        lines = [f"{line}\n" for line in self._code.lines]
-        exec(compile("".join(lines), filename, "exec"), self._code.names)
-        lanes = [self._code.names[f"lane{lane}"] for lane in range(len(self._tasks))]
-        return LaneCode(lanes, len(self._slots), len(self._gates), results, filename, lines, self._task_at)
+        lanes = functions("lanes", "\n".join(self._code.lines), self._code.names)
+        return LaneCode(lanes, len(self._slots), len(self._gates), results, self._task_at)
 
     def _slot(self, node: Node, lane: int) -> int:
         if (node, lane) not in self._slots:
@@ -229,9 +226,6 @@ class ThreadRun:
         self._spare: list[list[threading.Lock]] = []  # closed gates, for runs of several callers at once
         self._waits_at_end = any(step.task.device.startswith("gpu") for step in trace.steps)
         self._inputs = {node: place for place, node in enumerate(trace.inputs)}
-        name, lines = self._code.filename, self._code.lines
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-        weakref.finalize(self, linecache.cache.pop, name, None)
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         if self.lanes > 1 and (own := pool()).closed:  # the interpreter is ending
