@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import manyhands
+from manyhands import door
 
 PACKAGE = Path(manyhands.__file__).parent
 FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
@@ -23,7 +24,7 @@ LAYERS = [
     ["placement"],
     ["parallel"],
     ["training"],
-    list(FRAMEWORKS),
+    ["door", *FRAMEWORKS],
     ["cli"],
     ["__main__"],
 ]
@@ -74,39 +75,51 @@ def test_only_a_frameworks_own_rooms_import_it(path: Path) -> None:
             assert relative.parts[1] == root, f"{relative} imports {root}"
 
 
-def _public_names(door: str) -> dict[str, str]:
-    """The names a door binds, and what to: read from its source, so that no framework is needed."""
-    module = ast.parse((PACKAGE / f"{door}.py").read_text())
-    bound: dict[str, str] = {}
-    for node in module.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            bound[node.targets[0].id] = ast.unparse(node.value)
-    return bound
+def _bound(door: str) -> tuple[set[str], set[str]]:
+    """The names that a door binds at once and those that it shows to a type checker; no framework is needed."""
+    at_once: set[str] = set()
+    for_types: set[str] = set()
+    for node in ast.parse((PACKAGE / f"{door}.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("_verbs."):
+            assert ast.unparse(node) == f"{node.targets[0].id} = _verbs.{node.targets[0].id}"
+            at_once.add(node.targets[0].id)
+        elif isinstance(node, ast.ImportFrom):
+            at_once |= {alias.asname for alias in node.names if alias.asname == alias.name}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for inner in node.body:
+                if isinstance(inner, ast.AnnAssign):
+                    for_types.add(inner.target.id)
+                elif isinstance(inner, ast.ImportFrom):
+                    # `import x as x`: a type checker lets a program import it from here.
+                    for_types |= {alias.asname for alias in inner.names if alias.asname == alias.name}
+    return at_once, for_types
 
 
-def test_the_doors_have_equal_names() -> None:
-    doors = [
-        {name: value for name, value in _public_names(door).items() if value.startswith("_verbs.")}
-        for door in FRAMEWORKS
-    ]
-    assert doors.count(doors[0]) == len(doors)
-    assert {"cpu", "gpu", "to", "copy", "split", "gather"} <= set(doors[0])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_door_shows_type_checkers_what_it_has(framework: str) -> None:
+    at_once, for_types = _bound(framework)
+    assert at_once == {"Arrival", *door.VERBS}
+    assert sorted(at_once | for_types) == door.names(framework)
 
 
-def test_the_doors_offer_the_same() -> None:
-    """Training and parallel too; what only PyTorch has is named here."""
-    offered = [set(ast.literal_eval(_public_names(door)["__all__"])) for door in FRAMEWORKS]
-    assert offered[0] - offered[1] == {"compile_backend"}
-    assert offered[1] == offered[2] == offered[3] <= offered[0]
+def test_only_pytorch_has_a_backend_for_torch_compile() -> None:
+    assert set(door.names("torch")) - set(door.names("jax")) == {"compile_backend"}
+    assert door.names("jax") == door.names("tensorflow") == door.names("mxnet")
 
 
-def test_doors_offer_every_verb() -> None:
-    from manyhands.placement.verbs import Verbs
-
-    verbs = {name for name in vars(Verbs) if not name.startswith("_")}
-    bound = {name for name, value in _public_names("torch").items() if value.startswith("_verbs.")}
-    assert bound == verbs
-    assert bound <= set(ast.literal_eval(_public_names("torch")["__all__"]))
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_name_of_a_door_stands_where_the_list_says(framework: str) -> None:
+    """Type checkers and programs get it from the same module."""
+    imported = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse((PACKAGE / f"{framework}.py").read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    late = {**door.LOADED_LATE, **(door.OF_TORCH if framework == "torch" else {})}
+    for name, module in late.items():
+        if name != "parallel" or framework == "torch":
+            assert imported[name] == module.format(framework=framework)
 
 
 def _modules_after(statement: str) -> set[str]:

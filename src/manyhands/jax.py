@@ -1,34 +1,28 @@
 """The JAX door: ``from manyhands import jax as mh``.
 
-Its devices are ``jax.Device``. Every name here is the same in all four doors; what each does is
-written once, in :mod:`manyhands.placement.verbs`.
+Its devices are ``jax.Device``.
+The names are the same in all four doors (:mod:`manyhands.door`); the verbs are written once, in
+:mod:`manyhands.placement.verbs`.
 """
+
+from typing import TYPE_CHECKING
 
 from manyhands.placement.moves import require
 
 require("jax")
 
+from manyhands import door as _door  # noqa: E402
 from manyhands.backends.jax import devices as _backend  # noqa: E402
-from manyhands.backends.jax import planning as _parallel_backend  # noqa: E402
-from manyhands.backends.protocol import Arrival  # noqa: E402
-from manyhands.parallel.delegated import Offer, Parallel  # noqa: E402
-from manyhands.placement.verbs import Verbs  # noqa: E402
-from manyhands.tasks.scope import Future, task  # noqa: E402
-from manyhands.training.book.vocabulary import Accumulator, Animator, HyperParameters, Timer, add_to_class  # noqa: E402
-from manyhands.training.book.vocabulary import Benchmark as _Benchmark  # noqa: E402
-from manyhands.training.commands.recipes import one_cycle  # noqa: E402
-from manyhands.training.jax import world as _world  # noqa: E402
-from manyhands.training.jax.book.accuracy import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus  # noqa: E402
-from manyhands.training.jax.book.datasets import load_data_fashion_mnist  # noqa: E402
-from manyhands.training.jax.book.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.jax.book.module import DataModule, Module  # noqa: E402
-from manyhands.training.jax.command import load_model, load_weights  # noqa: E402
-from manyhands.training.jax.trainer import Trainer, train  # noqa: E402
-from manyhands.training.loss_sum import LossSum  # noqa: E402
-from manyhands.training.result import Result  # noqa: E402
+from manyhands.backends.protocol import Arrival as Arrival  # noqa: E402
+from manyhands.placement.verbs import Verbs as _Verbs  # noqa: E402
+from manyhands.training import launcher as _launcher  # noqa: E402
 
-_world.join()  # if a launcher has started several processes: JAX has to know before it starts
-_verbs = Verbs(_backend)
+if _launcher.size() > 1:  # JAX has to hear of the other processes before it starts
+    from manyhands.training.jax import world as _world
+
+    _world.join()
+
+_verbs = _Verbs(_backend)
 
 cpu = _verbs.cpu
 gpu = _verbs.gpu
@@ -47,59 +41,35 @@ waitall = _verbs.waitall
 split = _verbs.split
 split_batch = _verbs.split_batch
 gather = _verbs.gather
-parallel = Offer(_parallel_backend)
 
+if TYPE_CHECKING:
+    from manyhands.parallel.delegated import Offer as _Offer
+    from manyhands.parallel.delegated import Parallel as Parallel
+    from manyhands.tasks.scope import Future as Future
+    from manyhands.tasks.scope import task as task
+    from manyhands.training.book.vocabulary import Accumulator as Accumulator
+    from manyhands.training.book.vocabulary import Animator as Animator
+    from manyhands.training.book.vocabulary import Benchmark as Benchmark
+    from manyhands.training.book.vocabulary import HyperParameters as HyperParameters
+    from manyhands.training.book.vocabulary import Timer as Timer
+    from manyhands.training.book.vocabulary import add_to_class as add_to_class
+    from manyhands.training.commands.recipes import one_cycle as one_cycle
+    from manyhands.training.jax.book.accuracy import accuracy as accuracy
+    from manyhands.training.jax.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
+    from manyhands.training.jax.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus
+    from manyhands.training.jax.book.datasets import load_data_fashion_mnist as load_data_fashion_mnist
+    from manyhands.training.jax.book.models import Residual as Residual
+    from manyhands.training.jax.book.models import lenet as lenet
+    from manyhands.training.jax.book.models import resnet18 as resnet18
+    from manyhands.training.jax.book.module import DataModule as DataModule
+    from manyhands.training.jax.book.module import Module as Module
+    from manyhands.training.jax.command import load_model as load_model
+    from manyhands.training.jax.command import load_weights as load_weights
+    from manyhands.training.jax.trainer import Trainer as Trainer
+    from manyhands.training.jax.trainer import train as train
+    from manyhands.training.loss_sum import LossSum as LossSum
+    from manyhands.training.result import Result as Result
 
-class Benchmark(_Benchmark):
-    """``with Benchmark("text"):`` prints how long the block took, all work on the devices included."""
-
-    def __init__(self, description: str = "Done") -> None:
-        super().__init__(description, synchronize=synchronize)
-
-
-__all__ = [
-    "Accumulator",
-    "Animator",
-    "Arrival",
-    "Benchmark",
-    "DataModule",
-    "Future",
-    "HyperParameters",
-    "LossSum",
-    "Module",
-    "Parallel",
-    "Residual",
-    "Result",
-    "Timer",
-    "Trainer",
-    "accuracy",
-    "add_to_class",
-    "check_same_device",
-    "copy",
-    "cpu",
-    "device_of",
-    "devices",
-    "evaluate_accuracy_gpu",
-    "evaluate_accuracy_gpus",
-    "gather",
-    "gpu",
-    "lenet",
-    "load_data_fashion_mnist",
-    "load_model",
-    "load_weights",
-    "memory",
-    "num_gpus",
-    "one_cycle",
-    "parallel",
-    "resnet18",
-    "split",
-    "split_batch",
-    "synchronize",
-    "task",
-    "to",
-    "train",
-    "try_all_gpus",
-    "try_gpu",
-    "virtual_devices",
-    "waitall",
-]
+    parallel: _Offer
+else:
+    __all__, __getattr__, __dir__ = _door.lazy(__name__, _verbs)

@@ -1,35 +1,25 @@
 """The MXNet door: ``from manyhands import mxnet as mh``.
 
-Its devices are contexts. Every name here is the same in all four doors; what each does is
-written once, in :mod:`manyhands.placement.verbs`.
+Its devices are contexts.
+The names are the same in all four doors (:mod:`manyhands.door`); the verbs are written once, in
+:mod:`manyhands.placement.verbs`.
 
 The door leaves MXNet in the mode it is in: call ``npx.set_np()`` yourself for ``mx.np`` arrays, as the book does. A
 model is trained in the mode in which its parameters were made.
 """
 
+from typing import TYPE_CHECKING
+
 from manyhands.placement.moves import require
 
 require("mxnet")
 
+from manyhands import door as _door  # noqa: E402
 from manyhands.backends.mxnet import devices as _backend  # noqa: E402
-from manyhands.backends.mxnet import planning as _parallel_backend  # noqa: E402
-from manyhands.backends.protocol import Arrival  # noqa: E402
-from manyhands.parallel.delegated import Offer, Parallel  # noqa: E402
-from manyhands.placement.verbs import Verbs  # noqa: E402
-from manyhands.tasks.scope import Future, task  # noqa: E402
-from manyhands.training.book.vocabulary import Accumulator, Animator, HyperParameters, Timer, add_to_class  # noqa: E402
-from manyhands.training.book.vocabulary import Benchmark as _Benchmark  # noqa: E402
-from manyhands.training.commands.recipes import one_cycle  # noqa: E402
-from manyhands.training.loss_sum import LossSum  # noqa: E402
-from manyhands.training.mxnet.book.accuracy import accuracy, evaluate_accuracy_gpu, evaluate_accuracy_gpus  # noqa: E402
-from manyhands.training.mxnet.book.datasets import load_data_fashion_mnist  # noqa: E402
-from manyhands.training.mxnet.book.models import Residual, lenet, resnet18  # noqa: E402
-from manyhands.training.mxnet.book.module import DataModule, Module  # noqa: E402
-from manyhands.training.mxnet.command import load_model, load_weights  # noqa: E402
-from manyhands.training.mxnet.trainer import Trainer, train  # noqa: E402
-from manyhands.training.result import Result  # noqa: E402
+from manyhands.backends.protocol import Arrival as Arrival  # noqa: E402
+from manyhands.placement.verbs import Verbs as _Verbs  # noqa: E402
 
-_verbs = Verbs(_backend)
+_verbs = _Verbs(_backend)
 
 cpu = _verbs.cpu
 gpu = _verbs.gpu
@@ -48,59 +38,35 @@ waitall = _verbs.waitall
 split = _verbs.split
 split_batch = _verbs.split_batch
 gather = _verbs.gather
-parallel = Offer(_parallel_backend)
 
+if TYPE_CHECKING:
+    from manyhands.parallel.delegated import Offer as _Offer
+    from manyhands.parallel.delegated import Parallel as Parallel
+    from manyhands.tasks.scope import Future as Future
+    from manyhands.tasks.scope import task as task
+    from manyhands.training.book.vocabulary import Accumulator as Accumulator
+    from manyhands.training.book.vocabulary import Animator as Animator
+    from manyhands.training.book.vocabulary import Benchmark as Benchmark
+    from manyhands.training.book.vocabulary import HyperParameters as HyperParameters
+    from manyhands.training.book.vocabulary import Timer as Timer
+    from manyhands.training.book.vocabulary import add_to_class as add_to_class
+    from manyhands.training.commands.recipes import one_cycle as one_cycle
+    from manyhands.training.loss_sum import LossSum as LossSum
+    from manyhands.training.mxnet.book.accuracy import accuracy as accuracy
+    from manyhands.training.mxnet.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
+    from manyhands.training.mxnet.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus
+    from manyhands.training.mxnet.book.datasets import load_data_fashion_mnist as load_data_fashion_mnist
+    from manyhands.training.mxnet.book.models import Residual as Residual
+    from manyhands.training.mxnet.book.models import lenet as lenet
+    from manyhands.training.mxnet.book.models import resnet18 as resnet18
+    from manyhands.training.mxnet.book.module import DataModule as DataModule
+    from manyhands.training.mxnet.book.module import Module as Module
+    from manyhands.training.mxnet.command import load_model as load_model
+    from manyhands.training.mxnet.command import load_weights as load_weights
+    from manyhands.training.mxnet.trainer import Trainer as Trainer
+    from manyhands.training.mxnet.trainer import train as train
+    from manyhands.training.result import Result as Result
 
-class Benchmark(_Benchmark):
-    """``with Benchmark("text"):`` prints how long the block took, all work on the devices included."""
-
-    def __init__(self, description: str = "Done") -> None:
-        super().__init__(description, synchronize=synchronize)
-
-
-__all__ = [
-    "Accumulator",
-    "Animator",
-    "Arrival",
-    "Benchmark",
-    "DataModule",
-    "Future",
-    "HyperParameters",
-    "LossSum",
-    "Module",
-    "Parallel",
-    "Residual",
-    "Result",
-    "Timer",
-    "Trainer",
-    "accuracy",
-    "add_to_class",
-    "check_same_device",
-    "copy",
-    "cpu",
-    "device_of",
-    "devices",
-    "evaluate_accuracy_gpu",
-    "evaluate_accuracy_gpus",
-    "gather",
-    "gpu",
-    "lenet",
-    "load_data_fashion_mnist",
-    "load_model",
-    "load_weights",
-    "memory",
-    "num_gpus",
-    "one_cycle",
-    "parallel",
-    "resnet18",
-    "split",
-    "split_batch",
-    "synchronize",
-    "task",
-    "to",
-    "train",
-    "try_all_gpus",
-    "try_gpu",
-    "virtual_devices",
-    "waitall",
-]
+    parallel: _Offer
+else:
+    __all__, __getattr__, __dir__ = _door.lazy(__name__, _verbs)

@@ -20,7 +20,6 @@ from manyhands.backends.protocol import Arrival, Backend, D, T
 from manyhands.device import Device, DeviceRecord, Memory, check_index
 from manyhands.errors import BadBatch, DeviceError, DeviceMismatch, NotATensor, SeveralDevices, VirtualDevicesError
 from manyhands.placement.moves import VIRTUAL_DEVICES, Placement, once_each
-from manyhands.tasks import scope
 
 X = TypeVar("X")
 
@@ -207,6 +206,8 @@ class Verbs(Generic[T, D]):
 
     def waitall(self) -> None:
         """Wait for all tasks given in parallel scopes, and for everything in flight on all devices."""
+        from manyhands.tasks import scope  # here and not above: who has no tasks need not wait for the import
+
         scope.waitall()
         self.synchronize()
 

@@ -166,10 +166,13 @@ class Benchmark:
     is None until there is one). A block that ends in an exception is not timed.
     """
 
+    _synchronize: Callable[[], object] = staticmethod(lambda: None)  # a door's Benchmark waits for its devices
+
     def __init__(self, description: str = "Done", *, synchronize: Callable[[], object] | None = None) -> None:
         self.description = description
         self.seconds: float | None = None
-        self._synchronize = synchronize or (lambda: None)
+        if synchronize is not None:
+            self._synchronize = synchronize
 
     def __enter__(self) -> Self:
         self._synchronize()

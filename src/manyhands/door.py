@@ -1,0 +1,87 @@
+"""What the four doors share: the list of their names, and where each is loaded from.
+
+A door binds the verbs of placement when it is imported. Everything else (training, ``parallel``, tasks) is loaded when
+it is first asked for, so that a program which only moves tensors does not wait for a trainer. A type checker does not
+follow a module's ``__getattr__``: for it each door imports the same names once more under ``TYPE_CHECKING``, and
+``tests/test_structure.py`` compares them with this list.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from manyhands.placement.verbs import Verbs
+
+VERBS = tuple(name for name in vars(Verbs) if not name.startswith("_"))
+
+# The module of each name that is loaded when it is first asked for.
+LOADED_LATE: Mapping[str, str] = MappingProxyType(
+    {
+        "Accumulator": "manyhands.training.book.vocabulary",
+        "Animator": "manyhands.training.book.vocabulary",
+        "Benchmark": "manyhands.training.book.vocabulary",
+        "DataModule": "manyhands.training.{framework}.book.module",
+        "Future": "manyhands.tasks.scope",
+        "HyperParameters": "manyhands.training.book.vocabulary",
+        "LossSum": "manyhands.training.loss_sum",
+        "Module": "manyhands.training.{framework}.book.module",
+        "Parallel": "manyhands.parallel.delegated",
+        "Residual": "manyhands.training.{framework}.book.models",
+        "Result": "manyhands.training.result",
+        "Timer": "manyhands.training.book.vocabulary",
+        "Trainer": "manyhands.training.{framework}.trainer",
+        "accuracy": "manyhands.training.{framework}.book.accuracy",
+        "add_to_class": "manyhands.training.book.vocabulary",
+        "evaluate_accuracy_gpu": "manyhands.training.{framework}.book.accuracy",
+        "evaluate_accuracy_gpus": "manyhands.training.{framework}.book.accuracy",
+        "lenet": "manyhands.training.{framework}.book.models",
+        "load_data_fashion_mnist": "manyhands.training.{framework}.book.datasets",
+        "load_model": "manyhands.training.{framework}.command",
+        "load_weights": "manyhands.training.{framework}.command",
+        "one_cycle": "manyhands.training.commands.recipes",
+        "parallel": "manyhands.parallel.delegated",
+        "resnet18": "manyhands.training.{framework}.book.models",
+        "task": "manyhands.tasks.scope",
+        "train": "manyhands.training.{framework}.trainer",
+    }
+)
+# What PyTorch's door has in another place, or alone: there `parallel` plans lanes itself.
+OF_TORCH: Mapping[str, str] = MappingProxyType(
+    {
+        "Parallel": "manyhands.parallel.function",
+        "compile_backend": "manyhands.parallel.torch_entry",
+        "parallel": "manyhands.parallel.torch_entry",
+    }
+)
+
+
+def names(framework: str) -> list[str]:
+    """The public names of a door."""
+    return sorted({"Arrival", *VERBS, *LOADED_LATE, *(OF_TORCH if framework == "torch" else ())})
+
+
+def lazy(door: str, verbs: Verbs[Any, Any]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a door, a module of the name ``manyhands.<framework>``."""
+    framework, here = door.rpartition(".")[2], vars(sys.modules[door])
+    public = names(framework)
+    late = {**LOADED_LATE, **(OF_TORCH if framework == "torch" else {})}
+
+    def load(name: str) -> Any:
+        if name not in late:
+            raise AttributeError(f"module {door!r} has no attribute {name!r}", name=name, obj=sys.modules[door])
+        module = importlib.import_module(late[name].format(framework=framework))
+        if name == "Benchmark":
+            waits = {"_synchronize": staticmethod(verbs.synchronize), "__module__": door}
+            value = type(name, (module.Benchmark,), {**waits, "__doc__": module.Benchmark.__doc__})
+        elif name == "parallel" and framework != "torch":
+            value = module.Offer(importlib.import_module(f"manyhands.backends.{framework}.planning"))
+        else:
+            value = getattr(module, name)
+        here[name] = value
+        return value
+
+    return public, load, lambda: sorted({*here, *public})

@@ -1,0 +1,100 @@
+"""``parallel`` as PyTorch's door offers it, and the backend of ``torch.compile`` of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+from manyhands.backends.torch import dynamo, planning, threads_and_modes
+from manyhands.errors import EngineError
+from manyhands.parallel.function import Parallel
+from manyhands.tasks.scope import no_threads
+from manyhands.tasks.scope import parallel as Scope
+
+
+class _Open(Scope):
+    """``parallel(...)`` without a function: a scope for tasks, or the decorator ``@parallel(memory=2.0)``."""
+
+    def __init__(self, threads: int | None, how: dict[str, Any]) -> None:
+        super().__init__(
+            threads,
+            synchronous=how["synchronous"],
+            memory_of=threads_and_modes.memory_of,
+            parts_of=threads_and_modes.parts_of,
+            version_of=threads_and_modes.version_of,
+            bound=threads_and_modes.bound,
+        )
+        self._how = how
+
+    def __enter__(self) -> Scope:
+        for name, usual in (Parallel.__init__.__kwdefaults__ or {}).items():
+            if (given := self._how[name]) != usual and name != "synchronous":
+                raise EngineError(
+                    f"with parallel({name}={given}): tasks are run as they are written, so that there is no plan to "
+                    f"make; write with parallel(): here, and parallel(fn, {name}={given}) for a function"
+                )
+        return super().__enter__()
+
+    def __call__(self, function: Callable[..., Any]) -> Parallel:
+        if self._threads is not None:
+            raise EngineError(no_threads(self._threads))
+        return Parallel(function, planning, **self._how)
+
+
+@overload
+def parallel(
+    function: Callable[..., Any],
+    *,
+    reuse_outputs: bool = ...,
+    memory: float = ...,
+    compile: bool = ...,
+    synchronous: bool = ...,
+) -> Parallel: ...
+
+
+@overload
+def parallel(
+    function: None = None,
+    *,
+    reuse_outputs: bool = ...,
+    memory: float = ...,
+    compile: bool = ...,
+    synchronous: bool = ...,
+    threads: int | None = ...,
+) -> _Open: ...
+
+
+def parallel(
+    function: Callable[..., Any] | None = None,
+    *,
+    reuse_outputs: bool = False,
+    memory: float = 1.3,
+    compile: bool = False,
+    synchronous: bool = False,
+    threads: int | None = None,
+) -> Parallel | _Open:
+    """``fast = parallel(fn)``: gives what ``fn`` gives, sooner where that is possible; ``with parallel():`` for tasks.
+
+    The first call traces the function for its arguments' shapes, plans it over lanes, proves and measures the plans,
+    and keeps the fastest; ``fast.explain()`` says what was chosen and why. Results belong to the caller, unless
+    ``reuse_outputs=True`` allows the next call to overwrite them. A plan takes at most ``memory`` times what plain
+    execution takes. ``compile=True`` also tries plans in which runs of small operations are compiled (Inductor), each a
+    task of its own. ``synchronous=True`` runs the schedule's order, or a scope's tasks, in the caller's thread, for
+    debugging. In a scope, ``task(fn)(a, b)`` runs beside others, on one of ``threads`` threads. As a decorator:
+    ``@parallel``, ``@parallel(memory=2.0)``, of methods too.
+    """
+    how = {"reuse_outputs": reuse_outputs, "memory": memory, "compile": compile, "synchronous": synchronous}
+    opened = _Open(threads, how)
+    return opened if function is None else opened(function)
+
+
+def compile_backend(module: Any, inputs: Any, **given: Any) -> Callable[..., Any]:
+    """``torch.compile(model, backend="manyhands")``: forward and backward graphs, each planned over lanes.
+
+    Runs of small operations are compiled first; ``options={"fuse": False}`` leaves them as they are.
+    """
+    fuse = dynamo.options_from(given).get("fuse", True)
+    return dynamo.compile_with(module, inputs, lambda function: Parallel(function, planning, compile=fuse))
+
+
+dynamo.register(compile_backend, only_if_loaded=True)

@@ -1,0 +1,60 @@
+"""A door loads what placement needs; everything else when it is first asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from manyhands import door
+from manyhands.placement.moves import VIRTUAL_DEVICES as VIRTUAL
+
+ONE = {
+    "torch": "import torch; one = torch.ones(1)",
+    "jax": "import jax; one = jax.numpy.ones(1)",
+    "tensorflow": "import tensorflow as tf; one = tf.ones(1)",
+    "mxnet": "import mxnet as mx; one = mx.nd.ones(1)",
+}
+
+
+def test_placement_loads_neither_the_trainer_nor_parallel(framework: str) -> None:
+    code = (
+        f"import sys, json\n{ONE[framework]}\nbefore = set(sys.modules)\nfrom manyhands import {framework} as mh\n"
+        "assert mh.to(one, mh.device_of(one)) is one\nprint(json.dumps(list(set(sys.modules) - before)))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", VIRTUAL)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    added = set(json.loads(done.stdout.splitlines()[-1]))
+    unwanted = ("manyhands.training", "manyhands.parallel", "manyhands.tasks", "manyhands.schedule", "torch._dynamo")
+    # JAX's door asks whether a launcher has started this process.
+    allowed = {"manyhands.training", "manyhands.training.launcher"} if framework == "jax" else set()
+    assert {name for name in added if name.startswith(unwanted)} == allowed
+    assert not added & {"matplotlib", "rich", "safetensors", "cloudpickle", "flax", "optax", "keras"}
+
+
+def test_every_name_is_there(framework: str, mh: Any) -> None:
+    assert mh.__all__ == door.names(framework)
+    assert set(mh.__all__) <= set(dir(mh))
+    for name in mh.__all__:
+        assert getattr(mh, name) is getattr(mh, name) is vars(mh)[name]
+    everything: dict[str, Any] = {}
+    exec(f"from manyhands.{framework} import *", everything)
+    assert set(everything) - {"__builtins__"} == set(mh.__all__)
+
+
+def test_a_name_that_is_not_there(mh: Any) -> None:
+    assert not hasattr(mh, "Trainr")
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        _ = mh.Trainr
+
+
+def test_benchmark_waits_for_the_devices_of_its_door(mh: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with mh.Benchmark("nothing") as timed:
+        pass
+    assert capsys.readouterr().out.startswith("nothing: ")
+    assert timed.seconds is not None
+    assert mh.Benchmark._synchronize == mh.synchronize
