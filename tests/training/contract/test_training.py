@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_bench import Bench, StopAt, Stopped, same
+from training_bench import Bench, StopAt, Stopped, counting, same
 
 from manyhands.errors import BadLabels, BadRunFolder, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
 from manyhands.training.commands.parity import Trial, compare, largest_difference
@@ -108,6 +108,22 @@ def test_a_seed_gives_the_same_training_again(bench: Bench) -> None:
     one, again, other = bench.fit(seed=3), bench.fit(seed=3), bench.fit(seed=4)
     assert largest_difference(bench.weights(one.run), bench.weights(again.run)) == 0
     assert largest_difference(bench.weights(one.run), bench.weights(other.run)) > 1e-4
+
+
+def test_no_pass_is_made_before_the_first_step(bench: Bench) -> None:
+    """On one device: neither to look at labels nor to try the loss."""
+    how = {"quiet": True, "precision": "fp32", **bench.on(1)}
+    net = bench.recipes.model("mlp", 0)
+    bench.mh.Trainer(1, **how).fit(net, bench.data(samples=16))  # layers that have seen no sample get their shapes
+    model, calls = counting(bench.framework, net)
+
+    def first_step(done: float) -> float:
+        raise Stopped(len(calls))
+
+    for options in ({}, {"loss": lambda *_: calls.append("loss")}):
+        calls.clear()
+        with pytest.raises(Stopped, match=r"^0$"):
+            bench.mh.Trainer(1, schedule=first_step, **how, **options).fit(model, bench.data(samples=16))
 
 
 # Stop and go on

@@ -87,6 +87,22 @@ class Bench:
         return model(X).asnumpy()
 
 
+CALL = {"torch": "forward", "jax": "__call__", "tensorflow": "call", "mxnet": "forward"}
+
+
+def counting(framework: str, model: Any) -> tuple[Any, list[str]]:
+    """The model, with a list that grows by one whenever its Python code is called."""
+    calls: list[str] = []
+    plain, name = type(model), CALL[framework]
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(name)
+        return getattr(plain, name)(self, *args, **options)
+
+    object.__setattr__(model, "__class__", type(plain.__name__, (plain,), {name: counted}))
+    return model, calls
+
+
 class Stopped(Exception):
     """What a test stops a training with."""
 

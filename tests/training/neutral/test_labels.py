@@ -52,3 +52,22 @@ def test_data_that_are_no_numbers() -> None:
 def test_samples_that_are_not_put_together_to_batches() -> None:
     with pytest.raises(BadBatch, match="single numbers where a batch has one row per sample"):
         list(Stream(zip(X, Y, strict=True)).windows(Cursor(), 0))
+
+
+def test_labels_wait_until_the_number_of_outputs_is_known() -> None:
+    look = ClassLabels()
+    look((X, Y))
+    look((X, Y + 2))
+    with pytest.raises(BadLabels, match="from 2 to 4, but the model has 3 outputs"):
+        look.learn((8, 3))
+    with pytest.raises(BadLabels, match="from 2 to 4"):  # a step that is made again finds it again
+        look.learn((8, 3))
+    later = ClassLabels()
+    later((X, Y))
+    later.learn((8, 3))
+    with pytest.raises(BadLabels, match="from 1 to 3"):
+        later((X, Y + 1))
+    images = ClassLabels()
+    images((X, Y - 9))
+    images.learn((8, 3, 5, 5))  # no class scores: the loss says what it does not take
+    images((X, Y - 9))

@@ -7,7 +7,7 @@ some give a loss that is no number long after. Here it is said once, of what the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,34 +24,60 @@ def out_of_range(low: Any, high: Any, classes: int) -> BadLabels:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ClassLabels:
-    """Refuses labels that are no class numbers, and those that the model has no output for."""
+    """Refuses labels that are no class numbers, and those that the model has no output for.
 
-    classes: int
+    How many outputs there are is known when the model answers for the first time, in the first step: no pass is made to
+    find out. Until then a summary of the labels is kept, and checked before the loss sees any of them.
+    """
+
+    classes: int | None = None
     ignored: int | None = None
     floats: bool = False  # whether the loss takes 3.0 for class 3
     columns: bool = False  # whether the loss takes labels of shape (n, 1)
+    _waiting: list[_Summary] = field(default_factory=list, repr=False)
+    _of_no_use: bool = field(default=False, repr=False)
 
     def __call__(self, arrays: Sequence[NDArray[Any]]) -> None:
         """Look at the last of the arrays (inputs, labels)."""
-        labels = arrays[-1]
-        if not len(labels):
+        if len(arrays) < 2 or not len(arrays[-1]) or self._of_no_use:
             return
-        self._check_kind(labels)
-        if labels.ndim != 1 and not (self.columns and labels.shape[1:] == (1,)):
+        summary = self._summary(arrays[-1])
+        if self.classes is None:
+            self._waiting.append(summary)
+        else:
+            self._check(summary, self.classes)
+
+    def learn(self, answer: Sequence[Any]) -> None:
+        """The shape of the model's first answer: it has a column for each class."""
+        if self.classes is not None or self._of_no_use:
+            return
+        self._of_no_use = len(answer) != 2 or answer[1] is None
+        if not self._of_no_use:
+            for summary in self._waiting:
+                self._check(summary, int(answer[1]))
+            self.classes = int(answer[1])
+        self._waiting.clear()
+
+    def _summary(self, labels: NDArray[Any]) -> _Summary:
+        if labels.dtype.kind not in "iuf":
+            return _Summary(labels.shape, labels.dtype)
+        counted = labels[np.isfinite(labels)]  # a loss that is NaN is said in its own place
+        counted = counted[counted != self.ignored] if self.ignored is not None else counted
+        limits = (counted.min(), counted.max()) if len(counted) else None
+        return _Summary(labels.shape, labels.dtype, limits)
+
+    def _check(self, labels: _Summary, classes: int) -> None:
+        self._check_kind(labels, classes)
+        if len(labels.shape) != 1 and not (self.columns and labels.shape[1:] == (1,)):
             cure = "give y.reshape(-1)" if labels.shape[1:] == (1,) else "give one, or another loss="
             raise BadLabels(f"labels have shape {labels.shape}, and one class number per sample is needed: {cure}")
-        labels = labels[np.isfinite(labels)]  # a loss that is no number is said in its own place
-        labels = labels[labels != self.ignored] if self.ignored is not None else labels
-        if not len(labels):
-            return
-        low, high = labels.min(), labels.max()
-        if low < 0 or high >= self.classes:
-            raise out_of_range(low, high, self.classes)
+        if labels.limits is not None and (labels.limits[0] < 0 or labels.limits[1] >= classes):
+            raise out_of_range(*labels.limits, classes)
 
-    def _check_kind(self, labels: NDArray[Any]) -> None:
-        if labels.ndim == 2 and labels.shape[1] == self.classes > 1:
+    def _check_kind(self, labels: _Summary, classes: int) -> None:
+        if len(labels.shape) == 2 and labels.shape[1] == classes > 1:
             raise BadLabels(
                 f"labels have shape {labels.shape}, and one class number per sample is needed: if they are one-hot, "
                 "give y.argmax(1)"
@@ -59,6 +85,15 @@ class ClassLabels:
         if labels.dtype.kind in "iu" or (labels.dtype.kind == "f" and self.floats):
             return
         raise BadLabels(
-            f"labels are {labels.dtype.name}, and class numbers are whole, 0 to {self.classes - 1}: give "
+            f"labels are {labels.dtype.name}, and class numbers are whole, 0 to {classes - 1}: give "
             "y.astype('int32'); targets that are no classes need another loss="
         )
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What is checked of some labels, without the labels themselves."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    limits: tuple[Any, Any] | None = None  # the smallest and the largest that count

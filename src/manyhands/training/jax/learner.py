@@ -16,10 +16,10 @@ from flax import nnx
 
 from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data import loader_batches
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Arrays, Source, Stream
 from manyhands.training.jax import feed, linen, running_sums
-from manyhands.training.jax.checks import Labels
 from manyhands.training.jax.division import Division, division
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.running_sums import Sums
@@ -46,7 +46,7 @@ class Job:
     test: Source | None
     settings: Settings
     dtype: Any  # what layers compute in; None: in that of their parameters
-    labels: Labels | None
+    labels: ClassLabels | None
 
 
 class JaxLearner:
@@ -124,7 +124,7 @@ class JaxLearner:
         if isinstance(data, Stream):
             for window, parts in data.windows(cursor, self.settings.seed):
                 if self.job.labels is not None:
-                    self.job.labels.check(parts)
+                    self.job.labels(parts)
                 yield window, feed.sent(parts, self._divided(window.size), self.world)
             return
         order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)

@@ -19,6 +19,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.jax.book.module import Module, cross_entropy
 from manyhands.training.loss_sum import LossSum
 
@@ -45,7 +46,7 @@ class Objective(Protocol):
         """The loss of the rows that are samples (None: all of them)."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Supervised:
     """A loss of the model's answer and the last part of the batch: ``loss(model(*inputs), target)``.
 
@@ -53,6 +54,7 @@ class Supervised:
     """
 
     loss: Loss | None
+    labels: ClassLabels | None = None  # learns from the first answer how many classes there are
 
     def loss_of(self, model: nnx.Module) -> Loss:
         if self.loss is not None:
@@ -71,6 +73,8 @@ class Supervised:
                 f"{type(model).__name__} answers with a {type(answer).__name__}, and the default loss, cross-entropy, "
                 "takes an array of class scores: give the trainer loss=, a function of this answer and the target"
             )
+        if self.labels is not None:
+            self.labels.learn(answer.shape)
         if samples is not None:
             answer, target = _only(samples, answer), target[np.flatnonzero(samples)]
         return _value(loss(answer, target), "the loss", _right(answer, target))

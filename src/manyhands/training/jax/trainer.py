@@ -89,7 +89,7 @@ class Trainer(BaseTrainer):
     def _job(self, model: nnx.Module, settings: Settings, here: world.World) -> Job:
         skeleton = Skeleton(model)
         objective = objective_for(model, self._option("loss"))
-        labels = checks.labels_of(model, skeleton, objective, self.train_source, self.test_source)
+        labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         if settings.shares is not None and len(here.devices) > 1:
             check_shares(objective)
         optimizer, name = optimizers.optimizer_for(

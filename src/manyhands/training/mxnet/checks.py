@@ -1,4 +1,8 @@
-"""What is looked at before a job begins, and the parameters that it begins with."""
+"""What is looked at before a job begins, and the parameters that it begins with.
+
+On one device no pass is made for it through the model or the loss. There are two exceptions: parameters may wait for a
+first batch to get their shapes, and on several devices, or with ``accumulate``, a loss that is not Gluon's is tried.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from mxnet import autograd, gluon
-from mxnet.gluon import nn
 
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadBatch, BadSettings
@@ -18,7 +21,7 @@ from manyhands.training.loss_trial import Pass, Term
 from manyhands.training.mxnet import batch_norm, modes, replicas
 from manyhands.training.mxnet.book.models import initialise
 from manyhands.training.mxnet.feed import Look
-from manyhands.training.mxnet.objective import Objective
+from manyhands.training.mxnet.objective import Objective, checked_answer
 from manyhands.training.settings import Settings
 
 _FEW = 2
@@ -59,26 +62,23 @@ def make_parameters(model: Any, data: Source, seed: int) -> None:
     for parameter in missing:
         parameter.initialize()
     if any(one._deferred_init for one in replicas.distinct(model)) and can_be_read(data):
-        first_answer(model, few_samples(data, _FEW))
+        with autograd.pause():
+            checked_answer(model, laid_for(model, few_samples(data, _FEW))[:-1])
     if missing:
         initialise(model, seed, only=missing)
 
 
-def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> Look | None:
-    """Those of arrays are looked at now; what is given back looks at those of a loader, batch by batch."""
-    if not objective.of_classes or not can_be_read(train):
+def check_labels(objective: Objective, train: Source, test: Source | None) -> Look | None:
+    """Have labels looked at that the model may have no output for: MXNet would take the nearest class.
+
+    Those of arrays are looked at now; what is given back looks at those of a loader, batch by batch. The objective
+    learns from the first answer how many outputs there are.
+    """
+    if not objective.of_classes:
         return None
-    try:
-        scores = first_answer(model, few_samples(train, _FEW))
-    except BadBatch:
-        raise
-    except Exception:  # the first step will say it, with all that belongs to it
-        return None
-    if not backend.is_tensor(scores) or len(scores.shape) != 2:
-        return None
-    look = ClassLabels(scores.shape[1], floats=True, columns=True)
+    objective.labels = look = ClassLabels(floats=True, columns=True)
     for data in (train, test):
-        if isinstance(data, Arrays) and len(data.arrays) > 1:
+        if isinstance(data, Arrays):
             look(data.arrays)
     return look
 
@@ -128,49 +128,6 @@ def few_samples(data: Source, count: int) -> Batch:
     if isinstance(data, Arrays):
         return data.prepare(tuple(map(modes.native, data.rows(slice(count)))))
     return tuple(map(modes.native, data.first_batch))
-
-
-def first_answer(model: Any, batch: Batch) -> Any:
-    """What the model answers; samples of whole numbers that its layers do not take are said to be so."""
-    try:
-        return answer(model, batch)
-    except Exception:
-        kind = np.dtype(replicas.distinct(model)[0].dtype).name
-        others = {np.dtype(part.dtype).name for part in batch[:-1] if "float" not in np.dtype(part.dtype).name}
-        if not others or not _answers(model, (*(part.astype(kind) for part in batch[:-1]), batch[-1])):
-            _refuse_missing_channels(model, batch)
-            raise
-        raise BadBatch(
-            f"the samples are {', '.join(sorted(others))}, the model's weights {kind}, and MXNet does not compute with "
-            f"both: give X.astype('{kind}')"
-        ) from None
-
-
-def _refuse_missing_channels(model: Any, batch: Batch) -> None:
-    """Grey images need an axis of channels; MXNet only says that it cannot infer shapes."""
-    convolutions = []
-    model.apply(lambda block: convolutions.append(block) if isinstance(block, nn.Conv2D) else None)
-    shapes = [part.shape for part in batch[:-1]]
-    if not convolutions or len(shapes) != 1 or len(shapes[0]) != 3:
-        return
-    raise BadBatch(
-        f"the samples have the shape {tuple(shapes[0][1:])}, without the axis of channels that a convolution takes: "
-        "give X[:, np.newaxis]"
-    ) from None
-
-
-def _answers(model: Any, batch: Batch) -> bool:
-    try:
-        answer(model, batch)
-    except Exception:
-        return False
-    return True
-
-
-def answer(model: Any, batch: Batch) -> Any:
-    """What the model answers, in its way of predicting."""
-    with autograd.pause():
-        return model(*laid_for(model, batch)[:-1])
 
 
 def laid_for(model: Any, batch: Batch) -> Batch:

@@ -13,7 +13,9 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch, BadSettings
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.loss_sum import LossSum
+from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.book.accuracy import right_answers
 from manyhands.training.mxnet.book.module import Module
 
@@ -42,13 +44,16 @@ class Objective:
 
     model: Any
     loss: Callable[[Any, Any], Any] | None
+    labels: ClassLabels | None = None  # learns from the first answer how many classes there are
 
     def __call__(self, batch: Batch, *, training: bool) -> Loss:
         size = len(batch[0])
         if self.loss is None:
             name = "training_step" if training or not hasattr(self.model, "validation_step") else "validation_step"
             return _loss(getattr(self.model, name)(batch), size, name)
-        answer = self._answer(batch[:-1])
+        answer = checked_answer(self.model, batch[:-1])
+        if self.labels is not None and isinstance(answer, mx.nd.NDArray):
+            self.labels.learn(answer.shape)
         if isinstance(self.loss, gluon.loss.Loss) and not isinstance(answer, mx.nd.NDArray):
             raise BadBatch(
                 f"the model answers with a {type(answer).__name__}, and {type(self.loss).__name__} takes one array: "
@@ -65,20 +70,6 @@ class Objective:
             ) from error
         return _loss(value, size, "loss", right_answers(answer, batch[-1], anyhow=self.of_classes))
 
-    def _answer(self, inputs: Batch) -> Any:
-        try:
-            return self.model(*inputs)
-        except mx.MXNetError as error:
-            kinds = ", ".join(f"shape {part.shape[1:]} in {np.dtype(part.dtype).name}" for part in inputs)
-            raise BadBatch(f"the model does not take samples of {kinds}: {_reason(error)}") from error
-        except TypeError as error:
-            if len(inputs) > 1 and "positional argument" in str(error):
-                error.add_note(
-                    f"A batch has {len(inputs) + 1} parts, and all but the last go to the model. For weights of "
-                    "samples write a training_step(batch) that returns mh.LossSum(total, count)."
-                )
-            raise
-
     @property
     def of_classes(self) -> bool:
         """Whether targets are numbers of classes for certain: Gluon's may be floating-point numbers, too."""
@@ -91,6 +82,51 @@ class Objective:
         if isinstance(self.loss, gluon.loss.SDMLLoss):  # it compares each sample with the others of its batch
             return False
         return type(self.loss).__module__ == gluon.loss.__name__ and getattr(self.loss, "_batch_axis", 0) == 0
+
+
+def checked_answer(model: Any, inputs: Batch) -> Any:
+    """What the model answers. If it takes no such inputs, that is said of the user's data."""
+    try:
+        return model(*inputs)
+    except Exception as error:
+        _refuse_whole_numbers(model, inputs)
+        _refuse_missing_channels(model, inputs)
+        if isinstance(error, mx.MXNetError):
+            kinds = ", ".join(f"shape {part.shape[1:]} in {np.dtype(part.dtype).name}" for part in inputs)
+            raise BadBatch(f"the model does not take samples of {kinds}: {_reason(error)}") from error
+        if isinstance(error, TypeError) and len(inputs) > 1 and "positional argument" in str(error):
+            error.add_note(
+                f"A batch has {len(inputs) + 1} parts, and all but the last go to the model. For weights of "
+                "samples write a training_step(batch) that returns mh.LossSum(total, count)."
+            )
+        raise
+
+
+def _refuse_whole_numbers(model: Any, inputs: Batch) -> None:
+    """Samples of whole numbers that its layers do not take, where they would take them as floating-point numbers."""
+    kind = np.dtype(replicas.distinct(model)[0].dtype).name
+    others = {np.dtype(part.dtype).name for part in inputs if "float" not in np.dtype(part.dtype).name}
+    if not others:
+        return
+    try:
+        with autograd.pause():
+            model(*(part.astype(kind) for part in inputs))
+    except Exception:
+        return
+    raise BadBatch(
+        f"the samples are {', '.join(sorted(others))}, the model's weights {kind}, and MXNet does not compute with "
+        f"both: give X.astype('{kind}')"
+    ) from None
+
+
+def _refuse_missing_channels(model: Any, inputs: Batch) -> None:
+    """Grey images need an axis of channels; MXNet only says that it cannot infer shapes."""
+    convolutions = any(isinstance(layer, gluon.nn.Conv2D) for layer in replicas.layers(model))
+    if convolutions and len(inputs) == 1 and len(inputs[0].shape) == 3:
+        raise BadBatch(
+            f"the samples have the shape {tuple(inputs[0].shape[1:])}, without the axis of channels that a convolution "
+            "takes: give X[:, np.newaxis]"
+        ) from None
 
 
 def objective_for(model: Any, loss: Callable[[Any, Any], Any] | None) -> Objective:

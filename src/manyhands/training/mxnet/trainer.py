@@ -90,7 +90,7 @@ class Trainer(BaseTrainer):
         checks.check_parts(objective, train)
         with modes.numpy_like(modes.of_model(model)):
             checks.make_parameters(model, train, settings.seed)
-            look = checks.check_labels(model, objective, train, test)
+            look = checks.check_labels(objective, train, test)
             note = checks.check_loss(model, objective, train, max(len(devices), settings.accumulate))
         schedule, given = self._option("schedule"), self._option("optimizer")
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.models.functional import Functional
 
-from manyhands.errors import BadBatch
+from manyhands.errors import BadBatch, ManyhandsError
 from manyhands.training.tensorflow.book.module import Module
 
 _NOT_INPUTS = ("training", "mask")
@@ -85,6 +86,30 @@ def _named(function: Any) -> tuple[int, float]:
 
 def _outputs(model: Any) -> int:
     return len(model.outputs) if isinstance(model, Functional) else 1
+
+
+def checked_answer(model: Any, parts: Parts, *, training: bool) -> Any:
+    """What the model says. If it takes no such inputs, that is said of the user's data."""
+    try:
+        return answer_of(model, parts.inputs, training=training)
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        if isinstance(error, ManyhandsError):
+            raise
+        shapes = ", ".join(str(tuple(one.shape[1:])) for one in parts.inputs)
+        wanted = ", ".join(str(tuple(one.shape[1:])) for one in getattr(model, "inputs", None) or ())
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        takes = f"takes inputs of shape {wanted}" if wanted else f"does not take it ({reason})"
+        raise BadBatch(
+            f"a sample of the data has shape {shapes}, and {type(model).__name__} {takes}{_cure(parts, model)}"
+        ) from error
+
+
+def _cure(parts: Parts, model: Any) -> str:
+    if any(len(one.shape) == 3 for one in parts.inputs) and any(
+        isinstance(layer, keras.layers.Conv2D) for layer in model._flatten_layers()
+    ):
+        return ": images need an axis of channels, X[..., np.newaxis] gives grey ones theirs"
+    return ""
 
 
 def answer_of(model: Any, inputs: Sequence[Any], *, training: bool) -> Any:

@@ -1,4 +1,8 @@
-"""What is looked at before a job begins: a few samples through the model say more than an error of a device later."""
+"""What is looked at before a job begins. On one device no pass is made for it through the model or the loss.
+
+There are two exceptions: layers that have seen no sample need a few to get their shapes, and on several devices, or
+with ``accumulate``, the loss is tried once (:mod:`.loss_trial`).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from manyhands.errors import BadBatch, BadSettings, NotATensor
+from manyhands.errors import BadSettings, NotATensor
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import note
 from manyhands.training.tensorflow import loss_trial, losses
-from manyhands.training.tensorflow.batch_parts import Parts, answer_of, parts_of
+from manyhands.training.tensorflow.batch_parts import checked_answer, parts_of
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.objective import ClassScores, Objective, Supervised
 
@@ -36,31 +40,9 @@ def materialise(model: Any, data: Source) -> None:
     if not model.built or not model.weights:
         few = few_samples(data, _FEW)
         if few is not None:
-            first_answer(model, parts_of(model, few))
+            checked_answer(model, parts_of(model, few), training=False)
     if not model.trainable_variables:
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
-
-
-def first_answer(model: Any, parts: Parts) -> Any:
-    """The model's answer to a few samples. If it takes no such inputs, that is said of the user's data."""
-    try:
-        return answer_of(model, parts.inputs, training=False)
-    except (ValueError, tf.errors.InvalidArgumentError) as error:
-        shapes = ", ".join(str(tuple(one.shape[1:])) for one in parts.inputs)
-        wanted = ", ".join(str(tuple(one.shape[1:])) for one in getattr(model, "inputs", None) or ())
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        takes = f"takes inputs of shape {wanted}" if wanted else f"does not take it ({reason})"
-        raise BadBatch(
-            f"a sample of the data has shape {shapes}, and {type(model).__name__} {takes}{_cure(parts, model)}"
-        ) from error
-
-
-def _cure(parts: Parts, model: Any) -> str:
-    if any(len(one.shape) == 3 for one in parts.inputs) and any(
-        isinstance(layer, keras.layers.Conv2D) for layer in model._flatten_layers()
-    ):
-        return ": images need an axis of channels, X[..., np.newaxis] gives grey ones theirs"
-    return ""
 
 
 # Labels
@@ -71,27 +53,26 @@ class LabelCheck:
     """Looks at the labels of a batch: its part behind the inputs."""
 
     look: ClassLabels
-    inputs: int
+    model: Any
 
     def __call__(self, arrays: Sequence[Array]) -> None:
-        self.look(arrays[: self.inputs + 1])
+        parts = parts_of(self.model, arrays)
+        if len(parts.targets) == 1:
+            self.look((*parts.inputs, parts.target))
 
 
 def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> LabelCheck | None:
-    """Labels that the model has no output for: on a GPU their loss would be no number, long after.
+    """Have labels looked at that the model may have no output for: on a GPU their loss would be NaN, long after.
 
-    Those of arrays are looked at now; for those of a loader a check is given back.
+    Those of arrays are looked at now; for those of a loader a check is given back. The objective learns from the first
+    answer how many outputs there are.
     """
-    few = few_samples(train, _FEW) if _of_classes(objective) else None
-    if few is None or len(few) < 2:
-        return None
-    parts = parts_of(model, few)
-    scores: Any = first_answer(model, parts)
-    if not tf.is_tensor(scores) or len(scores.shape) != 2 or len(parts.targets) != 1:
+    if not isinstance(objective, (ClassScores, Supervised)) or not _of_classes(objective):
         return None
     of_keras = isinstance(objective, Supervised)  # its own losses take more kinds of labels
     ignored = getattr(objective.loss.loss, "ignore_class", None) if isinstance(objective, Supervised) else None
-    look = LabelCheck(ClassLabels(scores.shape[1], ignored, floats=of_keras, columns=of_keras), len(parts.inputs))
+    objective.labels = ClassLabels(ignored=ignored, floats=of_keras, columns=of_keras)
+    look = LabelCheck(objective.labels, model)
     for source in (train, test):
         if isinstance(source, Arrays) and len(source.arrays) > 1:
             look(source.arrays)

@@ -11,8 +11,9 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch, BadSettings
+from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Batch
-from manyhands.training.tensorflow.batch_parts import Parts, answer_of, parts_of
+from manyhands.training.tensorflow.batch_parts import Parts, checked_answer, parts_of
 from manyhands.training.tensorflow.book.module import Module, cross_entropy
 from manyhands.training.tensorflow.losses import KerasLoss, Losses, as_keras, reduced
 
@@ -30,6 +31,7 @@ class Supervised:
 
     loss: KerasLoss
     accuracy: Accuracy | None = None
+    labels: ClassLabels | None = None  # learns from the first answer how many classes there are
 
     @property
     def objects(self) -> list[keras.losses.Loss]:
@@ -43,7 +45,7 @@ class Supervised:
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
-        answer = widened(answer_of(model, parts.inputs, training=training))
+        answer = _answer(model, parts, self.labels, training=training)
         return _with_right(self.loss(parts.target, answer, parts.sample_weight), answer, parts, self.accuracy)
 
 
@@ -52,10 +54,11 @@ class ClassScores:
     """The book's kind of loss, ``loss(y_hat, y)``: a Module's own, or cross-entropy where nobody says another."""
 
     own: bool = False
+    labels: ClassLabels | None = None
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
-        answer = widened(answer_of(model, parts.inputs, training=training))
+        answer = _answer(model, parts, self.labels, training=training)
         if parts.sample_weight is not None:
             raise BadBatch(
                 f"a batch has {len(batch)} parts, which {type(model).__name__} can only take for (inputs, target, "
@@ -88,11 +91,18 @@ class OwnComputeLoss:
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
-        answer = widened(answer_of(model, parts.inputs, training=training))
+        answer = _answer(model, parts, training=training)
         x = list(parts.inputs) if len(parts.inputs) > 1 else parts.inputs[0]
         value = model._compute_loss(x, parts.target, answer, parts.sample_weight, training=training)
         losses = as_keras(value, name=f"{type(model).__name__}.compute_loss")
         return _with_right(replace(losses, complete=True), answer, parts, self.accuracy)
+
+
+def _answer(model: Any, parts: Parts, labels: ClassLabels | None = None, *, training: bool) -> Any:
+    answer = widened(checked_answer(model, parts, training=training))
+    if labels is not None and tf.is_tensor(answer):
+        labels.learn(answer.shape)
+    return answer
 
 
 def _check_scores(answer: Any, parts: Parts) -> None:
