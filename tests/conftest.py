@@ -29,6 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts processes with devices of their own would prove the same again in the run with virtual devices."""
+    if os.environ.get("MANYHANDS_VIRTUAL_DEVICES"):
+        skip = pytest.mark.skip(reason="once is enough: it starts processes with devices of their own")
+        for item in items:
+            if item.get_closest_marker("once"):
+                item.add_marker(skip)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests neither read nor write what the user's own programs remember."""

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support import run_command
 
 from manyhands.cli import devices
+
+pytestmark = pytest.mark.once
 
 
 def test_json_is_what_the_documentation_says(framework: str, own: Any) -> None:

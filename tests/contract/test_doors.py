@@ -21,6 +21,7 @@ ONE = {
 }
 
 
+@pytest.mark.once
 def test_placement_loads_neither_the_trainer_nor_parallel(framework: str) -> None:
     code = (
         f"import sys, json\n{ONE[framework]}\nbefore = set(sys.modules)\nfrom manyhands import {framework} as mh\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -267,7 +266,7 @@ SCRIPT = {
 }
 
 
-@pytest.mark.skipif(bool(os.environ.get("MANYHANDS_VIRTUAL_DEVICES")), reason="once is enough: it starts a framework")
+@pytest.mark.once
 def test_the_command_explains_a_function_of_a_script(framework: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT[framework] + "def twice(x): return x * 2 + 1\n")

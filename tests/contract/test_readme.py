@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -19,12 +18,11 @@ def _door(example: str) -> str:
     return found[1]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda code: code.splitlines()[0])
 def test_the_example_runs(example: str, framework: str) -> None:
     if _door(example) != framework:
         pytest.skip(f"an example of {_door(example)}")
-    if os.environ.get("MANYHANDS_VIRTUAL_DEVICES"):
-        pytest.skip("once is enough: an example makes its devices itself")
     result = run_python(example, MANYHANDS_VIRTUAL_DEVICES="")
     assert result.returncode == 0, result.stderr
 

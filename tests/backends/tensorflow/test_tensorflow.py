@@ -175,11 +175,12 @@ LOOKING_STARTS_NOTHING = """
 """
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("program", [TOO_LATE, ALREADY_CONFIGURED, LOOKING_STARTS_NOTHING])
 def test_virtual_devices_are_made_before_the_runtime_starts(program: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "MANYHANDS_VIRTUAL_DEVICES"}
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -377,6 +377,7 @@ def test_a_gradient_is_known_by_its_memory() -> None:
         assert mh.task(torch.clone)(gradient).result().tolist() == [3.0, 3.0]
 
 
+@pytest.mark.once
 def test_tensors_on_virtual_devices_are_known_by_what_is_inside() -> None:
     result = run_python(VIRTUAL)
     assert result.stdout.split() == ["refused", "5.0"], result.stderr

@@ -108,6 +108,7 @@ def test_a_model_without_tensors_is_left_as_it_is() -> None:
     assert mh.to(net, mh.try_gpu()) is net
 
 
+@pytest.mark.once
 def test_importing_the_door_imports_only_torch_and_starts_nothing() -> None:
     code = (
         "import sys; from manyhands import torch as mh; import torch;"
