@@ -9,6 +9,7 @@ import pytest
 
 from manyhands.parallel.choose_gpu import is_ahead
 from manyhands.parallel.plan import Planned
+from manyhands.parallel.way import Means, Way
 from manyhands.schedule.timing import in_turns
 
 
@@ -32,20 +33,23 @@ class Clock:
         return next(self._times[run.__name__])
 
 
+TWO, FOUR = Way(Means.GRAPH, "2 lanes"), Way(Means.GRAPH, "4 lanes")
+
+
 def best_so_far(seconds: float) -> Planned:
-    return Planned(kept, how="2 lanes", seconds={"2 lanes": seconds})
+    return Planned(kept, way=TWO, seconds={TWO: seconds})
 
 
 def test_a_disturbed_first_time_does_not_decide() -> None:
     clock = Clock(tried=[4.40e-3, 4.2e-3, 4.11e-3, 4.3e-3], kept=[4.6e-3, 4.38e-3, 4.41e-3])
     best = best_so_far(4.38e-3)
-    assert is_ahead("4 lanes", tried, best, clock)
-    assert best.seconds == {"2 lanes": 4.38e-3, "4 lanes": 4.11e-3}
+    assert is_ahead(FOUR, tried, best, clock)
+    assert best.seconds == {TWO: 4.38e-3, FOUR: 4.11e-3}
 
 
 def test_a_lucky_first_time_does_not_decide() -> None:
     clock = Clock(tried=[4.2e-3, 4.5e-3, 4.5e-3, 4.5e-3], kept=[4.3e-3, 4.4e-3, 4.4e-3])
-    assert not is_ahead("4 lanes", tried, best_so_far(4.3e-3), clock)
+    assert not is_ahead(FOUR, tried, best_so_far(4.3e-3), clock)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_a_lucky_first_time_does_not_decide() -> None:
 )
 def test_what_is_clear_is_timed_once(first: float, least: float, ahead: bool) -> None:
     clock = Clock(tried=[first])
-    assert is_ahead("4 lanes", tried, best_so_far(least), clock) is ahead
+    assert is_ahead(FOUR, tried, best_so_far(least), clock) is ahead
     assert clock.asked == 1
 
 

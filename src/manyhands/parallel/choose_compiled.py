@@ -8,14 +8,14 @@ each kind, as its own race against plain execution found it, run in turns, so th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from manyhands.errors import CannotFuse
 from manyhands.parallel.equality import first_line
-from manyhands.parallel.plan import PLAIN, Planned
+from manyhands.parallel.plan import Planned
+from manyhands.parallel.way import AS_WRITTEN
 from manyhands.schedule.timing import in_turns
-
-_FUSED = "fused, "
 
 
 def better(
@@ -35,14 +35,14 @@ def better(
     except Exception as error:
         planned.notes.append(f"compiled regions are not used: {first_line(error)}")
         return planned
-    taken = other.name != PLAIN and _is_ahead(other, planned, seconds_of)
-    names = {name: name if name.startswith(PLAIN) else _FUSED + name for name in other.seconds | other.predicted}
+    taken = other.way != AS_WRITTEN and _is_ahead(other, planned, seconds_of)
+    ways = {way: way if way.is_plain else replace(way, compiled=True) for way in other.seconds | other.predicted}
     if taken:
-        other.how = names[other.name] + other.how.removeprefix(other.name)
-    plain = {name: spent for name, spent in planned.seconds.items() if name.startswith(PLAIN)}
+        other.way = ways[other.way]
+    plain = {way: spent for way, spent in planned.seconds.items() if way.is_plain}
     better, worse = (other, planned) if taken else (planned, other)
-    seconds = {names[name]: spent for name, spent in other.seconds.items()}
-    predicted = {names[name]: spent for name, spent in other.predicted.items()}
+    seconds = {ways[way]: spent for way, spent in other.seconds.items()}
+    predicted = {ways[way]: spent for way, spent in other.predicted.items()}
     better.seconds = planned.seconds | seconds | ({} if taken else plain)  # plain execution's of the race that counts
     better.predicted = planned.predicted | predicted
     better.notes += [note for note in worse.notes if note not in better.notes]
@@ -53,8 +53,8 @@ def better(
 
 def _is_ahead(one: Planned, other: Planned, seconds_of: Callable[[Planned], float]) -> bool:
     """Whether one takes less time than the other; what was found is what is told of them."""
-    one.seconds[one.name], other.seconds[other.name] = in_turns(one, other, seconds_of)
-    return one.seconds[one.name] < other.seconds[other.name]
+    one.seconds[one.way], other.seconds[other.way] = in_turns(one, other, seconds_of)
+    return one.seconds[one.way] < other.seconds[other.way]
 
 
 def _is_region(name: str) -> bool:

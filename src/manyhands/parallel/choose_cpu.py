@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from manyhands.parallel.equality import Judge, first_line
-from manyhands.parallel.plan import PLAIN, Limit, Planned, Run, why_too_large
+from manyhands.parallel.plan import Limit, Planned, Run, why_too_large
+from manyhands.parallel.way import AS_WRITTEN, Exactness, Means, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_chains
@@ -26,6 +27,7 @@ _CLEARLY = 0.97  # of plain execution's time
 _ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
 _LONG = 0.1  # seconds of a call, from which on two rounds are enough, and the first one counts
 _BEHIND = 1.3  # times plain execution's first round: no more rounds for who takes longer
+_Candidate = tuple[Run, Schedule, int, Exactness | None]  # the int: threads of the CPU
 _BUDGET = 1.0  # seconds for all rounds: the least number of them may take longer, the next number three times as long
 
 
@@ -38,44 +40,44 @@ def choose(
     footprint = best.footprint
     assert footprint is not None
     plain = peak(measured.tasks, footprint, one_after_the_other(range(len(measured))))
-    tried = [("one lane", one_lane(measured), count)]
+    tried = [(Way(Means.THREADS, "one lane"), one_lane(measured), count)]
     if count > 1:
-        tried.append(("one lane, one thread", one_lane(measured), 1))
-    tried += [(name, made, count) for name, made in candidates(measured, count, best)]
+        tried.append((Way(Means.THREADS, "one lane", one_thread=True), one_lane(measured), 1))
+    tried += [(way, made, count) for way, made in candidates(measured, count, best)]
     judge = Judge.of(backend, found, call, plainly, best.notes)
     best.schedule = one_lane(measured)
-    ways: dict[str, tuple[Run, Schedule, int, str]] = {PLAIN: (plainly, best.schedule, count, "")}
+    ways: dict[Way, _Candidate] = {AS_WRITTEN: (plainly, best.schedule, count, None)}
 
-    def add(name: str, way: Run, made: Schedule, threads: int, results: Any) -> None:
-        refused, equality = judge.refused(results)
+    def add(way: Way, run: Run, made: Schedule, threads: int, results: Any) -> None:
+        refused, exactness = judge.refused(results)
         if refused is not None:
-            best.notes.append(f"{name} is not used: {refused}")
+            best.notes.append(f"{way} is not used: {refused}")
         else:
-            ways[name] = (way, made, threads, equality)
+            ways[way] = (run, made, threads, exactness)
 
     if count > 1:  # small operations lose by being divided
         alone = backend.with_threads(plainly, 1)
-        add(f"{PLAIN}, one thread", alone, best.schedule, 1, judge.results_of_function(alone))
-    for name, made, threads in tried:
+        add(Way(Means.AS_WRITTEN, one_thread=True), alone, best.schedule, 1, judge.results_of_function(alone))
+    for way, made, threads in tried:
         check(made)
-        if (reason := why_too_large(name, _peak(made, footprint), plain, limit)) is not None:
+        if (reason := why_too_large(way, _peak(made, footprint), plain, limit)) is not None:
             best.notes.append(reason)
             continue
         run = backend.thread_run(found, backend.plan_of(made), threads)
         try:
             results = judge.results_of(run)
         except Exception as error:  # a compiler's results may be of types that the next operation does not take
-            best.notes.append(f"{name} is not used: {first_line(error)}")
+            best.notes.append(f"{way} is not used: {first_line(error)}")
             continue
-        add(name, replaying(run), made, threads, results)
+        add(way, replaying(run), made, threads, results)
     with backend.untouched(found, call.tensors) as put_back:
-        times = race([lambda way=way: way[0](*call.given) for way in ways.values()], put_back)  # type: ignore[misc]
+        times = race([lambda run=run: run(*call.given) for run, *_ in ways.values()], put_back)  # type: ignore[misc]
     best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
-    ratios = {name: _ratio(own, times[0]) for name, own in zip(ways, times, strict=True)}
-    name = min(ratios, key=ratios.__getitem__)
-    if name != PLAIN and ratios[name] < _CLEARLY:
-        best.run, best.schedule, best.threads, equality = ways[name]
-        best.how = name + equality
+    ratios = {way: _ratio(own, times[0]) for way, own in zip(ways, times, strict=True)}
+    fastest = min(ratios, key=ratios.__getitem__)
+    if fastest != AS_WRITTEN and ratios[fastest] < _CLEARLY:
+        best.run, best.schedule, best.threads, best.exactness = ways[fastest]
+        best.way = fastest
     best.peaks = Peaks(_peak(best.schedule, footprint), plain)
 
 
@@ -90,29 +92,24 @@ def synchronously(best: Planned, backend: Any, found: Any, measured: Graph, repl
     """The order of the schedule with the most lanes, in the caller's thread: for debugging."""
     _, best.schedule = better(measured, max(2, backend.threads()))
     check(best.schedule)
-    best.how = "the schedule's order in the caller's thread (synchronous)"
+    best.way = Way(Means.CALLERS_THREAD)
     best.run = replaying(backend.synchronous_run(found, backend.plan_of(best.schedule)))
 
 
-def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[str, Schedule]]:
+def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[Way, Schedule]]:
     """Schedules on 2, 3, 4, 6, 8, ... lanes, as many as there are threads, if simulation gives them a chance."""
     found = []
     several = len({task.device for task in measured.tasks}) > 1
     counts = {*(n for n in (2, 3, 4, 6, 8, 12, 16) if n <= threads), threads} - {1}
     for count in sorted(counts | {1} if several else counts):
-        name = (
-            f"{count} lanes"
-            if not several
-            else f"{count} lanes of each device"
-            if count > 1
-            else "a lane of each device"
-        )
+        lanes = f"{count} lanes" if count > 1 else "a lane"
+        way = Way(Means.THREADS, f"{lanes} of each device" if several else lanes)
         predicted, made = better(measured, count)
-        best.predicted[name] = predicted
+        best.predicted[way] = predicted
         if len(set(made.lane_of)) > 1 and predicted < measured.work():
-            found.append((name, made))
+            found.append((way, made))
         else:
-            best.notes.append(f"{name} are not tried: simulation says that they do not pay")
+            best.notes.append(f"{way}: not tried, because the simulation shows no gain")
     return found
 
 

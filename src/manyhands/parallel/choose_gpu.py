@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands.parallel.equality import Judge, first_line
-from manyhands.parallel.plan import PLAIN, Limit, Planned, Run, why_too_large
+from manyhands.parallel.plan import Limit, Planned, Run, why_too_large
+from manyhands.parallel.way import AS_WRITTEN, Means, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_beside
@@ -26,7 +27,6 @@ _WAIT = 1e-6  # seconds that a wait between two lanes costs
 _OF_A_TURN = 7  # calls that are timed
 _NEAR = 1.1  # times of two plans that may be the other way round
 _SHORT = 0.05  # seconds; longer than that, the host does not disturb
-_Way = tuple[str, Schedule, Callable[..., Any]]
 
 
 def choose(
@@ -49,12 +49,12 @@ def choose(
             spent: float = backend.seconds(lambda: run(*call.given), device, put_back, *repeats)
         return spent
 
-    best.seconds[PLAIN] = seconds_of(plainly)
+    best.seconds[AS_WRITTEN] = seconds_of(plainly)
     judge = Judge.of(backend, found, call, plainly, best.notes)
-    for name, made, make in ways(backend, found, measured, best):
+    for way, made in ways(backend, found, measured, best):
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = 0
-        if make is backend.graph_run:
+        if way.means is Means.GRAPH:
             beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
         plan = backend.plan_of(made)
         peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
@@ -63,37 +63,38 @@ def choose(
             plan = backend.plan_of(made)
             peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
         check(made)
-        best.predicted[name] = simulate(made, wait_seconds=_WAIT).seconds
-        if (reason := why_too_large(name, peaks.planned, plain, limit)) is not None:
+        best.predicted[way] = simulate(made, wait_seconds=_WAIT).seconds
+        if (reason := why_too_large(way, peaks.planned, plain, limit)) is not None:
             best.notes.append(reason)
             continue
         try:
             with backend.untouched(found, call.tensors):
+                make = backend.graph_run if way.means is Means.GRAPH else backend.stream_run
                 run = make(found, plan, call.tensors, device, reuse_outputs=best.reuse_outputs)
-            refused, equality = judge.refused(judge.results_of(run))
+            refused, exactness = judge.refused(judge.results_of(run))
             if refused is not None:
-                best.notes.append(f"{name} is not used: {refused}")
+                best.notes.append(f"{way} is not used: {refused}")
                 continue
             again: Run = replaying(run)
-            ahead = is_ahead(name, again, best, seconds_of)
+            ahead = is_ahead(way, again, best, seconds_of)
         except Exception as error:  # out of memory, an operation that cannot be captured: plain execution is there
-            best.notes.append(f"{name} is not used: {first_line(error)}")
+            best.notes.append(f"{way} is not used: {first_line(error)}")
             continue
         if ahead:
-            best.how = name + equality
+            best.way, best.exactness = way, exactness
             best.run, best.schedule, best.peaks = again, made, peaks
 
 
-def is_ahead(name: str, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
+def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
     """Whether this takes less time than the best so far; what was found is what is told of them.
 
     The host disturbs what it times, by more than what good plans differ in: those that are near are timed in turns.
     """
-    least = best.seconds[best.name]
-    best.seconds[name] = spent = seconds_of(run)
+    least = best.seconds[best.way]
+    best.seconds[way] = spent = seconds_of(run)
     if min(spent, least) < _SHORT and max(spent, least) < _NEAR * min(spent, least):
         spent, least = in_turns(run, best.run, lambda one: seconds_of(one, _OF_A_TURN))
-        best.seconds[name], best.seconds[best.name] = spent, least
+        best.seconds[way], best.seconds[best.way] = spent, least
     return spent < least
 
 
@@ -102,19 +103,19 @@ def _peak(made: Schedule, footprint: Footprint, let_go: Mapping[int, int]) -> in
     return peak(made.graph.tasks, footprint, one_after_the_other(made.order), let_go)
 
 
-def ways(backend: Any, found: Any, measured: Graph, best: Planned) -> list[_Way]:
+def ways(backend: Any, found: Any, measured: Graph, best: Planned) -> list[tuple[Way, Schedule]]:
     """What is tried: graphs where they can be captured, streams where the host or several GPUs take part."""
-    tried: list[_Way] = []
+    tried: list[tuple[Way, Schedule]] = []
     some = candidates(measured)
     if (reason := backend.why_no_graph(found)) is None:
-        tried.append(("one lane, one graph", one_lane(measured), backend.graph_run))
-        tried += [(f"{name}, one graph", made, backend.graph_run) for name, made in some]
+        tried.append((Way(Means.GRAPH, "one lane"), one_lane(measured)))
+        tried += [(Way(Means.GRAPH, lanes), made) for lanes, made in some]
     else:
         best.notes.append(reason)
     if backend.copies_or_computes_on_host(found) or len({task.device for task in measured.tasks}) > 1:
         one = schedule(measured, lanes_for(measured, 1))
-        tried.append(("one lane of each kind", one, backend.stream_run))
-        tried += [(f"{name}, issued at every call", made, backend.stream_run) for name, made in some[:2]]
+        tried.append((Way(Means.STREAMS, "one lane of each kind"), one))
+        tried += [(Way(Means.STREAMS, lanes), made) for lanes, made in some[:2]]
     return tried
 
 

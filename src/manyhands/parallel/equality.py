@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from manyhands.errors import CannotBeExact
+from manyhands.parallel.way import TO_THE_BIT, Exactness, close
 
 
 def first_line(error: BaseException) -> str:
@@ -62,22 +63,22 @@ class Judge:
         """What another way of plain execution gives for them."""
         return self._backend.expected(self._found, self._call, function)
 
-    def refused(self, results: Sequence[Any]) -> tuple[str | None, str]:
-        """Why results are not right, or None; and what to say of them after the name of their way."""
+    def refused(self, results: Sequence[Any]) -> tuple[str | None, Exactness]:
+        """Why results are not right, or None; and how close they are."""
         if self._backend.overlapping(results) - self._backend.overlapping(self._expected):
-            return "two of its results share memory", ""
+            return "two of its results share memory", Exactness(False, "not comparable")
         same, difference = self._backend.equal(results, self._expected)
         if same:
-            return None, ", equal to the bit"
+            return None, TO_THE_BIT
         if self._exact is not None:
             try:
                 verdict = self._backend.verdict(self._found, self._call, results, self._expected, self._exact)
             except CannotBeExact as error:
                 self._tell(error)
             else:
-                return None if verdict.accepted else f"it is {verdict.words}", f", {verdict.words}"
+                return None if verdict.accepted else f"it is {verdict.words}", Exactness(False, verdict.words)
         refused = difference > self._found.close
-        return f"its results differ by {difference:.1e}" if refused else None, f", equal to {difference:.0e}"
+        return f"its results differ by {difference:.1e}" if refused else None, close(difference)
 
     @functools.cached_property
     def _exact(self) -> list[Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from manyhands.parallel.plan import PLAIN, Planned
+from manyhands.parallel.plan import Planned
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import megabytes
@@ -24,13 +24,13 @@ def name_of(function: Callable[..., object]) -> str:
 
 def explain(name: str, planned: Planned) -> str:
     lines = [f"{name}: run as {planned.how}"]
-    width = max(map(len, [*planned.seconds, *planned.predicted]), default=0)
+    width = max((len(str(way)) for way in [*planned.seconds, *planned.predicted]), default=0)
     for way, spent in planned.seconds.items():
         told = f", predicted {_ms(planned.predicted[way])}" if way in planned.predicted else ""
-        lines.append(f"  {way:<{width}} {spent * 1e3:9.3f} ms measured{told}")
+        lines.append(f"  {way!s:<{width}} {spent * 1e3:9.3f} ms measured{told}")
     for way, seconds in planned.predicted.items():
         if way not in planned.seconds:
-            lines.append(f"  {way:<{width}} {'':>9}    not measured, predicted {_ms(seconds)}")
+            lines.append(f"  {way!s:<{width}} {'':>9}    not measured, predicted {_ms(seconds)}")
     if planned.schedule is not None:
         lines += _about(planned.schedule)
         lines.append(f"  {why_not_faster(planned, planned.schedule)}")
@@ -71,12 +71,12 @@ def _about(made: Schedule) -> list[str]:
 def why_not_faster(planned: Planned, made: Schedule) -> str:
     """The first thing that would have to change."""
     limit, work = bounds(made), made.graph.work()
-    spent = planned.seconds.get(planned.name)
+    spent = planned.seconds.get(planned.way)
     if not len(made.graph):
         return "why not faster: there is nothing to do"
-    if planned.how.startswith(PLAIN) or len(set(made.lane_of)) == 1:
+    if planned.way.is_plain or len(set(made.lane_of)) == 1:
         return f"why not faster: {_why_one_lane(limit, work, len(made.graph))}"
-    return f"why not faster: {_why_no_more(limit, spent, planned.predicted.get(planned.name), made)}"
+    return f"why not faster: {_why_no_more(limit, spent, planned.predicted.get(planned.way), made)}"
 
 
 def _why_one_lane(limit: Bounds, work: float, count: int) -> str:

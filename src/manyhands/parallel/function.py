@@ -22,6 +22,7 @@ from manyhands.parallel.interface import ParallelFunction
 from manyhands.parallel.plan import Limit, Planned, Run
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.side_effects import Effects
+from manyhands.parallel.way import AS_WRITTEN
 from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.graph import graph
 from manyhands.schedule.memory import Footprint
@@ -201,7 +202,7 @@ class Parallel(ParallelFunction):
             if random:
                 backend.set_random_state(random, before)
             if without_memory:
-                planned.run, planned.how = self._plainly, "plain execution"
+                planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
             return self._plainly(tensors, arguments, keywords)
 
         return replay

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.parallel.costs import Costed
-from manyhands.parallel.equality import way
 from manyhands.parallel.plan_cache import Standing
+from manyhands.parallel.way import AS_WRITTEN, Exactness, Way
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint, Peaks, megabytes
 
@@ -23,12 +23,13 @@ class Planned(Standing):
     """What is known of one signature."""
 
     run: Run
-    how: str = PLAIN
+    way: Way = AS_WRITTEN
+    exactness: Exactness | None = None  # of its results, compared with those of plain execution
     schedule: Schedule | None = None
     threads: int = 1  # of the CPU, that its lanes share
     reuse_outputs: bool = False  # whether the next call may overwrite the results of one
-    seconds: dict[str, float] = field(default_factory=dict)
-    predicted: dict[str, float] = field(default_factory=dict)
+    seconds: dict[Way, float] = field(default_factory=dict)
+    predicted: dict[Way, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     again: bool = False  # plan anew at the next call
     costed: Costed | None = None
@@ -41,9 +42,9 @@ class Planned(Standing):
     fits: Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None] | None = None
 
     @property
-    def name(self) -> str:
-        """The way that was chosen, as it stands among those that were measured."""
-        return way(self.how)
+    def how(self) -> str:
+        """The way and its exactness, for people."""
+        return f"{self.way}" if self.exactness is None else f"{self.way}, {self.exactness}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,11 @@ class Limit:
         return planned <= self.most(plain)
 
 
-def why_too_large(name: str, peak: int, plain: int, limit: Limit) -> str | None:
+def why_too_large(way: Way, peak: int, plain: int, limit: Limit) -> str | None:
     """Why a plan is not tried because of its memory, or None."""
     if limit.allows(peak, plain):
         return None
     return (
-        f"{name} is not tried: it would take {megabytes(peak)} at its peak, plain execution {megabytes(plain)} "
+        f"{way} is not tried: it would take {megabytes(peak)} at its peak, plain execution {megabytes(plain)} "
         f"(parallel(fn, memory={math.ceil(10 * peak / max(plain, 1) + 0.1) / 10}) allows it)"
     )

@@ -17,7 +17,8 @@ from manyhands.backends.torch.passes import regions
 from manyhands.errors import CannotFuse, EngineError
 from manyhands.parallel import choose_compiled
 from manyhands.parallel.function import Parallel
-from manyhands.parallel.plan import PLAIN, Planned
+from manyhands.parallel.plan import Planned
+from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way, close
 from manyhands.schedule.task import Task
 from manyhands.training.torch.book import models
 
@@ -56,8 +57,12 @@ def test_compiled_regions_are_candidates() -> None:
     assert "fused, one lane" in told
 
 
-def _planned(how: str, seconds: dict[str, float]) -> Planned:
-    return Planned(run=lambda *_: how, how=how, seconds=seconds, predicted={})
+ONE, TWO = Way(Means.THREADS, "one lane"), Way(Means.THREADS, "2 lanes")
+FUSED = Way(Means.THREADS, "one lane", compiled=True)
+
+
+def _planned(way: Way, exactness: Exactness | None, seconds: dict[Way, float]) -> Planned:
+    return Planned(run=lambda *_: way, way=way, exactness=exactness, seconds=seconds, predicted={})
 
 
 class Found:
@@ -79,25 +84,25 @@ class Backend:
 
 def test_the_faster_of_both_in_turns_is_taken() -> None:
     """What their own races said does not count: the machine may have been busier in one of them."""
-    lanes = _planned("2 lanes, equal to the bit", {PLAIN: 3.0, "2 lanes": 0.8})
-    words = ", as exact as plain execution (0.98 of its error)"
-    compiled = _planned(f"one lane{words}", {PLAIN: 2.0, "one lane": 1.2})
+    lanes = _planned(TWO, TO_THE_BIT, {AS_WRITTEN: 3.0, TWO: 0.8})
+    words = "as exact as plain execution (0.98 of its error)"
+    compiled = _planned(ONE, Exactness(False, words), {AS_WRITTEN: 2.0, ONE: 1.2})
     turns = {id(lanes): [0.9, 5.0, 1.0], id(compiled): [4.0, 0.7, 0.8]}
     found = choose_compiled.better(
         lanes, Backend(), Found("sin", "cos"), lambda _: compiled, lambda one: turns[id(one)].pop()
     )
     assert found is compiled
-    assert found.how == f"fused, one lane{words}"
-    assert found.seconds == {PLAIN: 2.0, "2 lanes": 0.9, "fused, one lane": 0.7}
-    assert found.seconds[found.name] == 0.7
+    assert found.how == f"fused, one lane, {words}"
+    assert found.seconds == {AS_WRITTEN: 2.0, TWO: 0.9, FUSED: 0.7}
+    assert found.seconds[found.way] == 0.7
     assert found.notes == ["1 compiled regions: 1 tasks instead of 2"]
 
 
 def test_operations_as_they_are_stay_where_they_are_faster() -> None:
-    lanes = _planned("2 lanes, equal to the bit", {PLAIN: 1.0, "2 lanes": 0.8})
+    lanes = _planned(TWO, TO_THE_BIT, {AS_WRITTEN: 1.0, TWO: 0.8})
     for compiled in (
-        _planned("one lane, equal to 1e-07", {PLAIN: 1.0, "one lane": 0.7}),
-        _planned(PLAIN, {PLAIN: 1.0, "one lane": 3.0}),
+        _planned(ONE, close(1e-7), {AS_WRITTEN: 1.0, ONE: 0.7}),
+        _planned(AS_WRITTEN, None, {AS_WRITTEN: 1.0, ONE: 3.0}),
     ):
         spent = {id(compiled): 0.9}
         found = choose_compiled.better(
@@ -108,12 +113,12 @@ def test_operations_as_they_are_stay_where_they_are_faster() -> None:
             lambda one, spent=spent: spent.get(id(one), 0.8),
         )
         assert found.how == lanes.how
-        assert found.seconds[PLAIN] == 1.0
-        assert "fused, one lane" in found.seconds
+        assert found.seconds[AS_WRITTEN] == 1.0
+        assert FUSED in found.seconds
 
 
 def test_why_nothing_is_compiled_is_told() -> None:
-    lanes = _planned("2 lanes, equal to the bit", {PLAIN: 1.0, "2 lanes": 0.8})
+    lanes = _planned(TWO, TO_THE_BIT, {AS_WRITTEN: 1.0, TWO: 0.8})
     assert choose_compiled.better(lanes, Backend("no compiler"), Found(), lambda _: lanes, lambda _: 1.0) is lanes
     assert lanes.notes == ["nothing is compiled: no compiler"]
     fast = mh.parallel(lambda x: x @ x, compile=True)

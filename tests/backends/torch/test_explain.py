@@ -22,6 +22,7 @@ from manyhands.parallel.costs import costs
 from manyhands.parallel.explain import why_not_faster
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Limit, why_too_large
+from manyhands.parallel.way import Means, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule
@@ -31,6 +32,8 @@ from manyhands.schedule.simulate import timeline_of
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="virtual devices hold for one thread: lanes are not used with them"
 )
+
+FOUR = Way(Means.THREADS, "4 lanes")
 
 
 @torch.library.custom_op("manyhands_tests::naps", mutates_args=())
@@ -197,15 +200,15 @@ def test_the_peak_is_what_is_alive_at_once() -> None:
 def test_lanes_take_more_memory_and_too_much_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     xs = [torch.ones(1000) for _ in range(4)]
     assert peaks(chains, 4, *xs) > 1.3 * peaks(chains, 1, *xs)
-    monkeypatch.setattr(choose_cpu, "candidates", lambda measured, *_: [("4 lanes", four(measured))])
+    monkeypatch.setattr(choose_cpu, "candidates", lambda measured, *_: [(FOUR, four(measured))])
     monkeypatch.setattr(planning, "device_memory", lambda device: 0)
     fast = Parallel(chains, planning)
     fast(*xs)
     assert "4 lanes is not tried: it would take" in fast.explain()
-    assert "4 lanes" not in fast.planned.seconds
+    assert FOUR not in fast.planned.seconds
     allowed = Parallel(chains, planning, memory=10.0)
     allowed(*xs)
-    assert "4 lanes" in allowed.planned.seconds
+    assert FOUR in allowed.planned.seconds
 
 
 def four(measured: Any) -> Any:
@@ -213,10 +216,10 @@ def four(measured: Any) -> Any:
 
 
 def test_a_hundredth_of_the_device_does_not_matter() -> None:
-    assert why_too_large("x", 140, 100, Limit(1.3, 0)) is not None
-    assert why_too_large("x", 130, 100, Limit(1.3, 0)) is None
-    assert why_too_large("x", 140, 100, Limit(1.3, 40)) is None
-    assert "memory=1.5" in str(why_too_large("x", 140, 100, Limit(1.3, 39)))
+    assert why_too_large(FOUR, 140, 100, Limit(1.3, 0)) is not None
+    assert why_too_large(FOUR, 130, 100, Limit(1.3, 0)) is None
+    assert why_too_large(FOUR, 140, 100, Limit(1.3, 40)) is None
+    assert "memory=1.5" in str(why_too_large(FOUR, 140, 100, Limit(1.3, 39)))
     with pytest.raises(EngineError, match="less than plain execution"):
         mh.parallel(chains, memory=0.5)
     with pytest.raises(EngineError, match="takes a function"):

@@ -75,10 +75,10 @@ def planned_once() -> Parallel:
 @pytest.fixture
 def on_lanes(planned_once: Parallel) -> Iterator[Parallel]:
     planned = planned_once.planned
-    run, how = planned.run, planned.how
+    run, way, exactness = planned.run, planned.way, planned.exactness
     yield planned_once
     ERRORS.clear()
-    planned.run, planned.how = run, how
+    planned.run, planned.way, planned.exactness = run, way, exactness
 
 
 # Python state

@@ -18,6 +18,7 @@ from manyhands.backends.torch.run import codegen  # noqa: E402
 from manyhands.backends.torch.run import streams as torch_runs  # noqa: E402
 from manyhands.parallel import choose_gpu  # noqa: E402
 from manyhands.parallel.plan import Planned  # noqa: E402
+from manyhands.parallel.way import Means  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
 from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
@@ -92,9 +93,9 @@ def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
     assert "several GPUs (gpu:0, gpu:1)" in str(torch_runs.why_no_graph(found))
     best = Planned(lambda *_: None)
     ways = choose_gpu.ways(planning, found, graph(found.tasks), best)
-    assert next(name for name, _, _ in ways) == "one lane of each kind"
-    assert all(make is planning.stream_run for _, _, make in ways)
-    for _, made, _ in ways:
+    assert next(way.lanes for way, _ in ways) == "one lane of each kind"
+    assert {way.means for way, _ in ways} == {Means.STREAMS}
+    for _, made in ways:
         check(made)
         for task, lane in enumerate(made.lane_of):
             assert made.lanes[lane].device == made.graph.tasks[task].device

@@ -274,7 +274,7 @@ def test_what_is_chosen_is_right_and_not_slower(monkeypatch: pytest.MonkeyPatch)
         fast = Parallel(branches, planning)
         results = fast(*inputs)
         assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(results, expected, strict=True))
-        assert fast.planned.seconds[fast.planned.name] == (0.5 if fastest == 0.5 else 1.0)
+        assert fast.planned.seconds[fast.planned.way] == (0.5 if fastest == 0.5 else 1.0)
 
 
 def test_trying_out_leaves_no_trace() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from manyhands import torch as mh
 from manyhands.backends.torch import planning
 from manyhands.errors import BadSettings
 from manyhands.parallel.function import Parallel
+from manyhands.parallel.plan import Planned
+from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way, close
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import planned_step
 from manyhands.training.torch.fast.planned_step import PlannedStep, as_written
@@ -86,11 +87,16 @@ def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(planned) == 1
 
 
+TWO_LANES = Way(Means.GRAPH, "2 lanes")
+
+
 class Plan:
     """Stands in for the engine: a plan that is there, or none, or an error."""
 
-    def __init__(self, how: str = "2 lanes, one graph, equal to the bit", notes: tuple[str, ...] = ()) -> None:
-        self.planned = SimpleNamespace(how=how, notes=list(notes), run=lambda *_: self())
+    def __init__(
+        self, way: Way = TWO_LANES, exactness: Exactness | None = TO_THE_BIT, notes: tuple[str, ...] = ()
+    ) -> None:
+        self.planned = Planned(lambda *_: self(), way=way, exactness=exactness, notes=list(notes))
         self.calls = 0
         self.error: Exception | None = None
 
@@ -165,8 +171,8 @@ def test_the_loser_is_let_go(race: Any) -> None:
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (Plan("plain execution", ("cannot be traced: it prints",)), "it prints"),
-        (Plan("2 lanes, equal to 2e-10"), "not those of plain execution to the bit"),
+        (Plan(AS_WRITTEN, None, ("cannot be traced: it prints",)), "it prints"),
+        (Plan(exactness=close(2e-10)), "not those of plain execution to the bit"),
     ],
 )
 def test_without_a_plan_the_captured_step_goes_on(race: Any, plan: Plan, why: str) -> None:

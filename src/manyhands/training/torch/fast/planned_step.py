@@ -24,13 +24,11 @@ import torch
 
 from manyhands.backends.torch import planning
 from manyhands.parallel.function import Parallel
-from manyhands.parallel.plan import PLAIN
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.position import Progress
 from manyhands.training.torch.step.eager import EagerStep
 
 _TURNS, _STEPS = 3, 8
-_TO_THE_BIT = "equal to the bit"
 _Mark = Any  # an event of a GPU, or the seconds of a clock
 Step = Callable[[], object]
 
@@ -110,9 +108,9 @@ class PlannedStep:
             captured()
         else:
             planned = fast.planned
-            if planned.how.startswith(PLAIN):
+            if planned.way.is_plain:
                 self._why = "; ".join(planned.notes) or "lanes are not faster"
-            elif not planned.how.endswith(_TO_THE_BIT):
+            elif planned.exactness is None or not planned.exactness.to_the_bit:
                 self._why = f"its results are not those of plain execution to the bit ({planned.how})"
         if self._why is not None:
             self._win(captured, uses_plan=False)
