@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Callable
@@ -195,12 +196,42 @@ def test_the_graph_and_the_timeline_can_be_looked_at(mh: Any, own: Any, tmp_path
         assert "advice: 3 side by side" in fast.explain()
 
 
+def test_every_door_has_the_same_interface(mh: Any, own: Any, tmp_path: Path) -> None:
+    methods = {"draw", "explain", "forecast", "function", "measured", "planned", "simulated", "timeline"}
+    fast = mh.parallel(lambda x: x * 2.0)
+    assert methods <= set(dir(fast))
+    options = ["function", "reuse_outputs", "memory", "compile", "synchronous", "threads"]
+    assert list(inspect.signature(mh.parallel).parameters) == options
+    assert list(inspect.signature(fast.timeline).parameters) == ["path", "simulated"]
+    assert list(inspect.signature(fast.forecast).parameters) == ["devices", "lanes", "bandwidth", "latency"]
+    decorated = mh.parallel()(lambda x: x * 3.0)
+    same(own, decorated(square(own)), square(own) * 3.0)
+    assert decorated.planned.how in decorated.explain()
+    if own.backend.CAPABILITIES.plans_lanes:
+        return
+    for ask in (decorated.measured, lambda: decorated.timeline(tmp_path / "t.json", simulated=False)):
+        with pytest.raises(EngineError, match="profiler"):
+            ask()
+    with pytest.raises(EngineError, match="own runtime runs the function"):
+        decorated.forecast(2)
+
+
+def test_a_function_that_is_redefined_is_the_new_one(mh: Any, own: Any) -> None:
+    names: dict[str, Any] = {}
+    exec("def scale(x): return x * 2.0\ndef function(x): return scale(x) + 1.0", names)
+    fast, x = mh.parallel(names["function"]), square(own)
+    for _ in range(3):
+        same(own, fast(x), x * 2.0 + 1.0)
+    exec("def scale(x): return x * 5.0", names)
+    same(own, fast(x), x * 5.0 + 1.0)
+
+
 def test_options_that_a_framework_has_not_are_refused(mh: Any, own: Any) -> None:
     with pytest.raises(EngineError, match="takes a function"):
         mh.parallel(square(own))
     if own.backend.CAPABILITIES.plans_lanes:
         return
-    for option in ({"reuse_outputs": True}, {"memory": 2.0}, {"synchronous": True}, {"threads": 2}):
+    for option in ({"reuse_outputs": True}, {"memory": 2.0}, {"compile": True}, {"synchronous": True}, {"threads": 2}):
         with pytest.raises(EngineError, match=next(iter(option))):
             mh.parallel(lambda x: x, **option)
 
@@ -277,9 +308,9 @@ def test_the_command_explains_a_function_of_a_script(framework: str, tmp_path: P
 
 
 def test_the_command_forecasts_only_what_manyhands_places(
-    mh: Any, framework: str, capsys: pytest.CaptureFixture[str]
+    own: Any, framework: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["parallel", "nowhere.py:function", "--framework", framework, "--devices", "2"])
     assert code == 1
-    places = hasattr(mh.Parallel, "forecast")
+    places = own.backend.CAPABILITIES.plans_lanes
     assert ("there is no file" if places else f"{framework}'s own runtime") in capsys.readouterr().err

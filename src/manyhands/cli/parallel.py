@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
         if path is not None:
             place(path)
     mh: Any = importlib.import_module(f"manyhands.{options.framework}")
-    if options.devices is not None and not hasattr(mh.Parallel, "forecast"):
+    backend: Any = importlib.import_module(f"manyhands.backends.{options.framework}.devices")
+    if options.devices is not None and not backend.CAPABILITIES.plans_lanes:
         raise BadSettings(
             f"--devices {options.devices}: {options.framework}'s own runtime runs the function, so other devices "
             "cannot be simulated. Leave --devices out, or write the function in torch"

@@ -1,103 +1,96 @@
 """``parallel(fn)`` where the framework's own runtime finds the parallelism: JAX, TensorFlow, MXNet.
 
-These frameworks run a function as one graph (``jax.jit``, ``tf.function``, MXNet's CachedOp) or issue its operations
-asynchronously; manyhands does not choose lanes there. It does what is left to do: decide whether the framework's way
-gives the same result and is faster, and say so.
+These frameworks run a function as one graph (``jax.jit``, ``tf.function``, MXNet's CachedOp); manyhands does not choose
+lanes there. It hands the function over, compares once, and shows the graph.
 
 The first call of a signature (structure, shapes, dtypes, devices, modes, plain values) is plain execution, and its
-result is given back. It is watched: a function that changes Python state, prints, opens files or draws random numbers
-of Python or NumPy would do so only once if it were compiled, so it is left alone. Else the function is traced, its
-compiled form compared with plain execution, and both are timed in turns; plain execution stays where it is not slower.
+result is given back. Then the function is traced, and the framework's way is run for the same arguments: if it gives
+the same, it runs every later call. Which of the two is faster is not measured.
 
-A worked example: ``fn`` reads a global ``scale``. The first call with a 4x4 array runs plainly, then ``jax.jit(fn)`` is
-compared and wins; the second call is compiled. A call with a 5x5 array is planned anew, and so is one after
-``scale = 3.0``: the compiled function holds only for what it has found outside its arguments.
+A trace stands on what the function takes from outside its arguments. What explicit tasks follow, to know what a task
+reaches, is followed here too (:mod:`manyhands.tasks.reachable`), and compared before each call: a closure's variable or
+a global that names another value, a list that has grown, another attribute of an object. Then the function is traced
+anew. If the first call itself changes such a thing, prints, opens a file or draws random numbers of Python or NumPy,
+the function stays plain: compiled it would do so only once. What explicit tasks do not find is not found here: it is a
+constant, as it is for ``jax.jit`` and ``tf.function``.
+
+A worked example: ``fn`` reads a global ``scale``. The first call with a 4x4 array runs plainly, then ``jax.jit(fn)``
+gives the same; the second call is compiled. A call with a 5x5 array is traced anew, and so is one after
+``scale = 3.0``.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import statistics
+import dataclasses
 import time
-import types
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
-from manyhands.backends.traced import Call, Traced, told
+from manyhands.backends.runtime import Call, Runtime, Traced, call_of, compared, first_line
+from manyhands.code_names import is_foreign, why_unwatched
 from manyhands.errors import CannotTrace, EngineError, NotYet
-from manyhands.parallel import delegated_report
-from manyhands.parallel.arguments import must_be_function
-from manyhands.parallel.choose_cpu import race
-from manyhands.parallel.delegated_report import Planned
-from manyhands.parallel.explain import advice, name_of
-from manyhands.parallel.plan import PLAIN
+from manyhands.parallel.explain import advice
+from manyhands.parallel.interface import ParallelFunction
+from manyhands.parallel.plan import PLAIN, Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
-from manyhands.parallel.python_state import Outside
 from manyhands.parallel.side_effects import Effects
-from manyhands.schedule import picture as draw
+from manyhands.schedule.check import check
+from manyhands.schedule.forecast import Forecast
+from manyhands.schedule.graph import Graph, graph
+from manyhands.schedule.lanes import Lane, Schedule, schedule
+from manyhands.schedule.simulate import simulate
 from manyhands.schedule.timeline import Timeline
+from manyhands.tasks.reachable import Found, Objects
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
+from manyhands.tasks.undeclared_writes import Watch, in_words
 
-_CLEARLY = 0.97  # of plain execution's time
-_CLOSE = 1e-5  # how far results may be from plain execution's (a compiler may add in another order)
+if TYPE_CHECKING:  # the type checker holds the three modules to the protocol
+    from manyhands.backends.jax import planning as _jax
+    from manyhands.backends.mxnet import planning as _mxnet
+    from manyhands.backends.tensorflow import planning as _tensorflow
+
+    _RUNTIMES: tuple[Runtime, ...] = (_jax, _mxnet, _tensorflow)
+
 _SETTLING = 3  # calls in which a function may still change what is outside: models are often built by their first call
+_WATCHED = 1 << 16  # bytes of a NumPy array outside that are compared at every call
 
 
-class Parallel:
-    """A function that gives what the plain one gives, sooner where the framework's runtime can do that."""
+class Parallel(ParallelFunction):
+    """A function that gives what the plain one gives, run by the framework's runtime where that gives the same."""
 
-    def __init__(self, function: Callable[..., Any], backend: Any) -> None:
-        must_be_function(function)
-        functools.update_wrapper(self, function, updated=())
-        self.function = function
+    def __init__(self, function: Callable[..., Any], backend: Runtime) -> None:
+        super().__init__(function)
         self.backend = backend
         self._plans: Plans[Planned] = Plans()
-        self._last: Planned | None = None
+        hooks = backend.tasks
+        self._objects = Objects(hooks.memory_of, hooks.parts_of, backend.version_of, None, None)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        call = self.backend.call(arguments, keywords)
+        call = call_of(self.backend, self.function, arguments, keywords)
         if call is None:  # the framework is tracing: whoever does that compiles the whole
             return self.function(*arguments, **keywords)
         planned = self._plans.of(call.signature)
         if planned is None:
             return self._first(call)
         self._last = planned
-        return planned.run(call)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a decorator of a method: the instance is its first argument."""
-        return self if instance is None else types.MethodType(self, instance)
+        return planned.run(call.tensors, arguments, keywords)
 
     # Telling
 
-    def explain(self) -> str:
-        """How the last call was run, what it took, what bounds it, and what the framework does not show."""
-        return delegated_report.explain(name_of(self.function), self._must_have_run(), self.backend)
+    def measured(self) -> Timeline:
+        raise EngineError(f"measured(), timeline(simulated=False): {self.backend.PROFILER}")
 
-    def draw(self, path: str | Path) -> Path:
-        """The graph that the framework shows as SVG, coloured by lane."""
-        return draw.save(self._must_have_run().scheduled(), Path(path))
+    def forecast(
+        self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
+    ) -> Forecast:
+        raise EngineError(
+            f"forecast({devices}): {self.backend.name}'s own runtime runs the function, so other devices cannot be "
+            "simulated; PyTorch's parallel can"
+        )
 
-    def timeline(self, path: str | Path, *, simulated: bool = True) -> Path:
-        """When each task would run on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
-
-        Simulated: the frameworks here do not tell when they run what. Their own profilers do.
-        """
-        if not simulated:
-            raise EngineError(f"timeline(simulated=False): {self.backend.PROFILER}")
-        return self.simulated().save(path)
-
-    def simulated(self) -> Timeline:
-        """The last call's graph on the runtime's lanes, in thought."""
-        return delegated_report.simulated(self._must_have_run().scheduled())
-
-    def _must_have_run(self) -> Planned:
-        if self._last is None:
-            raise EngineError("call the function first: it is planned for the arguments that it gets")
-        return self._last
+    def _can_measure(self) -> bool:
+        return False
 
     # Planning
 
@@ -105,146 +98,219 @@ class Parallel:
         """Run plainly, and plan for the calls to come."""
         if not self._plans.is_worth_one(call.signature):
             self._last = Planned(self._plainly, notes=[NEVER_AGAIN])
-            return self._plainly(call)
+            return call.plainly()
         count = self._plans.count(call.signature)
         if (why := self._plans.why_no_more(call.signature)) is not None:
             self._keep(call, Planned(self._plainly, notes=[why]))
-            return self._plainly(call)
+            return call.plainly()
+        reached = self._objects.look(call.function, *call.others)
+        outside = _Outside(self._objects, reached)
+        before = self.backend.variables(reached.objects)
         with Effects() as effects:
-            reached = self._reached(call)
             start = time.perf_counter()
-            result, seen = self.backend.observe(self.function, call)
+            result, seen = self.backend.observe(call)
             spent = time.perf_counter() - start
         planned = Planned(self._plainly, seconds={f"{PLAIN}, first call": spent})
-        settling = False
+        changed = outside.changed()
         try:
-            outside = reached()
-            changed = outside.changed()
-            settling = changed is not None and count < _SETTLING
             if effects.found or changed:
                 raise CannotTrace(f"it {effects.found or f'changes {changed}, which is outside it'}")
-            traced = self.backend.trace(self.function, call, outside, seen)
+            self._must_be_watched(call, reached)
+            traced = self.backend.trace(call, seen, reached.objects)
         except CannotTrace as error:
             planned.notes.append(f"cannot be traced: {error}")
-            if settling or isinstance(error, NotYet):
+            if isinstance(error, NotYet) or (changed and count < _SETTLING):
                 self._last = planned
                 return result
         else:
-            self._choose(planned, call, traced, result)
+            planned.notes += traced.notes
+            if traced.run is not None:
+                self._compare(planned, call, traced, traced.run, result, before)
+            self._show(planned, traced)
             planned.holds, planned.changed = outside.holds, outside.changed
-            planned.recognising = min(self._recognised(call, outside) for _ in range(5))
         self._keep(call, planned)
         return result
-
-    def _recognised(self, call: Call, outside: Outside) -> float:
-        start = time.perf_counter()
-        hash(self.backend.call(call.arguments, call.keywords).signature)
-        outside.holds()
-        return time.perf_counter() - start
-
-    def _reached(self, call: Call) -> Callable[[], Outside]:
-        """What the function takes from outside now; to be asked for later, because it may be what cannot be watched."""
-        try:
-            outside = Outside(self.function, call.others, self.backend.parts)
-            if outside.too_large():
-                raise CannotTrace("it reaches so much outside its arguments that watching it would cost too much")
-        except CannotTrace as error:
-            reason = error
-
-            def refuse() -> Outside:
-                raise reason
-
-            return refuse
-        return lambda: outside
 
     def _keep(self, call: Call, planned: Planned) -> None:
         self._last = planned
         self._plans.keep(call.signature, planned)
 
-    def _plainly(self, call: Call) -> Any:
-        return self.function(*call.arguments, **call.keywords)
+    def _plainly(self, _: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return self.function(*arguments, **keywords)
 
-    def _choose(self, planned: Planned, call: Call, traced: Traced, result: Any) -> None:
-        """Compare the framework's way with plain execution in results and in time."""
-        planned.notes += traced.notes
-        if traced.compiled is not None:
-            try:
-                self._try(planned, call, traced, result)
-            except Exception as error:  # out of memory, an operation that the compiler does not know
-                planned.notes.append(f"{traced.way} is not used: {told(error)}")
-        spent = planned.seconds.get(planned.name, next(iter(planned.seconds.values())))
-        planned.schedule = delegated_report.scheduled(traced, self.backend.lanes, spent)
-        planned.costs, planned.missing = traced.costs, traced.missing
-        forms = traced.forms
-        planned.advice = advice(planned.schedule.graph, forms, lambda one: self.backend.BATCH if forms[one] else None)
+    def _must_be_watched(self, call: Call, reached: Found) -> None:
+        """Everything that is no tensor takes part in a trace as it is: a change of it has to be noticed."""
+        for one in call.others:
+            if isinstance(one, self.backend.BY_VALUE) or callable(one) or not is_foreign(type(one)):
+                continue
+            if self.backend.tasks.parts_of(one) is None:
+                raise CannotTrace(
+                    f"an argument is a {type(one).__name__}, whose content may change unnoticed: make it a tensor"
+                )
+        for one in reached.objects:
+            if (kind := why_unwatched(one)) is not None:
+                raise CannotTrace(f"it uses {kind}, and what comes of that cannot be known")
+        for one in reached.arrays:
+            if getattr(one, "nbytes", 0) > _WATCHED:
+                raise CannotTrace(f"it takes a NumPy array from outside that is too large to watch ({one.shape})")
 
-    def _try(self, planned: Planned, call: Call, traced: Traced, result: Any) -> None:
-        backend, compiled = self.backend, traced.compiled
-        assert compiled is not None
-
-        def outcome(run: Callable[[Call], Any]) -> Any:
-            with backend.untouched(traced):
-                return backend.outcome(run(call), traced)
-
-        expected = outcome(self._plainly) if traced.writes else backend.outcome(result, traced)
-        same, difference = backend.equal(outcome(compiled), expected)
-        if not same and difference > _CLOSE:
-            how = f"differ by {difference:.1e}" if difference < math.inf else "are of another shape, type or device"
-            planned.notes.append(f"{traced.way} is not used: its results {how}")
+    def _compare(
+        self, planned: Planned, call: Call, traced: Traced, run: Any, result: Any, before: list[tuple[Any, Any]]
+    ) -> None:
+        """Run the framework's way for the same arguments and variables; keep it if it gives the same."""
+        backend, way = self.backend, self.backend.WAY
+        written = {id(one) for one in traced.writes}
+        before = [(one, value) for one, value in before if id(one) in written]
+        if len(before) < len(written):
+            planned.notes.append(f"{way} is not used: it writes to variables that cannot be put back")
             return
-        with backend.untouched(traced) as put_back:
-            ways = [lambda: backend.wait(self._plainly(call)), lambda: backend.wait(compiled(call))]
-            plain, own = race(ways, put_back)
-        planned.seconds = {PLAIN: statistics.median(plain), traced.way: statistics.median(own)}
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(own, plain, strict=True))
-        # A load from outside that hits only one of the two may be gone in a minute: the best rounds must agree.
-        if max(ratio, min(own) / min(plain)) < _CLEARLY:
-            planned.how = traced.way + (", equal to the bit" if same else f", equal to {difference:.0e}")
-            planned.run = self._compiled(planned, traced, compiled)
+        expected = [*backend.flatten(result)[0], *(value for _, value in backend.variables(traced.writes))]
+        try:
+            for _ in range(2):  # the first time it is compiled
+                with backend.as_before(before):
+                    start = time.perf_counter()
+                    own = backend.wait(run(call.tensors))
+                    spent = time.perf_counter() - start
+                    results = [*backend.flatten(own)[0], *(value for _, value in backend.variables(traced.writes))]
+        except Exception as error:  # out of memory, an operation that the compiler does not know
+            planned.notes.append(f"{way} is not used: {first_line(error)}")
+            return
+        found = compared(backend, results, expected)
+        if found.close:
+            planned.how = way + (", equal to the bit" if found.same else f", equal to {found.difference:.0e}")
+            planned.run = self._delegated(planned, run, writes=bool(written))
+            planned.seconds[way] = spent
         else:
-            planned.notes.append(f"{traced.way} is not used: it is not faster here")
+            how = f"differ by {found.difference:.1e}" if found.difference < float("inf") else "are of another kind"
+            planned.notes.append(f"{way} is not used: its results {how}")
 
-    def _compiled(self, planned: Planned, traced: Traced, compiled: Callable[[Call], Any]) -> Callable[[Call], Any]:
-        """The compiled function; where it fails, plain execution says what is wrong in the function's own words."""
+    def _delegated(self, planned: Planned, run: Any, *, writes: bool) -> Any:
+        """The framework's way; where it fails, plain execution says what is wrong in the function's own words."""
+        way = self.backend.WAY
 
-        def run(call: Call) -> Any:
+        def delegated(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             try:
-                return compiled(call)
+                return run(tensors)
             except Exception as error:
-                if traced.writes:
-                    error.add_note(f"it was run as {traced.way}, and has perhaps written to variables already")
+                if writes:
+                    error.add_note(f"it was run as {way}, and has perhaps written to variables already")
                     raise
-                failure = told(error)
-            result = self._plainly(call)
+                failure = first_line(error)
+            result = self.function(*arguments, **keywords)
             planned.run, planned.how = self._plainly, PLAIN
-            planned.notes.append(
-                f"{traced.way} failed where plain execution does not; it is not used any more: {failure}"
-            )
+            planned.notes.append(f"{way} failed where plain execution does not; it is not used any more: {failure}")
             return result
 
-        return run
+        return delegated
+
+    def _show(self, planned: Planned, traced: Traced) -> None:
+        """The tasks on the runtime's lanes, as it would run them."""
+        backend, forms = self.backend, traced.forms
+        tasks = [dataclasses.replace(one, share=1 / backend.lanes(one.device)) for one in traced.tasks]
+        made = _on_lanes(graph(tasks), backend.lanes)
+        whole, spent = simulate(made).seconds, [*planned.seconds.values()][-1]
+        if not traced.measured and whole > 0:
+            tasks = [dataclasses.replace(one, seconds=one.seconds * spent / whole) for one in tasks]
+            made = _on_lanes(graph(tasks), backend.lanes)
+        check(made)
+        planned.schedule = made
+        costs = "measured one by one, in the first call" if traced.measured else "estimated from shapes"
+        planned.about_runtime = f"the tasks' times are {costs}; timeline() is simulated. {backend.LANES}"
+        planned.advice = advice(made.graph, forms, lambda one: backend.BATCH if forms[one] else None)
+
+
+class _Outside:
+    """What a function reached outside its arguments before a call, and whether that is as it was."""
+
+    def __init__(self, objects: Objects, reached: Found) -> None:
+        reached.variables += reached.helpers
+        reached.locks = False  # a lock orders what threads do; here it is about what has changed
+        self._names = {id(variable.value): variable.name for variable in reversed(reached.variables)}
+        self._watch = Watch(objects, reached, frozenset())
+
+    def holds(self) -> bool:
+        return self._watch.changed() is None
+
+    def changed(self) -> str | None:
+        """What is not as it was, by the name that the function has for it."""
+        if (one := self._watch.changed()) is None:
+            return None
+        return getattr(one, "name", None) or self._names.get(id(one)) or in_words(one)
+
+
+def _on_lanes(made: Graph, lanes: Callable[[str], int]) -> Schedule:
+    kinds = dict.fromkeys((task.device, task.kind) for task in made.tasks)
+    found = [
+        Lane(device, kind, number)
+        for device, kind in kinds
+        for number in range(lanes(device) if kind == "compute" else 1)
+    ]
+    return schedule(made, found)
+
+
+class _Open(Scope):
+    """``parallel()`` without a function: a scope for tasks, or the decorator ``@parallel()``."""
+
+    def __init__(self, backend: Runtime, threads: int | None, synchronous: bool) -> None:
+        hooks = backend.tasks
+        super().__init__(
+            threads,
+            synchronous=synchronous,
+            memory_of=hooks.memory_of,
+            parts_of=hooks.parts_of,
+            version_of=hooks.version_of,
+            bound=hooks.bound,
+            in_turn=hooks.in_turn,
+        )
+        self._backend = backend
+
+    def __call__(self, function: Callable[..., Any]) -> Parallel:
+        if self._synchronous:
+            raise EngineError(
+                f"parallel(synchronous=True): {self._backend.name}'s own runtime chooses the order; for debugging call "
+                "fn itself"
+            )
+        if self._threads is not None:
+            raise EngineError(no_threads(self._threads))
+        return Parallel(function, self._backend)
 
 
 class Offer:
-    """``fast = parallel(fn)``: gives what ``fn`` gives, sooner where that is possible; ``with parallel():`` for tasks.
+    """``fast = parallel(fn)``: ``fn`` run by the framework's own runtime; ``with parallel():`` for tasks.
 
-    The first call runs plainly; then the function is traced for its arguments' shapes and given to the framework's own
-    runtime. That is used if its results are the same and it is faster; ``fast.explain()`` says what was chosen and why.
-    What the function takes from outside is watched: where it is another, the function is planned anew. Not seen: the
-    clock, the network, and what is reached only through C code. In a scope, ``task(fn)(a, b)`` runs beside others on
-    one of ``threads`` threads; ``synchronous=True`` runs tasks in the caller's thread, in order, for debugging.
+    The first call runs plainly; then the function is traced for its arguments' shapes and given to ``jax.jit``,
+    ``tf.function`` or a CachedOp. That is used if its results are the same; ``fast.explain()`` says what was chosen and
+    why, ``fast.draw(path)`` shows the graph. Functions are to be pure, as for ``jax.jit``: what they take from outside
+    is compared before each call as far as explicit tasks would follow it, and is a constant beyond that. In a scope,
+    ``task(fn)(a, b)`` runs beside others on one of ``threads`` threads; ``synchronous=True`` runs tasks in the
+    caller's thread, in order, for debugging. As a decorator: ``@parallel``, of methods too.
     """
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Runtime) -> None:
         self._backend = backend
 
     @overload
     def __call__(
-        self, function: Callable[..., Any], *, reuse_outputs: bool = ..., memory: float = ..., synchronous: bool = ...
+        self,
+        function: Callable[..., Any],
+        *,
+        reuse_outputs: bool = ...,
+        memory: float = ...,
+        compile: bool = ...,
+        synchronous: bool = ...,
     ) -> Parallel: ...
 
     @overload
-    def __call__(self, function: None = None, *, threads: int | None = ..., synchronous: bool = ...) -> Scope: ...
+    def __call__(
+        self,
+        function: None = None,
+        *,
+        reuse_outputs: bool = ...,
+        memory: float = ...,
+        compile: bool = ...,
+        synchronous: bool = ...,
+        threads: int | None = ...,
+    ) -> _Open: ...
 
     def __call__(
         self,
@@ -252,29 +318,18 @@ class Offer:
         *,
         reuse_outputs: bool = False,
         memory: float = 1.3,
+        compile: bool = False,
         synchronous: bool = False,
         threads: int | None = None,
-    ) -> Parallel | Scope:
-        backend = self._backend
-        runtime = f"{backend.name}'s own runtime"
+    ) -> Parallel | _Open:
+        runtime = f"{self._backend.name}'s own runtime"
         if reuse_outputs:
             raise EngineError(
                 f"parallel(reuse_outputs=True): {runtime} gives fresh results at every call; leave it out"
             )
         if memory != 1.3:
-            raise EngineError(f"parallel(memory={memory}): {runtime} decides what memory it takes; leave it out")
-        if function is None:
-            return Scope(
-                threads,
-                synchronous=synchronous,
-                memory_of=backend.memory_of,
-                parts_of=backend.parts_of,
-                version_of=backend.version_of,
-                bound=backend.bound,
-                in_turn=getattr(backend, "in_turn", None),
-            )
-        if synchronous:
-            raise EngineError(f"parallel(synchronous=True): {runtime} chooses the order; for debugging call fn itself")
-        if threads is not None:
-            raise EngineError(no_threads(threads))
-        return Parallel(function, backend)
+            raise EngineError(f"parallel(memory={memory!r}): {runtime} decides what memory it takes; leave it out")
+        if compile:
+            raise EngineError(f"parallel(compile=True): {runtime} compiles what it likes; leave it out")
+        opened = _Open(self._backend, threads, synchronous)
+        return opened if function is None else opened(function)

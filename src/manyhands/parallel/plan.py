@@ -36,6 +36,7 @@ class Planned(Standing):
     footprint: Footprint | None = None
     peaks: Peaks | None = None
     advice: Sequence[str] = ()
+    about_runtime: str = ""  # where the framework runs the schedule: what of it is known
     # Runs the schedule once more and gives when each task began and ended.
     timed: Callable[[], Sequence[tuple[float, float]]] | None = None
     # Recognises a call like the one that was planned, and gives its tensors.

@@ -77,6 +77,7 @@ class Found:
     __slots__ = (
         "arrays",
         "for_good",
+        "helpers",
         "holders",
         "in_turn",
         "inputs",
@@ -96,6 +97,7 @@ class Found:
         self.objects: list[Any] = []  # that a framework may have something to say of
         self.holders: list[Any] = []  # Python's containers and the user's objects
         self.variables: list[Variable] = []
+        self.helpers: list[Variable] = []  # globals that name a function or a class
         self.in_turn: Collection[Any] = ()  # of the objects, those that one task at a time can use
         self.locks = False  # whether a lock, or the like, is among them
         self.words: set[str] | None = None  # the names of attributes that are looked up; None: perhaps all
@@ -301,7 +303,9 @@ class Objects:
                     self._globals(vars(value), _Said(tuple(said.words & vars(value).keys()), said.words), walk)
             elif value is not _MISSING:
                 walk.later.append(value)
-                if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+                if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+                    walk.found.helpers.append(Variable(names, name, value))
+                else:
                     walk.found.memories.add((id(names), name))
                     walk.found.variables.append(Variable(names, name, value))
 

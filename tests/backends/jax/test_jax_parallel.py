@@ -22,18 +22,16 @@ import numpy as np
 
 from manyhands import jax as mh
 from manyhands.backends.jax import planning
-from manyhands.backends.traced import Traced
+from manyhands.backends.runtime import Traced, call_of
 from manyhands.errors import UndeclaredWrite
-from manyhands.parallel.python_state import Outside
 
 NUMBERS, DICE = itertools.count(), random.Random(1)
 
 
 def traced(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Traced, Any]:
-    call = planning.call(arguments, keywords)
+    call = call_of(planning, function, arguments, keywords)
     assert call is not None
-    outside = Outside(function, call.others, planning.parts)
-    return planning.trace(function, call, outside, None), call
+    return planning.trace(call, None, ()), call
 
 
 def test_calls_inside_are_looked_into_and_needs_are_kept() -> None:
@@ -49,8 +47,8 @@ def test_calls_inside_are_looked_into_and_needs_are_kept() -> None:
     assert by_name["add"].reads >= by_name["sin"].writes
     assert not by_name["sin"].reads & by_name["max"].writes
     assert by_name["dot_general"].seconds > 0
-    assert found.compiled is not None
-    np.testing.assert_allclose(found.compiled(call), function(*call.tensors), rtol=1e-6)  # a fused sin may round apart
+    assert found.run is not None
+    np.testing.assert_allclose(found.run(call.tensors), function(*call.tensors), rtol=1e-6)
 
 
 def test_the_compiled_form_keeps_arguments_values_and_order() -> None:
@@ -60,8 +58,8 @@ def test_the_compiled_form_keeps_arguments_values_and_order() -> None:
         return {"x": x, "n": n, "none": None, "new": {key: value + n for key, value in state.items()}, "half": 0.5}
 
     found, call = traced(function, state, x := jnp.arange(2), 3)
-    assert found.compiled is not None
-    result = found.compiled(call)
+    assert found.run is not None
+    result = found.run(call.tensors)
     assert list(result) == ["x", "n", "none", "new", "half"]
     assert list(result["new"]) == ["z", "a"]
     assert result["x"] is x
@@ -225,8 +223,8 @@ def test_methods_and_objects_as_arguments() -> None:
     one, other, x = Model(), Model(), jnp.arange(3.0)
     other.weight = other.weight * 5
     found, call = traced(Model.scaled.function, one, x)
-    assert found.compiled is not None
-    assert found.compiled(call).tolist() == [0, 1, 2]
+    assert found.run is not None
+    assert found.run(call.tensors).tolist() == [0, 1, 2]
     for _ in range(2):
         assert one.scaled(x).tolist() == [0, 1, 2]
         assert other.scaled(x).tolist() == [0, 5, 10]

@@ -18,16 +18,14 @@ import numpy as np
 import tensorflow as tf
 
 from manyhands import tensorflow as mh
+from manyhands.backends.runtime import Traced, call_of
 from manyhands.backends.tensorflow import planning
-from manyhands.backends.traced import Traced
-from manyhands.parallel.python_state import Outside
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Traced, Any]:
-    call = planning.call(arguments, {})
+    call = call_of(planning, function, arguments, {})
     assert call is not None
-    outside = Outside(function, call.others, planning.parts)
-    return planning.trace(function, call, outside, None), call
+    return planning.trace(call, None, ()), call
 
 
 def test_operations_are_tasks_and_variables_are_memory() -> None:
@@ -45,8 +43,8 @@ def test_operations_are_tasks_and_variables_are_memory() -> None:
     assert by_name["ReadVariableOp"].reads & by_name["AssignAddVariableOp"].writes
     assert not by_name["Sin"].reads & by_name["MatMul"].writes
     assert [variable is total for variable in found.writes] == [True]
-    assert found.compiled is not None
-    assert np.allclose(found.compiled(call)[0], 4)
+    assert found.run is not None
+    assert np.allclose(found.run(call.tensors)[0], 4)
 
 
 def test_a_function_is_not_tried_beyond_its_data() -> None:

@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from manyhands.backends.jax import devices as adapter
-from manyhands.backends.traced import estimate, task
+from manyhands.backends.runtime import estimate, task
 from manyhands.schedule.task import Task
 
 _HEAVY = ("dot_general", "conv_general_dilated")

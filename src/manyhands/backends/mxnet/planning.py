@@ -1,4 +1,4 @@
-"""What :mod:`manyhands.parallel.delegated` needs of MXNet: operations noted as they run, and CachedOp.
+"""MXNet as a :class:`~manyhands.backends.runtime.Runtime`: operations noted as they run, and CachedOp.
 
 MXNet 1.9 has no tracer: its engine runs operations asynchronously, those that do not touch the same memory at the same
 time, whatever Python does. So plain execution is parallel already. What is seen of a function is what one call of it
@@ -11,88 +11,60 @@ engine gets all of them at once, and Python's time for each is saved.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mxnet as mx
-import numpy as np
 
 from manyhands import tree
 from manyhands.addresses import Held
-from manyhands.backends.mxnet.graph import Recording, one_operation, tasks, why_not_one
-from manyhands.backends.traced import Call, Same, Traced, compared, content_of, refuse_unknown, told
+from manyhands.backends.mxnet import graph
+from manyhands.backends.mxnet import tasks as tasks
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Traced, first_line
 from manyhands.errors import CannotTrace, NotYet
 
 name = "mxnet"
-PLAINLY = "MXNet's engine runs operations as soon as what they touch is free"
+WAY = "one CachedOp"
 BATCH = "mx.nd.batch_dot of stacked arrays (mx.nd.stack) makes them one operation"
 LANES = "the engine has MXNET_CPU_WORKER_NTHREADS workers for each CPU context"
-PROFILER = "mx.profiler writes when MXNet's engine ran which operation"
-_WAY = "one CachedOp"
+PROFILER = "MXNet tells when it ran which operation in its own profiler: mx.profiler"
+BY_VALUE: tuple[type, ...] = (*PLAIN_VALUES, mx.Context)
 _HEAVY = ("dot", "batch_dot", "FullyConnected", "Convolution")
-_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), range, slice, type, mx.Context)
 
 
-# Calls
+def is_tracing(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(leaf, mx.sym.Symbol) for leaf in leaves)
 
 
-def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call | None:
-    """The call by which calls like it are known; None where a symbol is being composed."""
-    leaves, structure = tree.flatten((arguments, keywords))
-    tensors: list[Any] = []
-    others: list[Any] = []
-    known: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, mx.sym.Symbol):
-            return None
-        if isinstance(leaf, mx.nd.NDArray):
-            tensors.append(leaf)
-            known.append((type(leaf), leaf.shape, leaf.dtype, leaf.ctx, leaf.stype))
-        else:
-            others.append(leaf)
-            known.append((type(leaf), repr(leaf)) if isinstance(leaf, _BY_VALUE) else Same(leaf))
-
-    def rebuild(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = iter(values)
-        return structure.unflatten(next(given) if isinstance(leaf, mx.nd.NDArray) else leaf for leaf in leaves)  # type: ignore[return-value]
-
-    same = len({id(tensor) for tensor in tensors}) < len(tensors)
-    return Call(arguments, keywords, tensors, others, (structure, tuple(known), same, _modes()), rebuild)
+def flatten(value: Any) -> Flat:
+    leaves, structure = tree.flatten(value)
+    return leaves, structure.unflatten, structure
 
 
-def _modes() -> tuple[Any, ...]:
-    autograd = mx.autograd
-    numpy_modes = mx.util.is_np_shape(), mx.util.is_np_array()
-    return autograd.is_recording(), autograd.is_training(), *numpy_modes, mx.current_context()
+def form(leaf: Any) -> Hashable | None:
+    return (*kind(leaf), leaf.shape, leaf.dtype) if isinstance(leaf, mx.nd.NDArray) else None
 
 
-def parts(value: Any) -> Iterable[tuple[str, Callable[[], Any]]] | None:
-    """An array is read where it is; a block is its settings, parameters and children."""
-    if isinstance(value, mx.nd.NDArray):
-        return ()
-    if isinstance(value, np.ndarray):
-        return content_of(value)
+def modes() -> Hashable:
+    return tasks.modes()
+
+
+def version_of(value: Any) -> Any:
+    """An array is read where it is; a parameter is traced as its arrays, a block with the attributes that it has."""
     if isinstance(value, mx.gluon.Parameter):
-        own = vars(value)
-        return [(word, functools.partial(own.get, word)) for word in ("_data", "_ctx_list") if word in own]
-    if isinstance(value, mx.gluon.Block):
-        own = vars(value)
-        words = [w for w in own if not w.startswith("_") or w in ("_children", "_reg_params", "_active", "_kwargs")]
-        return [(word, functools.partial(own.get, word)) for word in words if word != "prefix"]
-    return None
+        return Held([value._data, *(value._data or ())])
+    if not isinstance(value, mx.gluon.Block):
+        return None
+    own = [part for one in tasks.blocks_of(value) for name, part in vars(one).items() if not name.startswith("_")]
+    return Held([*value.collect_params().values(), *own])
 
 
-# Running
-
-
-def observe(function: Callable[..., Any], one: Call) -> tuple[Any, Recording]:
-    """Plain execution, operation by operation, noted."""
-    with Recording() as recording:
-        recording.result = function(*one.arguments, **one.keywords)
+def observe(call: Call) -> tuple[Any, graph.Recording]:
+    """Operation by operation."""
+    with graph.Recording() as recording:
+        recording.result = call.plainly()
     return wait(recording.result), recording
 
 
@@ -101,133 +73,44 @@ def wait(result: Any) -> Any:
     return result
 
 
-@contextlib.contextmanager
-def untouched(traced: Traced) -> Iterator[Callable[[], None]]:
-    """What writes to arrays is not tried out."""
-    yield lambda: None
+def variables(reached: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """What writes to arrays is not tried."""
+    return []
 
 
-def outcome(result: Any, traced: Traced) -> list[Any]:
-    return tree.flatten(result)[0]
+def as_before(values: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
-def equal(ones: Sequence[Any], others: Sequence[Any]) -> tuple[bool, float]:
-    return compared(ones, others, _numbers, lambda x: (type(x), x.ctx, x.stype))
+def numbers(leaf: Any) -> Any:
+    return leaf.asnumpy() if isinstance(leaf, mx.nd.NDArray) else None
 
 
-def _numbers(value: Any) -> Any:
-    return value.asnumpy() if isinstance(value, mx.nd.NDArray) else None
+def kind(leaf: Any) -> Any:
+    return type(leaf), leaf.ctx, leaf.stype
 
 
 def lanes(device: str) -> int:
-    """How many operations of a context run at once: the engine's workers for it."""
-    name, usual = ("MXNET_GPU_WORKER_NTHREADS", 2) if device.startswith("gpu") else ("MXNET_CPU_WORKER_NTHREADS", 1)
-    told_so = os.environ.get(name, "")
-    return max(1, int(told_so)) if told_so.isdecimal() else usual
+    """The engine's workers for a context."""
+    variable, usual = ("MXNET_GPU_WORKER_NTHREADS", 2) if device.startswith("gpu") else ("MXNET_CPU_WORKER_NTHREADS", 1)
+    setting = os.environ.get(variable, "")
+    return max(1, int(setting)) if setting.isdecimal() else usual
 
 
-# What was seen
-
-
-def trace(function: Callable[..., Any], one: Call, outside: Any, seen: Recording) -> Traced:
-    refuse_unknown(one.others, lambda value: isinstance(value, _BY_VALUE) or outside.watches(value))
+def trace(call: Call, seen: graph.Recording, reached: Sequence[Any]) -> Traced:
     if not seen.complete:
         raise NotYet("another function is being planned")
+    seen.must_be_all()
     forms = [f"{one.name} {[a.shape for a in one.inputs]}" if one.name in _HEAVY else "" for one in seen.operations]
-    traced = Traced(tasks(seen), _WAY, None, "measured one by one, in the first call", forms=forms)
-    reason = why_not_one(seen, one.signature[-1])
+    traced = Traced(graph.tasks(seen), measured=True, forms=forms)
+    reason = graph.why_not_one(seen, tasks.modes())
     if reason is None:
         try:
-            traced.compiled = one_operation(one, seen, outside.reaches)
+            traced.run = graph.one_operation(call, seen, {id(one) for one in reached})
         except CannotTrace as error:
-            reason, traced.missing = str(error), "what is done without Python's knowledge is not in it"
+            reason = str(error)
         except Exception as error:
-            reason = told(error)
+            reason = first_line(error)
     if reason is not None:
-        traced.notes.append(f"{_WAY} is not used: {reason}")
+        traced.notes.append(f"{WAY} is not used: {reason}")
     return traced
-
-
-# What explicit tasks need of MXNet (manyhands.tasks.scope)
-
-
-_WHOLE = 1 << 20  # bytes of an array that are kept for comparison
-
-
-def memory_of(value: Any) -> Any:
-    """MXNet does not tell which arrays share memory: all of one context may, so a task that writes waits for all."""
-    return ("context", value.ctx) if isinstance(value, mx.nd.NDArray) else id(value)
-
-
-def parts_of(value: Any) -> Sequence[Any] | None:
-    """What is read and written with an object.
-
-    An array has its gradient, a parameter its arrays, a block its parameters, attributes and hooks and those of the
-    blocks in it, a trainer the parameters that it moves and its notes about them.
-    """
-    if isinstance(value, mx.nd.NDArray):
-        return () if (gradient := value.grad) is None else (gradient,)
-    if isinstance(value, mx.gluon.Parameter):
-        return [*(value._data or ())]
-    if isinstance(value, mx.gluon.Block):
-        return [*value.collect_params().values(), *(part for block in _blocks(value) for part in _attributes(block))]
-    if isinstance(value, mx.gluon.Trainer):
-        return [*value._params, *(updater.states for updater in value._updaters)]
-    return None
-
-
-def _blocks(block: Any) -> Iterator[Any]:
-    yield block
-    for child in block._children.values():
-        yield from _blocks(child)
-
-
-def _attributes(block: Any) -> list[Any]:
-    """What a block holds besides its parameters and blocks; of MXNet's own blocks only hooks."""
-    own = vars(block)
-    hooks = [*block._forward_hooks.values(), *block._forward_pre_hooks.values()]
-    if type(block).__module__.startswith("mxnet."):
-        return hooks
-    return hooks + [one for name, one in own.items() if not name.startswith("_")]
-
-
-def version_of(value: Any) -> Any:
-    """MXNet does not count writes: an array is its content, which is waited for; a large one's is summed up."""
-    if isinstance(value, mx.nd.NDArray):
-        content = value.asnumpy()
-        return content.tobytes() if content.nbytes <= _WHOLE else zlib.adler32(np.ascontiguousarray(content).data)
-    if isinstance(value, mx.gluon.Parameter):
-        return None if value._data is None else Held([*value._data])  # values that a first call makes are no write
-    return Held([*(parts_of(value) or ())]) if isinstance(value, mx.gluon.Block) else None
-
-
-def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
-    """Blocks that two threads must not call at once: hybridized ones, and those whose parameters have no values yet."""
-    blocks = {id(part): part for one in objects if isinstance(one, mx.gluon.Block) for part in _blocks(one)}
-    return [block for block in blocks.values() if _is_cached(block) or _is_deferred(block)]
-
-
-def _is_cached(block: Any) -> bool:
-    return isinstance(block, mx.gluon.SymbolBlock) or getattr(block, "_active", False)
-
-
-def _is_deferred(block: Any) -> bool:
-    return any(parameter._data is None for parameter in block._reg_params.values())
-
-
-def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """MXNet's modes are a thread's own: the task's thread does as the one that gave it."""
-    recording, training, shapes, arrays, context = _modes()
-
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(context)
-            stack.enter_context(mx.util.np_shape(shapes))
-            stack.enter_context(mx.util.np_array(arrays))
-            if recording:
-                stack.enter_context(mx.autograd.record(train_mode=training))
-            elif training:
-                stack.enter_context(mx.autograd.train_mode())
-            return function(*arguments, **keywords)
-
-    return run

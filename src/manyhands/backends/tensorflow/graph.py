@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from manyhands.backends.runtime import estimate, task
 from manyhands.backends.tensorflow import devices as adapter
-from manyhands.backends.traced import estimate, task
 from manyhands.schedule.task import Task
 
 ASSIGNS = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")

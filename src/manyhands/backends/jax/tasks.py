@@ -1,0 +1,136 @@
+"""What explicit tasks need of JAX (:mod:`manyhands.tasks.scope`): Flax's objects, and the settings of a thread."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence, Set
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import numpy as np
+
+from manyhands.backends.runtime import PLAIN_VALUES, difference
+
+memory_of = id  # an array never changes, so none needs to be known by its memory
+_ARRAYS = (jax.Array, np.ndarray)
+_REFERENCES: Any = getattr(jax, "Ref", ())
+
+
+def parts_of(value: Any) -> Sequence[Any] | None:
+    """What is read and written with an object of Flax: with a variable its value, with a module its attributes."""
+    if isinstance(value, (jax.Array, _REFERENCES)):
+        return ()
+    if not is_nnx(value):
+        return None
+    return (value.get_raw_value(),) if is_variable(value) else [*_attributes(value).values()]
+
+
+def _nnx_classes() -> tuple[type, ...]:
+    nnx = sys.modules.get("flax.nnx")
+    return (nnx.Pytree, nnx.Variable) if nnx is not None and hasattr(nnx, "Pytree") else ()
+
+
+def is_nnx(value: Any) -> bool:
+    return isinstance(value, _nnx_classes())
+
+
+def is_variable(value: Any) -> bool:
+    return isinstance(value, _nnx_classes()[1:])
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    return {word: value for word, value in vars(module).items() if not word.startswith("_pytree__")}
+
+
+def version_of(value: Any) -> Any:
+    """A variable of Flax is its value, a module of the user's what it holds; arrays never change, references do."""
+    if isinstance(value, _REFERENCES):
+        return np.asarray(value[...]).tobytes()
+    if not is_nnx(value):
+        return None
+    if is_variable(value):
+        return Value(value.get_raw_value())
+    # nnx.jit writes the attributes of Flax's own modules back as they were.
+    if type(value).__module__.startswith("flax."):
+        return None
+    return _content(value, ())
+
+
+def _content(value: Any, above: tuple[int, ...]) -> Any:
+    """A module by its attributes, a variable by its value; ``above``: the modules that this one is in."""
+    if is_variable(value):
+        return Value(value.get_raw_value())
+    if not is_nnx(value):
+        return Value(value)
+    inside = {} if id(value) in above else _attributes(value)
+    return type(value), {word: _content(part, (*above, id(value))) for word, part in inside.items()}
+
+
+# What takes the attributes out of the modules that it is given, and puts them back.
+_TRANSFORMS = {
+    "jit",
+    "pmap",
+    "shard_map",
+    "vmap",
+    "scan",
+    "remat",
+    "checkpoint",
+    "grad",
+    "value_and_grad",
+    "vjp",
+    "jvp",
+}
+_TRANSFORMS |= {"custom_vjp", "cond", "switch", "while_loop", "fori_loop", "eval_shape", "cached_partial"}
+
+
+def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
+    """Flax's modules, where a task calls a transform of Flax: it empties them and fills them again."""
+    modules = [one for one in objects if isinstance(one, _nnx_classes()[:1])]
+    if not modules or not (words & _TRANSFORMS or any(_is_transform(one) for one in objects)):
+        return []
+    return modules
+
+
+def _is_transform(value: Any) -> bool:
+    return type(value).__module__.startswith("flax.nnx.transforms")
+
+
+class Value:
+    """The value of a variable; an array that was written back as it was is the same one (``nnx.jit`` does that)."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Value) or self._value is other._value:
+            return isinstance(other, Value)
+        if not isinstance(self._value, _ARRAYS) or not isinstance(other._value, _ARRAYS):
+            same_kind = type(self._value) is type(other._value) and isinstance(self._value, (*PLAIN_VALUES, tuple))
+            return bool(same_kind and self._value == other._value)
+        return difference(*(jax.random.key_data(one) if _is_key(one) else one for one in (self._value, other._value)))[
+            0
+        ]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_key(array: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key))
+
+
+def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX's settings in ``with`` are a thread's own: the task's thread does as the one that gave it."""
+    device, precision = jax.config.jax_default_device, jax.config.jax_default_matmul_precision
+    wide = bool(jax.config.jax_enable_x64)
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(jax.default_device(device))
+            stack.enter_context(jax.default_matmul_precision(precision))
+            stack.enter_context(jax.enable_x64(wide))
+            return function(*arguments, **keywords)
+
+    return run

@@ -1,0 +1,101 @@
+"""What explicit tasks need of MXNet (:mod:`manyhands.tasks.scope`): arrays, blocks, the modes of a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from manyhands.addresses import Held
+
+_WHOLE = 1 << 20  # bytes of an array that are kept for comparison
+
+
+def memory_of(value: Any) -> Any:
+    """MXNet does not tell which arrays share memory: all of one context may, so a task that writes waits for all."""
+    return ("context", value.ctx) if isinstance(value, mx.nd.NDArray) else id(value)
+
+
+def parts_of(value: Any) -> Sequence[Any] | None:
+    """What is read and written with an object.
+
+    An array has its gradient, a parameter its arrays, a block its parameters, attributes and hooks and those of the
+    blocks in it, a trainer the parameters that it moves and its notes about them.
+    """
+    if isinstance(value, mx.nd.NDArray):
+        return () if (gradient := value.grad) is None else (gradient,)
+    if isinstance(value, mx.gluon.Parameter):
+        return [*(value._data or ())]
+    if isinstance(value, mx.gluon.Block):
+        return [*value.collect_params().values(), *(part for block in blocks_of(value) for part in _attributes(block))]
+    if isinstance(value, mx.gluon.Trainer):
+        return [*value._params, *(updater.states for updater in value._updaters)]
+    return None
+
+
+def blocks_of(block: Any) -> Iterator[Any]:
+    yield block
+    for child in block._children.values():
+        yield from blocks_of(child)
+
+
+def _attributes(block: Any) -> list[Any]:
+    """What a block holds besides its parameters and blocks; of MXNet's own blocks only hooks."""
+    own = vars(block)
+    hooks = [*block._forward_hooks.values(), *block._forward_pre_hooks.values()]
+    if type(block).__module__.startswith("mxnet."):
+        return hooks
+    return hooks + [one for name, one in own.items() if not name.startswith("_")]
+
+
+def version_of(value: Any) -> Any:
+    """MXNet does not count writes: an array is its content, which is waited for; a large one's is summed up."""
+    if isinstance(value, mx.nd.NDArray):
+        content = value.asnumpy()
+        return content.tobytes() if content.nbytes <= _WHOLE else zlib.adler32(np.ascontiguousarray(content).data)
+    if isinstance(value, mx.gluon.Parameter):
+        return None if value._data is None else Held([*value._data])  # values that a first call makes are no write
+    return Held([*(parts_of(value) or ())]) if isinstance(value, mx.gluon.Block) else None
+
+
+def in_turn(objects: list[Any], words: Set[str]) -> list[Any]:
+    """Blocks that two threads must not call at once: hybridized ones, and those whose parameters have no values yet."""
+    blocks = {id(part): part for one in objects if isinstance(one, mx.gluon.Block) for part in blocks_of(one)}
+    return [block for block in blocks.values() if _is_cached(block) or _is_deferred(block)]
+
+
+def _is_cached(block: Any) -> bool:
+    return isinstance(block, mx.gluon.SymbolBlock) or getattr(block, "_active", False)
+
+
+def _is_deferred(block: Any) -> bool:
+    return any(parameter._data is None for parameter in block._reg_params.values())
+
+
+def modes() -> tuple[Any, ...]:
+    """Whether autograd records, and trains; the two modes of NumPy's arrays; the context."""
+    autograd = mx.autograd
+    numpy_modes = mx.util.is_np_shape(), mx.util.is_np_array()
+    return autograd.is_recording(), autograd.is_training(), *numpy_modes, mx.current_context()
+
+
+def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """MXNet's modes are a thread's own: the task's thread does as the one that gave it."""
+    recording, training, shapes, arrays, context = modes()
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context)
+            stack.enter_context(mx.util.np_shape(shapes))
+            stack.enter_context(mx.util.np_array(arrays))
+            if recording:
+                stack.enter_context(mx.autograd.record(train_mode=training))
+            elif training:
+                stack.enter_context(mx.autograd.train_mode())
+            return function(*arguments, **keywords)
+
+    return run

@@ -1,0 +1,275 @@
+"""What ``parallel`` needs of a framework whose own runtime runs a function as a whole: JAX, TensorFlow, MXNet.
+
+A :class:`Call` is one call with the signature by which a call like it is known again: tensors by their form, plain
+values by value, every other object by its identity. A :class:`Traced` is what the framework shows of the function (its
+tasks) and the framework's way to run it. A :class:`Runtime` is what a ``planning`` module of a framework offers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from manyhands.errors import CannotTrace
+from manyhands.schedule.task import Kind, Task
+
+# Modest figures of one core: only the proportions between tasks matter, the whole is scaled to what was measured.
+_FLOPS, _BYTES, _ISSUE = 2e10, 8e9, 2e-6
+# How far results may be from plain execution's: a compiler may add in another order, and round less often.
+_CLOSE, _CLOSE_HALF = 1e-5, 2e-2
+# Plain values: equal ones are the same, and none can change.
+PLAIN_VALUES: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), range, slice, type)
+PLAIN_VALUES += (np.generic, np.dtype)
+
+Flat = tuple[list[Any], Callable[[list[Any]], Any], Hashable]  # leaves, how to put them together, their structure
+Run = Callable[[Sequence[Any]], Any]  # a call's result from its tensors
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: its arguments, the tensors among them, everything else, and its signature."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    tensors: list[Any]
+    others: list[Any]
+    signature: Hashable
+    rebuild: Callable[[Sequence[Any]], Any]  # the arguments and keywords with other tensors
+
+    def plainly(self) -> Any:
+        return self.function(*self.arguments, **self.keywords)
+
+
+@dataclass
+class Traced:
+    """What the framework shows of a function, and its own way to run it."""
+
+    tasks: list[Task]
+    run: Run | None = None  # None: there is no such way for this function, and `notes` say why
+    measured: bool = False  # the tasks' times; else they are estimated from shapes
+    notes: list[str] = field(default_factory=list)
+    writes: Sequence[Any] = ()  # variables that a call may write to
+    # For each task its operation and shapes where several of a form could be one batched operation, else nothing.
+    forms: Sequence[str] = ()
+
+
+class TaskHooks(Protocol):
+    """What explicit tasks ask of a framework: see :class:`manyhands.tasks.scope.parallel`."""
+
+    def memory_of(self, value: Any, /) -> Hashable: ...
+    def parts_of(self, value: Any, /) -> Collection[Any] | None: ...
+    def version_of(self, value: Any, /) -> Any: ...
+    def bound(self, function: Callable[..., Any], /) -> Callable[..., Any]: ...
+    def in_turn(self, objects: list[Any], words: Set[str], /) -> Collection[Any]: ...
+
+
+class Runtime(Protocol):
+    name: str
+    WAY: str  # what runs a function: "jax.jit"
+    BATCH: str  # how several operations of a form become one
+    LANES: str  # what the runtime does that the simulated lanes do not show
+    PROFILER: str  # why there is no measured timeline, and what measures instead
+    BY_VALUE: tuple[type, ...]
+    tasks: TaskHooks
+
+    def is_tracing(self, leaves: Sequence[Any], /) -> bool:
+        """Whether the framework is tracing right now: who does that compiles the whole."""
+
+    def flatten(self, value: Any, /) -> Flat: ...
+
+    def form(self, leaf: Any, /) -> Hashable | None:
+        """What a tensor is known by in a signature; None: it is no tensor."""
+
+    def modes(self) -> Hashable:
+        """The framework's settings that a trace depends on."""
+
+    def version_of(self, value: Any, /) -> Any:
+        """What of an object outside is traced as a constant; None: it is read at every call, or cannot change."""
+
+    def observe(self, call: Call, /) -> tuple[Any, Any]:
+        """Plain execution to its end: the result, and what was seen on the way, for ``trace``."""
+
+    def trace(self, call: Call, seen: Any, reached: Sequence[Any], /) -> Traced:
+        """What the framework makes of the call; ``reached`` are the objects outside that it uses."""
+
+    def wait(self, result: Any, /) -> Any: ...
+
+    def variables(self, reached: Sequence[Any], /) -> list[tuple[Any, Any]]:
+        """The variables among these objects, each with the value that it has now."""
+
+    def as_before(self, values: Sequence[tuple[Any, Any]], /) -> AbstractContextManager[None]:
+        """Inside, variables have these values, and nothing is recorded for gradients; at the end all is as it was."""
+
+    def numbers(self, leaf: Any, /) -> Any:
+        """A tensor as NumPy array; None: it is no tensor."""
+
+    def kind(self, leaf: Any, /) -> Any:
+        """What must be equal of two tensors besides their numbers: type, device."""
+
+    def lanes(self, device: str, /) -> int:
+        """How many operations run at once on a device."""
+
+
+class Same:
+    """An object that equals only itself; it is kept, so that no other can come to its address."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def call_of(
+    runtime: Runtime, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Call | None:
+    """The call by which calls like it are known; None where the framework is tracing."""
+    leaves, unflatten, structure = runtime.flatten((arguments, keywords))
+    if runtime.is_tracing(leaves):
+        return None
+    forms = [runtime.form(leaf) for leaf in leaves]
+    both = [*zip(leaves, forms, strict=True)]
+    tensors = [leaf for leaf, form in both if form is not None]
+    first: dict[int, int] = {}
+    repeated = tuple(first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors))
+    known = tuple(_known(leaf, runtime.BY_VALUE) if form is None else form for leaf, form in both)
+
+    def rebuild(values: Sequence[Any]) -> Any:
+        given = iter(values)
+        return unflatten([leaf if form is None else next(given) for leaf, form in both])
+
+    others = [leaf for leaf, form in both if form is None]
+    signature = (structure, known, repeated, runtime.modes())
+    return Call(function, arguments, keywords, tensors, others, signature, rebuild)
+
+
+def _known(leaf: Any, by_value: tuple[type, ...]) -> Hashable:
+    if not isinstance(leaf, by_value):
+        return Same(leaf)
+    # NaN is itself, -0.0 is not 0.0; a slice cannot be hashed.
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex, slice, np.generic)) else leaf
+
+
+@dataclass
+class Outputs:
+    """How a function's result is put together: from what is computed, from arguments, from plain values."""
+
+    unflatten: Callable[[list[Any]], Any]
+    leaves: list[tuple[str, Any]]  # ("computed", None), ("argument", 2), ("value", 3.5)
+
+    def put_together(self, computed: Sequence[Any], tensors: Sequence[Any]) -> Any:
+        left = iter(computed)
+        return self.unflatten(
+            [
+                next(left) if kind == "computed" else tensors[what] if kind == "argument" else what
+                for kind, what in self.leaves
+            ]
+        )
+
+
+def taken_apart(
+    flat: Flat, tensors: Sequence[Any], computed: Callable[[Any], Any | None], constant: tuple[type, ...]
+) -> tuple[list[Any], Outputs]:
+    """What a function computes of its result, and how the result is put together from that.
+
+    ``computed``: what stands for a leaf that is computed, else None. ``constant``: what may be given back at every
+    call as it is.
+    """
+    leaves, unflatten, _ = flat
+    places = {id(tensor): number for number, tensor in enumerate(tensors)}
+    made: list[Any] = []
+    kinds: list[tuple[str, Any]] = []
+    for leaf in leaves:
+        if id(leaf) in places:
+            kinds.append(("argument", places[id(leaf)]))
+        elif (value := computed(leaf)) is not None:
+            made.append(value)
+            kinds.append(("computed", None))
+        elif isinstance(leaf, constant):
+            kinds.append(("value", leaf))
+        else:
+            raise CannotTrace(f"a result is a {type(leaf).__name__}, which would be the same one at every call")
+    return made, Outputs(unflatten, kinds)
+
+
+# Comparing
+
+
+def first_line(error: BaseException) -> str:
+    """An error's kind and the first line of what it says."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:200]}"
+
+
+def difference(one: Any, other: Any) -> tuple[bool, float]:
+    """Whether two arrays are the same to the bit, and otherwise their relative difference; NaN equals NaN.
+
+    Whole numbers, texts and truth values are equal, or infinitely far apart.
+    """
+    a, b = np.asarray(one), np.asarray(other)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False, math.inf
+    if a.dtype.kind in "OSU":
+        return (True, 0.0) if bool((a == b).all()) else (False, math.inf)
+    if a.tobytes() == b.tobytes():
+        return True, 0.0
+    if a.dtype.kind in "iub":
+        return False, math.inf
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    if not np.array_equal(np.isnan(a), np.isnan(b)):
+        return False, math.inf
+    a, b = np.nan_to_num(a, nan=0.0, posinf=np.inf, neginf=-np.inf), np.nan_to_num(b, posinf=np.inf, neginf=-np.inf)
+    if np.array_equal(a, b):
+        return True, 0.0
+    far = float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-3))
+    return False, far if math.isfinite(far) else math.inf
+
+
+class Comparison(NamedTuple):
+    same: bool  # to the bit
+    difference: float  # the largest, relative to the expected results
+    close: bool  # as near as another kernel, or a compiler that rounds less often, may be
+
+
+def compared(runtime: Runtime, results: Sequence[Any], expected: Sequence[Any]) -> Comparison:
+    same, worst, close = True, 0.0, True
+    for one, other in zip(results, expected, strict=False):
+        mine, theirs = runtime.numbers(one), runtime.numbers(other)
+        if mine is None or theirs is None:
+            if mine is not theirs or type(one) is not type(other) or not (one is other or one == other):
+                return _UNLIKE
+        elif runtime.kind(one) != runtime.kind(other):
+            return _UNLIKE
+        else:
+            equal, far = difference(mine, theirs)
+            tolerance = _CLOSE_HALF if mine.dtype.itemsize == 2 else _CLOSE
+            same, worst, close = same and equal, max(worst, far), close and far <= tolerance
+    return Comparison(same, worst, close) if len(results) == len(expected) else _UNLIKE
+
+
+_UNLIKE = Comparison(False, math.inf, False)
+
+
+# Tasks
+
+
+def estimate(operations: float, numbers: float, width: int = 4) -> float:
+    """Seconds of a task by a roofline: its arithmetic, or the numbers that it reads and writes."""
+    return _ISSUE + max(operations / _FLOPS, numbers * width / _BYTES)
+
+
+def task(name: str, reads: set[int], writes: set[int], device: str, seconds: float, *, copies: bool = False) -> Task:
+    kind: Kind = "copy" if copies else "compute"
+    return Task(name, frozenset(reads), frozenset(writes), device, kind, seconds)

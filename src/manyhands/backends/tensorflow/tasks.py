@@ -1,0 +1,126 @@
+"""What explicit tasks need of TensorFlow (:mod:`manyhands.tasks.scope`): variables, layers, the scope of a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import record as _record
+
+from manyhands.addresses import Held
+from manyhands.backends.tensorflow import devices as adapter
+
+
+def memory_of(value: Any) -> int:
+    """Tensors never change; a variable is known by the resource behind it, a Keras variable by the one in it."""
+    variable = variable_of(value)
+    return id(value if variable is None else variable.handle)
+
+
+def variable_of(value: Any) -> Any:
+    """The variable that it is, None if it is none; one that is mirrored on several devices consists of several."""
+    if adapter._is_keras(value, "Variable"):
+        value = value.value
+    is_one = isinstance(value, tf.Variable) and not isinstance(value, tf.distribute.DistributedValues)
+    return value if is_one else None
+
+
+def parts_of(value: Any) -> Sequence[Any] | None:
+    """What is read and written with an object.
+
+    A module or a layer has its variables and attributes and those of the layers in it; an optimizer the weights that it
+    moves and its notes about them; a metric its counts; a ``tf.function`` the function that it was made of.
+    """
+    if isinstance(value, tf.Tensor) or variable_of(value) is not None:
+        return ()
+    if isinstance(value, tf.distribute.DistributedValues):
+        return value.values  # type: ignore[no-any-return]
+    if adapter._is_keras(value, "Variable"):
+        return (value.value,)
+    if isinstance(value, tf.types.experimental.PolymorphicFunction):
+        return (value.python_function,)
+    if isinstance(value, tf.types.experimental.ConcreteFunction):
+        return value.variables  # type: ignore[no-any-return]
+    if adapter._is_keras(value, "Optimizer"):
+        return [*value.variables, *value._trainable_variables]
+    if adapter._is_keras(value, "Metric"):
+        return [*value.variables]
+    layers = layers_of(value)
+    return [*value.variables, *(part for layer in layers for part in _attributes(layer))] if layers else None
+
+
+def layers_of(value: Any) -> list[Any]:
+    """A module or layer, and those in it; nothing for anything else."""
+    if adapter._is_keras(value, "Layer"):
+        return [*value._flatten_layers()]
+    return [value, *value.submodules] if isinstance(value, tf.Module) else []
+
+
+def _attributes(layer: Any) -> list[Any]:
+    """What a layer of the user's holds besides."""
+    if type(layer).__module__.partition(".")[0] in ("keras", "tensorflow"):
+        return []
+    return [one for name, one in vars(layer).items() if not name.startswith("_")]
+
+
+def version_of(value: Any) -> Any:
+    """A variable is the value that it holds, a module or a layer the variables and attributes that it has."""
+    if (variable := variable_of(value)) is not None:
+        return _Value(variable)
+    return Held([*(parts_of(value) or ())]) if layers_of(value) else None
+
+
+class _Value:
+    """The value of a variable. While it is kept nobody overwrites it: an assignment puts the new one elsewhere.
+
+    So it is enough to look where the next one lies. Only where TensorFlow has made a copy to read from (after the first
+    sparse update, or on a GPU) contents are compared.
+    """
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, variable: tf.Variable) -> None:
+        with _record.stop_recording():
+            self._tensor = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Value):
+            return False
+        place = self._place()
+        return (place is not None and place == other._place()) or self._content() == other._content()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _place(self) -> int | None:
+        try:
+            return int(np.asarray(memoryview(self._tensor)).__array_interface__["data"][0])
+        except (TypeError, ValueError, BufferError):  # a kind of numbers that Python has no name for
+            return None
+
+    def _content(self) -> Any:
+        content = np.asarray(self._tensor.numpy())
+        return content.shape, content.tolist() if content.dtype.hasobject else content.tobytes()
+
+
+def in_turn(objects: list[Any], words: Set[str]) -> Sequence[Any]:
+    """Nothing changes inside when it is only used."""
+    return ()
+
+
+def scope() -> str:
+    """The device of ``with tf.device(...)`` around the call, or nothing."""
+    return str(_context.context().device_name or "")
+
+
+def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``with tf.device(...)`` is a thread's own: the task's thread does as the one that gave it."""
+    device = scope()
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with tf.device(device or None):
+            return function(*arguments, **keywords)
+
+    return run
