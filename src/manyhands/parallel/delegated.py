@@ -31,9 +31,10 @@ from manyhands.code_names import is_foreign, why_unwatched
 from manyhands.errors import CannotTrace, EngineError, NotYet
 from manyhands.parallel.explain import advice
 from manyhands.parallel.interface import ParallelFunction
-from manyhands.parallel.plan import PLAIN, Planned
+from manyhands.parallel.plan import Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.side_effects import Effects
+from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Means, Way, close
 from manyhands.schedule.check import check
 from manyhands.schedule.forecast import Forecast
 from manyhands.schedule.graph import Graph, graph
@@ -110,7 +111,7 @@ class Parallel(ParallelFunction):
             start = time.perf_counter()
             result, seen = self.backend.observe(call)
             spent = time.perf_counter() - start
-        planned = Planned(self._plainly, seconds={f"{PLAIN}, first call": spent})
+        planned = Planned(self._plainly, seconds={Way(Means.AS_WRITTEN, "first call"): spent})
         changed = outside.changed()
         try:
             if effects.found or changed:
@@ -177,9 +178,10 @@ class Parallel(ParallelFunction):
             return
         found = compared(backend, results, expected)
         if found.close:
-            planned.how = way + (", equal to the bit" if found.same else f", equal to {found.difference:.0e}")
+            planned.way = Way(Means.RUNTIME, runtime=way)
+            planned.exactness = TO_THE_BIT if found.same else close(found.difference)
             planned.run = self._delegated(planned, run, writes=bool(written))
-            planned.seconds[way] = spent
+            planned.seconds[planned.way] = spent
         else:
             how = f"differ by {found.difference:.1e}" if found.difference < float("inf") else "are of another kind"
             planned.notes.append(f"{way} is not used: its results {how}")
@@ -197,7 +199,7 @@ class Parallel(ParallelFunction):
                     raise
                 failure = first_line(error)
             result = self.function(*arguments, **keywords)
-            planned.run, planned.how = self._plainly, PLAIN
+            planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
             planned.notes.append(f"{way} failed where plain execution does not; it is not used any more: {failure}")
             return result
 

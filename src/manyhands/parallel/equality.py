@@ -8,7 +8,6 @@ Those are computed once for all plans of a trace, when the first of them is not 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,18 +18,6 @@ from manyhands.parallel.way import TO_THE_BIT, Exactness, close
 def first_line(error: BaseException) -> str:
     """An error in a line."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-_EQUALITY = re.compile(", (equal to|as exact as) .*")
-
-
-def way(how: str) -> str:
-    """The name of a way without the words on its equality.
-
-    >>> way("3 lanes, one graph, as exact as plain execution (0.98 of its error)")
-    '3 lanes, one graph'
-    """
-    return _EQUALITY.sub("", how)
 
 
 class Judge:

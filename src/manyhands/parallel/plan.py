@@ -15,7 +15,6 @@ from manyhands.schedule.memory import Footprint, Peaks, megabytes
 
 # How a call is run: its tensors, and the arguments as they were given.
 Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
-PLAIN = "plain execution"
 
 
 @dataclass

@@ -18,6 +18,7 @@ class Means(enum.Enum):
     THREADS = "CPU threads"
     GRAPH = "one graph"  # a CUDA graph that is captured once and replayed
     STREAMS = "issued at every call"  # CUDA streams
+    RUNTIME = "the framework's own runtime"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,11 @@ class Way:
     lanes: str = ""  # how the schedule divides the work: "one lane", "2 beside the longest chain"
     one_thread: bool = False  # each operation uses one thread of the CPU
     compiled: bool = False  # runs of small operations are compiled to one each
+    runtime: str = ""  # the framework's own way: "jax.jit"
 
     def __str__(self) -> str:
+        if self.means is Means.RUNTIME:
+            return self.runtime
         words = ["fused"] if self.compiled else []
         words += [self.lanes] if self.lanes else []
         words += [] if self.means is Means.THREADS else [self.means.value]
