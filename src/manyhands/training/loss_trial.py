@@ -11,7 +11,8 @@ losses are 4 and 2, 2, 2::
 
 Three things make the trial sensitive:
 
-- The samples are as unlike as possible: targets with little and with much padding, labels of every kind.
+- The samples are as unlike as possible: targets with little and with much padding, and labels of every kind, each
+  once, the rarest first where there are many.
 - Gradients are compared, not values alone: with a last layer of zeros every sample has the same loss.
 - Parts are single samples, and halves with the small losses in one and the large ones in the other.
 
@@ -28,14 +29,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from manyhands.errors import BadSettings
 from manyhands.training.data.order import spread
 from manyhands.training.data.sources import Array, Arrays
 
-FEW = 8  # samples that are tried
-POOL = 1024  # samples of an array among which unlike ones are looked for
+FEW = 8  # samples of a batch that is tried
 WIDTH = 4096  # numbers of a sample that are looked at
+_LOOKED_AT = 1 << 22  # numbers of a part of the data in memory; labels, one number for each sample, are all looked at
+_LABELS = 32  # distinct ones, each of which is tried
 # By precision, how far apart losses and gradients may be. Rounding switches a ReLU on or off here and there, which
 # moves gradients far more than the loss: of 20 convolutions in float32 by 4e-3.
 _CLOSE = {"float64": (1e-7, 1e-7), "float32": (1e-4, 3e-2), "tf32": (1e-3, 3e-2)}
@@ -83,25 +86,34 @@ class Pass:
 Compute = Callable[[Sequence[int]], Pass]
 
 
-def check(compute: Compute, size: int, *, precisions: Iterable[str], own_step: bool) -> str | None:
+def check(batches: Sequence[tuple[Compute, int]], *, precisions: Iterable[str], own_step: bool) -> str | None:
     """Refuse a loss whose parts do not add up; or say why that is not known.
 
-    ``compute`` gives the pass of some rows of a batch of ``size`` samples, in these ``precisions``. ``own_step``: the
-    loss comes from the model's ``training_step``.
+    Of each batch there are a function that gives the pass of some of its rows, in these ``precisions``, and the number
+    of its samples; the first one is tried most thoroughly. ``own_step``: the loss comes from ``training_step``.
     """
     close = max(_CLOSE.get(name, _OTHERWISE_CLOSE) for name in precisions)
-    whole, again = compute(range(size)), compute(range(size))
-    if not (whole.is_finite and again.is_finite):
+    answers = [
+        _check(compute, size, close, own_step, halves=not number) for number, (compute, size) in enumerate(batches)
+    ]
+    return None if None in answers else answers[0]
+
+
+def _check(compute: Compute, size: int, close: tuple[float, float], own_step: bool, *, halves: bool) -> str | None:
+    whole = compute(range(size))
+    if not whole.is_finite:
         return "it is NaN for the samples that were tried"
-    if _differ(whole, again, [again], close):
-        return "it draws random numbers"
     if size < 2:
         return "there is only one sample"
     why: str | None = "it is NaN, or fails, for a part of a batch"
-    for passes in _divisions(compute, size):
+    for passes in _divisions(compute, size, halves=halves):
         why, together = None, _together(passes)
-        if _differ(whole, together, passes, close):
-            raise BadSettings(_refusal(whole.loss, together.loss, size, len(passes), own_step))
+        if not _differ(whole, together, passes, close):
+            continue
+        again = compute(range(size))
+        if not again.is_finite or _differ(whole, again, [again], close):
+            return "it draws random numbers"
+        raise BadSettings(_refusal(whole.loss, together.loss, size, len(passes), own_step))
     return why
 
 
@@ -114,20 +126,89 @@ def note(why: str | Exception | None) -> str | None:
     return f"it was not checked whether the loss is a mean over the samples, as several parts need it ({why})"
 
 
+def partial_note(seen: str | None) -> str | None:
+    """What a user reads where the loss passed, and the samples were chosen from a part of the data."""
+    if seen is None:
+        return None
+    return (
+        f"whether the loss is a mean over samples was tried on {seen}: where others may weigh more or less, return "
+        "mh.LossSum(total, count) to be sure"
+    )
+
+
+def outcome(why: str | Exception | None, seen: str | None) -> str | None:
+    """The note of a trial that came to no answer, or that passed on a part of the data."""
+    return note(why) if why is not None else partial_note(seen)
+
+
 # Samples
 
 
-def unlike_samples(data: Arrays) -> Arrays:
-    """A few samples that differ as much as possible."""
-    pool = data.spread(POOL)
-    return Arrays(pool.rows(unlike(pool.arrays, pool.count)), data.prepare)
+@dataclass(frozen=True)
+class Look:
+    """One part of the data: its numbers for some samples, and which samples these are."""
+
+    numbers: Array
+    samples: NDArray[np.int64]
+
+    @property
+    def labels(self) -> Array | None:
+        """The numbers, where each sample has one that is whole."""
+        flat = self.numbers.reshape(-1)
+        if len(flat) != len(self.samples) or flat.dtype.kind not in "biuf":
+            return None
+        return flat if flat.dtype.kind != "f" or (np.isfinite(flat) & (flat == np.round(flat))).all() else None
 
 
-def unlike(arrays: Sequence[Array], size: int) -> list[int]:
-    """Rows that differ as much as possible: in the target first, which is the last part of most batches."""
-    wishes = [list(_extremes(array)) for array in reversed(arrays)]
+@dataclass(frozen=True)
+class Chosen:
+    """Samples to try a loss on, in batches; and what they were chosen from, where that is not all of the data."""
+
+    batches: list[list[int]]
+    seen: str | None
+
+
+def looked_at(count: int, width: int) -> NDArray[np.int64]:
+    """The samples of a part in memory that are looked at: all, or as many from everywhere as is quick."""
+    return spread(count, count if width <= 1 else max(4 * FEW, _LOOKED_AT // width))
+
+
+def choose(data: Arrays) -> Chosen:
+    """Samples of arrays in memory that differ as much as possible."""
+
+    def look(array: Array) -> Look:
+        samples = looked_at(data.count, math.prod(array.shape[1:]))
+        return Look(array if len(samples) == data.count else array[samples], samples)
+
+    return chosen_from([look(array) for array in data.arrays], data.count)
+
+
+def chosen_from(looks: Sequence[Look], count: int) -> Chosen:
+    """A batch of samples that differ as much as possible, and further ones with the labels that are not in it."""
+    first, seen = _unlike(looks, count), None
+    looked = min((len(look.samples) for look in looks), default=count)
+    if looked < count:
+        seen = f"{looked} of {count} samples"
+    others: list[int] = []
+    for look in looks:
+        if (labels := look.labels) is None:
+            continue
+        kinds, firsts, counts = np.unique(labels, return_index=True, return_counts=True)
+        rarest = counts.argsort(kind="stable")[:_LABELS]
+        covered = labels[np.isin(look.samples, first)]
+        others += look.samples[firsts[rarest][~np.isin(kinds[rarest], covered)]].tolist()
+        if len(look.samples) == count:
+            seen = f"samples with {_LABELS} of {len(kinds)} labels" if len(kinds) > _LABELS else None
+    others = list(dict.fromkeys(others))[:_LABELS]
+    further = [others[start : start + FEW] for start in range(0, len(others), FEW)]
+    return Chosen([first, *(rows if len(rows) > 1 else [first[0], *rows] for rows in further)], seen)
+
+
+def _unlike(looks: Sequence[Look], count: int) -> list[int]:
+    """Samples that differ as much as possible: in the target first, which is the last part of most batches."""
+    wishes = [look.samples[list(_extremes(look.numbers))].tolist() for look in reversed(looks)]
     in_turns = [row for turn in itertools.zip_longest(*wishes) for row in turn if row is not None]
-    return sorted(list(dict.fromkeys([*in_turns, *spread(size, FEW).tolist()]))[:FEW])
+    return sorted(list(dict.fromkeys([*in_turns, *spread(count, FEW).tolist()]))[:FEW])
 
 
 def _extremes(array: Array) -> Iterator[int]:
@@ -150,16 +231,17 @@ def _extremes(array: Array) -> Iterator[int]:
 # Whole and parts
 
 
-def _divisions(compute: Compute, size: int) -> Iterator[list[Pass]]:
-    """Single samples; halves by their losses; halves in order. Those that fail are left out."""
-    orders = [list(range(size))]
-    if (singles := _all(compute, [[row] for row in range(size)])) is not None:
+def _divisions(compute: Compute, size: int, *, halves: bool) -> Iterator[list[Pass]]:
+    """Single samples, and halves by their losses if wanted; halves in order where single samples fail."""
+    order = list(range(size))
+    if (singles := _all(compute, [[row] for row in order])) is not None:
         losses = [single.loss for single in singles]
-        orders.insert(0, sorted(range(size), key=losses.__getitem__))
+        order.sort(key=losses.__getitem__)
         yield singles
-    for order in orders:
-        if (halves := _all(compute, [order[: size // 2], order[size // 2 :]])) is not None:
-            yield halves
+        if not halves:
+            return
+    if (both := _all(compute, [order[: size // 2], order[size // 2 :]])) is not None:
+        yield both
 
 
 def _all(compute: Compute, parts: Iterable[Sequence[int]]) -> list[Pass] | None:

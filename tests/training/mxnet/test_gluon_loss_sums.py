@@ -196,6 +196,43 @@ def test_what_is_not_checked_is_noted() -> None:
     assert any("can be read only once" in note for note in result.notes)
 
 
+def test_a_rare_class_is_found_in_many_samples_and_a_part_that_was_tried_is_noted() -> None:
+    X, y = vectors(3000)
+    y[y == 2] = 0
+    y[1777] = 2
+    weights = np.array([1.0, 1.0, 9.0])
+
+    def weighted(answer: Any, target: Any) -> Any:
+        weight = mx.nd.array(weights, dtype="float64", ctx=target.ctx).take(target.astype("int32"))
+        return (softmax(answer, target) * weight).sum() / weight.sum()
+
+    with pytest.raises(BadSettings, match="not a mean over the samples"):
+        fit(mlp(), (X, y), 2, loss=weighted, max_epochs=1)
+    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(*vectors(32)), 16)
+    plain = lambda answer, target: softmax(answer, target).mean()  # noqa: E731
+    for data, noted in ((loader, True), (vectors(32), False)):
+        _, result = fit(mlp(), data, 2, max_epochs=1, loss=plain)
+        assert any("was tried on the first batch of the loader" in note for note in result.notes) == noted
+
+
+def test_the_trial_draws_no_random_numbers() -> None:
+    calls: list[float] = []
+
+    def own(answer: Any, target: Any) -> Any:
+        calls.append(np.random.normal())
+        return softmax(answer, target).mean()
+
+    before = np.random.get_state()[2]
+    with pytest.raises(InterruptedError):
+        fit(mlp(), vectors(32), 2, loss=own, schedule=_interrupt)
+    assert 0 < len(calls) <= 11
+    assert np.random.get_state()[2] == before
+
+
+def _interrupt(done: float) -> float:
+    raise InterruptedError
+
+
 def test_batch_statistics_over_all_devices() -> None:
     expected, _ = fit(mlp(norm=True), vectors(), 1, loss=weighted_mean)
     found, _ = fit(mlp(norm=True), vectors(), 3, loss=weighted_sum, batch_stats="global")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from manyhands.errors import BadSettings
 from manyhands.training.data.sources import Arrays
-from manyhands.training.loss_trial import Pass, Term, check, note, unlike, unlike_samples
+from manyhands.training.loss_trial import Pass, Term, check, choose, chosen_from, note, partial_note
 
 X = np.random.default_rng(0).normal(size=(6, 3))
 Y = np.linspace(-1, 1, 6)
@@ -32,7 +33,7 @@ def mean(rows: Sequence[int], weight: Any = WEIGHT) -> Pass:
 
 
 def tried(compute: Any, size: int = 6, precision: str = "float64", *, own_step: bool = False) -> str | None:
-    return check(compute, size, precisions=[precision], own_step=own_step)
+    return check([(compute, size)], precisions=[precision], own_step=own_step)
 
 
 def test_a_mean_over_samples_passes() -> None:
@@ -116,8 +117,54 @@ def test_samples_that_are_unlike() -> None:
     labels = np.zeros(500, int)
     labels[123] = 1
     inputs = np.random.default_rng(2).normal(size=(500, 4))
-    assert {321, 123} <= set(unlike([inputs, texts, labels], 500))
-    few = unlike_samples(Arrays((inputs, texts)))
-    assert few.count == 8
-    assert (few.arrays[1][:, 2] == 0).sum() == 1
-    assert unlike([], 3) == [0, 1, 2]
+    chosen = choose(Arrays((inputs, texts, labels)))
+    assert {321, 123} <= set(chosen.batches[0])
+    assert len(chosen.batches[0]) == 8
+    assert chosen.seen is None
+    assert chosen_from([], 3).batches == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [int, float, np.uint8])
+def test_every_label_is_tried(dtype: Any) -> None:
+    """Of many samples too; where there are more labels than can be tried, the rarest, and that is said."""
+    labels = np.arange(50_000) % 20
+    labels[40_001] = 20
+    chosen = choose(Arrays((np.zeros((50_000, 2)), labels.astype(dtype))))
+    tried_labels = labels[[*itertools.chain(*chosen.batches)]]
+    assert set(tried_labels) == set(range(21))
+    assert max(map(len, chosen.batches)) <= 8
+    assert min(map(len, chosen.batches)) >= 2
+    assert chosen.seen is None
+    labels = np.arange(50_000) % 100
+    labels[31_313] = 100
+    chosen = choose(Arrays((np.zeros((50_000, 2)), labels.astype(dtype))))
+    assert 100 in labels[[*itertools.chain(*chosen.batches)]]
+    assert chosen.seen == "samples with 32 of 101 labels"
+    assert "was tried on samples with 32 of 101 labels" in str(partial_note(chosen.seen))
+
+
+def test_what_is_large_is_looked_at_in_part() -> None:
+    wide = np.zeros((5000, 4096), np.uint8)
+    assert choose(Arrays((wide, np.zeros(5000, int)))).seen is None  # all of one label
+    assert choose(Arrays((wide,))).seen == "1024 of 5000 samples"
+
+
+def test_a_rare_label_that_weighs_more_is_found() -> None:
+    weight = np.ones(3000)
+    X = np.random.default_rng(3).normal(size=(3000, 3))
+    labels = np.arange(3000) % 25
+    labels[2222], weight[2222] = 25, 4.0
+
+    def weighted(batch: Sequence[int]) -> Any:
+        def compute(rows: Sequence[int]) -> Pass:
+            picked = [batch[row] for row in rows]
+            factor = len(picked) / weight[picked].sum()
+            losses, gradients = X[picked].sum(1), X[picked]
+            total, gradient = (weight[picked] * losses).sum(), (weight[picked][:, None] * gradients).sum(0)
+            return Pass([Term(total * factor, len(picked), [gradient * factor])])
+
+        return compute, len(batch)
+
+    chosen = choose(Arrays((X, labels)))
+    with pytest.raises(BadSettings, match="not a mean over the samples"):
+        check(list(map(weighted, chosen.batches)), precisions=["float32"], own_step=False)

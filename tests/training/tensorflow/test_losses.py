@@ -286,3 +286,49 @@ def test_a_loss_that_adds_up_is_not_refused_because_of_dropout_and_statistics() 
     assert not any("not checked" in note for note in result.notes)
     assert model.layers[-2].rate == 0.5
     assert model.layers[-3].trainable
+
+
+def test_the_trial_of_a_loss_runs_the_users_code_once_and_draws_no_random_numbers() -> None:
+    calls: list[int] = []
+
+    def own(y_true: Any, y_pred: Any) -> Any:
+        calls.append(np.random.randint(9))
+        return tf.reduce_mean(tf.square(tf.cast(y_true, y_pred.dtype) - y_pred)) * 2
+
+    def first_step(done: float) -> float:
+        raise InterruptedError(len(calls))
+
+    before = np.random.get_state()[2]
+    with pytest.raises(InterruptedError, match="1"):
+        fit(mlp(), numbers(), 2, loss=own, schedule=first_step, optimizer="sgd")
+    assert np.random.get_state()[2] == before
+
+
+def test_a_trial_that_saw_a_part_of_the_data_is_noted() -> None:
+    X, y = vectors(FEW)
+    batches = [(X[i : i + 8], y[i : i + 8]) for i in range(0, FEW, 8)]
+
+    def own(y_true: Any, y_pred: Any) -> Any:
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y_true, tf.int32), y_pred))
+
+    def tried(data: Any, loss: Any, **how: Any) -> list[str]:
+        return [note for note in fit(mlp(), data, 2, loss=loss, **how).notes if "was tried on" in note]
+
+    assert "tried on the first batch of the loader: " in tried(batches, own, batch_size=None)[0]
+    assert not tried(batches, sparse(), batch_size=None)
+    assert not tried((X, y), own)
+
+
+def test_a_rare_class_is_found_in_many_samples() -> None:
+    X, y = vectors(3000)
+    y = np.where(y == 2, 1, y)
+    y[1777] = 2
+
+    def weighted(y_true: Any, y_pred: Any) -> Any:
+        classes = tf.cast(y_true, tf.int32)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(classes, y_pred)
+        weights = tf.gather(tf.constant([1.0, 1.0, 9.0], losses.dtype), classes)
+        return tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
+
+    with pytest.raises(BadSettings, match="not a mean over the samples"):
+        fit(mlp(), (X, y), 2, loss=weighted)

@@ -253,9 +253,10 @@ def test_how_many_samples_were_tried_is_noted(monkeypatch: pytest.MonkeyPatch) -
         _, result = fit(mlp(), data, accumulate=2, max_epochs=1, loss=loss)
         return [note for note in result.notes if "was tried on" in note]
 
-    assert "tried on 40 of 90 samples: " in tried(TensorDataset(X, y), own)[0]
+    assert "tried on 40 of 90 samples: " in tried(list(zip(X, y, strict=True)), own)[0]
     assert "tried on the first 2 batches of the loader: " in tried([(X, y)].__iter__(), own)[0]
-    assert not tried(TensorDataset(X[:40], y[:40]), own)
+    assert not tried(list(zip(X[:40], y[:40], strict=True)), own)
+    assert not tried(TensorDataset(X, y), own)  # every label is tried
     assert not tried((X, X[:, :CLASSES]), nn.MSELoss())
 
 

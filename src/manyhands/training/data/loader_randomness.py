@@ -7,6 +7,7 @@ order, and the program's own numbers go on as if nothing had been drawn.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -31,6 +32,16 @@ def with_own_numbers(values: Iterable[Any], seed: int) -> Iterator[Any]:
         if value is end:
             return
         yield value
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Afterwards NumPy's and Python's random numbers go on as if nothing had been drawn within."""
+    before = (np.random.get_state(), random.getstate())
+    try:
+        yield
+    finally:
+        _set(before)
 
 
 def _set(state: tuple[Any, Any]) -> None:

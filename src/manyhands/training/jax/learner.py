@@ -265,6 +265,11 @@ class JaxLearner:
 
     def close(self) -> None:
         """Bring the numbers home, each to where it was and in its kind."""
+        self.notes += [
+            f"{name} changes while the step is compiled, and stays as it was: JAX runs the model's Python code once, "
+            "not in every step. Let it count in a variable: nnx.Variable(jnp.zeros(()))"
+            for name in sorted(self.steps.changed)
+        ]
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):  # a step broke off that had taken them
             return
         before = self.job.skeleton.numbers(self.job.model)

@@ -11,15 +11,17 @@ into the same memory. There is a program for each size of batch: the usual one a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from manyhands.training.jax import running_sums
 from manyhands.training.jax import skeleton as models
@@ -29,6 +31,7 @@ from manyhands.training.jax.objective import Batch, Objective, Rows
 from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
+from manyhands.training.python_attributes import Attributes
 
 # A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", and "at": where in the epoch's order the
 # job stands, and the number of the step.
@@ -47,6 +50,8 @@ class Steps:
     clip: float
     spares: bool  # a step whose loss is no number changes nothing
     counts_right: bool = False  # whether answers can be right; known once a program is traced
+
+    changed: set[str] = field(default_factory=set)  # Python attributes that the model's code changes when it is traced
 
     def __post_init__(self) -> None:
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -135,17 +140,27 @@ class Steps:
         model = counting_only(models.training(model, self.skeleton), samples)
         if self.dtype is not None:
             models.computing_in(model, self.dtype, statistics=True)
-        value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
+        with self._watched(model):
+            value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
         self.counts_right = value.right is not None
         numbers = self.skeleton.numbers(model)
         return value.mean, ({"random": numbers["random"], "rest": numbers["rest"]}, value.right)
+
+    @contextlib.contextmanager
+    def _watched(self, model: Any) -> Iterator[None]:
+        attributes = Attributes(
+            (".".join(map(str, (type(model).__name__, *path))), layer) for path, layer in nnx.iter_modules(model)
+        )
+        yield
+        self.changed |= {f"{path}.{name}" for path, name in attributes.changed()}
 
     def _tested(self, numbers: Any, so_far: Sums, batch: Batch, division: Division) -> Sums:
         model = models.evaluating(self.skeleton.model(numbers))
         if self.dtype is not None:
             models.computing_in(model, self.dtype, statistics=False)
         batch = _as_parameters(batch, numbers["parameters"])
-        value = self.objective(model, batch, None, training=False)
+        with self._watched(model):
+            value = self.objective(model, batch, None, training=False)
         return running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
 
 

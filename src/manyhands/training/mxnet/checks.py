@@ -6,6 +6,7 @@ first batch to get their shapes, and on several devices, or with ``accumulate``,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from mxnet import autograd, gluon
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import launcher, loss_trial
+from manyhands.training.data import loader_randomness
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import Pass, Term
@@ -86,26 +88,34 @@ def check_labels(objective: Objective, train: Source, test: Source | None) -> Lo
 def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> str | None:
     """Refuse a loss that is no mean over samples where batches are processed in parts; or a note that it is not known.
 
-    Nothing of the model changes: gradients come apart from the parameters, in the model's way of predicting.
+    Nothing of the model changes: gradients come apart from the parameters, in the model's way of predicting, and Python
+    attributes are put back. Random numbers of MXNet need not be: every step of such a job seeds them.
     """
     if parts == 1 or objective.is_gluons:
         return None
     if not can_be_read(data):
         return loss_trial.note("the loader can be read only once")
+    arrays = data if isinstance(data, Arrays) else Arrays(data.first_batch)
+    chosen, attributes = loss_trial.choose(arrays), replicas.attributes(model)
+    seen = chosen.seen if isinstance(data, Arrays) else "the first batch of the loader"
+    trained = [one.list_data()[0] for one in replicas.distinct(model) if one.grad_req != "null"]
+
+    def compute(numbers: Sequence[int], rows: Sequence[int]) -> Pass:
+        picked = arrays.rows([numbers[row] for row in rows])
+        return _pass(objective, laid_for(model, arrays.prepare(tuple(map(modes.native, picked)))), trained)
+
+    batches = [(functools.partial(compute, batch), len(batch)) for batch in chosen.batches]
+    precisions, own_step = {np.dtype(array.dtype).name for array in trained}, objective.loss is None
     try:
-        trained = [one.list_data()[0] for one in replicas.distinct(model) if one.grad_req != "null"]
-        few = loss_trial.unlike_samples(data if isinstance(data, Arrays) else Arrays(data.first_batch))
-
-        def compute(rows: Sequence[int]) -> Pass:
-            batch = laid_for(model, few.prepare(tuple(map(modes.native, few.rows(list(rows))))))
-            return _pass(objective, batch, trained)
-
-        precisions, own_step = {np.dtype(array.dtype).name for array in trained}, objective.loss is None
-        return loss_trial.note(loss_trial.check(compute, few.count, precisions=precisions, own_step=own_step))
+        with loader_randomness.kept():
+            why: Any = loss_trial.check(batches, precisions=precisions, own_step=own_step)
     except BadSettings:
         raise
     except Exception as error:
-        return loss_trial.note(error)
+        why = error
+    finally:
+        attributes.put()
+    return loss_trial.outcome(why, seen)
 
 
 def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:

@@ -6,7 +6,7 @@ at once. The one wait is for the sums of two steps ago, see :mod:`.running_sums`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -66,14 +66,23 @@ class GluonLearner:
         spared = Spared(model, trainer) if settings.on_nan == "continue" else None
         how: Any = {"clip": clip, "accumulate": accumulate, "together": together, "spared": spared}
         self.plain_step = Step(trainer, objective, self.metrics, **how)
-        self.draws = _draws_numbers(model)
+        self.draws = _draws_numbers(model) or not objective.is_gluons
         if several:
             over = "the whole batch" if whole else "its own samples, and the model has those of the largest share"
             self.notes.append(f"batch normalisation: each device takes the statistics of {over}")
 
     def close(self) -> None:
+        if self.plain_step.together is not None:
+            self._note(
+                f"{path}.{name} has changed: with batch_stats='global' the devices are at work at once, and each of "
+                "them counts"
+                for path, name in self.plain_step.attributes.changed()
+            )
         self._share_statistics()
         self.plain_step.close()
+
+    def _note(self, notes: Iterable[str]) -> None:
+        self.notes += [note for note in notes if note not in self.notes]
 
     # Steps
 
@@ -123,7 +132,7 @@ class GluonLearner:
             size = max(self.settings.batch_size, _TEST_BATCH)
             batches = self.test_feed.shards(list(windows(Cursor(), source.count, size)), None, None)
         for _, shards in batches:
-            evaluate(self.objective, shards, sums)
+            evaluate(self.objective, shards, sums, self.plain_step.attributes)
             alive()
         return sums.read()
 
@@ -131,8 +140,11 @@ class GluonLearner:
 
     def save(self) -> Saved | None:
         self._share_statistics()
+        attributes, others = self.plain_step.attributes.saved()
+        self._note(f"{name} has changed, and is not in checkpoints: it is more than plain numbers" for name in others)
         return Saved(
             state={
+                "attributes": attributes,
                 "world": 1,
                 "devices": [str(device) for device in self.devices],
                 "optimizer": state.optimizer_numbers(self.trainer),
@@ -145,6 +157,7 @@ class GluonLearner:
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
         state.restore_model(self.model, blobs["model"])
+        self.plain_step.attributes.restore(saved.get("attributes", ()))
         if "optimizer" in blobs:  # weights from another framework come alone
             state.restore_optimizer(
                 self.trainer,

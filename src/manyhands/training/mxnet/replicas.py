@@ -15,6 +15,9 @@ import mxnet as mx
 from mxnet import gluon
 
 from manyhands.training.mxnet import modes
+from manyhands.training.python_attributes import Attributes
+
+_OF_EVERY_BLOCK = frozenset(vars(gluon.HybridBlock()))
 
 
 def parameters(model: Any) -> dict[str, gluon.Parameter]:
@@ -33,6 +36,18 @@ def layers(block: Any) -> Iterator[Any]:
     yield block
     for child in block._children.values():
         yield from layers(child)
+
+
+def attributes(model: Any) -> Attributes:
+    """Python attributes of the user's own blocks."""
+
+    def named(block: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if not type(block).__module__.startswith(("mxnet.", "manyhands.")):
+            yield path, block
+        for name, child in block._children.items():
+            yield from named(child, f"{path}.{name}")
+
+    return Attributes(named(model, type(model).__name__), ignored=_OF_EVERY_BLOCK, kinds=(mx.nd.NDArray,))
 
 
 def statistics(model: Any) -> list[gluon.Parameter]:

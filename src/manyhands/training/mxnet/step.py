@@ -9,13 +9,16 @@ the batch, however unequal the shards are. Three samples on one device and one o
 Where the loss is a sum with a count of its own (:class:`~manyhands.training.loss_sum.LossSum`), the count of the whole
 batch is known only after all forward passes: each device minimises its total, and the summed gradients are divided.
 
+Python attributes that the model's code changes are those that the first device's part leaves behind, so that a counter
+counts steps on any number of devices.
+
 A device without samples has zeros for gradients. Every device then makes the same update of its own replica. Nothing
 here waits: each call hands work to MXNet's engine, which runs the devices side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,12 +27,14 @@ import mxnet as mx
 from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch
+from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Shards
 from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
 from manyhands.training.mxnet.running_sums import Metrics
 from manyhands.training.mxnet.skip_nan import Spared
+from manyhands.training.python_attributes import Attributes
 
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
 _AT_ONCE = 100  # arrays that one operation looks through; 200 are its limit
@@ -53,6 +58,7 @@ class Step:
         self.trainer, self.objective, self.metrics = trainer, objective, metrics
         self.clip, self.accumulate, self.together, self.spared = clip, accumulate, together, spared
         self.parameters: list[gluon.Parameter] = list(trainer._params)
+        self.attributes = replicas.attributes(objective.model)
         self._written = [one for one in self.parameters if one.grad_req == "write" and accumulate > 1]
         for parameter in self._written:
             parameter.grad_req = "add"
@@ -77,7 +83,8 @@ class Step:
         if self.together is not None:
             losses = self._work_together(self.together, present, whole)
         else:
-            losses = [loss for shard in present for loss in self._work(shard, whole)]
+            works = [partial(self._work, shard, whole) for shard in present]
+            losses = [loss for of_shard in self.attributes.of_first(works) for loss in of_shard]
         counts = [loss.count for loss in losses] if check_same_kind(losses) else None
         for loss in losses:
             self.metrics.add(loss)
@@ -95,15 +102,16 @@ class Step:
             self.spared.put_back(good)
         self.metrics.set_out()
 
-    def _work(self, shard: Sequence[Any], whole: int) -> Iterator[Loss]:
+    def _work(self, shard: Sequence[Any], whole: int) -> list[Loss]:
         size = len(shard[0])
-        parts = min(self.accumulate, size)
+        parts, losses = min(self.accumulate, size), []
         for part in range(parts):
             start, stop = size * part // parts, size * (part + 1) // parts
             batch = shard if parts == 1 else tuple(one[start:stop] for one in shard)
             loss, minimised = self._forward(batch, whole)
             _backward([minimised])
-            yield loss
+            losses.append(loss)
+        return losses
 
     def _work_together(self, together: Together, shards: Sequence[Any], whole: int) -> list[Loss]:
         """One backward pass for all: gradients go from device to device."""
@@ -181,9 +189,10 @@ def _backward(losses: list[Any]) -> None:
         ) from error
 
 
-def evaluate(objective: Objective, shards: Shards, metrics: Metrics) -> None:
+def evaluate(objective: Objective, shards: Shards, metrics: Metrics, attributes: Attributes) -> None:
     """Add a batch to the metrics; outside of ``record`` layers are in their way of predicting."""
-    losses = [objective(shard, training=False) for shard in shards if shard is not None]
+    works = [partial(objective, shard, training=False) for shard in shards if shard is not None]
+    losses = attributes.of_first(works)
     check_same_kind(losses)
     for loss in losses:
         metrics.add(loss)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from manyhands.errors import BadSettings, NotATensor
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
-from manyhands.training.loss_trial import note
+from manyhands.training.loss_trial import note, outcome
 from manyhands.training.tensorflow import loss_trial, losses
 from manyhands.training.tensorflow.batch_parts import checked_answer, parts_of
 from manyhands.training.tensorflow.function import Function
@@ -100,7 +100,9 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
         return note("the loader can be read only once")
     data = samples if isinstance(samples, Arrays) else Arrays(samples)
     try:
-        return note(loss_trial.check(Function(model, objective, 0), data))
+        why, seen = loss_trial.check(Function(model, objective, 0), data)
+        seen = seen if isinstance(train, Arrays) else "the first batch of the loader"
+        return outcome(why, None if _is_of_keras(objective) else seen)
     except BadSettings as error:
         if isinstance(objective, Supervised) and (name := losses.of_whole_batch(objective.loss.loss)):
             raise BadSettings(
@@ -110,6 +112,13 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
                 "devices can train with"
             ) from error
         raise
+
+
+def _is_of_keras(objective: Objective) -> bool:
+    """Whether the loss is known, so that no sample can weigh otherwise than those that were tried."""
+    if isinstance(objective, ClassScores):
+        return not objective.own
+    return isinstance(objective, Supervised) and losses.are_of_keras(objective.loss.loss)
 
 
 # A few samples

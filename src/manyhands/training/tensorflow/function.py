@@ -25,8 +25,11 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.distribute import distribute_lib
 
 from manyhands.training.data.sources import Batch
+from manyhands.training.python_attributes import Attributes
 from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.objective import Objective
+
+_OF_EVERY_MODEL = frozenset(vars(keras.Model())) | frozenset(vars(keras.Layer()))
 
 
 class Function:
@@ -34,6 +37,8 @@ class Function:
 
     def __init__(self, model: Any, objective: Objective, seed: int) -> None:
         self.model, self.objective = model, objective
+        self.changed: set[str] = set()  # Python attributes that the model's code has changed while it was traced
+        self._attributes = Attributes(_own_layers(model), ignored=_OF_EVERY_MODEL)
         self.trained: list[Any] = list(model.trainable_variables)
         own = {id(variable) for variable in self.trained}
         self.kept = [variable for variable in model.weights if id(variable) not in own]
@@ -54,7 +59,7 @@ class Function:
         mapping = [*zip(self.trained, weights, strict=True), *zip(self.kept, kept, strict=True)]
         mapping += zip(self._generators, self._seeds(numbers), strict=True)
         scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
-        with self._own_generator(), _as_one_replica(), scope:
+        with self._own_generator(), self._as_it_was(), _as_one_replica(), scope:
             losses = self.objective(self.model, batch, training=training)
             if not losses.complete:
                 losses = sum((Losses(_penalty(one)) for one in self.model.losses), losses)
@@ -68,6 +73,17 @@ class Function:
             yield tf.cast(tf.bitcast(state, tf.uint32), generator.dtype)
 
     @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Python attributes are put back: code is traced once for each device, and by the trial of a loss."""
+        try:
+            yield
+        finally:
+            changed = self._attributes.changed()
+            self.changed |= {f"{path}.{name}" for path, name in changed}
+            if changed:
+                self._attributes.put()
+
+    @contextlib.contextmanager
     def _own_generator(self) -> Iterator[None]:
         before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self._unseeded)
@@ -75,6 +91,14 @@ class Function:
             yield
         finally:
             global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
+
+
+def _own_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Layers of the user's own classes, each by its class and name."""
+    for layer in model._flatten_layers():
+        if not type(layer).__module__.startswith(("keras.", "manyhands.")):
+            same = layer is model
+            yield type(layer).__name__ if same else f"{type(layer).__name__}({layer.name!r})", layer
 
 
 def _penalty(value: Any) -> Any:

@@ -230,6 +230,12 @@ class KerasLearner:
         """What was learned goes into the caller's model and optimizer."""
         self._reader.shutdown()
         self._share_statistics()
+        self.notes += [
+            f"{name} changes while the step is traced, and stays as it was: TensorFlow runs the model's Python code "
+            "once, not in every step. Let it count in a weight: self.add_weight(shape=(), initializer='zeros', "
+            "trainable=False), which has assign_add(1)"
+            for name in sorted(self.step_of.function.changed)
+        ]
         for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
             variable.assign(value)
         optimizer = self.job.optimizer

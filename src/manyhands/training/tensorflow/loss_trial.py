@@ -1,11 +1,12 @@
 """TensorFlow's part of the trial whether a loss is a mean over samples (:mod:`manyhands.training.loss_trial`).
 
-The model is a function of its weights here, so that none of its variables changes.
+The model is a function of its weights here, so that none of its variables changes, and traced once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,43 +16,57 @@ import numpy as np
 import tensorflow as tf
 
 from manyhands.training import loss_trial
-from manyhands.training.data.sources import Arrays, Batch
+from manyhands.training.data import loader_randomness
+from manyhands.training.data.sources import Arrays
 from manyhands.training.loss_trial import Pass, Term
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.losses import Losses
 from manyhands.training.tensorflow.objective import OwnStep
 
 
-def check(function: Function, data: Arrays) -> str | None:
-    """Refuse a loss whose parts do not add up; or say why that could not be tried."""
-    few, seeds = loss_trial.unlike_samples(data), itertools.count()
-    with _quiet(function.model), tf.device("/device:CPU:0"):
-        weights = [tf.convert_to_tensor(variable.value) for variable in function.trained]
-        kept = [tf.convert_to_tensor(variable.value) for variable in function.kept]
+def check(function: Function, data: Arrays) -> tuple[str | None, str | None]:
+    """Refuse a loss whose parts do not add up; or say why that could not be tried, and on what it was."""
+    chosen, seeds = loss_trial.choose(data), itertools.count()
+    with _quiet(function.model), loader_randomness.kept(), tf.device("/device:CPU:0"):
+        graph = _graph(function, data)
 
-        def compute(rows: Sequence[int]) -> Pass:
-            batch = few.prepare(tuple(map(tf.convert_to_tensor, few.rows(list(rows)))))
-            return _pass(function, weights, kept, next(seeds), batch)
+        def compute(batch: Sequence[int], rows: Sequence[int]) -> Pass:
+            arrays = data.rows([batch[row] for row in rows])
+            terms = graph(tf.constant(next(seeds)), *map(tf.convert_to_tensor, arrays))
+            return Pass([_term(*term) for term in terms])
 
         precisions = {str(layer.compute_dtype) for layer in function.model._flatten_layers()}
         own_step = isinstance(function.objective, OwnStep)
-        return loss_trial.check(compute, few.count, precisions=precisions, own_step=own_step)
+        batches = [(functools.partial(compute, batch), len(batch)) for batch in chosen.batches]
+        return loss_trial.check(batches, precisions=precisions, own_step=own_step), chosen.seen
 
 
-def _pass(function: Function, weights: list[Any], kept: list[Any], seed: int, batch: Batch) -> Pass:
-    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(weights)
-        losses, _ = function(weights, kept, (seed,), batch, training=True)
-        terms = _terms(losses, len(batch[0]))
-    gradients = [tape.gradient(total, weights, unconnected_gradients="zero") for total, _ in terms]
-    arrays = [[tf.convert_to_tensor(one).numpy().astype(np.float64) for one in part] for part in gradients]
-    return Pass([Term(float(total), float(count), part) for (total, count), part in zip(terms, arrays, strict=True)])
+def _graph(function: Function, data: Arrays) -> Any:
+    """The terms of the loss with their gradients, traced once: the user's code runs for no pass but the first."""
+    weights = [tf.convert_to_tensor(variable.value) for variable in function.trained]
+    kept = [tf.convert_to_tensor(variable.value) for variable in function.kept]
+
+    def work(seed: Any, *arrays: Any) -> list[tuple[Any, Any, list[Any]]]:
+        with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+            tape.watch(weights)
+            losses, _ = function(weights, kept, (seed,), data.prepare(arrays), training=True)
+            terms = _terms(losses, tf.shape(arrays[0])[0])
+        gradients = [tape.gradient(total, weights, unconnected_gradients="zero") for total, _ in terms]
+        dense = [[tf.convert_to_tensor(one) for one in part] for part in gradients]
+        return [(total, count, part) for (total, count), part in zip(terms, dense, strict=True)]
+
+    parts = [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in data.arrays]
+    return tf.function(work, autograph=False, input_signature=[tf.TensorSpec([], tf.int32), *parts])
 
 
-def _terms(losses: Losses, size: int) -> list[tuple[Any, Any]]:
-    mean = [] if losses.mean is None else [(losses.mean * size, size)]
-    total = [] if losses.total is None else [(losses.total.value, 0)]
+def _terms(losses: Losses, size: Any) -> list[tuple[Any, Any]]:
+    mean = [] if losses.mean is None else [(losses.mean * tf.cast(size, losses.mean.dtype), size)]
+    total = [] if losses.total is None else [(losses.total.value, tf.constant(0))]
     return mean + total + [(one.total, one.count) for one in losses.sums]
+
+
+def _term(total: Any, count: Any, gradients: Sequence[Any]) -> Term:
+    return Term(float(total), float(count), [one.numpy().astype(np.float64) for one in gradients])
 
 
 @contextlib.contextmanager

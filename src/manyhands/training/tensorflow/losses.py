@@ -15,6 +15,7 @@ one for each output, with ``loss_weights``.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -145,6 +146,16 @@ def check_names(loss: Any) -> None:
         if isinstance(one, str) and one.lower() not in _BY_SHAPE and one not in ALL_OBJECTS_DICT:
             known = sorted(name for name in ALL_OBJECTS_DICT if name.islower() and len(name) > 4)
             raise BadSettings(f"loss={one!r}: Keras has no loss of this name. It has {', '.join(known)}")
+
+
+def are_of_keras(loss: Any) -> bool:
+    """Whether all are Keras's own losses, by name, as classes, functions or objects."""
+
+    def is_of_keras(one: Any) -> bool:
+        kind = one if isinstance(one, type) or inspect.isfunction(one) else type(one)
+        return isinstance(one, str) or (kind is not LossFunctionWrapper and kind.__module__.startswith("keras.src."))
+
+    return all(map(is_of_keras, keras.tree.flatten(loss)))
 
 
 def of_whole_batch(loss: Any) -> str | None:

@@ -7,6 +7,7 @@ as they are.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from manyhands.errors import BadSettings
 from manyhands.training import loss_trial
 from manyhands.training.data.order import spread
 from manyhands.training.data.sources import Array
-from manyhands.training.loss_trial import FEW, POOL, WIDTH, Pass, Term
+from manyhands.training.loss_trial import FEW, WIDTH, Look, Pass, Term
 from manyhands.training.torch.data import samples
 from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Stream, pick, rows
 from manyhands.training.torch.job import Job
@@ -29,8 +30,9 @@ from manyhands.training.torch.objective import Objective, OwnStep
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.workers import job_bytes
 
-# Samples among which unlike ones are looked for. A count, not a time: all ranks must look at the same ones.
-_POOL = {Arrays: 16 * POOL, Samples: POOL // 4}  # reading a dataset may take milliseconds a sample
+# Samples of a dataset among which unlike ones are looked for: reading one may take milliseconds. A count, not a time:
+# all ranks must look at the same ones.
+_POOL = 256
 _POOL_BYTES = 1 << 27  # of these samples together: large ones, pictures from files say, take long to read
 _STREAMED = 2  # batches of a loader
 _DOUBLE = 50_000_000  # parameters: up to that many a copy in float64 takes little memory, and says more
@@ -51,12 +53,12 @@ def sums(model: torch.nn.Module, job: Job) -> tuple[bool, str | None]:
                 objective.training = True
             if not isinstance(job.train, Stream) and _is_sum(tried, objective, samples.few_samples(job.train, FEW)):
                 return True, None  # no need to read more of them
-            batches = list(_batches(job))
+            batches, seen = _batches(job)
             if _is_sum(tried, objective, batches[0]):
                 return True, None
             why: str | Exception | None = _mixes_samples(tried) or _check(tried, objective, batches)
             if why is None:
-                return False, _partial(job)
+                return False, loss_trial.outcome(None, None if _is_torchs(job.objective) else seen)
     except BadSettings:
         raise
     except Exception as error:
@@ -88,50 +90,49 @@ def _mixes_samples(model: torch.nn.Module) -> str | None:
 # Samples
 
 
-def _batches(job: Job) -> Iterator[Batch]:
-    """A few batches: the most unlike samples first, then some as they come."""
-    for pool in _pools(job):
-        size = rows(pool)
-        yield pick(pool, _unlike(pool, size))
-        yield pick(pool, list(range(min(FEW, size))))
-
-
-def _pools(job: Job) -> Iterator[Batch]:
+def _batches(job: Job) -> tuple[list[Batch], str | None]:
+    """A few batches: the most unlike samples first, then some as they come; and what they were chosen from."""
     data = job.train
+    if isinstance(data, Arrays):
+        chosen = loss_trial.chosen_from([_look(tensor) for tensor in data.tensors], data.count)
+        batches = [samples.take(data, np.array(numbers)) for numbers in chosen.batches]
+        return [*batches, samples.few_samples(data, FEW)], chosen.seen
     if isinstance(data, Stream):
-        yield from itertools.islice(samples.first_batches(job), _STREAMED)
-        return
-    yield samples.take(data, spread(data.count, _pool_size(data)))
+        pools = list(itertools.islice(samples.first_batches(job), _STREAMED))
+        return [batch for pool in pools for batch in _unlike(pool)], f"the first {_STREAMED} batches of the loader"
+    size = _pool_size(data)
+    seen = f"{size} of {data.count} samples" if size < data.count else None
+    return list(_unlike(samples.take(data, spread(data.count, size)))), seen
 
 
-def _pool_size(data: Arrays | Samples) -> int:
+def _pool_size(data: Samples) -> int:
     """How many samples are looked at: as many as may be read, fewer where they are large."""
     first = samples.few_samples(data, FEW)
     leaves = [leaf for leaf in tree.flatten(first)[0] if isinstance(leaf, torch.Tensor)]
     size = max(1, sum(leaf.numel() * leaf.element_size() for leaf in leaves) // rows(first))
-    return min(data.count, _POOL[type(data)], max(4 * FEW, _POOL_BYTES // size))
+    return min(data.count, _POOL, max(4 * FEW, _POOL_BYTES // size))
 
 
-def _partial(job: Job) -> str | None:
-    """A note, where the trial has not seen all of the data, and the loss is not one of PyTorch's."""
-    data, loss = job.train, getattr(job.objective, "loss", None)
-    if (loss if inspect.isfunction(loss) else type(loss)).__module__.startswith("torch.nn."):
-        return None
-    if isinstance(data, Stream):
-        seen = f"the first {_STREAMED} batches of the loader"
-    elif (size := _pool_size(data)) < data.count:
-        seen = f"{size} of {data.count} samples"
-    else:
-        return None
-    return (
-        f"whether the loss is a mean over samples was tried on {seen}: where others may weigh more or less, return "
-        "mh.LossSum(total, count) to be sure"
-    )
+def _is_torchs(objective: Objective) -> bool:
+    loss = getattr(objective, "loss", None)
+    module: str = (loss if inspect.isfunction(loss) else type(loss)).__module__
+    return module.startswith("torch.nn.")
 
 
-def _unlike(batch: Batch, size: int) -> list[int]:
-    leaves = [leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (size,)]
-    return loss_trial.unlike([_numbers(leaf.reshape(size, -1)[:, :WIDTH]) for leaf in leaves], size)
+def _unlike(pool: Batch) -> Iterator[Batch]:
+    """Samples of a pool: the most unlike ones, then some as they come."""
+    size = rows(pool)
+    leaves = [leaf for leaf in tree.flatten(pool)[0] if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (size,)]
+    chosen = loss_trial.chosen_from([_look(leaf) for leaf in leaves], size)
+    yield from (pick(pool, numbers) for numbers in chosen.batches)
+    yield pick(pool, list(range(min(FEW, size))))
+
+
+def _look(tensor: torch.Tensor) -> Look:
+    flat = tensor.reshape(len(tensor), -1)
+    seen = loss_trial.looked_at(*flat.shape)
+    some = flat if len(seen) == len(flat) else flat[torch.from_numpy(seen).to(flat.device)]
+    return Look(_numbers(some[:, :WIDTH]), seen)
 
 
 def _numbers(tensor: torch.Tensor) -> Array:
@@ -148,8 +149,7 @@ def _check(model: torch.nn.Module, objective: Objective, batches: Sequence[Batch
     trial = _Trial(model, objective)
     if sum(one.numel() for one in model.parameters()) < _DOUBLE and not trial.works_in_double(batches[0]):
         trial = _Trial(model, objective)
-    answers = [trial.check(batch) for batch in batches]
-    return None if None in answers else answers[0]
+    return trial.check(batches)
 
 
 class _Trial:
@@ -167,10 +167,12 @@ class _Trial:
             return False
         return True
 
-    def check(self, batch: Batch) -> str | None:
+    def check(self, batches: Sequence[Batch]) -> str | None:
+        def compute(batch: Batch, numbers: Sequence[int]) -> Pass:
+            return self._pass(pick(batch, list(numbers)))
+
         return loss_trial.check(
-            lambda numbers: self._pass(pick(batch, list(numbers))),
-            rows(batch),
+            [(functools.partial(compute, batch), rows(batch)) for batch in batches],
             precisions=[_PRECISIONS.get(self._parameters[0].dtype, "half")],
             own_step=isinstance(self._objective, OwnStep),
         )
