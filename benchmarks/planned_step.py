@@ -28,12 +28,13 @@ from torch.nn import functional
 
 from manyhands import machine
 from manyhands import torch as mh
+from manyhands.training.options import Step
 
 EPOCHS = 4
 WAYS: dict[str, dict[str, Any]] = {
-    "plain steps": {"fast": False},
-    "captured": {"compile": False, "parallel": False},
-    "planned": {"compile": False, "parallel": True},
+    "plain steps": {"step": Step(fast=False)},
+    "captured": {"step": Step(compile=False, parallel=False)},
+    "planned": {"step": Step(compile=False, parallel=True)},
 }
 
 

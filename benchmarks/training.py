@@ -34,6 +34,7 @@ from peers import Outcome, Problem
 from manyhands import machine
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data import fashion_mnist
+from manyhands.training.options import Step, Workers
 from manyhands.training.torch.data.sources import Arrays, scale_images
 from manyhands.training.torch.trainer import Trainer
 
@@ -63,12 +64,12 @@ def manyhands(problem: Problem, **options: Any) -> Outcome:
 
 ROWS: dict[str, Callable[[Problem], Outcome]] = {
     **peers.PEERS,
-    "manyhands-plain": lambda problem: manyhands(problem, fast=False),
-    "manyhands-one-lane": lambda problem: manyhands(problem, compile=False, side_lanes=False),
-    "manyhands-pytorch-kernels": lambda problem: manyhands(problem, compile=False, own_kernels=False),
-    "manyhands": lambda problem: manyhands(problem, compile=False),
-    "manyhands-compiled-one-lane": lambda problem: manyhands(problem, compile=True, side_lanes=False),
-    "manyhands-compiled": lambda problem: manyhands(problem, compile=True),
+    "manyhands-plain": lambda problem: manyhands(problem, step=Step(fast=False)),
+    "manyhands-one-lane": lambda problem: manyhands(problem, step=Step(compile=False, side_lanes=False)),
+    "manyhands-pytorch-kernels": lambda problem: manyhands(problem, step=Step(compile=False, fused_norms=False)),
+    "manyhands": lambda problem: manyhands(problem, step=Step(compile=False)),
+    "manyhands-compiled-one-lane": lambda problem: manyhands(problem, step=Step(compile=True, side_lanes=False)),
+    "manyhands-compiled": lambda problem: manyhands(problem, step=Step(compile=True)),
 }
 
 
@@ -221,7 +222,7 @@ def cpu_scaling(problem: Problem, rounds: int) -> dict[str, Any]:
         small = scaling_problem(problem, model, batch, steps)
         ways = {"by hand": partial(by_hand, small), "1 rank": partial(manyhands, small)}
         if model == "resnet18":
-            ways["2 ranks"] = partial(manyhands, small, ranks_per_device=2)
+            ways["2 ranks"] = partial(manyhands, small, workers=Workers(per_device=2))
         seconds = by_turns(ways, rounds)
         shown = ", ".join(f"{name} {statistics.median(times):.3f} s" for name, times in seconds.items())
         print(

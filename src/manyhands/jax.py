@@ -68,6 +68,9 @@ if TYPE_CHECKING:
     from manyhands.training.jax.trainer import Trainer as Trainer
     from manyhands.training.jax.trainer import train as train
     from manyhands.training.loss_sum import LossSum as LossSum
+    from manyhands.training.options import Checkpoints as Checkpoints
+    from manyhands.training.options import Step as Step
+    from manyhands.training.options import Workers as Workers
     from manyhands.training.result import Result as Result
 
     parallel: _Offer

@@ -65,6 +65,9 @@ if TYPE_CHECKING:
     from manyhands.training.mxnet.command import load_weights as load_weights
     from manyhands.training.mxnet.trainer import Trainer as Trainer
     from manyhands.training.mxnet.trainer import train as train
+    from manyhands.training.options import Checkpoints as Checkpoints
+    from manyhands.training.options import Step as Step
+    from manyhands.training.options import Workers as Workers
     from manyhands.training.result import Result as Result
 
     parallel: _Offer

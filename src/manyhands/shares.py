@@ -17,13 +17,13 @@ from fractions import Fraction
 from manyhands.errors import BadShares
 
 
-def check(shares: Sequence[float], count: int) -> list[Fraction]:
-    """The shares as exact fractions of one, or the reason why they are no shares."""
+def check(shares: Sequence[float], count: int | None = None) -> list[Fraction]:
+    """The shares as exact fractions of one, or the reason why they are no shares (for ``count`` devices)."""
     try:
         given = list(shares)
     except TypeError:
         raise BadShares(f"shares are a list, one per device; {shares!r} is none: for example [0.7, 0.3]") from None
-    if len(given) != count:
+    if count is not None and len(given) != count:
         raise BadShares(
             f"{len(given)} share{'' if len(given) == 1 else 's'} for {count} devices: give one share per device"
         )

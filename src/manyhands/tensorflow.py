@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from manyhands.training.book.vocabulary import add_to_class as add_to_class
     from manyhands.training.commands.recipes import one_cycle as one_cycle
     from manyhands.training.loss_sum import LossSum as LossSum
+    from manyhands.training.options import Checkpoints as Checkpoints
+    from manyhands.training.options import Step as Step
+    from manyhands.training.options import Workers as Workers
     from manyhands.training.result import Result as Result
     from manyhands.training.tensorflow.book.accuracy import accuracy as accuracy
     from manyhands.training.tensorflow.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import doctest
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from manyhands import machine
 from manyhands.backends.fake import FakeBackend, FakeDevice
 from manyhands.cli import devices, flags, main, parser, probe
 from manyhands.placement import measure
+from manyhands.training.options import Step
 
 
 def test_help_and_version() -> None:
@@ -33,6 +35,21 @@ def test_every_option_has_a_help_text_and_its_default() -> None:
             assert action.help, f"{name} {action.dest}"
             if action.option_strings and not action.required and action.dest != "help":
                 assert "default:" in action.help, f"{name} {action.dest}"
+
+
+def test_the_options_of_train_are_grouped_by_topic() -> None:
+    """As the library's: each option of a step that is a flag has the same name there."""
+    top = parser()
+    (commands,) = [action for action in top._actions if isinstance(action, argparse._SubParsersAction)]
+    groups = {group.title: group._group_actions for group in commands.choices["train"]._action_groups}
+    fields = [field.name for field in dataclasses.fields(Step)]
+    flags_of_step = [action.dest for action in groups["step"]]
+    assert flags_of_step == [name for name in fields if name in flags_of_step]
+    assert {"accumulate", "batch_stats", "on_nan", "fast", "compile", "parallel"} <= set(flags_of_step)
+    assert [action.dest for action in groups["run and checkpoints"]] == [
+        "run", "resume", "checkpoint_every", "keep_checkpoints"
+    ]  # fmt: skip
+    assert not [action.dest for action in groups["options"] if action.dest != "help"]
 
 
 def test_errors_of_the_library_are_put_into_the_words_of_the_command() -> None:
@@ -52,6 +69,8 @@ def test_an_unknown_command_is_refused() -> None:
     [
         (["train", "--learning-rate", "3"], "train", "--learning-rate 3; did you mean --lr?"),
         (["train", "--num-epochs=3"], "train", "--num-epochs=3; did you mean --epochs?"),
+        (["train", "--gradient-accumulation-steps", "4"], "train", "did you mean --accumulate?"),
+        (["train", "--save-steps", "50"], "train", "did you mean --checkpoint-every?"),
         (["devices", "--jsno"], "devices", "--jsno; did you mean --json?"),
         (["parity", "mlp", "--batchsize", "4"], "parity", "did you mean --batch-size?"),
         (["convert", "x", "--to", "jax", "--xyz"], "convert", "unrecognized arguments: --xyz\n"),

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch.kernels import batch_norm  # noqa: E402
+from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
 from manyhands.training.torch.fast.fused_norm import FusedNorms  # noqa: E402
 
@@ -82,7 +83,7 @@ def trained(run: Path | None = None, **options: Any) -> tuple[dict[str, Any], An
 def test_training_with_and_without(tmp_path: Path) -> None:
     ours, told = trained(tmp_path / "run")
     again, _ = trained()
-    theirs, told_too = trained(tmp_path / "other", own_kernels=False)
+    theirs, told_too = trained(tmp_path / "other", step=Step(fused_norms=False))
     assert all(torch.equal(ours[key], again[key]) for key in ours), "not the same every time"
     assert told.rows[-1]["train_loss"] == pytest.approx(told_too.rows[-1]["train_loss"], rel=0.1)
     assert int(ours["1.num_batches_tracked"]) == int(theirs["1.num_batches_tracked"]) == 30
@@ -109,7 +110,7 @@ def test_a_kernel_that_reads_past_pytorch_is_found() -> None:
     for own in (True, False):
         torch.manual_seed(0)
         net = Partly()
-        trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, lr=0.05, quiet=True, own_kernels=own)
+        trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, lr=0.05, quiet=True, step=Step(fused_norms=own))
         found.append(trainer.fit(net, (IMAGES, LABELS)).rows[-1]["train_loss"])
     assert found[0] == pytest.approx(found[1], rel=0.05)
 

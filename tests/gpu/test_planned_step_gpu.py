@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
+from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
 
 COUNT = 64 * 90 + 20  # the last batch of an epoch is short
@@ -58,23 +59,23 @@ def assert_same(one: tuple[dict[str, Any], mh.Result], other: tuple[dict[str, An
     ids=["sgd", "clip and schedule", "adamw"],
 )
 def test_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
-    planned = trained(parallel=True, run=tmp_path / "run", **options)
+    planned = trained(step=Step(parallel=True), run=tmp_path / "run", **options)
     assert any("the whole step is a plan of parallel" in note for note in planned[1].notes), planned[1].notes
     told = (tmp_path / "run" / "step.txt").read_text()
     assert "lanes, one graph, equal to the bit" in told
-    assert_same(planned, trained(parallel=False, **options))
+    assert_same(planned, trained(step=Step(parallel=False), **options))
 
 
 def test_a_job_goes_on_with_or_without_a_plan(tmp_path: Path) -> None:
-    whole = trained(2, parallel=False)
-    trained(1, parallel=True, run=tmp_path / "run")
-    resumed = trained(2, parallel=False, run=tmp_path / "run", resume="auto")
+    whole = trained(2, step=Step(parallel=False))
+    trained(1, step=Step(parallel=True), run=tmp_path / "run")
+    resumed = trained(2, step=Step(parallel=False), run=tmp_path / "run", resume="auto")
     for name, value in whole[0].items():
         assert torch.equal(resumed[0][name], value), name
 
 
 def test_batch_normalisation_is_better_left_to_its_kernels() -> None:
     net = models.initialise(models.small_resnet(), seed=0)
-    how: Any = {"devices": ["gpu:0"], "batch_size": 64, "lr": 0.01, "quiet": True, "parallel": True}
+    how: Any = {"devices": ["gpu:0"], "batch_size": 64, "lr": 0.01, "quiet": True, "step": Step(parallel=True)}
     result = mh.Trainer(1, **how).fit(net, (IMAGES[:640], LABELS[:640]))
     assert any("no plan of the whole step: batch normalisation" in note for note in result.notes), result.notes

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch.run import float64  # noqa: E402
+from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
 from manyhands.training.torch.fast.lanes.eager import StreamLanes  # noqa: E402
 from manyhands.training.torch.fast.lanes.lanes import Beside  # noqa: E402
@@ -54,8 +55,8 @@ def unequal(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", NETS)
 def test_twenty_steps_end_in_the_same_weights(name: str, compiled: bool) -> None:
     """To the bit; of a compiled step only that it trains: its gradients are looked at below."""
-    plain, told = trained(name, compile=compiled, side_lanes=False)
-    lanes, told_too = trained(name, compile=compiled, side_lanes=True)
+    plain, told = trained(name, step=Step(compile=compiled, side_lanes=False))
+    lanes, told_too = trained(name, step=Step(compile=compiled, side_lanes=True))
     assert any("one CUDA graph" in note for note in told.notes), told.notes
     assert told.notes == told_too.notes
     if compiled:
@@ -103,7 +104,8 @@ def test_gradients_of_a_compiled_step_are_as_exact(name: str) -> None:
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.1}, {"precision": "fp32"}, {"schedule": mh.one_cycle}])
 def test_other_settings_too(options: dict[str, Any]) -> None:
     assert not unequal(
-        trained("small resnet", side_lanes=False, **options)[0], trained("small resnet", side_lanes=True, **options)[0]
+        trained("small resnet", step=Step(side_lanes=False), **options)[0],
+        trained("small resnet", step=Step(side_lanes=True), **options)[0],
     )
 
 
@@ -153,7 +155,7 @@ def test_every_gradient_is_the_same(name: str, captured: bool, most_held: int | 
 
 @pytest.mark.parametrize("side_lanes", [False, True])
 def test_the_run_folder_tells_the_step(tmp_path: Path, side_lanes: bool) -> None:
-    trained("lenet", side_lanes=side_lanes, run=tmp_path / "run")
+    trained("lenet", step=Step(side_lanes=side_lanes), run=tmp_path / "run")
     words = (tmp_path / "run" / "step.txt").read_text()
     assert "a batch of 32: in one CUDA graph, kernels as they are" in words
     assert ("x convolution, weight" in words) == side_lanes

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from manyhands import torch as mh  # noqa: E402
 from manyhands.errors import BadLabels  # noqa: E402
 from manyhands.training.loop import Loop  # noqa: E402
+from manyhands.training.options import Step, Workers  # noqa: E402
 from manyhands.training.settings import Settings  # noqa: E402
 from manyhands.training.torch.book import models  # noqa: E402
 from manyhands.training.torch.data.sources import Arrays, source  # noqa: E402
@@ -62,7 +63,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     ids=["sgd", "clip", "schedule", "adamw", "momentum and schedule"],
 )
 def test_the_graph_computes_what_plain_steps_compute(extra: dict[str, Any], limit: float) -> None:
-    plain, plain_result = trained(fast=False, **extra)
+    plain, plain_result = trained(step=Step(fast=False), **extra)
     graph, graph_result = trained(**extra)
     assert any("one CUDA graph" in note for note in graph_result.notes), graph_result.notes
     assert difference(graph, plain) < limit
@@ -73,12 +74,14 @@ def test_the_graph_computes_what_plain_steps_compute(extra: dict[str, Any], limi
         assert one["samples"] == 330
 
 
-@pytest.mark.parametrize("options", [{}, {"compile": True}, {"side_lanes": True}, {"gradient_clip_val": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"step": Step(compile=True)}, {"step": Step(side_lanes=True)}, {"gradient_clip_val": 0.1}], ids=str
+)
 def test_biases_before_a_batch_norm_are_left_out(options: dict[str, Any], tmp_path: Path) -> None:
     """Those of seven convolutions of a small ResNet; those around its blocks and the last layer keep theirs."""
     found = []
     clip = {name: value for name, value in options.items() if name == "gradient_clip_val"}
-    for extra in ({"fast": False, **clip}, {"run": tmp_path / "run", **options}):
+    for extra in ({"step": Step(fast=False), **clip}, {"run": tmp_path / "run", **options}):
         model = models.initialise(models.small_resnet(), seed=0).double()
         settings: Any = {"devices": ["gpu:0"], "batch_size": 32, "lr": 0.01, "precision": "fp64", "quiet": True}
         result = mh.Trainer(2, **settings, **extra).fit(model, (IMAGES[:320], LABELS[:320]))
@@ -112,16 +115,16 @@ def test_one_gpu_is_the_cpu() -> None:
 
 def test_two_ranks_on_one_gpu_are_one() -> None:
     """Gloo, as NCCL refuses two ranks on one GPU; started after this process has used CUDA."""
-    alone, _ = trained(batch_stats="global")
+    alone, _ = trained(step=Step(batch_stats="global"))
     for shares in (None, [0.7, 0.3]):
-        both, result = trained(batch_stats="global", ranks_per_device=2, shares=shares)
+        both, result = trained(step=Step(batch_stats="global", shares=shares), workers=Workers(per_device=2))
         assert result.devices == ["gpu:0", "gpu:0"]
         assert difference(both, alone) < 1e-10
 
 
 def test_a_cpu_and_a_gpu_in_one_job() -> None:
-    alone, _ = trained(batch_stats="global")
-    both, result = trained(batch_stats="global", devices=["gpu:0", "cpu"], shares="measured")
+    alone, _ = trained(step=Step(batch_stats="global"))
+    both, result = trained(step=Step(batch_stats="global", shares="measured"), devices=["gpu:0", "cpu"])
     assert difference(both, alone) < 1e-10
     assert any("shares measured" in note for note in result.notes)
     assert result.shares is not None
@@ -143,7 +146,7 @@ def _loop(**settings: Any) -> tuple[Loop, Rank]:
 @pytest.mark.parametrize("fast", [True, False])
 def test_no_step_makes_the_host_wait(fast: bool) -> None:
     """The strictest check that torch has: an error for every synchronising operation it knows."""
-    loop, rank = _loop(fast=fast, max_epochs=6, gradient_clip_val=1.0)
+    loop, rank = _loop(step=Step(fast=fast), max_epochs=6, gradient_clip_val=1.0)
     for _ in range(5):  # warm up: kernels, idle biases, graphs of both sizes
         loop._train_epoch()
         loop.cursor = loop.cursor.next_epoch()
@@ -161,7 +164,7 @@ def test_no_step_makes_the_host_wait(fast: bool) -> None:
 def test_a_loader_is_prefetched_without_waits() -> None:
     dataset = torch.utils.data.TensorDataset(IMAGES, LABELS)
     samples = source(torch.utils.data.Subset(dataset, range(330)))
-    loop, rank = _loop(train=samples, fast=False)
+    loop, rank = _loop(train=samples, step=Step(fast=False))
     loop._train_epoch()
     assert rank.metrics.read().count == 330
     assert any("plain steps" in note for note in rank.notes)
@@ -300,7 +303,7 @@ def test_python_that_a_graph_would_freeze() -> None:
     weights = []
     for fast in (True, False):
         model = Counting().double()
-        trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", fast=fast)
+        trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", step=Step(fast=fast))
         result = trainer.fit(model, (IMAGES, LABELS))
         weights.append(model.state_dict())
     assert any("fast=False" in note for note in result.notes)
@@ -317,7 +320,7 @@ def test_a_batch_that_is_left_out_in_a_graph(kind: Any) -> None:
     weights = []
     for fast in (True, False):
         model = net().double()
-        options: Any = {"optimizer": lambda p: kind(p, lr=0.01), "on_nan": "continue", "fast": fast}
+        options: Any = {"optimizer": lambda p: kind(p, lr=0.01), "step": Step(on_nan="continue", fast=fast)}
         trainer = mh.Trainer(3, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", **options)
         with pytest.warns(UserWarning, match="going on"):
             trainer.fit(model, (spoilt, LABELS))

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from manyhands.training.options import Step
+
 jax = pytest.importorskip("jax")
 
 
@@ -39,7 +41,7 @@ def test_the_gpu_gives_what_the_cpu_gives(mh: Any) -> None:
 
     on_cpu, _ = trained(mh, "cpu", precision="fp32")
     for fast in (True, False):
-        on_gpu, result = trained(mh, "gpu:0", precision="fp32", fast=fast)
+        on_gpu, result = trained(mh, "gpu:0", precision="fp32", step=Step(fast=fast))
         assert largest_difference(on_gpu, on_cpu) < 1e-4
         assert result.devices == ["gpu:0"]
 
@@ -48,5 +50,5 @@ def test_a_gpu_computes_in_bfloat16_by_itself(mh: Any) -> None:
     found, result = trained(mh, "gpu:0")
     assert any("bfloat16" in note for note in result.notes)
     assert {str(one.dtype) for one in found.values()} == {"float32"}
-    plain, _ = trained(mh, "gpu:0", fast=False)
+    plain, _ = trained(mh, "gpu:0", step=Step(fast=False))
     assert all(abs(found[name] - plain[name]).max() < 0.05 for name in plain)

@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-_FLAGS = {"max_epochs": "--epochs", "batch_size": "--batch-size", "batch_stats": "--batch-stats"}
-_FLAGS |= {"checkpoint_every": "--checkpoint-every"}
+# Where a flag has another name than the library's option.
+_FLAGS = {"max_epochs": "--epochs", "every": "--checkpoint-every", "keep": "--keep-checkpoints"}
+_NAMES = ("max_epochs", "batch_size", "batch_stats", "on_nan")
 # These are also plain words: they are flags only where a value follows.
-_WORDS = ("lr", "seed", "shares", "precision", "compile", "parallel", "devices", "run", "resume", "framework")
-_GIVEN = re.compile(rf"(?<![-\w/])({'|'.join((*_FLAGS, *_WORDS))})=(\[[^\]]*\]|'[^']*'|\w[\w.+-]*\w|\w|-[\w.]*\w)")
-_NAMED = re.compile(rf"(?<![-\w/])({'|'.join(_FLAGS)})(?![\w=/])")
+_OF_STEP = ("shares", "accumulate", "fast", "compile", "parallel")
+_WORDS = ("lr", "seed", "precision", "devices", "run", "resume", "framework", "every", "keep", *_OF_STEP)
+_TOPIC = re.compile(r"(?:\b\w+=)?(?:\bmh\.)?\b(?:Step|Checkpoints|Workers)\(([^()]*)\)")
+_GIVEN = re.compile(rf"(?<![-\w/])({'|'.join((*_NAMES, *_WORDS))})=(\[[^\]]*\]|'[^']*'|\w[\w.+-]*\w|\w|-[\w.]*\w)")
+_NAMED = re.compile(rf"(?<![-\w/])({'|'.join(_NAMES)})(?![\w=/])")
 
 
 def of(name: str) -> str:
@@ -25,14 +28,14 @@ def of(name: str) -> str:
     >>> of("batch_size"), of("max_epochs")
     ('--batch-size', '--epochs')
     """
-    return _FLAGS.get(name, f"--{name}")
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def changed(name: str, value: Any, before: Any) -> str:
     """What a resumed run has now, and what it was begun with.
 
-    >>> changed("lr", 0.2, 0.05), changed("plain", True, False)
-    ('--lr 0.2: the run was begun with 0.05', '--plain: the run was begun with --no-plain')
+    >>> changed("lr", 0.2, 0.05), changed("fast", False, True)
+    ('--lr 0.2: the run was begun with 0.05', '--no-fast: the run was begun with --fast')
     >>> changed("data", "b", None), changed("shares", None, "0.7,0.3")
     ('--data b: the run was begun without it', 'no --shares: the run was begun with 0.7,0.3')
     """
@@ -75,6 +78,8 @@ def in_command_words(text: str) -> str:
     '--batch-size 10 is wrong: give --batch-size 16, or --resume RUN'
     >>> in_command_words("compile=False and shares=[0.7, 0.3], each with max_epochs")
     '--no-compile and --shares 0.7,0.3, each with --epochs'
+    >>> in_command_words("Step(fast=False): give step=mh.Step(on_nan='continue')")
+    '--no-fast: give --on-nan continue'
     >>> in_command_words("runs/lr=0.1 and runs/batch_size are folders")
     'runs/lr=0.1 and runs/batch_size are folders'
     """
@@ -85,7 +90,7 @@ def in_command_words(text: str) -> str:
             return f"--{'no-' if value == 'False' else ''}{name}"
         return f"{of(name)} {'RUN' if value == 'auto' and name == 'resume' else value}"
 
-    return _NAMED.sub(lambda match: of(match[1]), _GIVEN.sub(flag, text))
+    return _NAMED.sub(lambda match: of(match[1]), _GIVEN.sub(flag, _TOPIC.sub(r"\1", text)))
 
 
 def whole_number(least: int) -> Callable[[str], int]:

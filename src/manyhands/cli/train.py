@@ -33,16 +33,21 @@ _MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 # How a run is trained. A resumed run keeps all of these unless they are given anew.
 _ALWAYS: dict[str, Any] = {
     "devices": "all",
-    "shares": None,
     "data": None,
     "seed": 0,
     "precision": "auto",
+    "shares": None,
+    "accumulate": 1,
     "batch_stats": "per_device",
-    "checkpoint_every": None,
-    "plain": False,
+    "on_nan": "stop",
+    "fast": True,
     "compile": None,
     "parallel": None,
+    "checkpoint_every": None,
+    "keep_checkpoints": 3,
 }
+# Those of a step that mean the same in the library.
+_STEP = ("accumulate", "batch_stats", "on_nan", "fast", "compile", "parallel")
 _ON_GPU: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1}
 _ON_CPU: dict[str, Any] = {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
 _EPOCHS_OF_SUBSET = 20  # of 4,000 images: as many as lenet needs for a test accuracy of 0.85
@@ -58,57 +63,80 @@ def add(commands: Any) -> None:
         description="Train on Fashion-MNIST: resnet18 for 10 epochs on GPUs, lenet for 4 epochs without one; where the "
         f"full data set is not there, {_EPOCHS_OF_SUBSET} epochs of the small subset that comes with manyhands.",
     )
-    option = parser.add_argument
+    _add_what(parser.add_argument_group("what is trained, and on what"))
+    _add_how(parser.add_argument_group("how it is trained"))
+    _add_step(parser.add_argument_group("step", "How a step is run, and how its batch is divided."))
+    _add_checkpoints(parser.add_argument_group("run and checkpoints", "Where figures and checkpoints are written."))
+    parser.set_defaults(run_command=run, error_text=flags.in_command_words)
+
+
+def _add_what(group: Any) -> None:
+    option = group.add_argument
     option("--framework", choices=FRAMEWORKS, help="default: the resumed run's, else the first that is installed")
     option("--model", choices=_MODELS, help="default: resnet18 on a GPU, else lenet")
     option(
         "--devices",
         help="all, 2 (GPUs), gpu:0,gpu:1, cpu, cpu:2 (two made of the CPU), gpu:0,cpu; default: all GPUs, else the CPU",
     )
-    whole = flags.whole_number
-    option(
-        "--batch-size",
-        type=whole(1),
-        metavar="N",
-        help="samples of one step over all devices together; default: 256 on a GPU, else 128",
-    )
-    option("--lr", type=flags.rate, metavar="RATE", help="the cycle's highest learning rate; default: 0.1, CPU 0.05")
-    option(
-        "--epochs",
-        type=whole(1),
-        metavar="N",
-        help=f"times through the data; default: 10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} of the small subset",
-    )
-    option("--shares", help="each device's part of a batch: 0.7,0.3 or measured; default: equal parts")
-    option("--seed", type=whole(0), metavar="N", help="of the weights and the order of samples; default: 0")
-    option(
-        "--precision",
-        choices=["auto", "fp32", "bf16", "fp64"],
-        help="what layers compute in; default: auto, which is bf16 where the hardware is made for it, else fp32",
-    )
-    option(
-        "--batch-stats",
-        choices=["per_device", "global"],
-        help="BatchNorm's statistics are of each device's part or of the whole batch; default: per_device",
-    )
-    _add_ways_and_folders(parser)
-    option("--quiet", action="store_true", help="no progress display; default: show it")
-    parser.set_defaults(run_command=run, error_text=flags.in_command_words)
-
-
-def _add_ways_and_folders(parser: argparse.ArgumentParser) -> None:
-    """How steps are run, and where data, figures and checkpoints are."""
-    option = parser.add_argument
-    yes_or_no: Any = argparse.BooleanOptionalAction
-    option("--plain", action=yes_or_no, help="plain steps only: no CUDA graph, no compiling; default: --no-plain")
-    option("--compile", action=yes_or_no, help="compile kernels; default: where it pays")
-    option("--parallel", action=yes_or_no, help="plan the step as a whole; default: where it pays")
     option(
         "--data",
         type=flags.folder,
         metavar="FOLDER",
         help="with the four IDX files; default: $MANYHANDS_DATA, the user cache, a download, else the small subset",
     )
+
+
+def _add_how(group: Any) -> None:
+    option, whole = group.add_argument, flags.whole_number
+    option(
+        "--epochs",
+        type=whole(1),
+        metavar="N",
+        help=f"times through the data; default: 10 on a GPU, else 4; {_EPOCHS_OF_SUBSET} of the small subset",
+    )
+    option(
+        "--batch-size",
+        type=whole(1),
+        metavar="N",
+        help="samples per step, over all devices together; default: 256 on a GPU, else 128",
+    )
+    option("--lr", type=flags.rate, metavar="RATE", help="the cycle's highest learning rate; default: 0.1, CPU 0.05")
+    option(
+        "--precision",
+        choices=["auto", "fp32", "bf16", "fp64"],
+        help="what layers compute in; default: auto, which is bf16 where the hardware is made for it, else fp32",
+    )
+    option("--seed", type=whole(0), metavar="N", help="of the weights and the order of samples; default: 0")
+    option("--quiet", action="store_true", help="no progress display; default: show it")
+
+
+def _add_step(group: Any) -> None:
+    """The options of :class:`manyhands.training.options.Step`."""
+    option, yes_or_no = group.add_argument, argparse.BooleanOptionalAction
+    option("--shares", help="each device's part of a batch: 0.7,0.3 or measured; default: equal parts")
+    option(
+        "--accumulate",
+        type=flags.whole_number(1),
+        metavar="N",
+        help="gradient accumulation: micro-batches per step on each device; default: 1",
+    )
+    option(
+        "--batch-stats",
+        choices=["per_device", "global"],
+        help="BatchNorm's statistics are of each device's part or of the whole batch; default: per_device",
+    )
+    option(
+        "--on-nan",
+        choices=["stop", "continue"],
+        help="when the loss is NaN, stop, or continue without that batch; default: stop",
+    )
+    option("--fast", action=yes_or_no, help="allow CUDA graphs and compiling; --no-fast: plain steps; default: --fast")
+    option("--compile", action=yes_or_no, help="compile the step; default: where it pays")
+    option("--parallel", action=yes_or_no, help="plan the step as a whole; default: where it pays")
+
+
+def _add_checkpoints(group: Any) -> None:
+    option, whole = group.add_argument, flags.whole_number
     option(
         "--run",
         type=flags.folder,
@@ -123,10 +151,11 @@ def _add_ways_and_folders(parser: argparse.ArgumentParser) -> None:
     )
     option(
         "--checkpoint-every",
-        type=flags.whole_number(1),
+        type=whole(1),
         metavar="STEPS",
         help="steps between checkpoints; default: one at the end of every epoch",
     )
+    option("--keep-checkpoints", type=whole(1), metavar="N", help="how many of the newest to keep; default: 3")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -251,26 +280,25 @@ def _load_data(folder: str | None, begun: dict[str, Any], options: argparse.Name
 
 def _trainer_options(chosen: dict[str, Any], recipes: Recipes) -> dict[str, Any]:
     from manyhands.training.commands.recipes import one_cycle
+    from manyhands.training.options import Checkpoints, Step
 
     return {
         "max_epochs": chosen["epochs"],
         "optimizer": recipes.nesterov(chosen["lr"]),
         "schedule": one_cycle,
-        "shares": parse_shares(chosen["shares"]),
         "seed": chosen["seed"],
         "precision": chosen["precision"],
-        "batch_stats": chosen["batch_stats"],
-        "fast": not chosen["plain"],
-        "compile": chosen["compile"],
-        "parallel": chosen["parallel"],
-        "checkpoint_every": chosen["checkpoint_every"],
+        "step": Step(shares=parse_shares(chosen["shares"]), **{name: chosen[name] for name in _STEP}),
+        "checkpoints": Checkpoints(every=chosen["checkpoint_every"], keep=chosen["keep_checkpoints"]),
     }
 
 
 def _check_devices(chosen: dict[str, Any], count: int) -> None:
+    from manyhands.training.options import Step
     from manyhands.training.settings import Settings
 
-    Settings(batch_size=chosen["batch_size"], shares=parse_shares(chosen["shares"])).check_devices(count)
+    shares = parse_shares(chosen["shares"])
+    Settings(batch_size=chosen["batch_size"], step=Step(shares=shares)).check_devices(count)
 
 
 def _folder(options: argparse.Namespace) -> str:

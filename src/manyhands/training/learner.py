@@ -21,8 +21,8 @@ SCHEDULE_HINT = (
 )
 NAN_HINT = (
     "If the loss is divided by a count (mh.LossSum, or a mean over the labels that are not ignored), the count of this "
-    "batch may be 0: give at least 1. Else a smaller learning rate or gradient_clip_val may help; on_nan='continue' "
-    "goes on without the batch"
+    "batch may be 0: give at least 1. Else a smaller learning rate or gradient_clip_val may help; "
+    "step=mh.Step(on_nan='continue') goes on without the batch"
 )
 Say = Callable[[dict[str, Any]], None]  # takes the events that a display shows
 

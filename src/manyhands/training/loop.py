@@ -132,7 +132,7 @@ class Loop:
             if self.cursor.batch == loader_batches.MANY and self._batches() is None:
                 batches = loader_batches.MANY
                 self._warn(f"epoch {window.epoch + 1} has not ended after {batches} batches. {loader_batches.END_IT}")
-            every = self.settings.checkpoint_every
+            every = self.settings.checkpoints.every
             if every and self.cursor.step % every == 0 and self.cursor.step > first:
                 saving.save(self)
 
@@ -213,7 +213,7 @@ class Loop:
     # Losses that are no numbers
 
     def check_numbers(self, figures: Figures) -> None:
-        if figures.bad_step is None or self.settings.on_nan == "continue":
+        if figures.bad_step is None or self.settings.step.on_nan == "continue":
             return
         raise LossIsNotANumber(
             f"{self._bad_step_in_words(figures.bad_step)}. {self._bad_samples(figures.bad_step) or NAN_HINT}"
@@ -288,7 +288,7 @@ class Loop:
         if self.run is not None:
             self._write_row(self.run, row)
         self.say({"kind": "epoch", **row})
-        if not self.settings.checkpoint_every or self.cursor.epoch == self.settings.max_epochs:
+        if not self.settings.checkpoints.every or self.cursor.epoch == self.settings.max_epochs:
             saving.save(self)
 
     def _write_row(self, run: RunFolder, row: dict[str, Any]) -> None:

@@ -1,17 +1,24 @@
-"""What an option that does not exist was meant to be: other trainers call the same things by other names."""
+"""What an option that does not exist was meant to be, and where it is given.
+
+Other trainers call the same things by other names, and some options belong to a topic: ``Trainer(accumulate=4)`` is an
+error that says ``Trainer(step=mh.Step(accumulate=4))``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Collection
+from numbers import Real
+from typing import ParamSpec, TypeVar
 
 from manyhands.errors import UnknownOption
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Class = TypeVar("_Class")
 
 # An option of the trainer, and what Keras, Lightning, Hugging Face, fastai and others call it.
 _CALLED = {
@@ -30,12 +37,13 @@ _CALLED = {
     "seed": "random_state random_seed manual_seed",
     "run": "default_root_dir output_dir save_dir log_dir logdir run_dir checkpoint_dir ckpt_dir dirpath",
     "resume": "ckpt_path resume_from_checkpoint checkpoint resume_from",
-    "checkpoint_every": "save_every save_steps save_freq checkpoint_interval every_n_train_steps",
-    "keep_checkpoints": "save_total_limit save_top_k max_to_keep",
-    "ranks_per_device": "num_processes nproc nprocs num_proc world_size n_procs",
+    "every": "checkpoint_every save_every save_steps save_freq checkpoint_interval every_n_train_steps",
+    "keep": "keep_checkpoints save_total_limit save_top_k max_to_keep",
+    "per_device": "ranks_per_device num_processes nproc nprocs num_proc world_size n_procs",
     "quiet": "disable_tqdm silent",
     "compile": "jit jit_compile torch_compile",
     "fast": "run_eagerly eager",
+    "fused_norms": "own_kernels",
 }
 _MEANT = {name: option for option, names in _CALLED.items() for name in names.split()}
 
@@ -58,17 +66,32 @@ _EXPLAINED = {
     "early_stopping": "there is none. Train with run=..., and go on with resume='auto' and more epochs",
 }
 _EXPLAINED["patience"] = _EXPLAINED["early_stopping"]
+# An option that belongs to a topic: the trainer's argument, and the class of its value.
+_PLACES: dict[str, tuple[str, str]] = {}
 
 
 def option_called(name: str) -> str | None:
-    """The trainer's option that others call so, if there is one."""
+    """The option that others call so, if there is one."""
     return _MEANT.get(name.lower())
+
+
+def topic(argument: str) -> Callable[[type[_Class]], type[_Class]]:
+    """Decorates a dataclass of options that is given to the trainer as this argument."""
+
+    def decorate(options: type[_Class]) -> type[_Class]:
+        names = [field.name for field in dataclasses.fields(options)]  # type: ignore[arg-type]
+        _PLACES.update(dict.fromkeys(names, (argument, options.__name__)))
+        by_name = f"{options.__name__} takes its options by name: {options.__name__}({names[0]}=...)"
+        options.__init__ = explained(too_many=by_name)(options.__init__)  # type: ignore[method-assign]
+        return options
+
+    return decorate
 
 
 def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorates a method: a keyword that it does not have is an error that names the one that is meant.
 
-    ``too_many`` is said where there are too many arguments without a name.
+    ``too_many`` is the message where there are too many arguments without a name.
     """
 
     def decorate(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -77,9 +100,11 @@ def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Cal
 
         @functools.wraps(method)
         def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            unknown = [name for name in kwargs if name not in parameters]
-            if unknown:
-                raise UnknownOption(_meant(type(args[0]).__name__, method.__name__, unknown[0], parameters))
+            for name, value in kwargs.items():
+                if name not in parameters:
+                    owner = type(args[0]).__name__
+                    call = owner if method.__name__ == "__init__" else f"{owner}.{method.__name__}"
+                    raise UnknownOption(f"{call} has no option {name}: {_meant(name, value, list(parameters)[1:])}")
             if len(args) > positional:
                 raise UnknownOption(too_many)
             return method(*args, **kwargs)
@@ -89,15 +114,25 @@ def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Cal
     return decorate
 
 
-def _meant(owner: str, method: str, name: str, known: Iterable[str]) -> str:
-    call = owner if method == "__init__" else f"{owner}.{method}"
-    wrong = f"{call} has no option {name}"
-    options = [*_CALLED, *known] if method != "__init__" else list(known)
-    place = "" if method == "__init__" else f" of {owner}"
-    if (option := option_called(name)) is not None:
-        return f"{wrong}: it is called {option}{place} here"
+def _meant(name: str, value: object, known: Collection[str]) -> str:
+    """What to write instead of an option that does not exist; ``known`` are those that do."""
+    option = option_called(name) or (name if name in _CALLED or name in _PLACES else None)
+    if option is not None:
+        called = "" if option == name else f"it is called {option} here"
+        if option in known:
+            return called
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        text = repr(value) if option == name or is_number else "..."
+        return f"{called + '. Write' if called else 'write'} {_call(option, text if len(text) < 60 else '...')}"
     if (reason := _EXPLAINED.get(name.lower())) is not None:
-        return f"{wrong}: {reason}"
-    close = difflib.get_close_matches(name, options, 1)
-    there: Any = f"did you mean {close[0]}?" if close else f"there are {', '.join(n for n in known if n != 'self')}"
-    return f"{wrong}: {there}"
+        return reason
+    close = difflib.get_close_matches(name, [*known, *_PLACES, *_CALLED], 1)
+    if not close:
+        return f"there are {', '.join(known)}"
+    return f"did you mean {close[0] if close[0] in known else _call(close[0], '...')}?"
+
+
+def _call(option: str, value: str) -> str:
+    """How the option is given to the trainer."""
+    argument, kind = _PLACES.get(option, (None, None))
+    return f"Trainer({option}={value})" if argument is None else f"Trainer({argument}=mh.{kind}({option}={value}))"

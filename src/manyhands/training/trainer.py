@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement.moves import Placement
-from manyhands.training import launcher, option_names
+from manyhands.training import launcher, option_names, options
 from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunPlan
@@ -23,32 +23,52 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.sources import not_finite
 from manyhands.training.display.display import Display
 from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Schedule
+from manyhands.training.options import Checkpoints, Step, Workers
 from manyhands.training.result import Result
-from manyhands.training.settings import BatchStats, Precision, Settings
+from manyhands.training.settings import Precision, Settings
 
 _DEFAULT_BATCH = 256
 
 
 class BaseTrainer(HyperParameters, abc.ABC):
-    """Trains a model on every device it is given, with the update that one device would make.
+    """Trains a model on one or more devices; the update is the one that a single device would make.
 
-    The book's arguments come first: ``max_epochs``, ``num_gpus`` (as many as there are of them; 0 is the CPU) and
-    ``gradient_clip_val`` (the global norm of the gradients; 0 does not clip). All others are by name.
+    ``Trainer(max_epochs=10, num_gpus=2, lr=0.1).fit(model, data)``. The book's three arguments may be given by
+    position, all others by name.
 
-    ``lr`` is the learning rate of an optimizer that the trainer makes: SGD by default (0.1), one given by name
-    (``optimizer="adamw"``), as a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``) or as a function that takes a
-    rate (``optax.adamw``). Without ``lr`` those have their own default. A finished optimizer, or a function that takes
-    no rate, has its own: giving ``lr`` as well is an error. ``batch_size`` counts all devices together; a loader that
-    has another one is an error. ``schedule`` is a function from how much of the training is done (0 to 1) to a factor
-    of the learning rate.
-
-    ``loss`` is a function, an object, a class that makes one, or in PyTorch and TensorFlow a name (``"mse"``). It is
-    called as the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet,
-    ``loss(y_true, y_pred)`` with Keras. It gives the mean over the samples of a batch, or one number per sample, or a
-    :class:`~manyhands.training.loss_sum.LossSum`.
+    Args:
+        max_epochs: How many times to go through the training data. Default: 10.
+        num_gpus: How many GPUs to train on, at most; 0 is the CPU. Default: 0.
+        gradient_clip_val: The largest global norm of the gradients; 0 does not clip. Default: 0.
+        devices: The devices to train on, by name (``["gpu:0", "gpu:1"]``) or as the framework's own objects. Default:
+            None, as ``num_gpus`` says.
+        batch_size: Samples per step, over all devices together. A loader has its own; another one here is an error.
+            Default: None, the data's own, else 256.
+        lr: The learning rate of an optimizer that the trainer makes. A finished optimizer has its own: giving ``lr`` as
+            well is an error. Default: None, the optimizer's own default; 0.1 for SGD.
+        loss: A function, an object, a class that makes one, or in PyTorch and TensorFlow a name (``"mse"``). Called as
+            the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet, ``loss(y_true, y_pred)``
+            with Keras. It returns the mean over the samples of a batch, or one number per sample, or an ``mh.LossSum``.
+            Default: None, the model's own (``training_step``, or what a Keras model was compiled with), else
+            cross-entropy.
+        optimizer: A name (``"adamw"``), a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``), a function that
+            takes a rate (``optax.adamw``) or a finished optimizer. Default: None, the model's own
+            (``configure_optimizers``, or what a Keras model was compiled with), else SGD.
+        schedule: A function from how much of the training is done (0 to 1) to a factor of the learning rate, as
+            ``mh.one_cycle``. Default: None, a constant rate.
+        precision: What layers compute in: ``"fp32"``, ``"bf16"`` (weights stay float32), ``"fp64"``. Default:
+            ``"auto"``, decided by the hardware and the model, never by a clock.
+        seed: Sets the order of the samples and the random numbers of the job. Default: 0.
+        run: A folder for figures and checkpoints. Default: None, nothing is written.
+        resume: Continue from a run's last checkpoint: ``"auto"`` from the one in ``run`` if there is one, or the folder
+            of a run or checkpoint. Default: None, start anew.
+        quiet: Show no progress. Default: False.
+        step: How a step is run, and how its batch is divided: ``mh.Step(accumulate=4)``. See ``help(mh.Step)``.
+        checkpoints: When checkpoints are written: ``mh.Checkpoints(every=100)``. See ``help(mh.Checkpoints)``.
+        workers: The worker processes, in PyTorch: ``mh.Workers(hang_seconds=300)``. See ``help(mh.Workers)``.
     """
 
-    # Of each framework: its adapter, and the options that have no meaning there, with the reason.
+    # Of each framework: its adapter, and the options of topics (or one value of them) that it cannot do, and why.
     backend: ClassVar[Any]
     refused: ClassVar[dict[str, str]] = {}
     loss_kinds: ClassVar[tuple[type, ...]] = ()  # of losses, besides functions
@@ -67,29 +87,17 @@ class BaseTrainer(HyperParameters, abc.ABC):
         loss: Any = None,
         optimizer: Any = None,
         schedule: Schedule | None = None,
-        shares: Sequence[float] | Literal["measured"] | None = None,
-        accumulate: int = 1,
-        batch_stats: BatchStats = "per_device",
         precision: Precision = "auto",
         seed: int = 0,
-        fast: bool = True,
-        compile: bool | None = None,
-        side_lanes: bool = True,
-        own_kernels: bool = True,
-        parallel: bool | None = None,
-        on_nan: Literal["stop", "continue"] = "stop",
         run: str | Path | None = None,
         resume: str | Path | Literal["auto"] | None = None,
-        checkpoint_every: int | None = None,
-        keep_checkpoints: int = 3,
-        ranks_per_device: int = 1,
-        hang_seconds: float = 60.0,
         quiet: bool = False,
+        step: Step = Step(),
+        checkpoints: Checkpoints = Checkpoints(),
+        workers: Workers = Workers(),
     ) -> None:
         self.save_hyperparameters()
-        for name, reason in self.refused.items():
-            if getattr(self, name) != _DEFAULTS[name]:
-                raise BadSettings(f"{name}={getattr(self, name)!r}: {reason}")
+        self._check_topics()
         self.loss = self._meant_loss(loss)
         if schedule is not None and (isinstance(schedule, type) or not callable(schedule)):
             raise BadSettings(f"schedule={schedule!r}: {SCHEDULE_HINT}")
@@ -129,6 +137,17 @@ class BaseTrainer(HyperParameters, abc.ABC):
         except TypeError as error:
             raise BadSettings(f"loss={loss.__name__} is a class: make one, {loss.__name__}(...) ({error})") from error
 
+    def _check_topics(self) -> None:
+        """Refuse what is no option object, and options that the framework does not have."""
+        for topic in options.TOPICS:
+            chosen = self._option(topic)
+            options.check_topic(topic, chosen)
+            for field in dataclasses.fields(chosen):
+                value = getattr(chosen, field.name)
+                reason = self.refused.get(field.name) if value != field.default else None
+                if reason := reason or self.refused.get(f"{field.name}={value!r}"):
+                    raise BadSettings(f"{options.given(chosen, field.name)}: {reason}")
+
     def _check_settings(self) -> None:
         """Refuse what no job can have, whatever its model and data."""
         self._settings_with(self._option("batch_size"))
@@ -138,11 +157,9 @@ class BaseTrainer(HyperParameters, abc.ABC):
                 raise BadSettings(f"{name}={path!r}: give the path of a folder")
         if self._option("resume") == "auto" and self._option("run") is None:
             raise BadSettings("resume='auto' goes on with the run in run=...: give run, or a run's folder as resume")
-        if self._option("checkpoint_every") is not None and self._option("run") is None:
-            raise BadSettings(
-                f"checkpoint_every={self._option('checkpoint_every')} without a folder for the checkpoints: give run=, "
-                "as run='runs/mine'"
-            )
+        if self._option("checkpoints").every is not None and self._option("run") is None:
+            every = options.given(self._option("checkpoints"), "every")
+            raise BadSettings(f"{every} without a folder for the checkpoints: give run=, as run='runs/mine'")
 
     def _check_options(self) -> None:
         """Refuse what a framework cannot take; called when a trainer is made."""

@@ -29,6 +29,7 @@ from manyhands.errors import WorkerFailed
 from manyhands.training.checkpoints import store
 from manyhands.training.commands.parity import largest_difference
 from manyhands.training.commands.recipes import one_cycle
+from manyhands.training.options import Checkpoints, Step
 
 CLASSES, FEATURES, LENGTH, WORDS, PADDING = 3, 6, 4, 7, -1
 OWN_SCHEDULE = "a schedule of its own"  # an optimizer with it takes none of the trainer's
@@ -135,15 +136,18 @@ def draw(seed: int, words: Words) -> Case:
     samples = int(random.integers(batch_size, batch_size * (MOST_STEPS // epochs) + 1))
     if kind.mixes and samples % batch_size == 1:
         samples += 1  # a single sample has no statistics, and PyTorch refuses it
-    options: dict[str, Any] = {"seed": int(random.integers(1000)), "checkpoint_every": int(random.integers(1, 4))}
+    options: dict[str, Any] = {"seed": int(random.integers(1000))}
+    options["checkpoints"] = Checkpoints(every=int(random.integers(1, 4)), keep=100)
+    step: dict[str, Any] = {}
     if random.random() < 0.3:
         options["gradient_clip_val"] = float(some([0.01, 0.3, 100.0]))
     if random.random() < 0.15:
-        options["on_nan"] = "continue"
+        step["on_nan"] = "continue"
     if random.random() < 0.5:
         options["precision"] = "fp64"
     if kind.mixes and random.random() < 0.8 and "batch_stats" not in words.without:
-        options["batch_stats"] = "global"
+        step["batch_stats"] = "global"
+    options["step"] = Step(**step)
     shares = accumulate = None
     if random.random() < 0.5 and "shares" not in words.without:
         shares = [float(round(one, 2)) for one in random.dirichlet([1.0] * DEVICES)]
@@ -175,7 +179,7 @@ def draw(seed: int, words: Words) -> Case:
 
 def _stopped(case: Case, random: np.random.Generator) -> Case:
     """Somewhere between the first checkpoint and the end."""
-    first = min(case.options["checkpoint_every"], -(-case.samples // case.batch_size))
+    first = min(case.options["checkpoints"].every, -(-case.samples // case.batch_size))
     if first >= case.steps:
         return replace(case, stop="at a checkpoint", stop_after=first)
     return replace(case, stop_after=int(random.integers(first, case.steps)))
@@ -242,14 +246,14 @@ def fit(bench: Bench, case: Case, devices: int, run: Path, *, plain: bool = Fals
     """Train in a run folder. ``plain``: without shares and micro-batches."""
     words = words_of(bench.framework)
     make, has_batch_size = words.data[case.data]
-    given: dict[str, Any] = {"keep_checkpoints": 100, **case.options}
+    given: dict[str, Any] = dict(case.options)
     if not has_batch_size:
         given["batch_size"] = case.batch_size
     if case.loss != "its own":
         given["loss"] = words.losses[case.loss].loss
     if not plain:
-        given["shares"] = case.shares if devices == DEVICES else None
-        given["accumulate"] = case.accumulate
+        shares = case.shares if devices == DEVICES else None
+        given["step"] = replace(given["step"], shares=shares, accumulate=case.accumulate)
     if case.schedule != "none" or case.stop == "by an exception":
         given["schedule"] = Schedule(case.schedule)
     with words.float64():
@@ -280,7 +284,7 @@ def differences(bench: Bench, case: Case) -> Iterator[str]:
     """What is not as it should be."""
     words = words_of(bench.framework)
     kind = words.models[case.model]
-    per_device = kind.mixes and "batch_stats" not in case.options and "batch_stats" not in words.without
+    per_device = kind.mixes and case.options["step"].batch_stats == "per_device" and "batch_stats" not in words.without
     comparable = not kind.draws and not per_device
     run = bench.new_run()
     three = fit(bench, case, DEVICES, run)

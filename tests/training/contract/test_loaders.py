@@ -16,6 +16,7 @@ from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint
 from manyhands.training.commands.parity import largest_difference
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
+from manyhands.training.options import Checkpoints
 
 
 class Loader:
@@ -52,7 +53,9 @@ def stopped(bench: Bench, data: Any, step: int, **options: Any) -> Path:
     """A run of three epochs of four batches that was stopped at a step."""
     run = bench.new_run()
     with pytest.raises(Stopped):
-        bench.fit(epochs=3, data=data, schedule=StopAt(step), run=run, **{"checkpoint_every": 1, **options})
+        bench.fit(
+            epochs=3, data=data, schedule=StopAt(step), run=run, **{"checkpoints": Checkpoints(every=1), **options}
+        )
     return run
 
 
@@ -81,7 +84,7 @@ def test_the_schedule_of_a_loader_without_a_length(bench: Bench) -> None:
     assert whole.done == [0] * 4 + [0.5, 0.625, 0.75, 0.875]
     assert any("no __len__" in note for note in straight.notes)
     with pytest.raises(Stopped):
-        bench.fit(epochs=2, schedule=Seen(6), data=Loader(bench), run=run, checkpoint_every=1)
+        bench.fit(epochs=2, schedule=Seen(6), data=Loader(bench), run=run, checkpoints=Checkpoints(every=1))
     rest = Seen()
     bench.fit(epochs=2, schedule=rest, data=Loader(bench), run=run, resume="auto")
     assert rest.done == whole.done[6:]
@@ -114,7 +117,7 @@ def shuffled(count: int) -> list[int]:
 def test_a_loader_that_shuffles_goes_on_in_its_order(bench: Bench) -> None:
     whole = bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same)
     for step, every in ((6, 1), (9, None)):  # in the middle of an epoch, and at the start of one
-        run = stopped(bench, Loader(bench, shuffled), step, checkpoint_every=every)
+        run = stopped(bench, Loader(bench, shuffled), step, checkpoints=Checkpoints(every=every))
         bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same, resume="auto", run=run)
         assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
 
@@ -126,7 +129,7 @@ def test_an_order_that_cannot_be_repeated_is_said(bench: Bench) -> None:
     with pytest.raises(WrongCheckpoint, match=r"after batch 2 .32 samples. of epoch 2.*default_rng\(\(0, epoch\)\)"):
         bench.fit(epochs=3, data=data, schedule=same, resume="auto", run=run)
     for every in (4, None):  # the last batch of an epoch is done, or the next epoch is begun
-        run = stopped(bench, data, 9, checkpoint_every=every)
+        run = stopped(bench, data, 9, checkpoints=Checkpoints(every=every))
         with pytest.warns(UserWarning, match="does not give epoch 2 again in the order"):
             bench.fit(epochs=3, data=data, schedule=same, resume="auto", run=run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from training_bench import Bench
 
 from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, UnknownOption
 from manyhands.training.commands.parity import drawing_layers, largest_difference
+from manyhands.training.options import Checkpoints, Step, Workers
 
 RATES = {"torch": "lr", "jax": "learning_rate", "tensorflow": "learning_rate", "mxnet": "learning_rate"}
 
@@ -125,7 +127,21 @@ def test_two_sizes_of_a_batch(bench: Bench) -> None:
     ("options", "said"),
     [
         ({"num_gpus": 2, "devices": ["cpu"]}, r"num_gpus=2 and devices=\['cpu'\]: give one of the two"),
-        ({"checkpoint_every": 5}, "checkpoint_every=5 without a folder for the checkpoints: give run="),
+        (
+            {"checkpoints": Checkpoints(every=5)},
+            r"Checkpoints\(every=5\) without a folder for the checkpoints: give run=",
+        ),
+        (
+            {"step": {"accumulate": 2}},
+            r"step=\{'accumulate': 2\}: give a Step object, as step=mh\.Step\(accumulate=2\)",
+        ),
+        ({"checkpoints": 5}, r"checkpoints=5: give a Checkpoints object, as checkpoints=mh\.Checkpoints\(every=100\)"),
+        ({"workers": Workers}, r"workers=Workers: give a Workers object, as workers=mh\.Workers\(per_device=2\)"),
+        ({"accumulate": 2}, r"no option accumulate: write Trainer\(step=mh\.Step\(accumulate=2\)\)"),
+        ({"ranks_per_device": 2}, r"called per_device here\. Write Trainer\(workers=mh\.Workers\(per_device=2\)\)"),
+        ({"save_steps": 50}, r"called every here\. Write Trainer\(checkpoints=mh\.Checkpoints\(every=50\)\)"),
+        ({"sync_batchnorm": True}, r"Write Trainer\(step=mh\.Step\(batch_stats=\.\.\.\)\)"),
+        ({"acumulate": 2}, r"did you mean Trainer\(step=mh\.Step\(accumulate=\.\.\.\)\)\?"),
         ({"learning_rate": 0.1}, "Trainer has no option learning_rate: it is called lr here"),
         ({"epochs": 3}, "epochs: it is called max_epochs here"),
         ({"accelerator": "gpu"}, "accelerator: it is called devices here"),
@@ -142,11 +158,44 @@ def test_options_that_are_not_there_or_contradict(bench: Bench, options: dict[st
     assert isinstance(raised.value, UnknownOption) == ("option" in str(raised.value).split(":")[0])
 
 
+def test_the_option_objects_are_the_same_from_every_door(bench: Bench) -> None:
+    assert (bench.mh.Step, bench.mh.Checkpoints, bench.mh.Workers) == (Step, Checkpoints, Workers)
+    trainer = bench.mh.Trainer(1, step=Step(on_nan="continue"))
+    assert trainer.hparams["step"] == Step(on_nan="continue")
+    assert bench.mh.Trainer(1).checkpoints == Checkpoints()
+
+
+def test_what_a_framework_cannot_do_is_refused_by_name(bench: Bench) -> None:
+    """None of it is dropped silently."""
+    cases = {
+        "Step(side_lanes=False)": {"step": Step(side_lanes=False)},
+        "Step(fused_norms=False)": {"step": Step(fused_norms=False)},
+        "Step(parallel=True)": {"step": Step(parallel=True)},
+        "Workers(per_device=2)": {"workers": Workers(per_device=2)},
+        "Workers(hang_seconds=5.0)": {"workers": Workers(hang_seconds=5)},
+    }
+    for words, options in cases.items():
+        if bench.framework == "torch":
+            bench.mh.Trainer(1, **options)
+            continue
+        with pytest.raises(BadSettings) as raised:
+            bench.mh.Trainer(1, **options)
+        assert str(raised.value).startswith(f"{words}: ")
+
+
+def test_the_help_of_a_trainer_explains_every_option(bench: Bench) -> None:
+    for kind in (bench.mh.Trainer, bench.mh.Step, bench.mh.Checkpoints, bench.mh.Workers):
+        for name in list(inspect.signature(kind).parameters):
+            assert f"\n        {name}: " in kind.__doc__, (kind, name)
+
+
 def test_fit_as_other_trainers_have_it(bench: Bench) -> None:
     trainer, X = bench.mh.Trainer(1), np.zeros((4, 2), dtype=np.float32)
     with pytest.raises(TypeError, match=r"fit takes a model and its data: give \(X, y\)"):
         trainer.fit(None, X, X)
-    with pytest.raises(TypeError, match=r"Trainer\.fit has no option epochs: it is called max_epochs of Trainer here"):
+    with pytest.raises(
+        TypeError, match=r"fit has no option epochs: it is called max_epochs here\. Write Trainer\(max_epochs=3\)"
+    ):
         trainer.fit(None, (X, X), epochs=3)
     with pytest.raises(TypeError, match=r"train_dataloaders: data are given to fit: trainer\.fit\(model, "):
         trainer.fit(None, train_dataloaders=X)

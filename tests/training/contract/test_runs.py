@@ -17,6 +17,7 @@ from training_bench import Bench, StopAt, Stopped
 
 from manyhands.errors import BadRunFolder, BadSettings, RunInUse, WorkerFailed, WrongCheckpoint
 from manyhands.training.commands.parity import largest_difference
+from manyhands.training.options import Checkpoints, Step
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -30,7 +31,7 @@ def test_a_refused_job_leaves_every_byte(bench: Bench) -> None:
     cases: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"resume": "auto", "seed": 1}, WrongCheckpoint),
         ({"resume": "auto", "model": "lenet"}, WrongCheckpoint),
-        ({"resume": "auto", "shares": [1, 2, 3]}, ValueError),
+        ({"resume": "auto", "step": Step(shares=[1, 2, 3])}, ValueError),
         ({"model": "lenet"}, BadRunFolder),
     ]
     for options, error in cases:
@@ -159,7 +160,7 @@ def test_wrong_options_are_refused_when_the_trainer_is_made(bench: Bench, option
 def test_a_resumed_job_that_makes_no_step_leaves_every_byte(bench: Bench) -> None:
     """The run was at its end, or the first step failed; also where the job goes on from an earlier checkpoint."""
     run = bench.new_run()
-    bench.fit(epochs=2, run=run, checkpoint_every=2)
+    bench.fit(epochs=2, run=run, checkpoints=Checkpoints(every=2))
     before = contents(run)
     result = bench.fit(epochs=1, run=run, resume="auto", gradient_clip_val=7.0, precision="auto")
     assert any("nothing was trained" in note for note in result.notes)

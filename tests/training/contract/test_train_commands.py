@@ -10,12 +10,13 @@ from support import run_command
 from manyhands.training.data.fashion_mnist import SUBSET_DIRECTORY
 
 SMALL = str(SUBSET_DIRECTORY)
+KEPT = ("--checkpoint-every", "20", "--keep-checkpoints", "2", "--on-nan", "continue")
 
 
 def test_train_and_go_on(framework: str, tmp_path: Path) -> None:
     run = tmp_path / "mine"
     how = ("--framework", framework, "--model", "mlp", "--devices", "cpu:2", "--data", SMALL, "--run", str(run))
-    first = run_command("train", *how, "--epochs", "1", "--precision", "fp64", "--checkpoint-every", "20")
+    first = run_command("train", *how, "--epochs", "1", "--precision", "fp64", *KEPT)
     assert first.returncode == 0, first.stderr
     last = first.stdout.splitlines()[-1]
     assert last.startswith("test acc 0.")
@@ -37,7 +38,8 @@ def test_train_and_go_on(framework: str, tmp_path: Path) -> None:
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["samples"] == 4000
     settings = json.loads((run / "config.json").read_text())["settings"]
-    assert (settings["precision"], settings["checkpoint_every"]) == ("fp64", 20), "as the run was begun"
+    kept = (settings["precision"], settings["checkpoints"], settings["step"]["on_nan"])
+    assert kept == ("fp64", {"every": 20, "keep": 2}, "continue"), "as the run was begun"
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
 
     other = "jax" if framework == "torch" else "torch"

@@ -12,6 +12,7 @@ from training_bench import Bench, StopAt, Stopped, counting, same, with_counter
 
 from manyhands.errors import BadLabels, BadRunFolder, BadSettings, BadShares, LossIsNotANumber, WrongCheckpoint
 from manyhands.training.commands.parity import Trial, compare, largest_difference
+from manyhands.training.options import Checkpoints, Step
 
 CLOSE = 1e-5
 
@@ -84,9 +85,9 @@ def test_n_devices_are_one_device(bench: Bench, devices: int, model: str) -> Non
     assert [one.equal for one in found] == [True] * 4, found
 
 
-@pytest.mark.parametrize("options", [{"gradient_clip_val": 0.05}, {"shares": [0.2, 0.8]}])
+@pytest.mark.parametrize("options", [{"gradient_clip_val": 0.05}, {"step": Step(shares=[0.2, 0.8])}])
 def test_options_keep_the_answer(bench: Bench, options: dict[str, Any]) -> None:
-    alone = bench.fit(1, epochs=1, **{name: value for name, value in options.items() if name != "shares"})
+    alone = bench.fit(1, epochs=1, **{**options, "step": Step()})
     both = bench.fit(2, epochs=1, **options)
     assert largest_difference(bench.weights(both.run), bench.weights(alone.run)) < CLOSE
     assert both.rows[-1]["train_loss"] == pytest.approx(alone.rows[-1]["train_loss"], rel=1e-4)
@@ -162,7 +163,7 @@ def test_a_stopped_run_goes_on_where_it_was(bench: Bench, then: int) -> None:
     whole = bench.fit(epochs=3, schedule=same)
     run = bench.new_run()
     with pytest.raises(Stopped):
-        bench.fit(epochs=3, schedule=StopAt(6), checkpoint_every=1, run=run)
+        bench.fit(epochs=3, schedule=StopAt(6), checkpoints=Checkpoints(every=1), run=run)
     went_on = bench.fit(then, epochs=3, schedule=same, resume="auto", run=run)
     difference = largest_difference(bench.weights(run), bench.weights(whole.run))
     assert difference == 0 if then == 1 else difference < CLOSE
@@ -204,7 +205,9 @@ def test_a_loss_that_is_no_number_stops_and_is_named(bench: Bench) -> None:
 
 def test_or_goes_on_as_asked(bench: Bench) -> None:
     with pytest.warns(UserWarning, match="not a number"):
-        bench.fit(epochs=1, optimizer=bench.recipes.nesterov(1e30), data=bench.data(samples=100), on_nan="continue")
+        bench.fit(
+            epochs=1, optimizer=bench.recipes.nesterov(1e30), data=bench.data(samples=100), step=Step(on_nan="continue")
+        )
 
 
 def test_labels_that_the_model_has_no_output_for(bench: Bench) -> None:
@@ -225,4 +228,4 @@ def test_a_number_of_gpus_that_is_none(bench: Bench, count: Any) -> None:
 
 def test_shares_that_do_not_fit(bench: Bench) -> None:
     with pytest.raises(BadShares):
-        bench.fit(2, epochs=1, shares=[0.5, 0.3, 0.2])
+        bench.fit(2, epochs=1, step=Step(shares=[0.5, 0.3, 0.2]))

@@ -15,6 +15,7 @@ from jax_cases import CLASSES, Net, difference, fit, rows, vectors
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.jax.division import division
 from manyhands.training.loss_sum import LossSum
+from manyhands.training.options import Step
 
 CLOSE = 1e-12
 
@@ -28,7 +29,12 @@ def test_fifty_steps_with_all_that_is_hard_to_divide() -> None:
     data = vectors(), vectors(41)
     how = {"precision": "fp64", "optimizer": momentum, "schedule": one_cycle, "gradient_clip_val": 0.3}
     alone, result = fit(Net(norm=True), data, 1, max_epochs=13, **how)
-    for count, options in ((2, {}), (3, {"shares": [3, 2, 1]}), (3, {"fast": False}), (2, {"shares": [5, 1]})):
+    for count, options in (
+        (2, {}),
+        (3, {"step": Step(shares=[3, 2, 1])}),
+        (3, {"step": Step(fast=False)}),
+        (2, {"step": Step(shares=[5, 1])}),
+    ):
         several, other = fit(Net(norm=True), data, count, max_epochs=13, **how, **options)
         assert difference(several, alone) <= 1e-10  # normalising two samples magnifies differences
         for one, two in zip(rows(result), rows(other), strict=True):
@@ -36,8 +42,8 @@ def test_fifty_steps_with_all_that_is_hard_to_divide() -> None:
 
 
 def test_the_batches_are_the_same_wherever_they_are_gathered() -> None:
-    here, _ = fit(Net(), vectors(), 2, shares=[5, 1], max_epochs=1)
-    there, _ = fit(Net(), vectors(), 2, shares=[5, 1], max_epochs=1, fast=False)
+    here, _ = fit(Net(), vectors(), 2, step=Step(shares=[5, 1]), max_epochs=1)
+    there, _ = fit(Net(), vectors(), 2, step=Step(shares=[5, 1], fast=False), max_epochs=1)
     assert difference(there, here) == 0
 
 
@@ -68,7 +74,7 @@ def test_any_loss_with_uneven_shares() -> None:
     how = {"precision": "fp64", "max_epochs": 1}
     for loss in (squares, lambda a, t: squares(a, t).sum(), loss_of_all):
         alone, _ = fit(Net(), vectors(48), 1, loss=loss, **how)
-        uneven, _ = fit(Net(), vectors(48), 2, loss=loss, shares=[5, 1], **how)
+        uneven, _ = fit(Net(), vectors(48), 2, loss=loss, step=Step(shares=[5, 1]), **how)
         assert difference(uneven, alone) <= CLOSE
 
 
@@ -104,7 +110,10 @@ def test_a_sum_and_its_count() -> None:
         expected = float(mean(net(jnp.asarray(X)), y))
     assert result.rows[-1]["test_loss"] == pytest.approx(expected, rel=1e-12)
     assert result.rows[-1]["test_loss"] != pytest.approx(plain.rows[-1]["test_loss"], rel=1e-6)
-    for model, count, options in ((Net(), 3, {"shares": [3, 1, 2], "loss": weighted}), (WeightedStep(), 2, {})):
+    for model, count, options in (
+        (Net(), 3, {"step": Step(shares=[3, 1, 2]), "loss": weighted}),
+        (WeightedStep(), 2, {}),
+    ):
         several, other = fit(model, (vectors(), (X, y)), count, precision="fp64", **options)
         assert difference(several, alone) <= CLOSE
         assert other.rows[-1]["test_loss"] == pytest.approx(expected, rel=1e-12)
@@ -135,7 +144,7 @@ class Shuffles(Chunks):
 def test_a_loader_with_an_order_of_its_own() -> None:
     alone, first = fit(Net(norm=True), (Chunks(), Chunks()), 1, precision="fp64")
     for shares in (None, [1, 2]):
-        two, second = fit(Net(norm=True), (Chunks(), Chunks()), 2, precision="fp64", shares=shares)
+        two, second = fit(Net(norm=True), (Chunks(), Chunks()), 2, precision="fp64", step=Step(shares=shares))
         assert difference(two, alone) <= CLOSE
         assert rows(second)[-1] == pytest.approx(rows(first)[-1], rel=1e-9)
 
@@ -150,7 +159,7 @@ class SumsUp(nnx.Module):
         return -(X @ self.seen[...])
 
 
-@pytest.mark.parametrize("options", [{}, {"shares": [3, 1, 2]}, {"fast": False}])
+@pytest.mark.parametrize("options", [{}, {"step": Step(shares=[3, 1, 2])}, {"step": Step(fast=False)}])
 def test_every_sample_once(options: dict[str, Any]) -> None:
     """With SGD of rate 1 each step adds the rows of its samples by their number: 16, 16 and 5 of 37."""
     data = np.eye(37, dtype=np.float32), np.zeros(37, np.float32)

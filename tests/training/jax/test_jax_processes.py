@@ -25,7 +25,7 @@ from manyhands.training.jax import command
 
 out = sys.argv[1]
 assert command.from_first(lambda: [jax.process_index(), "said"]) == [0, "said"]
-options = dict(precision="fp64", run=out + "/run", shares=json.loads(sys.argv[2]))
+options = dict(precision="fp64", run=out + "/run", step=mh.Step(shares=json.loads(sys.argv[2])))
 net = Net(norm=True)
 net.first.kernel[...] += jax.process_index()  # the first process's weights count
 fit(net, (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=1, **options)

@@ -21,6 +21,7 @@ from manyhands.training.data import fashion_mnist
 from manyhands.training.jax import running_sums, trainer
 from manyhands.training.jax.book import datasets
 from manyhands.training.jax.world import World
+from manyhands.training.options import Checkpoints, Step, Workers
 from manyhands.training.running_sums import Figures
 
 
@@ -45,7 +46,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole, _ = fit(Net(norm=True, dropout=0.5), vectors(), 2, schedule=lambda _: 1.0, **how)
     stopped = Net(norm=True, dropout=0.5)
     with pytest.raises(Stopped):
-        fit(stopped, vectors(), 2, schedule=stop_at(6), checkpoint_every=1, run=tmp_path / "run", **how)
+        fit(stopped, vectors(), 2, schedule=stop_at(6), checkpoints=Checkpoints(every=1), run=tmp_path / "run", **how)
     how |= {"resume": "auto", "run": tmp_path / "run", "schedule": lambda _: 1.0}
     went_on, result = fit(Net(norm=True, dropout=0.5), vectors(), 2, **how)
     assert same(went_on, whole)
@@ -106,7 +107,7 @@ def test_a_step_of_ones_own() -> None:
         mh.Trainer(1, devices=devices(2), quiet=True).fit(model, Points())
     assert difference(numbers(own), numbers(theirs)) < 1e-6
     with pytest.raises(BadSettings, match=r"training_step.*leave shares away"):
-        mh.Trainer(1, devices=devices(2), shares=[2, 1], quiet=True).fit(own, Points())
+        mh.Trainer(1, devices=devices(2), step=Step(shares=[2, 1]), quiet=True).fit(own, Points())
 
 
 def test_the_callers_model_keeps_its_place_its_kind_and_its_modes() -> None:
@@ -190,7 +191,7 @@ def test_a_batch_that_is_no_number_can_be_left_out() -> None:
     X, y = vectors(48)
     X[17] = np.nan
     with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
-        found, result = fit(Net(norm=True), (X, y), 2, on_nan="continue")
+        found, result = fit(Net(norm=True), (X, y), 2, step=Step(on_nan="continue"))
     assert all(np.isfinite(one).all() for one in found.values())
     assert result.rows[0]["train_loss"] is None
     with pytest.raises(LossIsNotANumber, match=r"step \d is not a number .*\b17\b"):
@@ -210,7 +211,7 @@ def test_steps_in_flight_are_few_where_threads_are(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_sent_without_being_said() -> None:
     """What goes to the devices in a step is sent on purpose: JAX's guard against hidden copies has nothing to say."""
-    for options in ({}, {"fast": False}, {"shares": [2, 1]}):
+    for options in ({}, {"step": Step(fast=False)}, {"step": Step(shares=[2, 1])}):
         net = Net(norm=True)
         with jax.transfer_guard_host_to_device("disallow"):
             fit(net, (vectors(), vectors(41)), 2, schedule=lambda done: 1 - done, **options)
@@ -273,7 +274,7 @@ def test_linen_modules_that_cannot_be_trained() -> None:
     with pytest.raises(BadSettings, match=r"Silent keeps batch_stats.*use_running_average=not train"):
         fit(linen_net(Silent()), vectors())
     with pytest.raises(BadSettings, match="statistics of a Linen module"):
-        fit(AroundLinen(), vectors(), 2, shares=[2, 1])
+        fit(AroundLinen(), vectors(), 2, step=Step(shares=[2, 1]))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -300,10 +301,10 @@ def test_devices_of_several_kinds() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"shares": "measured"}, "in step"),
-        ({"accumulate": 2}, "whole batch"),
-        ({"ranks_per_device": 2}, "virtual_devices"),
-        ({"compile": False}, "always compiled"),
+        ({"step": Step(shares="measured")}, "in step"),
+        ({"step": Step(accumulate=2)}, "whole batch"),
+        ({"workers": Workers(per_device=2)}, "virtual_devices"),
+        ({"step": Step(compile=False)}, "always compiled"),
         ({"optimizer": "adma"}, "Did you mean 'adamax'"),
         ({"optimizer": lambda rate: rate}, "has to make one"),
         ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, r"\.gradient_transformation\(\)"),
@@ -356,8 +357,8 @@ def test_labels_of_a_loader_are_looked_at() -> None:
 
 def test_uneven_shares_need_one_answer_per_sample() -> None:
     with pytest.raises(BadSettings, match=r"22 rows with an array of shape \(\).*Leave shares away"):
-        fit(nnx.Sequential(Net(), lambda X: X.mean()), vectors(), 2, shares=[2, 1], loss=lambda a, t: a)
+        fit(nnx.Sequential(Net(), lambda X: X.mean()), vectors(), 2, step=Step(shares=[2, 1]), loss=lambda a, t: a)
     tokens = nnx.Sequential(lambda X: X.reshape(-1, 3), nnx.BatchNorm(3, rngs=nnx.Rngs(0)), lambda X: X.reshape(-1, 6),
                             nnx.Linear(6, CLASSES, rngs=nnx.Rngs(0)))  # fmt: skip
     with pytest.raises(BadSettings, match="44 rows of 22"):
-        fit(tokens, vectors(), 2, shares=[2, 1])
+        fit(tokens, vectors(), 2, step=Step(shares=[2, 1]))

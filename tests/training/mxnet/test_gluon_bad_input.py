@@ -27,6 +27,7 @@ from manyhands.errors import (
 from manyhands.training.data.order import epoch_order
 from manyhands.training.mxnet import command, modes, state
 from manyhands.training.mxnet.trainer import Trainer
+from manyhands.training.options import Step, Workers
 
 BATCH = 8
 
@@ -58,13 +59,13 @@ def test_bad_samples_that_only_the_gradients_show() -> None:
     with pytest.raises(LossIsNotANumber, match=r"a gradient of step.*The data are to blame: X has"):
         fit(net(), (X, y), 1, batch_size=BATCH, max_epochs=1)
     with pytest.warns(UserWarning, match="going on"):
-        weights, _ = fit(net(), (X, y), 2, batch_size=BATCH, max_epochs=1, on_nan="continue")
+        weights, _ = fit(net(), (X, y), 2, batch_size=BATCH, max_epochs=1, step=Step(on_nan="continue"))
     assert all(np.isfinite(array).all() for array in weights.values())
 
 
 def test_a_loss_that_is_no_number_can_be_ignored() -> None:
     with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
-        _, result = fit(mlp(), spoilt(17), 2, batch_size=BATCH, max_epochs=2, on_nan="continue")
+        _, result = fit(mlp(), spoilt(17), 2, batch_size=BATCH, max_epochs=2, step=Step(on_nan="continue"))
     assert [row["samples"] for row in result.rows] == [40, 40]
     assert result.rows[0]["train_loss"] is None
 
@@ -81,7 +82,7 @@ def test_a_batch_that_is_left_out_leaves_no_trace(bad: tuple[int, ...], optimize
     options: Any = {"devices": contexts(2), "quiet": True, "optimizer": optimizer}
     Trainer(1, **options).fit(nets[0], without)
     with pytest.warns(UserWarning, match="going on"):
-        Trainer(1, on_nan="continue", **options).fit(nets[1], broken)
+        Trainer(1, step=Step(on_nan="continue"), **options).fit(nets[1], broken)
     assert same(*map(state.model_tensors, nets))
 
 
@@ -130,7 +131,7 @@ def test_a_loss_that_is_no_mean() -> None:
     def summed(answer: Any, target: Any) -> Any:
         return softmax(answer, target).sum()
 
-    for options in ({"devices": 2}, {"accumulate": 2}):
+    for options in ({"devices": 2}, {"step": Step(accumulate=2)}):
         with pytest.raises(BadSettings, match="one number per sample, or their mean"):
             fit(mlp(), vectors(), loss=summed, **options)
     fit(mlp(), vectors(), 1, loss=summed, lr=0.001)
@@ -185,24 +186,22 @@ def test_devices_that_are_not_there() -> None:
     ("options", "error"),
     [
         ({"batch_size": 1}, BadSettings),
-        ({"shares": [1.0]}, BadShares),
-        ({"shares": [-1, 2]}, BadShares),
-        ({"shares": [0, 0]}, BadShares),
-        ({"shares": "measured"}, BadSettings),
+        ({"step": Step(shares=[1.0])}, BadShares),
+        ({"step": Step(shares="measured")}, BadSettings),
         ({"precision": "bf16"}, BadSettings),
         ({"optimizer": "nadam"}, BadSettings),
         ({"optimizer": "sgld"}, BadSettings),
         ({"optimizer": "sdg"}, BadSettings),
         ({"optimizer": 0.1}, BadSettings),
         ({"optimizer": lambda rate: rate}, BadSettings),
-        ({"ranks_per_device": 2}, BadSettings),
-        ({"compile": True}, BadSettings),
+        ({"workers": Workers(per_device=2)}, BadSettings),
+        ({"step": Step(compile=True)}, BadSettings),
         ({"loss": "mse"}, BadSettings),
         ({"schedule": 0.1}, BadSettings),
     ],
 )
 def test_settings_that_do_not_fit_two_contexts(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=next(iter(options)) if error is BadSettings else None):
+    with pytest.raises(error, match=f"(?i){next(iter(options))}" if error is BadSettings else None):
         fit(mlp(), vectors(), 2, **options)
 
 
@@ -222,11 +221,11 @@ def test_layers_that_cannot_meet() -> None:
     net = mlp(norm=True)
     net.hybridize()
     with pytest.raises(BadSettings, match=r"batch_stats='global'.*net\.hybridize\(False\)"):
-        fit(net, vectors(), 2, batch_stats="global")
-    fit(net, vectors(), 1, batch_stats="global")
+        fit(net, vectors(), 2, step=Step(batch_stats="global"))
+    fit(net, vectors(), 1, step=Step(batch_stats="global"))
     other = sequential(nn.Dense(8, in_units=6), nn.BatchNormReLU(in_channels=8), nn.Dense(CLASSES, in_units=8))
     with pytest.raises(BadSettings, match="not BatchNormReLU"):
-        fit(other, vectors(), 2, batch_stats="global")
+        fit(other, vectors(), 2, step=Step(batch_stats="global"))
 
 
 def test_empty_data() -> None:

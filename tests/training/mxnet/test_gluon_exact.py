@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from manyhands.training.data.sources import Arrays
 from manyhands.training.mxnet import modes, state
 from manyhands.training.mxnet.book.module import Module
 from manyhands.training.mxnet.command import trained
+from manyhands.training.options import Step
 
 CLOSE = 1e-12
 
@@ -31,7 +33,7 @@ def nesterov(rate: float) -> Any:
 
 def check(model: Any, data: Any, devices: int = 2, **options: Any) -> None:
     """The same training on one device and on several: weights and figures agree."""
-    alone, figures = fit(model(), data, 1, **{**options, "shares": None})
+    alone, figures = fit(model(), data, 1, **{**options, "step": _evenly(options)})
     together, shared = fit(model(), data, devices, **options)
     assert largest_difference(together, alone) <= CLOSE
     for row, other in zip(rows(figures), rows(shared), strict=True):
@@ -39,18 +41,22 @@ def check(model: Any, data: Any, devices: int = 2, **options: Any) -> None:
         assert [row[name] for name in known] == pytest.approx([other[name] for name in known], rel=CLOSE)
 
 
+def _evenly(options: dict[str, Any]) -> Step:
+    return replace(options.get("step", Step()), shares=None)
+
+
 DIVISIONS: dict[str, dict[str, Any]] = {
     "even": {"batch_size": 18},
     "uneven on three": {"batch_size": 16, "devices": 3},
     "last batch of one": {"batch_size": 89, "devices": 3},
-    "shares": {"shares": [0.7, 0.3]},
-    "an empty shard": {"shares": [1, 0], "optimizer": nesterov},
-    "an empty first shard": {"shares": [0, 1], "optimizer": nesterov},
-    "accumulate": {"accumulate": 3, "optimizer": nesterov},
-    "accumulate more than there are": {"accumulate": 12, "shares": [0.9, 0.1]},
-    "clip": {"gradient_clip_val": 0.05, "shares": [0.6, 0.4]},
-    "nesterov": {"optimizer": nesterov, "shares": [0.6, 0.4]},
-    "adam": {"optimizer": "adam", "shares": [0.6, 0.4]},
+    "shares": {"step": Step(shares=[0.7, 0.3])},
+    "an empty shard": {"step": Step(shares=[1, 0]), "optimizer": nesterov},
+    "an empty first shard": {"step": Step(shares=[0, 1]), "optimizer": nesterov},
+    "accumulate": {"step": Step(accumulate=3), "optimizer": nesterov},
+    "accumulate more than there are": {"step": Step(accumulate=12, shares=[0.9, 0.1])},
+    "clip": {"gradient_clip_val": 0.05, "step": Step(shares=[0.6, 0.4])},
+    "nesterov": {"optimizer": nesterov, "step": Step(shares=[0.6, 0.4])},
+    "adam": {"optimizer": "adam", "step": Step(shares=[0.6, 0.4])},
     "schedule": {"schedule": one_cycle, "optimizer": nesterov},
 }
 
@@ -79,7 +85,7 @@ def test_gradients_that_are_added_up_are_those_of_one_batch(accumulate: int) -> 
     expected, _ = fit(mlp(), vectors(), 1)
     for devices in (1, 3):
         net = adding()
-        weights, _ = fit(net, vectors(), devices, accumulate=accumulate)
+        weights, _ = fit(net, vectors(), devices, step=Step(accumulate=accumulate))
         assert largest_difference(weights, expected) <= CLOSE
         assert {parameter.grad_req for parameter in net.collect_params().values()} == {"add"}
 
@@ -87,7 +93,7 @@ def test_gradients_that_are_added_up_are_those_of_one_batch(accumulate: int) -> 
 @pytest.mark.parametrize("optimizer", [nesterov, "adam"])
 def test_parameters_that_are_not_used(optimizer: Any) -> None:
     """A parameter that no device used has no gradient; not zero, for weight decay and momentum would move it."""
-    check(Branching, vectors(), batch_size=6, optimizer=optimizer, shares=[0.8, 0.2], lr=0.01)
+    check(Branching, vectors(), batch_size=6, optimizer=optimizer, step=Step(shares=[0.8, 0.2]), lr=0.01)
     before = state.model_tensors(Branching())
     after, _ = fit(Branching(), vectors(), 2, optimizer=optimizer)
     assert np.array_equal(before["unused.weight"], after["unused.weight"].astype("float32"))
@@ -156,7 +162,7 @@ def test_only_the_parameters_of_a_given_trainer_are_trained() -> None:
 def test_a_stream_is_divided_as_arrays_are() -> None:
     X, y = vectors()
     loader = gluon.data.DataLoader(gluon.data.ArrayDataset(X, y), batch_size=16, last_batch="keep")
-    check(mlp, (loader, loader), 3, shares=[3, 2, 1])
+    check(mlp, (loader, loader), 3, step=Step(shares=[3, 2, 1]))
     in_order = Arrays(vectors(), shuffle=False)
     assert largest_difference(fit(mlp(), loader, 2)[0], fit(mlp(), in_order, 1)[0]) <= CLOSE
 
@@ -164,7 +170,7 @@ def test_a_stream_is_divided_as_arrays_are() -> None:
 @pytest.mark.parametrize("shares", [None, [0.3, 0.7]])
 def test_statistics_are_those_of_the_largest_share(shares: list[float] | None) -> None:
     """Per device: each normalises by its own samples, and the model has the larger one's afterwards."""
-    tensors, result = fit(mlp(norm=True), vectors(16), 2, max_epochs=1, shares=shares)
+    tensors, result = fit(mlp(norm=True), vectors(16), 2, max_epochs=1, step=Step(shares=shares))
     order = epoch_order(0, 0, 16)
     part = order[:8] if shares is None else order[5:]
     net = mlp(norm=True)
@@ -199,10 +205,10 @@ def test_batch_norm_over_the_whole_batch(shares: list[float] | None, numpy_like:
     generator = np.random.default_rng(2)
     data = (generator.normal(size=(61, 1, 6, 6)), generator.integers(CLASSES, size=61))
     with modes.numpy_like(numpy_like):
-        options: Any = {"batch_size": 15, "max_epochs": 3, "batch_stats": "global", "gradient_clip_val": 1.0}
-        alone, _ = fit(convnet(), data, 1, **options)
+        options: Any = {"batch_size": 15, "max_epochs": 3, "gradient_clip_val": 1.0}
+        alone, _ = fit(convnet(), data, 1, step=Step(batch_stats="global"), **options)
         net = convnet()
-        together, result = fit(net, data, 3, shares=shares, **options)
+        together, result = fit(net, data, 3, step=Step(batch_stats="global", shares=shares), **options)
     assert all("forward" not in vars(layer) for layer in net)
     assert largest_difference(together, alone) <= 1e-11
     assert result.notes == ["batch normalisation: each device takes the statistics of the whole batch"]
@@ -217,7 +223,7 @@ def test_an_error_in_one_devices_pass_ends_the_others() -> None:
 
     net = sequential(nn.Dense(8, in_units=6), Fails(), nn.BatchNorm(in_channels=8), nn.Dense(CLASSES, in_units=8))
     with pytest.raises(KeyError, match="spoilt"):
-        fit(net, vectors(), 3, batch_stats="global")
+        fit(net, vectors(), 3, step=Step(batch_stats="global"))
     assert "forward" not in vars(net[2])
 
 

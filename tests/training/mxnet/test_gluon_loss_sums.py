@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from manyhands.training.mxnet import checks, state
 from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Objective
 from manyhands.training.mxnet.trainer import Trainer
+from manyhands.training.options import Step
 
 CLOSE = 1e-12
 WEIGHTS = np.array([1.0, 5.0, 0.2])
@@ -44,11 +46,11 @@ def weighted_sum(answer: Any, target: Any) -> LossSum:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulate": {"accumulate": 3},
-    "shares": {"shares": [0.1, 0.6, 0.3]},
-    "an empty shard": {"shares": [0.5, 0, 0.5]},
+    "accumulate": {"step": Step(accumulate=3)},
+    "shares": {"step": Step(shares=[0.1, 0.6, 0.3])},
+    "an empty shard": {"step": Step(shares=[0.5, 0, 0.5])},
     "clipping and Adam": {"gradient_clip_val": 0.1, "optimizer": "adam"},
-    "on_nan": {"on_nan": "continue", "accumulate": 2},
+    "on_nan": {"step": Step(on_nan="continue", accumulate=2)},
 }
 
 
@@ -57,10 +59,10 @@ def test_n_devices_are_one_device(name: str) -> None:
     """The update is that of the mean over the whole batch, and a test's figure that of the whole test set."""
     options = OPTIONS[name]
     data = (vectors(90), vectors(37))
-    alone = {key: value for key, value in options.items() if key not in ("shares", "accumulate")}
-    expected, plain = fit(mlp(), data, 1, loss=weighted_mean, **alone)
+    evenly = replace(options.get("step", Step()), shares=None)
+    expected, plain = fit(mlp(), data, 1, loss=weighted_mean, **{**options, "step": replace(evenly, accumulate=1)})
     for devices in (1, 3):
-        given = options if devices == 3 else {key: value for key, value in options.items() if key != "shares"}
+        given = options if devices == 3 else {**options, "step": evenly}
         weights, result = fit(mlp(), data, devices, loss=weighted_sum, **given)
         assert largest_difference(weights, expected) <= CLOSE
         for row, other in zip(rows(result), rows(plain), strict=True):
@@ -109,13 +111,13 @@ def texts() -> Any:
 def test_padded_texts_in_a_training_step(count: str) -> None:
     expected, _ = fit(Tokens("mean"), texts(), 1)
     for devices, accumulate in ((1, 4), (3, 1)):
-        found, _ = fit(Tokens(count), texts(), devices, accumulate=accumulate)
+        found, _ = fit(Tokens(count), texts(), devices, step=Step(accumulate=accumulate))
         assert largest_difference(found, expected) <= CLOSE
 
 
 def test_a_mean_over_something_else_is_refused_in_parts() -> None:
     """Although the first texts are equally long; the advice is to return a LossSum."""
-    for options in ({"devices": 3}, {"accumulate": 2}):
+    for options in ({"devices": 3}, {"step": Step(accumulate=2)}):
         with pytest.raises(BadSettings, match=r"return mh\.LossSum\(total, count\)"):
             fit(Tokens("mean"), texts(), **options)
         with pytest.raises(BadSettings, match=r"return mh\.LossSum\(total, count\)"):
@@ -187,12 +189,12 @@ def test_what_is_not_checked_is_noted() -> None:
     def noisy(answer: Any, target: Any) -> Any:
         return softmax(answer + mx.nd.random.normal(shape=answer.shape, dtype="float64"), target).mean() * 2
 
-    _, result = fit(mlp(), vectors(), accumulate=2, max_epochs=1, loss=noisy)
+    _, result = fit(mlp(), vectors(), step=Step(accumulate=2), max_epochs=1, loss=noisy)
     assert any("draws random numbers" in note for note in result.notes)
     X, y = vectors(32)
     batches = ((X[start : start + 16], y[start : start + 16]) for start in (0, 16))
     plain = lambda answer, target: softmax(answer, target).mean()  # noqa: E731
-    _, result = fit(mlp(), batches, accumulate=2, max_epochs=1, batch_size=None, loss=plain)
+    _, result = fit(mlp(), batches, step=Step(accumulate=2), max_epochs=1, batch_size=None, loss=plain)
     assert any("can be read only once" in note for note in result.notes)
 
 
@@ -235,7 +237,7 @@ def _interrupt(done: float) -> float:
 
 def test_batch_statistics_over_all_devices() -> None:
     expected, _ = fit(mlp(norm=True), vectors(), 1, loss=weighted_mean)
-    found, _ = fit(mlp(norm=True), vectors(), 3, loss=weighted_sum, batch_stats="global")
+    found, _ = fit(mlp(norm=True), vectors(), 3, loss=weighted_sum, step=Step(batch_stats="global"))
     assert largest_difference(found, expected) <= 1e-9
 
 
@@ -294,7 +296,7 @@ def test_the_weights_stay_finite_where_nothing_counts() -> None:
     """A batch without a token has no mean: a NaN, which is left out if that is asked for."""
     before = state.model_tensors(mlp())
     with pytest.warns(UserWarning, match="not a number"):
-        after, _ = fit(mlp(), vectors(16), 2, on_nan="continue", loss=lambda a, t: LossSum((a * 0).sum(), 0))
+        after, _ = fit(mlp(), vectors(16), 2, step=Step(on_nan="continue"), loss=lambda a, t: LossSum((a * 0).sum(), 0))
     assert largest_difference(before, after) < 1e-6
 
 

@@ -21,6 +21,7 @@ from manyhands.training.loop import Loop
 from manyhands.training.mxnet import optimizers, replicas, running_sums
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
+from manyhands.training.options import Step
 from manyhands.training.settings import Settings
 
 # Everything in MXNet's library that comes back only when something has been computed.
@@ -70,10 +71,10 @@ def learner(settings: Settings, devices: int, data: Any = None, loss: Any = None
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "clip": {"gradient_clip_val": 0.1},
-    "accumulate": {"accumulate": 3},
-    "an empty shard": {"shares": [1, 0]},
-    "statistics over the whole batch": {"batch_stats": "global"},
-    "go on after a bad loss": {"on_nan": "continue"},
+    "accumulate": {"step": Step(accumulate=3)},
+    "an empty shard": {"step": Step(shares=[1, 0])},
+    "statistics over the whole batch": {"step": Step(batch_stats="global")},
+    "go on after a bad loss": {"step": Step(on_nan="continue")},
 }
 
 

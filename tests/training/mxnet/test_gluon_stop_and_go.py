@@ -23,6 +23,7 @@ from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.commands.parity import largest_difference
 from manyhands.training.mxnet import state
 from manyhands.training.mxnet.trainer import Trainer
+from manyhands.training.options import Checkpoints
 
 STEPS = 12  # of 96 samples in batches of 16, in two epochs
 
@@ -31,8 +32,7 @@ def with_dropout(devices: int, run: Path | None, optimizer: Any = "adam", **opti
     given = {
         "run": run,
         "optimizer": optimizer,
-        "checkpoint_every": 1 if run else None,
-        "keep_checkpoints": 100,
+        "checkpoints": Checkpoints(every=1 if run else None, keep=100),
         **options,
     }
     if isinstance(optimizer, str):
@@ -79,8 +79,7 @@ def test_resumed_on_another_number_of_devices(tmp_path: Path, before: int, after
     def train(run: Path | None, devices: int, **options: Any) -> Any:
         given = {
             "optimizer": "adam",
-            "checkpoint_every": 4 if run else None,
-            "keep_checkpoints": 100,
+            "checkpoints": Checkpoints(every=4 if run else None, keep=100),
             "run": run,
             **options,
         }
@@ -123,7 +122,7 @@ def test_a_loader_that_shuffles_by_itself(tmp_path: Path) -> None:
     def train(run: Path, **options: Any) -> Any:
         np.random.seed(len(options))
         loader = gluon.data.DataLoader(dataset, batch_size=16, shuffle=True)
-        done = fit(mlp(), loader, 2, run=run, checkpoint_every=4, keep_checkpoints=100, **options)
+        done = fit(mlp(), loader, 2, run=run, checkpoints=Checkpoints(every=4, keep=100), **options)
         assert np.random.rand() == np.random.RandomState(len(options)).rand()
         return done
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ from keras import layers
 
 from manyhands.training.commands import parity
 from manyhands.training.loss_sum import LossSum
+from manyhands.training.options import Step
 from manyhands.training.result import Result
 from manyhands.training.tensorflow.book.models import initialise
 from manyhands.training.tensorflow.trainer import Trainer
@@ -82,8 +84,7 @@ def fit(model: Any, data: Any, devices: int = 1, **how: Any) -> Result:
 def difference(make: Callable[[], Any], data: Any, devices: int, **how: Any) -> float:
     """The largest relative difference between training on one device and on several."""
     alone, several = make(), make()
-    alone_how = {name: value for name, value in how.items() if name != "shares"}
-    fit(alone, data, 1, **alone_how)
+    fit(alone, data, 1, **{**how, "step": replace(how.get("step", Step()), shares=None)})
     fit(several, data, devices, **how)
     return parity.largest_difference(tensors(several), tensors(alone))
 

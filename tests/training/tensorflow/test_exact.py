@@ -12,6 +12,7 @@ from keras import layers
 from keras_cases import CLASSES, convnet, difference, fit, images, mlp, momentum, tensors, vectors
 
 from manyhands.training.commands import parity
+from manyhands.training.options import Step
 from manyhands.training.tensorflow import feed
 
 
@@ -19,9 +20,9 @@ from manyhands.training.tensorflow import feed
     ("devices", "how"),
     [
         (2, {}),
-        (3, {"shares": [3, 2, 1], "gradient_clip_val": 0.1}),
-        (3, {"batch_size": 3, "shares": [0.9, 0.1, 0]}),  # two devices without samples
-        (2, {"accumulate": 3, "schedule": lambda done: 1 - done}),
+        (3, {"step": Step(shares=[3, 2, 1]), "gradient_clip_val": 0.1}),
+        (3, {"batch_size": 3, "step": Step(shares=[0.9, 0.1, 0])}),  # two devices without samples
+        (2, {"step": Step(accumulate=3), "schedule": lambda done: 1 - done}),
         (2, {"optimizer": lambda rate: keras.optimizers.Nadam(rate, clipnorm=0.5, weight_decay=0.01)}),
     ],
 )
@@ -31,14 +32,14 @@ def test_several_devices_make_the_update_of_one(devices: int, how: dict[str, Any
 
 @pytest.mark.parametrize("shares", [None, [5, 1, 0]])
 def test_statistics_over_the_whole_batch(shares: list[float] | None) -> None:
-    assert difference(convnet, images(), 3, shares=shares, batch_stats="global") < 1e-12
+    assert difference(convnet, images(), 3, step=Step(shares=shares, batch_stats="global")) < 1e-12
 
 
 def test_five_steps_in_float32() -> None:
     def make() -> Any:
         return mlp(dtype="float32")
 
-    assert difference(make, vectors(75), 3, epochs=1, shares=[3, 2, 1]) < 1e-5
+    assert difference(make, vectors(75), 3, epochs=1, step=Step(shares=[3, 2, 1])) < 1e-5
 
 
 def test_penalties_and_a_sum_as_loss_are_the_same_on_any_number_of_devices() -> None:
@@ -126,7 +127,7 @@ def test_dropout_draws_other_numbers_on_every_device_and_step_and_the_same_in_ev
 
     def draws(devices: int, epochs: int) -> list[float]:
         model = mlp(lambda: layers.Dropout(0.5), Seen)
-        fit(model, vectors(16), devices, epochs=epochs, shares=None if devices == 1 else [1, 2])
+        fit(model, vectors(16), devices, epochs=epochs, step=Step(shares=None if devices == 1 else [1, 2]))
         return [float(model.layers[-2].sum), float(model.get_weights()[0][0, 0])]
 
     first, again, second_step, second_device = draws(1, 1), draws(1, 1), draws(1, 2), draws(2, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from keras_cases import CLASSES, mlp, momentum, tensors, vectors
 from manyhands import tensorflow as mh
 from manyhands.errors import BadSettings
 from manyhands.training.commands import parity
+from manyhands.training.options import Step
 from manyhands.training.result import Result
 
 FEW = 24  # samples: three batches of 8
@@ -24,14 +26,14 @@ PADDED = -100
 def fit(model: Any, data: Any, devices: int, **how: Any) -> Result:
     how = {"batch_size": 8, "quiet": True, "optimizer": momentum(0.05), **how}
     if devices > 1:
-        how = {"shares": [2, 1] if devices == 2 else [4, 2, 1], **how}
+        how["step"] = replace(how.get("step", Step()), shares=[2, 1] if devices == 2 else [4, 2, 1])
     return mh.Trainer(1, devices=[f"virtual:{i}" for i in range(devices)], **how).fit(model, (data, data))
 
 
 def same(make: Callable[[], Any], data: Any, devices: int = 2, accumulate: int = 1, **how: Any) -> Any:
     """Train on one device and on several, compare, and give the model that one device trained."""
     alone, several = make(), make()
-    one, more = fit(alone, data, 1, **how), fit(several, data, devices, accumulate=accumulate, **how)
+    one, more = fit(alone, data, 1, **how), fit(several, data, devices, step=Step(accumulate=accumulate), **how)
     for name in ("train_loss", "test_loss"):
         assert more.rows[0][name] == pytest.approx(one.rows[0][name], rel=1e-9), name
     assert parity.largest_difference(tensors(several), tensors(alone)) < 1e-9

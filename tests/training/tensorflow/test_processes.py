@@ -18,6 +18,7 @@ from keras_cases import fit, mixed, mlp, shuffled, tensors, unequal, vectors
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training.commands import parity
 from manyhands.training.launcher import Place
+from manyhands.training.options import Step
 from manyhands.training.tensorflow import meeting
 from manyhands.training.tensorflow.trainer import Trainer
 
@@ -30,9 +31,9 @@ import tensorflow as tf
 from manyhands import tensorflow as mh
 from manyhands.errors import BadBatch
 folder = Path(sys.argv[1])
-how = dict(lr=0.05, batch_size=16, optimizer=momentum, quiet=True, shares=[3, 1], run=folder / "run", resume="auto",
-           loss=unequal)
-trainer = mh.Trainer(2, checkpoint_every=3, **how)
+how = dict(lr=0.05, batch_size=16, optimizer=momentum, quiet=True, step=mh.Step(shares=[3, 1]), run=folder / "run",
+           resume="auto", loss=unequal)
+trainer = mh.Trainer(2, checkpoints=mh.Checkpoints(every=3), **how)
 model = mixed()
 if trainer_rank := int(__import__("os").environ["RANK"]):
     model.set_weights([0 * weight for weight in model.get_weights()])  # it gets those of the first process
@@ -41,7 +42,7 @@ np.savez(folder / f"{trainer_rank}.npz", **tensors(model))
 (folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['test_loss']} {result}")
 
 data = tf.data.Dataset.from_tensor_slices(vectors())
-model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, shares=[3, 1])
+model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, step=mh.Step(shares=[3, 1]))
 trainer.fit(model, shuffled)
 np.savez(folder / f"shuffled{trainer_rank}.npz", **tensors(model))
 try:
@@ -84,7 +85,7 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ended([start(tmp_path, {"RANK": str(rank), **common}) for rank in range(2)])
     alone = mixed()
-    result = fit(alone, (vectors(), vectors(9)), 2, shares=[3, 1], loss=unequal)
+    result = fit(alone, (vectors(), vectors(9)), 2, step=Step(shares=[3, 1]), loss=unequal)
     for rank in range(2):
         found = dict(np.load(tmp_path / f"{rank}.npz"))
         assert parity.largest_difference(found, tensors(alone)) < 1e-5
@@ -94,7 +95,7 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
         assert "cpu of process 1" in line
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
     alone = mixed()
-    fit(alone, shuffled, 2, shares=[3, 1])
+    fit(alone, shuffled, 2, step=Step(shares=[3, 1]))
     for rank in range(2):
         found = dict(np.load(tmp_path / f"shuffled{rank}.npz"))
         assert parity.largest_difference(found, tensors(alone)) < 1e-5

@@ -14,6 +14,7 @@ from keras_cases import convnet, fit, images, mlp, tensors, vectors
 from manyhands.errors import BadSettings, LossIsNotANumber, WrongCheckpoint
 from manyhands.training.checkpoints import store
 from manyhands.training.commands import parity
+from manyhands.training.options import Checkpoints, Step
 
 
 class Interrupted(Exception):
@@ -41,7 +42,7 @@ def model() -> Any:
 
 
 def test_stopped_in_the_middle_of_an_epoch_and_resumed_the_weights_are_bit_equal(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"optimizer": adam, "checkpoint_every": 2, "shares": [1, 3]}
+    how: dict[str, Any] = {"optimizer": adam, "checkpoints": Checkpoints(every=2), "step": Step(shares=[1, 3])}
     whole, stopped = model(), model()
     result = fit(whole, vectors(), 2, run=tmp_path / "whole", schedule=lambda d: 1.0 - 0.5 * d, **how)
     with pytest.raises(Interrupted):
@@ -55,7 +56,7 @@ def test_stopped_in_the_middle_of_an_epoch_and_resumed_the_weights_are_bit_equal
 
 
 def test_on_another_number_of_devices_it_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    how: dict[str, Any] = {"optimizer": adam, "checkpoint_every": 2}
+    how: dict[str, Any] = {"optimizer": adam, "checkpoints": Checkpoints(every=2)}
     whole, stopped, resumed = mlp(), mlp(), mlp()
     fit(whole, vectors(), 1, **{"optimizer": adam}, schedule=lambda done: 1.0 - 0.5 * done)
     with pytest.raises(Interrupted):
@@ -111,6 +112,6 @@ def test_a_loss_that_is_no_number_stops_the_job_or_leaves_no_trace() -> None:
     X, y = images(40)
     X[5] = np.inf
     model = convnet()
-    result = fit(model, (X, y), 1, on_nan="continue")
+    result = fit(model, (X, y), 1, step=Step(on_nan="continue"))
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
     assert result.rows[-1]["train_loss"] is None

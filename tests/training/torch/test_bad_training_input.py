@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from manyhands.errors import (
     WorkerFailed,
 )
 from manyhands.training.data.order import epoch_order
+from manyhands.training.options import Step, Workers
 from manyhands.training.torch.trainer import Trainer
 
 BATCH = 8
@@ -54,7 +56,7 @@ def test_a_loss_that_is_no_number(ranks: int) -> None:
 def test_a_loss_that_is_no_number_can_be_ignored() -> None:
     for ranks in (1, 2):
         with pytest.warns(UserWarning, match=r"step \d is not a number .*going on"):
-            _, result = fit(mlp(), spoilt(17), ranks, batch_size=BATCH, max_epochs=2, on_nan="continue")
+            _, result = fit(mlp(), spoilt(17), ranks, batch_size=BATCH, max_epochs=2, step=Step(on_nan="continue"))
         assert [row["samples"] for row in result.rows] == [40, 40]
         assert result.rows[0]["train_loss"] is None
 
@@ -84,12 +86,13 @@ def test_a_batch_that_is_left_out_leaves_no_trace(name: str, bad: tuple[int, ...
     batches = list(zip(X.split(9), y.split(9), strict=True))
     spoilt = [(X * torch.nan if number in bad else X, y) for number, (X, y) in enumerate(batches)]
     without = [batch for number, batch in enumerate(batches) if number not in bad]
-    cases: list[dict[str, Any]] = [{}, {"ranks": 2, "batch_stats": "global"}, {"gradient_clip_val": 100.0}]
+    cases: list[dict[str, Any]] = [{}, {"ranks": 2, "step": Step(batch_stats="global")}, {"gradient_clip_val": 100.0}]
     for options in cases:
         options |= {"optimizer": OPTIMIZERS[name]}
         expected, _ = fit(mlp(norm=True), Batches(without), **options)
+        options["step"] = replace(options.get("step", Step()), on_nan="continue")
         with pytest.warns(UserWarning, match="going on"):
-            found, _ = fit(mlp(norm=True), Batches(spoilt), on_nan="continue", **options)
+            found, _ = fit(mlp(norm=True), Batches(spoilt), **options)
         assert same(expected, found)
 
 
@@ -167,7 +170,7 @@ def test_devices_that_are_not_there() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device must not be there")
 def test_a_device_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(1, devices=["cpu"], ranks_per_device=2, quiet=True)
+    trainer = Trainer(1, devices=["cpu"], workers=Workers(per_device=2), quiet=True)
     # As if it had been there when the trainer was made.
     monkeypatch.setattr(Trainer, "ranks", [torch.device("cpu"), torch.device("cuda", 0)])
     with pytest.raises(WorkerFailed, match=r"rank 1 \(cuda:0\)"):
@@ -175,14 +178,7 @@ def test_a_device_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"batch_size": 1}, BadSettings),
-        ({"shares": [1.0]}, BadShares),
-        ({"shares": [-1, 2]}, BadShares),
-        ({"shares": [0, 0]}, BadShares),
-        ({"shares": "evenly"}, BadSettings),
-    ],
+    ("options", "error"), [({"batch_size": 1}, BadSettings), ({"step": Step(shares=[1.0])}, BadShares)]
 )
 def test_settings_that_do_not_fit_two_devices(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
@@ -194,20 +190,13 @@ def test_settings_that_do_not_fit_two_devices(options: dict[str, Any], error: ty
     [
         {"max_epochs": 0}, {"max_epochs": 1.5}, {"batch_size": -1}, {"batch_size": 0}, {"batch_size": "many"},
         {"lr": -1}, {"lr": float("nan")}, {"lr": "fast"}, {"seed": -1}, {"seed": "x"}, {"precision": "fp8"},
-        {"accumulate": 0}, {"batch_stats": "none"}, {"on_nan": "ignore"}, {"gradient_clip_val": -1},
-        {"gradient_clip_val": "x"}, {"checkpoint_every": 0}, {"keep_checkpoints": 0}, {"hang_seconds": 0},
-        {"hang_seconds": "x"}, {"accumulate": 2, "batch_stats": "global"}, {"loss": "msee"}, {"optimizer": "sdg"},
+        {"gradient_clip_val": -1}, {"gradient_clip_val": "x"}, {"loss": "msee"}, {"optimizer": "sdg"},
         {"schedule": 0.1},
     ],
 )  # fmt: skip
 def test_silly_settings(options: dict[str, Any]) -> None:
     with pytest.raises(BadSettings, match=next(iter(options))):
         fit(mlp(), vectors(), **options)
-
-
-def test_a_silly_number_of_ranks() -> None:
-    with pytest.raises(BadSettings, match="ranks_per_device"):
-        Trainer(devices=["cpu"], ranks_per_device=0)
 
 
 def test_an_optimizer_of_another_model() -> None:
@@ -294,7 +283,7 @@ def test_data_that_pytorch_refuses(kind: str) -> None:
 def test_data_that_a_worker_refuses() -> None:
     X, y = vectors(40)
     with pytest.raises(BadBatch, match="samples are float64"):
-        Trainer(1, batch_size=8, quiet=True, devices=["cpu"], ranks_per_device=2).fit(mlp().float(), (X, y))
+        Trainer(1, batch_size=8, quiet=True, devices=["cpu"], workers=Workers(per_device=2)).fit(mlp().float(), (X, y))
 
 
 def test_an_error_that_is_not_of_the_data_stays_as_it_is() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Subset, get_worker_info
 from training_cases import Rows, difference, fit, mlp, same
 
 from manyhands.training.checkpoints import store
+from manyhands.training.options import Checkpoints
 from manyhands.training.torch.data.drawn_samples import DrawnSamples
 
 
@@ -44,7 +45,7 @@ def train(ranks: int = 1, workers: int = 2, **options: Any) -> Any:
 
 
 def test_resumed_within_an_epoch_to_the_bit(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"checkpoint_every": 1, "keep_checkpoints": 20, "dropout": 0.5}
+    options: dict[str, Any] = {"checkpoints": Checkpoints(every=1, keep=20), "dropout": 0.5}
     whole, _ = train(run=tmp_path / "whole", **options)
     for step in (2, 8):
         killed = tmp_path / f"killed-{step}"

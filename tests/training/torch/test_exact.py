@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from training_cases import (
 
 from manyhands.errors import BadBatch
 from manyhands.training.commands.recipes import one_cycle
+from manyhands.training.options import Step
 
 CLOSE = 1e-12
 
@@ -47,7 +49,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def check(model: Callable[[], nn.Module], data: Any, ranks: int = 2, **options: Any) -> None:
     """The same training on one rank and on several: weights, buffers and figures agree."""
-    one = {**options, "shares": None}
+    one = {**options, "step": replace(options.get("step", Step()), shares=None)}
     alone, figures = fit(model(), data, 1, **one)
     together, shared = fit(model(), data, ranks, **options)
     assert difference(alone, together) <= CLOSE
@@ -62,14 +64,14 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "uneven": {"batch_size": 15},
     "short last batch": {"batch_size": 16},
     "last batch of one": {"batch_size": 89},
-    "shares": {"shares": [0.7, 0.3]},
-    "an empty shard": {"shares": [1, 0]},
-    "an empty first shard": {"shares": [0, 1]},
-    "accumulate": {"accumulate": 3, "optimizer": momentum},
-    "accumulate more than there are": {"accumulate": 12, "shares": [0.9, 0.1]},
-    "clip": {"gradient_clip_val": 0.05, "shares": [0.6, 0.4]},
-    "momentum": {"optimizer": momentum, "shares": [0.6, 0.4]},
-    "adamw": {"optimizer": adamw, "shares": [0.6, 0.4]},
+    "shares": {"step": Step(shares=[0.7, 0.3])},
+    "an empty shard": {"step": Step(shares=[1, 0])},
+    "an empty first shard": {"step": Step(shares=[0, 1])},
+    "accumulate": {"step": Step(accumulate=3), "optimizer": momentum},
+    "accumulate more than there are": {"step": Step(accumulate=12, shares=[0.9, 0.1])},
+    "clip": {"gradient_clip_val": 0.05, "step": Step(shares=[0.6, 0.4])},
+    "momentum": {"optimizer": momentum, "step": Step(shares=[0.6, 0.4])},
+    "adamw": {"optimizer": adamw, "step": Step(shares=[0.6, 0.4])},
     "schedule": {"schedule": one_cycle, "optimizer": momentum},
 }
 
@@ -81,7 +83,7 @@ def test_two_ranks_are_one_device(name: str) -> None:
 
 @pytest.mark.parametrize("shares", [None, [0.7, 0.3], [1, 0], [0, 1]])
 def test_batch_norm_over_the_whole_batch(shares: list[float] | None) -> None:
-    check(convnet, (images(), images(21)), batch_size=15, max_epochs=5, batch_stats="global", shares=shares)
+    check(convnet, (images(), images(21)), batch_size=15, max_epochs=5, step=Step(batch_stats="global", shares=shares))
 
 
 def test_batch_norm_with_a_cumulative_average_and_without_weights() -> None:
@@ -90,14 +92,14 @@ def test_batch_norm_with_a_cumulative_average_and_without_weights() -> None:
         layers = [nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False)]
         return nn.Sequential(*layers, nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, CLASSES)).double()
 
-    check(model, vectors(), batch_stats="global", shares=[0.6, 0.4])
+    check(model, vectors(), step=Step(batch_stats="global", shares=[0.6, 0.4]))
 
 
 @pytest.mark.parametrize("optimizer", [momentum, adamw])
 def test_parameters_that_are_not_used(optimizer: Any) -> None:
     """A parameter that no rank used has no gradient; not zero, for weight decay and momentum would move it."""
-    check(Branching, vectors(), batch_size=6, optimizer=optimizer, shares=[0.8, 0.2])
-    check(Branching, vectors(), batch_size=6, optimizer=optimizer, accumulate=2)
+    check(Branching, vectors(), batch_size=6, optimizer=optimizer, step=Step(shares=[0.8, 0.2]))
+    check(Branching, vectors(), batch_size=6, optimizer=optimizer, step=Step(accumulate=2))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -182,9 +184,7 @@ def sources() -> dict[str, Any]:
 def test_every_sample_once_per_epoch(name: str, ranks: int) -> None:
     """Each sample of a full batch adds 1/8 to its weight, each of the short last batch 1/3."""
     model = SumsUp(COUNT)
-    trained, result = fit(
-        model, sources()[name], ranks, max_epochs=1, lr=1.0, batch_size=8, loss=answer_itself, shares=None
-    )
+    trained, result = fit(model, sources()[name], ranks, max_epochs=1, lr=1.0, batch_size=8, loss=answer_itself)
     parts = sorted(trained["seen"].tolist())
     assert parts == pytest.approx([1 / 8] * 40 + [1 / 3] * 3)
     assert result.rows[0]["samples"] == COUNT
@@ -242,8 +242,8 @@ def stand_still(parameters: Any) -> torch.optim.Optimizer:
 THREE: dict[str, dict[str, Any]] = {
     "even": {"batch_size": 18},
     "uneven": {"batch_size": 16},
-    "shares": {"shares": [0.5, 0.0, 0.5], "gradient_clip_val": 0.1, "optimizer": adamw},
-    "accumulate": {"accumulate": 3, "optimizer": momentum},
+    "shares": {"step": Step(shares=[0.5, 0.0, 0.5]), "gradient_clip_val": 0.1, "optimizer": adamw},
+    "accumulate": {"step": Step(accumulate=3), "optimizer": momentum},
     "fewer samples than ranks": {"batch_size": 4, "max_epochs": 1},
 }
 
@@ -256,4 +256,4 @@ def test_three_ranks_are_one_device(name: str) -> None:
 @pytest.mark.parametrize("shares", [None, [0, 0.3, 0.7]])
 def test_batch_norm_over_three_ranks(shares: list[float] | None) -> None:
     data = (images(62), images(5))
-    check(convnet, data, 3, batch_size=15, batch_stats="global", shares=shares, optimizer=momentum)
+    check(convnet, data, 3, batch_size=15, step=Step(batch_stats="global", shares=shares), optimizer=momentum)

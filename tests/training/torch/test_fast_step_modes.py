@@ -20,7 +20,7 @@ from manyhands.training.torch.fast.fused_norm import FusedNorms
 
 def stepped(net: nn.Module, steps: int, loss: Any = nn.functional.cross_entropy) -> tuple[GraphStep, Any]:
     eager, data = eager_step(net, loss), Arrays(vectors(COUNT))
-    graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False, own_kernels=True)
+    graph = GraphStep(eager, data, 16, compiled=False, changing_rate=False, fused_norms=True)
     graph.begin_epoch(torch.arange(COUNT), 0, 0)
     for _ in range(steps):
         assert graph(16), graph.ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from training_cases import CLASSES, convnet, difference, fit, images, mlp, vecto
 
 from manyhands.errors import BadSettings
 from manyhands.training.loss_sum import LossSum
+from manyhands.training.options import Step
 from manyhands.training.torch.preflight import loss_trial
 
 WEIGHT = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
@@ -35,8 +37,9 @@ LOSSES: dict[str, tuple[Any, Any]] = {
 def close(make: Any, data: Any, **options: Any) -> None:
     """The same on one rank, in parts on one rank, and on two ranks with uneven shares."""
     alone, expected = fit(make(), data, **options)
-    for ranks, more in ((1, {"accumulate": 3}), (2, {"shares": [0.8, 0.2]})):
-        weights, result = fit(make(), data, ranks, **options, **more)
+    for ranks, parts in ((1, {"accumulate": 3}), (2, {"shares": [0.8, 0.2]})):
+        step = replace(options.get("step", Step()), **parts)
+        weights, result = fit(make(), data, ranks, **{**options, "step": step})
         assert difference(alone, weights) < 1e-12
         for one, other in zip(expected.rows, result.rows, strict=True):
             assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
@@ -114,8 +117,8 @@ def test_probabilities() -> None:
 
 def test_statistics_over_the_whole_batch() -> None:
     loss = nn.CrossEntropyLoss(weight=WEIGHT)
-    alone, _ = fit(convnet(), images(), loss=loss, batch_stats="global")
-    both, _ = fit(convnet(), images(), 2, loss=loss, batch_stats="global", shares=[1, 0])
+    alone, _ = fit(convnet(), images(), loss=loss, step=Step(batch_stats="global"))
+    both, _ = fit(convnet(), images(), 2, loss=loss, step=Step(batch_stats="global", shares=[1, 0]))
     assert difference(alone, both) < 1e-12
 
 
@@ -145,7 +148,7 @@ CODE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CODE)
 def test_code_is_exact_in_parts(name: str) -> None:
-    close(mlp, (vectors(), vectors(37)), loss=CODE[name], on_nan="continue")
+    close(mlp, (vectors(), vectors(37)), loss=CODE[name], step=Step(on_nan="continue"))
 
 
 def test_a_lambda_on_three_devices() -> None:
@@ -209,7 +212,7 @@ def test_a_padded_language_model_on_three_devices(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["masked", "with another"])
-@pytest.mark.parametrize("options", [{"ranks": 3}, {"accumulate": 2}])
+@pytest.mark.parametrize("options", [{"ranks": 3}, {"step": Step(accumulate=2)}])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_mean_over_tokens_is_refused(kind: str, options: Any, zeros: bool) -> None:
     """Not by the first texts, which are equally long; nor by values alone, which are equal with a layer of zeros."""
@@ -223,9 +226,9 @@ def test_one_rare_text_is_enough() -> None:
     y[y == -100] = 1
     y[47, 3:] = -100
     with pytest.raises(BadSettings, match="not a mean over the samples"):
-        fit(Language("masked"), (X, y), accumulate=2)
+        fit(Language("masked"), (X, y), step=Step(accumulate=2))
     with pytest.raises(BadSettings, match="not a mean over the samples"):
-        fit(Language("masked"), DataLoader(TensorDataset(X, y), 60, drop_last=True), accumulate=2)
+        fit(Language("masked"), DataLoader(TensorDataset(X, y), 60, drop_last=True), step=Step(accumulate=2))
 
 
 def rarely_weighed(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -239,7 +242,7 @@ def test_a_rare_class_of_a_dataset_is_found() -> None:
     model = nn.Sequential(mlp()).float()
     for data in ((X.float(), y), TensorDataset(X.float(), y)):
         with pytest.raises(BadSettings, match="not a mean over the samples"):
-            fit(model, data, loss=rarely_weighed, accumulate=4, max_epochs=1)
+            fit(model, data, loss=rarely_weighed, step=Step(accumulate=4), max_epochs=1)
 
 
 def test_how_many_samples_were_tried_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +253,7 @@ def test_how_many_samples_were_tried_is_noted(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(loss_trial, "_POOL_BYTES", 56 * 40)  # 6 numbers and a label take 56 bytes
 
     def tried(data: Any, loss: Any) -> list[str]:
-        _, result = fit(mlp(), data, accumulate=2, max_epochs=1, loss=loss)
+        _, result = fit(mlp(), data, step=Step(accumulate=2), max_epochs=1, loss=loss)
         return [note for note in result.notes if "was tried on" in note]
 
     assert "tried on 40 of 90 samples: " in tried(list(zip(X, y, strict=True)), own)[0]
@@ -265,7 +268,7 @@ def test_sparse_and_large_gradients_are_compared(monkeypatch: pytest.MonkeyPatch
     model.net[0].sparse = True
     monkeypatch.setattr(loss_trial, "_COMPARED", 10)
     with pytest.raises(BadSettings, match="the gradients of 8 samples"):
-        fit(model, texts(), accumulate=2)
+        fit(model, texts(), step=Step(accumulate=2))
 
 
 def test_losses_that_pass() -> None:
@@ -276,7 +279,7 @@ def test_losses_that_pass() -> None:
         (mlp(), vectors(), lambda scores, y: functional.cross_entropy(scores, y) * 2),
         (mlp(dropout=0.3, norm=True), vectors(), lambda scores, y: functional.multi_margin_loss(scores, y)),
     ):
-        _, result = fit(model, data, accumulate=2, max_epochs=1, loss=loss)
+        _, result = fit(model, data, step=Step(accumulate=2), max_epochs=1, loss=loss)
         assert not any("not checked" in note for note in result.notes)
 
 
@@ -284,7 +287,7 @@ def test_what_is_not_checked_is_noted() -> None:
     def noisy(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(scores + torch.randn_like(scores), y) * 2
 
-    _, result = fit(mlp(), vectors(), accumulate=2, max_epochs=1, loss=noisy)
+    _, result = fit(mlp(), vectors(), step=Step(accumulate=2), max_epochs=1, loss=noisy)
     assert any("draws random numbers" in note for note in result.notes)
 
 
@@ -297,7 +300,7 @@ def test_a_generator_keeps_its_first_batch() -> None:
         return functional.cross_entropy(scores, labels) * 2
 
     batches = ((X[start : start + 16], y[start : start + 16]) for start in range(0, 48, 16))
-    fit(mlp(), batches, accumulate=2, max_epochs=1, loss=counted)
+    fit(mlp(), batches, step=Step(accumulate=2), max_epochs=1, loss=counted)
     assert seen == [8] * 6
 
 
@@ -313,7 +316,7 @@ def test_a_malformed_sum_is_refused(accumulate: int) -> None:
             return LossSum(total(functional.cross_entropy(scores, y, reduction="none")), count)
 
         with pytest.raises(BadSettings, match=said):
-            fit(mlp(), vectors(), loss=malformed, accumulate=accumulate)
+            fit(mlp(), vectors(), loss=malformed, step=Step(accumulate=accumulate))
 
 
 def test_two_kinds_of_loss_are_refused() -> None:
@@ -328,5 +331,5 @@ def test_two_kinds_of_loss_are_refused() -> None:
             return LossSum(loss * len(batch[1]), len(batch[1])) if self.steps < 3 else loss * 1
 
     with pytest.raises(BadSettings, match="for one batch and a plain number for another"):
-        fit(Changing(), vectors(), accumulate=2)
+        fit(Changing(), vectors(), step=Step(accumulate=2))
     fit(Changing(), vectors())

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import Chunks, difference, fit, mlp, vectors
 
+from manyhands.training.options import Step
+
 
 def slow_on_the_first(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy; one rank takes its time for each sample."""
@@ -28,7 +30,7 @@ def test_measured_shares(kind: str) -> None:
         "iterator": Chunks(X, y, 16),
     }[kind]
     alone, expected = fit(mlp(), data)
-    both, result = fit(mlp(), data, 2, shares="measured", loss=slow_on_the_first)
+    both, result = fit(mlp(), data, 2, step=Step(shares="measured"), loss=slow_on_the_first)
     assert difference(alone, both) < 1e-12
     assert [row["samples"] for row in result.rows] == [row["samples"] for row in expected.rows]
     assert result.shares is not None

@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader
 from training_cases import CLASSES, fit, images, mlp, same, vectors
 
 from manyhands.errors import BadBatch, BadSettings
+from manyhands.training.options import Workers
 from manyhands.training.torch.trainer import Trainer
 
 
 def train(model: nn.Module, data: Any, ranks: int = 1, **options: Any) -> Any:
-    how = {"batch_size": 8, "quiet": True, "devices": ["cpu"], "ranks_per_device": ranks, **options}
+    how = {"batch_size": 8, "quiet": True, "devices": ["cpu"], "workers": Workers(per_device=ranks), **options}
     return Trainer(1, **how).fit(model, data)
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from training_cases import Rows, fit, mlp, vectors
 
 from manyhands.training.checkpoints import store
+from manyhands.training.options import Checkpoints, Step
 from manyhands.training.torch.state import plain_json
 from manyhands.training.torch.state.module_state import ModuleState, take_home
 
@@ -102,13 +103,13 @@ def test_it_comes_home_into_the_objects_that_are_there() -> None:
 
 def test_as_on_one_device() -> None:
     alone, several = Counting(), Counting()
-    fit(alone, vectors(48), accumulate=2)
-    fit(several, vectors(48), 2, shares=[1, 0], accumulate=2)
+    fit(alone, vectors(48), step=Step(accumulate=2))
+    fit(several, vectors(48), 2, step=Step(shares=[1, 0], accumulate=2))
     assert held(alone) == held(several)
 
 
 def test_a_resumed_job_goes_on_with_it(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"checkpoint_every": 1, "keep_checkpoints": 20}
+    options: dict[str, Any] = {"checkpoints": Checkpoints(every=1, keep=20)}
     whole, resumed = Counting(), Counting()
     fit(whole, vectors(48), run=tmp_path / "whole", **options)
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
@@ -210,7 +211,7 @@ def test_once_per_step_and_batch_of_the_test_set(steps: bool, data: Any, precisi
 
 def test_a_known_loss_once_per_step_with_accumulate() -> None:
     model = Called()
-    _, result = fit(model, vectors(32), accumulate=2)
+    _, result = fit(model, vectors(32), step=Step(accumulate=2))
     assert model.forwards == 2 * result.rows[-1]["step"]
 
 
@@ -222,5 +223,5 @@ def test_a_trial_touches_nothing() -> None:
         closed_over.append(len(y))
         return functional.cross_entropy(scores, y) * 2
 
-    _, result = fit(model, vectors(32), accumulate=2, loss=loss)
+    _, result = fit(model, vectors(32), step=Step(accumulate=2), loss=loss)
     assert model.forwards == len(closed_over) == 2 * result.rows[-1]["step"]

@@ -16,6 +16,7 @@ from training_cases import convnet, images, mlp, vectors
 from manyhands.training import loop as loop_module
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data.order import Window
+from manyhands.training.options import Step
 from manyhands.training.settings import Settings
 from manyhands.training.torch import running_sums
 from manyhands.training.torch.data import feed
@@ -153,9 +154,9 @@ def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "clip": {"gradient_clip_val": 0.1},
-    "accumulate": {"accumulate": 3},
+    "accumulate": {"step": Step(accumulate=3)},
     "bf16": {"precision": "bf16"},
-    "go on after a bad loss": {"on_nan": "continue"},
+    "go on after a bad loss": {"step": Step(on_nan="continue")},
 }
 
 

@@ -18,6 +18,7 @@ from training_cases import CLASSES, Rows, difference, fit, mlp, vectors
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.shares import sizes
 from manyhands.training.data.order import Window
+from manyhands.training.options import Step
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Arrays, Samples, Stream, cut, source
 from manyhands.training.torch.job import Job
@@ -54,7 +55,7 @@ class LateBranch(nn.Module):
 
 
 def test_statistics_and_sums_of_gradients_do_not_meet() -> None:
-    options: dict[str, Any] = {"batch_size": 6, "max_epochs": 1, "batch_stats": "global"}
+    options: dict[str, Any] = {"batch_size": 6, "max_epochs": 1, "step": Step(batch_stats="global")}
     one, _ = fit(LateBranch(), vectors(), 1, **options)
     two, _ = fit(LateBranch(), vectors(), 2, **options)
     assert difference(one, two) <= 1e-12
@@ -233,7 +234,7 @@ def test_losses_that_are_no_means(loss: Any, data: Any) -> None:
     checks.check_loss(tried.model, tried, 1)
     with pytest.raises(BadSettings, match="several devices"):
         checks.check_loss(tried.model, tried, 2)
-    tried = job(loss, data, accumulate=2)
+    tried = job(loss, data, step=Step(accumulate=2))
     with pytest.raises(BadSettings, match="accumulate"):
         checks.check_loss(tried.model, tried, 1)
 
@@ -281,7 +282,7 @@ def test_dict_batches() -> None:
     for ranks in (1, 2):
         weights, _ = fit(OfDicts(), Dicts(), ranks)
         assert difference(expected, {name.removeprefix("net."): value for name, value in weights.items()}) <= 1e-12
-        fit(OfDicts(), stream, ranks, accumulate=2)
+        fit(OfDicts(), stream, ranks, step=Step(accumulate=2))
     with pytest.raises(BadBatch, match="a dict batch needs a training_step"):
         fit(mlp(), Dicts())
 

@@ -19,6 +19,7 @@ from training_cases import Rows, fit, mlp, vectors
 from manyhands.errors import BadRunFolder
 from manyhands.training.book.vocabulary import add_to_class
 from manyhands.training.commands import parity
+from manyhands.training.options import Step, Workers
 from manyhands.training.settings import Settings
 from manyhands.training.torch.job import set_torch_settings, torch_settings
 from manyhands.training.torch.state import job_state
@@ -28,7 +29,7 @@ from manyhands.training.torch.workers import pool
 
 def test_statistics_come_home_without_a_test_set() -> None:
     net = mlp(norm=True)
-    fit(net, vectors(), ranks=2, shares=[0, 1], max_epochs=1)
+    fit(net, vectors(), ranks=2, step=Step(shares=[0, 1]), max_epochs=1)
     assert float(net[1].running_mean.abs().sum()) > 0
     assert int(net[1].num_batches_tracked) == 6
 
@@ -137,7 +138,7 @@ def sleepy(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_slow_steps_are_no_hang() -> None:
-    fit(mlp(), vectors(32), ranks=2, loss=sleepy, max_epochs=2, hang_seconds=1)
+    fit(mlp(), vectors(32), ranks=2, loss=sleepy, max_epochs=2, workers=Workers(per_device=2, hang_seconds=1))
 
 
 def test_an_interrupted_start_leaves_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:

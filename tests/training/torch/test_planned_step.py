@@ -19,6 +19,7 @@ from manyhands.errors import BadSettings
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way, close
+from manyhands.training.options import Step
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import planned_step
 from manyhands.training.torch.fast.planned_step import PlannedStep, as_written
@@ -207,4 +208,4 @@ def test_a_step_that_fails_half_way_is_an_error() -> None:
 
 def test_one_of_two() -> None:
     with pytest.raises(BadSettings, match="choose one"):
-        mh.Trainer(1, compile=True, parallel=True, quiet=True)
+        mh.Trainer(1, step=Step(compile=True, parallel=True), quiet=True)

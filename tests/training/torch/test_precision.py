@@ -13,6 +13,7 @@ from torch import nn
 from training_cases import difference, fit, images, mlp, rows, same, vectors
 
 from manyhands import machine
+from manyhands.training.options import Step
 from manyhands.training.settings import Settings
 from manyhands.training.torch.book.models import MODELS
 from manyhands.training.torch.data.sources import source
@@ -164,7 +165,7 @@ def rank_of(model: torch.nn.Module, **settings: Any) -> Rank:
 
 
 @pytest.mark.usefixtures("_amx")
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"on_nan": "continue"}])
+@pytest.mark.parametrize("options", [{}, {"step": Step(accumulate=2)}, {"step": Step(on_nan="continue")}])
 def test_a_model_that_cannot_do_with_bfloat16_is_given_float32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
 ) -> None:

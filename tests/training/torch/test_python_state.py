@@ -16,6 +16,7 @@ from torch import nn
 from training_cases import CLASSES, difference, mlp, vectors
 
 from manyhands.training.data.order import Window
+from manyhands.training.options import Step
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import python_state
@@ -225,7 +226,7 @@ def test_a_graph_that_ends_leaves_the_optimizer_as_plain_steps_want_it(
         Supervised(nn.functional.cross_entropy),
         Arrays(vectors()),
         None,
-        Settings(max_epochs=1, on_nan=on_nan),
+        Settings(max_epochs=1, step=Step(on_nan=on_nan)),
         lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
     )
     rank = Rank(job, World(0, 1, CPU))

@@ -22,6 +22,7 @@ from training_cases import Harm, OneHot, SumsUp, answer_itself, fit, mlp, one_ho
 from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
 from manyhands.training.checkpoints import atomic_files, store
 from manyhands.training.checkpoints.run_folder import RunFolder
+from manyhands.training.options import Checkpoints, Workers
 from manyhands.training.torch.trainer import Trainer
 from manyhands.training.torch.workers import pool
 
@@ -34,7 +35,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 def with_dropout(ranks: int, run: Path, **options: Any) -> Any:
-    given = {"run": run, "optimizer": momentum, "checkpoint_every": 1, "keep_checkpoints": 100, **options}
+    given = {"run": run, "optimizer": momentum, "checkpoints": Checkpoints(every=1, keep=100), **options}
     return fit(mlp(dropout=0.5, norm=True), (vectors(96), vectors(20)), ranks, **given)
 
 
@@ -65,7 +66,7 @@ def test_a_dataset_with_random_numbers_and_a_shuffling_loader(tmp_path: Path) ->
     def train(name: str, schedule: Any = None, resume: str | None = None) -> Any:
         dataset = torch.utils.data.TensorDataset(X, y)
         loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True, drop_last=True)
-        options = {"run": tmp_path / name, "checkpoint_every": 4, "schedule": schedule, "resume": resume}
+        options = {"run": tmp_path / name, "checkpoints": Checkpoints(every=4), "schedule": schedule, "resume": resume}
         return fit(mlp(dropout=0.5), loader, 1, **options)
 
     def stop(_: float) -> float:
@@ -82,14 +83,21 @@ def test_a_dataset_with_random_numbers_and_a_shuffling_loader(tmp_path: Path) ->
 
 def seen(run: Path, ranks: int, *, harm: Any = None, epochs: int = 1, **options: Any) -> torch.Tensor:
     """How often each sample was trained on, as the weights tell; the last batch is as large as the others."""
-    given = {"max_epochs": epochs, "batch_size": 4, "lr": 4.0, "checkpoint_every": 2, "run": run, **options}
+    given = {
+        "max_epochs": epochs,
+        "batch_size": 4,
+        "lr": 4.0,
+        "checkpoints": Checkpoints(every=2),
+        "run": run,
+        **options,
+    }
     weights, _ = fit(SumsUp(COUNT), OneHot(COUNT, harm), ranks, loss=answer_itself, **given)
     return weights["seen"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_resumed_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
-    seen(tmp_path / "run", before, keep_checkpoints=100)
+    seen(tmp_path / "run", before, checkpoints=Checkpoints(every=2, keep=100))
     killed = as_if_killed(tmp_path / "run", 6)
     assert store.load(killed / "checkpoints").state["cursor"]["sample"] == 24
     assert seen(killed, after, resume="auto").tolist() == [1.0] * COUNT
@@ -120,10 +128,10 @@ def test_a_worker_that_is_killed_from_outside(tmp_path: Path) -> None:
 def test_a_worker_that_hangs_is_named_with_its_stack() -> None:
     began = time.monotonic()
     with pytest.raises(WorkerFailed, match=r"rank [01] \(cpu\) made no step") as caught:
-        Trainer(
-            1, devices=["cpu"], ranks_per_device=2, batch_size=4, loss=answer_itself, precision="fp64", quiet=True,
-            hang_seconds=0.5,
-        ).fit(SumsUp(COUNT), OneHot(COUNT, Harm("hang", 17)))  # fmt: skip
+        fit(
+            SumsUp(COUNT), OneHot(COUNT, Harm("hang", 17)), batch_size=4, max_epochs=1, loss=answer_itself,
+            workers=Workers(per_device=2, hang_seconds=0.5),
+        )  # fmt: skip
     assert time.monotonic() - began < 30
     text = str(caught.value)
     assert text.count("made no step") == 1
@@ -142,7 +150,8 @@ def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:
     code = f"""
         import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
         from training_cases import *
-        fit(mlp(), vectors(), 2, run={str(tmp_path / "run")!r}, max_epochs=100000, checkpoint_every=5)
+        from manyhands.training.options import Checkpoints
+        fit(mlp(), vectors(), 2, run={str(tmp_path / "run")!r}, max_epochs=100000, checkpoints=Checkpoints(every=5))
     """
     caller = subprocess.Popen([sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())])
     try:
@@ -171,9 +180,15 @@ def test_an_interrupted_job_brings_its_weights_home(tmp_path: Path, ranks: int) 
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    options: Any = {"run": tmp_path / "run", "checkpoint_every": 7, "quiet": True, "precision": "fp64"}
+    options: Any = {"run": tmp_path / "run", "checkpoints": Checkpoints(every=7), "quiet": True, "precision": "fp64"}
     trainer = Trainer(
-        10**6, devices=["cpu"], ranks_per_device=ranks, batch_size=4, loss=answer_itself, optimizer=optimizer, **options
+        10**6,
+        devices=["cpu"],
+        workers=Workers(per_device=ranks),
+        batch_size=4,
+        loss=answer_itself,
+        optimizer=optimizer,
+        **options,
     )
     with pytest.raises(KeyboardInterrupt) as caught:
         trainer.fit(net, one_hot(COUNT))
@@ -197,7 +212,7 @@ def test_no_space_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(atomic_files, "write", full)
     with pytest.warns(UserWarning, match="No space left on device.*goes on"):
-        seen(tmp_path / "run", 1, keep_checkpoints=10, checkpoint_every=2)
+        seen(tmp_path / "run", 1, checkpoints=Checkpoints(every=2, keep=10))
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert steps == [f"step-{step:08}" for step in (2, 6, 8, 10)]
     assert issubclass(CheckpointNotWritten, OSError)

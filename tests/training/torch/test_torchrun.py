@@ -22,11 +22,12 @@ SCRIPT = f"""
 import json, os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from training_cases import *
+from manyhands.training.options import Checkpoints, Step, Workers
 
 run, out = sys.argv[1:3]
 model = convnet()
-trainer = Trainer(2, batch_size=15, lr=0.1, precision="fp64", batch_stats="global", quiet=True, run=run, resume="auto",
-                  checkpoint_every=2)
+trainer = Trainer(2, batch_size=15, lr=0.1, precision="fp64", quiet=True, run=run, resume="auto",
+                  step=Step(batch_stats="global"), checkpoints=Checkpoints(every=2))
 result = trainer.fit(model, (images(), images(21)))
 weights = {{name: value.tolist() for name, value in model.state_dict().items()}}
 rank = os.environ.get("RANK", "0")
@@ -38,12 +39,13 @@ KILLED = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from training_cases import *
+from manyhands.training.options import Checkpoints, Step, Workers
 
 run, out = sys.argv[1:3]
 model = SumsUp(40)
 data = OneHot(40, Harm("kill", 17, Path(out + "killed")))
 trainer = Trainer(1, batch_size=4, lr=4.0, precision="fp64", loss=answer_itself, quiet=True, run=run, resume="auto",
-                  checkpoint_every=2, hang_seconds=5)
+                  checkpoints=Checkpoints(every=2), workers=Workers(hang_seconds=5))
 trainer.fit(model, data)
 Trainer(1, precision="fp64", quiet=True).fit(mlp(), vectors())  # a second job in the same processes
 with open(out + os.environ["RANK"], "w") as file:
@@ -54,6 +56,7 @@ OWN_GROUP = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from training_cases import *
+from manyhands.training.options import Checkpoints, Step, Workers
 import torch.distributed as dist
 
 dist.init_process_group("gloo")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from manyhands.training.options import Workers
 from manyhands.training.result import Result
 from manyhands.training.torch.trainer import Trainer
 
@@ -188,7 +189,8 @@ def fit(model: nn.Module, data: Any, ranks: int = 1, **options: Any) -> tuple[di
         given.setdefault("batch_size", 16)
     if given.get("optimizer") is None and not isinstance(model, WithOptimizer):
         given.setdefault("lr", 0.1)
-    result = Trainer(devices=["cpu"], ranks_per_device=ranks, **given).fit(model, data)
+    given.setdefault("workers", Workers(per_device=ranks))
+    result = Trainer(devices=["cpu"], **given).fit(model, data)
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: value.clone() for name, value in tensors.items()}, result
 

@@ -56,7 +56,7 @@ def save(loop: Loop) -> None:
     }
     loop.say_alive()
     try:
-        store.save(loop.run.checkpoints, loop.cursor.step, content, saved.blobs, keep=loop.settings.keep_checkpoints)
+        store.save(loop.run.checkpoints, loop.cursor.step, content, saved.blobs, keep=loop.settings.checkpoints.keep)
     except CheckpointNotWritten as error:
         loop.say({"kind": "warning", "text": f"{error} The training goes on"})
     loop.say_alive()
@@ -87,9 +87,9 @@ def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> b
 
 def _announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str]) -> None:
     """Say where the job goes on, and what is not as it was: what the caller gives now counts."""
-    learner, settings = loop.learner, loop.settings.as_dict()
+    learner, settings, saved = loop.learner, _flat(loop.settings.as_dict()), _flat(before["settings"])
     now = {words: settings[name] for name, words in _ANNOUNCED.items()} | learner.optimizer_options
-    then = {words: before["settings"].get(name, now[words]) for name, words in _ANNOUNCED.items()}
+    then = {words: saved.get(name, now[words]) for name, words in _ANNOUNCED.items()}
     then |= before.get("optimizer_options", {})
     if not learner.optimizer_options.keys().isdisjoint(("lr", "learning_rate")):  # the optimizer's own rate counts
         del now[_ANNOUNCED["lr"]]
@@ -106,6 +106,11 @@ def _announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str])
     epochs = f"epoch {min(loop.cursor.epoch + 1, loop.settings.max_epochs)} of {loop.settings.max_epochs}"
     new = f", with {', '.join(changed)}" if changed else ""
     loop.say({"kind": "note", "text": f"resuming after step {loop.cursor.step}, in {epochs}{new}"})
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's own settings and those of its steps, by name."""
+    return {**settings, **settings.get("step", {})}
 
 
 def is_kept(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:

@@ -29,6 +29,7 @@ from manyhands.training.jax.book import datasets
 from manyhands.training.jax.book.models import MODELS
 from manyhands.training.jax.skeleton import Skeleton, doubled, named, refilled
 from manyhands.training.jax.trainer import Trainer
+from manyhands.training.options import Step
 
 
 def model(name: str, seed: int) -> nnx.Module:
@@ -67,7 +68,7 @@ def arrays(data: Any) -> Arrays:
 
 def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, NDArray[Any]]:
     part = replace(data.spread(way.samples), batch_size=way.batch_size)
-    how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "loss": loss}
+    how: dict[str, Any] = {"step": Step(shares=way.shares), "precision": way.precision, "loss": loss}
     double = way.precision == "fp64"
     with jax.enable_x64(True) if double else contextlib.nullcontext():
         net = copy.deepcopy(model)

@@ -58,7 +58,7 @@ class JaxLearner:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
         self.optimizer_name = job.optimizer_name
-        self.shares = _as_floats(job.settings.shares)
+        self.shares = _as_floats(job.settings.step.shares)
         self.notes: list[str] = []
         optimizer = optax.with_extra_args_support(job.optimizer)
         self.steps = Steps(
@@ -68,7 +68,7 @@ class JaxLearner:
             world,
             job.dtype,
             clip=job.settings.gradient_clip_val,
-            spares=job.settings.on_nan == "continue",
+            spares=job.settings.step.on_nan == "continue",
         )
         self.state: State = self._first_state(optimizer)
         self.optimizer_options = _injected(self.state["optimizer"])
@@ -76,8 +76,8 @@ class JaxLearner:
         self._under_way: collections.deque[Sums] = collections.deque()
         self._shown: Figures | None = None
         self._looked_at: Sums | None = None
-        self.arrays = feed.resident(job.train, world) if job.settings.fast else None
-        self.test_arrays = feed.resident(job.test, world) if job.settings.fast else None
+        self.arrays = feed.resident(job.train, world) if job.settings.step.fast else None
+        self.test_arrays = feed.resident(job.test, world) if job.settings.step.fast else None
         self._order: jax.Array | None = None
         self._rate: tuple[float, jax.Array] | None = None
         self._divisions: dict[int, Division] = {}

@@ -17,7 +17,6 @@ from flax import nnx
 from manyhands import tree
 from manyhands.backends.jax import devices as backend
 from manyhands.device import Device
-from manyhands.errors import BadSettings
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.sources import is_array, source
 from manyhands.training.display.display import Display
@@ -39,21 +38,17 @@ class Trainer(BaseTrainer):
 
     backend: ClassVar[Any] = backend
     refused: ClassVar[dict[str, str]] = {
-        "ranks_per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes several of the CPU",
+        "per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes several of the CPU",
+        "hang_seconds": "in JAX one process drives all devices, there are no workers to watch",
         "accumulate": "a step is one compiled program over the whole batch here; give a smaller batch_size",
         "side_lanes": "XLA orders a step's work itself",
-        "own_kernels": "XLA fuses normalisation with what is around it by itself",
+        "fused_norms": "XLA fuses normalisation with what is around it",
         "parallel": "XLA plans a step as a whole already",
+        "shares='measured'": "all devices run in step, JAX does not time them one by one; give one number per device",
+        "compile=False": "a step in JAX is always compiled",
     }
 
     def _check_options(self) -> None:
-        if self._option("shares") == "measured":
-            raise BadSettings(
-                "shares='measured': all devices run one program in step, and JAX does not say how long each of them "
-                "took. Give one number per device"
-            )
-        if self._option("compile") is False:
-            raise BadSettings("compile=False: a step in JAX is always compiled")
         optimizers.check(self._option("optimizer"), self._option("lr"))
 
     @property
@@ -90,7 +85,7 @@ class Trainer(BaseTrainer):
         skeleton = Skeleton(model)
         objective = objective_for(model, self._option("loss"))
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
-        if settings.shares is not None and len(here.devices) > 1:
+        if settings.step.shares is not None and len(here.devices) > 1:
             check_shares(objective)
         optimizer, name = optimizers.optimizer_for(
             model, self._option("optimizer"), settings.lr, scheduled=self._option("schedule") is not None
@@ -121,7 +116,7 @@ def _dtype(settings: Settings, device: jax.Device) -> Any:
     """What layers compute in, where that is not the kind of their parameters."""
     if settings.precision == "bf16":
         return jnp.bfloat16
-    if settings.precision != "auto" or not settings.fast or device.platform == "cpu":
+    if settings.precision != "auto" or not settings.step.fast or device.platform == "cpu":
         return None
     return jnp.bfloat16 if float(getattr(device, "compute_capability", 0) or 0) >= _WITH_BF16 else None
 

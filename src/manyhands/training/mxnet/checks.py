@@ -46,7 +46,7 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
     if any(one._stype != "default" or one._grad_stype != "default" for one in own):
         raise BadSettings("parameters and gradients that are sparse cannot be trained here: make the layer dense")
-    if settings.batch_stats == "global" and devices > 1 and replicas.normalises(model):
+    if settings.step.batch_stats == "global" and devices > 1 and replicas.normalises(model):
         batch_norm.check(model)
 
 

@@ -20,6 +20,7 @@ from manyhands.training.mxnet import checks, modes, replicas, state
 from manyhands.training.mxnet.book import datasets
 from manyhands.training.mxnet.book.models import MODELS, initialise
 from manyhands.training.mxnet.trainer import Trainer
+from manyhands.training.options import Step
 
 _DTYPES = {"fp64": "float64", "fp32": "float32"}
 
@@ -64,7 +65,8 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, n
     with modes.numpy_like(modes.of_model(model)):
         checks.make_parameters(model, data, 0)
     part = Arrays(data.spread(way.samples).arrays, data.prepare, data.native, way.batch_size)
-    how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
+    step = Step(shares=way.shares, batch_stats="global")
+    how: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss}
     momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
     with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):
         before = tensors.pack(state.model_tensors(model))

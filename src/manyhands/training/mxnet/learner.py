@@ -50,20 +50,20 @@ class GluonLearner:
         self.model, self.trainer, self.objective, self.settings = model, trainer, objective, settings
         self.devices, self.data = list(devices), data
         self.notes: list[str] = []
-        given = settings.shares
+        given = settings.step.shares
         self.shares = [float(share) for share in given] if given is not None and given != "measured" else None
         self.optimizer_name = type(trainer.optimizer).__name__
         self.optimizer_options = state.optimizer_options(trainer)
         self.base_rate = None if trainer.optimizer.lr_scheduler else float(trainer.learning_rate)
         dtype = replicas.distinct(model)[0].dtype
         several = len(devices) > 1 and replicas.normalises(model)
-        whole = settings.batch_stats == "global"
+        whole = settings.step.batch_stats == "global"
         self.feed = Feed(data, devices, dtype, least=2 if several and not whole else 1, look=look)
         self.test_feed = None if test is None else Feed(test, devices, dtype, look=look)
         self.metrics = Metrics(self.devices[0])
-        clip, accumulate = settings.gradient_clip_val, settings.accumulate
+        clip, accumulate = settings.gradient_clip_val, settings.step.accumulate
         together = Together(model, len(devices)) if several and whole else None
-        spared = Spared(model, trainer) if settings.on_nan == "continue" else None
+        spared = Spared(model, trainer) if settings.step.on_nan == "continue" else None
         how: Any = {"clip": clip, "accumulate": accumulate, "together": together, "spared": spared}
         self.plain_step = Step(trainer, objective, self.metrics, **how)
         self.draws = _draws_numbers(model) or not objective.is_gluons

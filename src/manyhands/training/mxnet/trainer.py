@@ -31,11 +31,13 @@ class Trainer(BaseTrainer):
 
     backend: ClassVar[Any] = backend
     refused: ClassVar[dict[str, str]] = {
-        "ranks_per_device": "MXNet drives all devices from one process: give more devices (mh.virtual_devices(2))",
+        "per_device": "MXNet drives all devices from one process: give more devices (mh.virtual_devices(2))",
+        "hang_seconds": "MXNet drives all devices from one process, there are no workers to watch",
         "side_lanes": "MXNet's engine runs gradients side by side by itself, there are no lanes to choose",
-        "own_kernels": "MXNet chooses the kernels of a step itself",
+        "fused_norms": "MXNet chooses the kernels of a step itself",
         "parallel": "MXNet's engine runs what is independent side by side already",
         "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
+        "shares='measured'": "MXNet's engine does not time devices one by one; give one number per device",
     }
 
     # The model that prepare_model was given last.
@@ -51,11 +53,6 @@ class Trainer(BaseTrainer):
         if self._option("precision") == "bf16":
             raise BadSettings(
                 "precision='bf16': MXNet 1.9 has no training in bfloat16; give 'fp32', or 'auto' for the model's own"
-            )
-        if self._option("shares") == "measured":
-            raise BadSettings(
-                "shares='measured': MXNet's engine does not say how long a device was at work; give one number per "
-                "device, as shares=[0.7, 0.3]"
             )
 
     def prepare_model(self, model: Any) -> Any:
@@ -91,7 +88,7 @@ class Trainer(BaseTrainer):
         with modes.numpy_like(modes.of_model(model)):
             checks.make_parameters(model, train, settings.seed)
             look = checks.check_labels(objective, train, test)
-            note = checks.check_loss(model, objective, train, max(len(devices), settings.accumulate))
+            note = checks.check_loss(model, objective, train, max(len(devices), settings.step.accumulate))
         schedule, given = self._option("schedule"), self._option("optimizer")
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
             trainer = optimizers.trainer_for(model, given, settings.lr, scheduled=schedule is not None, devices=devices)

@@ -15,6 +15,7 @@ from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.fashion_mnist import FashionMnist
 from manyhands.training.data.sources import Array, Arrays, source
+from manyhands.training.options import Step
 from manyhands.training.tensorflow import checks, naming, precision, world
 from manyhands.training.tensorflow.book import datasets
 from manyhands.training.tensorflow.book.models import MODELS, initialise
@@ -62,7 +63,8 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, A
     part = data.spread(way.samples)
     net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
     net.set_weights([nudged(one, way.nudge) for one in net.get_weights()])
-    how: dict[str, Any] = {"shares": way.shares, "batch_stats": "global", "loss": loss, "batch_size": way.batch_size}
+    step = Step(shares=way.shares, batch_stats="global")
+    how: dict[str, Any] = {"step": step, "loss": loss, "batch_size": way.batch_size}
     Trainer(way.epochs, devices=_devices(way.devices), optimizer=_momentum(), quiet=True, **how).fit(net, part)
     return dict(zip(naming.names(net), net.get_weights(), strict=True))
 

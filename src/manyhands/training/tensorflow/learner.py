@@ -41,7 +41,7 @@ class KerasLearner:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
         self.data: Source = job.train
-        given = job.settings.shares
+        given = job.settings.step.shares
         self.shares = None if given is None else [float(share) for share in given]
         self.optimizer_name = type(job.optimizer).__name__
         self.optimizer_options = optimizers.options(job.optimizer)

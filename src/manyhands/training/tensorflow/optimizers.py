@@ -49,7 +49,7 @@ OPTIMIZERS = Optimizers(
 
 # What Keras does in a branch of the graph: values of a function cannot leave one.
 _BRANCHES = {
-    "gradient_accumulation_steps": "give the trainer accumulate=... instead, which needs less memory in the same way",
+    "gradient_accumulation_steps": "give the trainer step=mh.Step(accumulate=...) instead, which saves as much memory",
     "ema_overwrite_frequency": "leave it out, and call optimizer.finalize_variable_values when the training is over",
 }
 

@@ -49,7 +49,7 @@ class Step:
         self.test_sums = self._own(np.array([0, 0, 0, _NONE_BAD, *[0] * 2 * MOST_SUMS]))
         self.replicas: int = strategy.num_replicas_in_sync
         # Statistics over the whole batch need every replica in every layer, also one without samples.
-        self.all_take_part = settings.batch_stats == "global" and self.replicas > 1
+        self.all_take_part = settings.step.batch_stats == "global" and self.replicas > 1
         self.counts_right = False
         self._terms = 1  # of the loss: its mean over samples, and the sums; known when it was traced
         self.share_kept = _compiled(self._share_kept)
@@ -97,7 +97,7 @@ class Step:
         begin, end = bounds[replica], bounds[replica + 1]
         whole, weights = bounds[-1] - bounds[0], [tf.convert_to_tensor(one) for one in self.weights]
         kept = [tf.convert_to_tensor(one) for one in self.kept]
-        parts, sums = self.settings.accumulate, _no_figures()
+        parts, sums = self.settings.step.accumulate, _no_figures()
         gradients: list[list[Any]] = []
         for part in range(parts):
             start, stop = (begin + (end - begin) * i // parts for i in (part, part + 1))
@@ -136,7 +136,7 @@ class Step:
                 self._figures(losses, size, whole),
             )
 
-        if self.all_take_part or (self.replicas == 1 and self.settings.accumulate == 1):
+        if self.all_take_part or (self.replicas == 1 and self.settings.step.accumulate == 1):
             return work()
 
         def nothing() -> tuple[list[list[Any]], list[Any], list[Any]]:  # traced after the other branch
@@ -168,7 +168,7 @@ class Step:
             new_memory[self.rate] = memory[self.rate]
         old = [*weights, *memory, *map(tf.convert_to_tensor, self.kept)]
         new = [*new_weights, *new_memory, *kept]
-        if self.settings.on_nan == "continue":  # a batch without a loss shall leave no trace
+        if self.settings.step.on_nan == "continue":  # a batch without a loss shall leave no trace
             new = [tf.where(tf.math.is_finite(loss), a, b) for a, b in zip(new, old, strict=True)]
         for variable, value in zip([*self.weights, *self.memory, *self.kept], new, strict=True):
             variable.assign(value)

@@ -34,19 +34,16 @@ class Trainer(BaseTrainer):
     backend: ClassVar[Any] = backend
     loss_kinds: ClassVar[tuple[type, ...]] = (str, dict, list, tuple)  # names, and losses of several outputs
     refused: ClassVar[dict[str, str]] = {
-        "ranks_per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
+        "per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
+        "hang_seconds": "TensorFlow's replicas share one process, there are no workers to watch",
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
         "side_lanes": "TensorFlow's executor orders a step's work itself",
-        "own_kernels": "TensorFlow chooses the kernels of a step itself",
+        "fused_norms": "TensorFlow chooses the kernels of a step itself",
         "parallel": "TensorFlow's executor runs what is independent side by side already",
+        "shares='measured'": "TensorFlow does not time devices one by one; give one number per device",
     }
 
     def _check_options(self) -> None:
-        if isinstance(self._option("shares"), str):
-            raise BadSettings(
-                f"shares={self._option('shares')!r}: TensorFlow does not tell how long each device works at its part "
-                "of a step. Give one number per device, as shares=[0.7, 0.3]"
-            )
         if isinstance(self._option("schedule"), keras.optimizers.schedules.LearningRateSchedule):
             raise BadSettings(
                 f"schedule= is a {type(self._option('schedule')).__name__} of Keras, a function of the step that gives "
@@ -70,10 +67,10 @@ class Trainer(BaseTrainer):
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         settings.check_devices(here.replicas)
         job = self._job(model, settings, run, resume)
-        if here.replicas > 1 or settings.accumulate > 1:
+        if here.replicas > 1 or settings.step.accumulate > 1:
             note = checks.check_loss(job.layers, job.objective, job.train)
             job.notes += [] if note is None else [note]
-        with _statistics_over(job.layers, settings.batch_stats):
+        with _statistics_over(job.layers, settings.step.batch_stats):
             result = _fit(job, here, display)
         if here.size > 1:
             kind = backend.neutral(here.devices[0]).kind

@@ -15,6 +15,7 @@ from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.fashion_mnist import FashionMnist
 from manyhands.training.data.order import spread
+from manyhands.training.options import Step, Workers
 from manyhands.training.torch.book import datasets
 from manyhands.training.torch.book.models import MODELS, initialise
 from manyhands.training.torch.data.sources import Arrays, source
@@ -48,7 +49,7 @@ def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
 
 def on_cpu(count: int) -> dict[str, Any]:
     """Each is a process of its own."""
-    return {"devices": ["cpu"], "ranks_per_device": count}
+    return {"devices": ["cpu"], "workers": Workers(per_device=count)}
 
 
 def from_first(make: Callable[[], Any]) -> Any:
@@ -69,7 +70,8 @@ def trained(model: torch.nn.Module, data: Arrays, way: Way, loss: Any = None) ->
             parameter.copy_(torch.from_numpy(nudged(parameter.numpy(force=True), way.nudge)))
     numbers = torch.from_numpy(spread(data.count, way.samples))
     part = Arrays(tuple(t[numbers.to(t.device)] for t in data.tensors), data.prepare, way.batch_size)
-    how: dict[str, Any] = {"shares": way.shares, "precision": way.precision, "batch_stats": "global", "loss": loss}
+    step = Step(shares=way.shares, batch_stats="global")
+    how: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss}
     trainer = Trainer(way.epochs, optimizer=_Momentum(), quiet=True, **on_cpu(way.devices), **how)
     trainer.fit(net, part)
     return {name: tensor.numpy() for name, tensor in net.state_dict().items()}

@@ -51,7 +51,7 @@ def numbers_for(job: Job, device: torch.device) -> Numbers:
     precision = job.settings.precision
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
     autocast = torch.bfloat16 if precision == "bf16" else None
-    laid = images and job.settings.fast and (on_gpu or autocast is not None)
+    laid = images and job.settings.step.fast and (on_gpu or autocast is not None)
     return Numbers(autocast, channels_last=laid, dtype=torch.float64 if precision == "fp64" else None)
 
 

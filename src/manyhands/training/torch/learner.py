@@ -67,7 +67,7 @@ class Rank:
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
         self.numbers = numbers_for(job, world.device)
         # Statistics over the whole batch need every rank in every layer, also one without samples.
-        self.all_take_part = job.settings.batch_stats == "global" and world.size > 1
+        self.all_take_part = job.settings.step.batch_stats == "global" and world.size > 1
         self.model = self._place_model(job.model)
         self.least = 2 if world.size > 1 and not self.all_take_part and captured_step.normalises(self.model) else 1
         self.objective = placed(job.objective, world.device, self.numbers.dtype)
@@ -86,9 +86,9 @@ class Rank:
         self._unproven = False  # whether it is still to be seen that the model can compute in bfloat16
 
     def _first_shares(self) -> list[float] | None:
-        if self.settings.shares is None or self.settings.shares == "measured":
-            return [1 / self.world.size] * self.world.size if self.settings.shares else None
-        return [float(share) for share in self.settings.shares]
+        if self.settings.step.shares is None or self.settings.step.shares == "measured":
+            return [1 / self.world.size] * self.world.size if self.settings.step.shares else None
+        return [float(share) for share in self.settings.step.shares]
 
     def _place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         model = model.to(self.world.device)
@@ -102,7 +102,8 @@ class Rank:
         return model if model.training else model.train()  # layers that the caller has frozen stay so
 
     def _make_step(self) -> EagerStep:
-        several = self.world.size > 1
+        several, options = self.world.size > 1, self.settings.step
+        is_measured = several and options.shares == "measured"
         return EagerStep(
             self.model,
             self.optimizer,
@@ -111,10 +112,10 @@ class Rank:
             self.world.device,
             self.numbers,
             clip=self.settings.gradient_clip_val,
-            accumulate=self.settings.accumulate,
+            accumulate=options.accumulate,
             gradients=GradientSum(self.model.parameters()) if several else None,
-            clock=measured_shares.Clock(self.world.device) if self.settings.shares == "measured" and several else None,
-            spared=Spared(self.model, self.optimizer) if self.settings.on_nan == "continue" else None,
+            clock=measured_shares.Clock(self.world.device) if is_measured else None,
+            spared=Spared(self.model, self.optimizer) if options.on_nan == "continue" else None,
         )
 
     def _choose_precision(self) -> None:
@@ -142,8 +143,8 @@ class Rank:
     def _begin(self) -> None:
         """Before the first step, but not before the optimizer has the state of a checkpoint."""
         settings, device, size = self.settings, self.world.device, self.world.size
-        reason = capturable.why_not(self.data, self.optimizer, device, size, settings.accumulate)
-        reason = reason if settings.fast else "fast=False"
+        reason = capturable.why_not(self.data, self.optimizer, device, size, settings.step.accumulate)
+        reason = reason if settings.step.fast else "fast=False"
         # What tries steps out does so on the stream that they will be on: cuBLAS keeps memory for every other one, too.
         with capture_stream.on(capture_stream.stream_of(device) if reason is None else None, device):
             self._choose_precision()
@@ -196,7 +197,7 @@ class Rank:
             for window in left:  # the graph takes its samples itself; where it ends they are fetched
                 yield window, lambda window=window: next(feed.shards(self.data, order, [window], self.world))
             return
-        chunk = _MEASURE_EVERY if self.settings.shares == "measured" else len(left)
+        chunk = _MEASURE_EVERY if self.settings.step.shares == "measured" else len(left)
         for begin in range(0, len(left), max(1, chunk)):
             part = left[begin : begin + chunk]
             how: Any = {"seed": self.settings.seed, "empty": self.all_take_part, "least": self.least}
@@ -207,7 +208,7 @@ class Rank:
     def _stream_shards(self, stream: Stream, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         seed = randomness.mixed_seed(self.settings.seed, cursor.epoch)
         how: Any = {"empty": self.all_take_part, "least": self.least}
-        chunk = _MEASURE_EVERY if self.settings.shares == "measured" else None
+        chunk = _MEASURE_EVERY if self.settings.step.shares == "measured" else None
         whole, given = feed.stream_windows(stream, cursor, seed=seed), True
         while given:
             given = False
@@ -388,7 +389,7 @@ class Rank:
             step = saved["cursor"]["step"]
             randomness.seed_all(randomness.mixed_seed(self.settings.seed, here.rank, step))
         self.half_before = saved.get("half")
-        if devices == before and self.settings.shares == "measured":
+        if devices == before and self.settings.step.shares == "measured":
             self.shares = saved["shares"]
         self.metrics.restore(figures.loss_sum, figures.right, figures.count, counted=figures.counted)
 
@@ -414,7 +415,7 @@ class Rank:
 
     def _share_buffers(self) -> None:
         """Running statistics differ from device to device; those of the (first) largest share count."""
-        if self.settings.batch_stats == "per_device":
+        if self.settings.step.batch_stats == "per_device":
             largest = self.shares.index(max(self.shares)) if self.shares else 0
             self.world.broadcast_([*self.model.buffers()], largest)
 

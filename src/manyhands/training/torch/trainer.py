@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Mapping
-from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,14 +51,11 @@ class Trainer(BaseTrainer):
     }
 
     def _check_options(self) -> None:
-        ranks = self._option("ranks_per_device")
-        if isinstance(ranks, bool) or not isinstance(ranks, Integral) or ranks < 1:
-            raise BadSettings(f"ranks_per_device={ranks!r}: give a whole number of at least 1")
         optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
 
     def _natives(self) -> list[torch.device]:
         """The device of each rank, as the backend knows it."""
-        return [device for device in super()._natives() for _ in range(self._option("ranks_per_device"))]
+        return [device for device in super()._natives() for _ in range(self._option("workers").per_device)]
 
     @functools.cached_property
     def ranks(self) -> list[torch.device]:
@@ -140,7 +136,7 @@ class Trainer(BaseTrainer):
         device = torch.device("cuda", place.local_rank) if own_gpu else torch.device("cpu")
         job.settings.check_devices(place.size)
         name = "nccl" if own_gpu else "gloo"
-        seconds = world.PATIENCE_UNDER_LAUNCHER * job.settings.hang_seconds
+        seconds = world.PATIENCE_UNDER_LAUNCHER * job.settings.workers.hang_seconds
         here = world.join(place.rank, place.size, device, name, address=None, seconds=seconds)
         try:
             result = _fit_here(job, here, display)
@@ -151,7 +147,7 @@ class Trainer(BaseTrainer):
                 raise
             raise WorkerFailed(
                 f"rank {place.rank} waited {seconds:g} seconds for another one, which hangs or is gone "
-                f"({world.PATIENCE_UNDER_LAUNCHER} times hang_seconds)"
+                f"({world.PATIENCE_UNDER_LAUNCHER} times Workers(hang_seconds={job.settings.workers.hang_seconds:g}))"
             ) from error
         finally:
             world.leave(here)

@@ -68,14 +68,14 @@ def fast_step(eager: EagerStep, data: Arrays, settings: Settings, *, changing_ra
     It is not where our own kernels do what a compiler would gain most by: there it was 5% slower (ResNet-18).
     """
     steps = settings.max_epochs * (data.count // settings.batch_size)
-    compiled = settings.compile
+    compiled = settings.step.compile
     if compiled is None:
-        compiled = steps >= _COMPILE_PAYS and not (settings.own_kernels and normalises(eager.model))
-    parallel = settings.parallel
+        compiled = steps >= _COMPILE_PAYS and not (settings.step.fused_norms and normalises(eager.model))
+    parallel = settings.step.parallel
     if parallel is None:
         parallel = steps >= _PLAN_PAYS and not compiled and not normalises(eager.model)
-    lanes, kernels = settings.side_lanes, settings.own_kernels
-    how: Any = {"compiled": compiled, "changing_rate": changing_rate, "side_lanes": lanes, "own_kernels": kernels}
+    lanes, norms = settings.step.side_lanes, settings.step.fused_norms
+    how: Any = {"compiled": compiled, "changing_rate": changing_rate, "side_lanes": lanes, "fused_norms": norms}
     return GraphStep(eager, data, settings.batch_size, **how, parallel=parallel)
 
 
@@ -95,7 +95,7 @@ class GraphStep:
         compiled: bool,
         changing_rate: bool,
         side_lanes: bool = False,
-        own_kernels: bool = False,
+        fused_norms: bool = False,
         parallel: bool = False,
     ) -> None:
         self._eager, self._data, self._size, self.compiled = eager, data, batch_size, compiled
@@ -111,7 +111,7 @@ class GraphStep:
         self.no_norms: str | None = None
         self.no_plan: str | None = None
         self.planned: PlannedStep | None = None  # the usual size of batch as a plan of the whole step
-        self._norms = self._fused_norms() if own_kernels else None
+        self._norms = self._fused_norms() if fused_norms else None
         # A compiler leaves what is called in a dispatch mode as it is, now and from then on.
         self._at_once = AtOnce() if not is_compiled(eager.model) else None
         self._searching = may_be_idle(eager.model, eager.optimizer)

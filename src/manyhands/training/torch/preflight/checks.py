@@ -75,7 +75,7 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
     objective = job.objective
     if isinstance(objective, Supervised) and is_mean_of_classes(objective.loss):
         objective.sums = any(_weighs(objective.loss, data) for data in (job.train, job.test) if data is not None)
-    elif ranks > 1 or job.settings.accumulate > 1:
+    elif ranks > 1 or job.settings.step.accumulate > 1:
         objective.sums, note = loss_trial.sums(model, job)
         job.notes += [note] if note is not None else []
 

@@ -80,7 +80,7 @@ def agreed(choices: Sequence[Choice]) -> Choice:
 
 
 def _of_this_rank(job: Job, model: torch.nn.Module, device: torch.device) -> Choice:
-    if not job.settings.fast:
+    if not job.settings.step.fast:
         return Choice(_of_weights(model), "fast=False")
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported():

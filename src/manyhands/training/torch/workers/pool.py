@@ -149,7 +149,7 @@ class Pool:
                 self._send(worker, sending.with_place(job_bytes, self._place(worker, job)))
             while any(worker.answer is None for worker in self.workers):
                 self._listen(say)
-                self._check(job.settings.hang_seconds)
+                self._check(job.settings.workers.hang_seconds)
         except KeyboardInterrupt as interrupt:
             try:
                 home = self._ask_home(job)
@@ -168,7 +168,7 @@ class Pool:
 
         The other ranks go on meanwhile, so that it can end its step. A second interruption ends the waiting.
         """
-        shares = job.settings.shares
+        shares = job.settings.step.shares
         worker = self.workers[0 if shares is None or isinstance(shares, str) else list(shares).index(max(shares))]
         until = time.monotonic() + min(_HOME_SECONDS[1], max(_HOME_SECONDS[0], 3 * worker.longest))
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
@@ -198,7 +198,7 @@ class Pool:
             "threads": self.threads,
             "path": [os.path.abspath(one) for one in sys.path],
             "torch": torch_settings(),
-            "seconds": world.PATIENCE_IN_POOL * job.settings.hang_seconds,
+            "seconds": world.PATIENCE_IN_POOL * job.settings.workers.hang_seconds,
         }
 
     def _listen(self, say: Callable[[dict[str, Any]], None]) -> None:
@@ -273,7 +273,10 @@ class Pool:
         names = ", ".join(f"rank {worker.rank} ({worker.device})" for worker in guilty)
         seconds = time.monotonic() - min(worker.heard for worker in guilty)
         shown = "\n".join(f"rank {worker.rank} is here:\n{stacks[worker.rank]}" for worker in guilty)
-        raise WorkerFailed(f"{names} made no step for {seconds:.0f} seconds and was stopped (hang_seconds).\n{shown}")
+        raise WorkerFailed(
+            f"{names} made no step for {seconds:.0f} seconds and was stopped. If a step may take that long, give "
+            f"workers=mh.Workers(hang_seconds=...).\n{shown}"
+        )
 
     def stop(self) -> None:
         for worker in self.workers:

@@ -1,0 +1,194 @@
+"""The trainer's options by topic: how a step is run, its checkpoints, its worker processes.
+
+``Trainer(step=mh.Step(accumulate=4), checkpoints=mh.Checkpoints(every=100))``. Each object checks its values when it is
+made and means the same in every framework; what a framework cannot do, its trainer refuses by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from manyhands import shares as _shares
+from manyhands.errors import BadSettings
+from manyhands.training import option_names
+
+BatchStats = Literal["per_device", "global"]
+
+
+class _Topic:
+    """Shows the options that differ from their defaults: ``Step(accumulate=4)``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        changed = [f"{name}={value!r}" for name, (value, default) in values.items() if value != default]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+
+@option_names.topic("step")
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Step(_Topic):
+    """How a training step is run: ``Trainer(step=mh.Step(accumulate=4))``.
+
+    The first three options say how the batch is divided, ``on_nan`` what happens to a bad one. The others choose how
+    fast the same step is run; all but ``fast`` are for PyTorch on a GPU.
+
+    Args:
+        shares: How large a part of each batch every device gets: one number per device (``[0.7, 0.3]``), or
+            ``"measured"`` to balance them by their speed while training. Default: None, equal parts.
+        accumulate: Gradient accumulation: each device processes its shard in this many micro-batches. Needs less memory
+            and gives the same update. Default: 1.
+        batch_stats: Whether BatchNorm takes its statistics over each device's shard (``"per_device"``) or over the
+            whole batch (``"global"``). Default: ``"per_device"``.
+        on_nan: What to do when the loss is NaN or infinite: ``"stop"`` ends the job and names the step and its samples,
+            ``"continue"`` skips that batch. Default: ``"stop"``.
+        fast: Allow faster ways to run the step: one CUDA graph, data kept on the device, and what the options below
+            choose. False runs plain steps, as you would write them; ``precision="auto"`` is the weights' own then.
+            Default: True.
+        compile: Compile the step with PyTorch's compiler. Default: None, where the job is long enough to pay for it.
+        parallel: Plan the whole step over lanes, as ``mh.parallel`` does, and keep the plan if it is faster.
+            Default: None, where the job is long enough to pay for it.
+        side_lanes: Compute weight gradients beside the backward pass, on lanes of their own. Default: True.
+        fused_norms: Fuse BatchNorm with the addition and ReLU that follow it. Default: True.
+    """
+
+    shares: Sequence[float] | Literal["measured"] | None = None
+    accumulate: int = 1
+    batch_stats: BatchStats = "per_device"
+    on_nan: Literal["stop", "continue"] = "stop"
+    fast: bool = True
+    compile: bool | None = None
+    parallel: bool | None = None
+    side_lanes: bool = True
+    fused_norms: bool = True
+
+    def __post_init__(self) -> None:
+        make_plain(self, ("accumulate",), Integral, int)
+        check_positive(self, "accumulate")
+        check_choice(self, "batch_stats", ("per_device", "global"))
+        check_choice(self, "on_nan", ("stop", "continue"))
+        for name in ("fast", "side_lanes", "fused_norms"):
+            check_choice(self, name, (True, False))
+        for name in ("compile", "parallel"):
+            check_choice(self, name, (True, False, None))
+            if getattr(self, name) and not self.fast:
+                raise BadSettings(f"{name}=True is a faster way to run a step, fast=False allows none: choose one")
+        if self.compile and self.parallel:
+            raise BadSettings(
+                "compile=True hands the step to a compiler, parallel=True plans its operations as they are: choose one"
+            )
+        if self.batch_stats == "global" and self.accumulate > 1:
+            raise BadSettings(
+                f"batch_stats='global' takes statistics over the whole batch, accumulate={self.accumulate} processes "
+                "it in micro-batches: choose one"
+            )
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        if self.shares is None or isinstance(self.shares, str):
+            if self.shares not in (None, "measured"):
+                raise BadSettings(f"shares={self.shares!r}: give one number per device, 'measured', or None")
+            return
+        _shares.check(self.shares)
+        object.__setattr__(self, "shares", tuple(self.shares))
+
+
+@option_names.topic("checkpoints")
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Checkpoints(_Topic):
+    """When a run writes checkpoints: ``Trainer(run="runs/mine", checkpoints=mh.Checkpoints(every=100))``.
+
+    Args:
+        every: Steps between two checkpoints. Default: None, one at the end of every epoch.
+        keep: How many of the newest checkpoints to keep; older ones are deleted. Default: 3.
+    """
+
+    every: int | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        make_plain(self, ("every", "keep"), Integral, int)
+        if self.every is not None:
+            check_positive(self, "every")
+        check_positive(self, "keep")
+
+
+@option_names.topic("workers")
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Workers(_Topic):
+    """The worker processes of a job, in PyTorch: ``Trainer(devices=["cpu"], workers=mh.Workers(per_device=2))``.
+
+    PyTorch trains on several devices with one process each. In JAX, TensorFlow and MXNet one process drives all of
+    them, and these options are refused.
+
+    Args:
+        per_device: Processes per device. With more than one, a single device stands in for several. Default: 1.
+        hang_seconds: A worker that makes no step for this many seconds has hung: the job ends with an error that shows
+            where. The first steps get ten times as long. Default: 60.
+    """
+
+    per_device: int = 1
+    hang_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        make_plain(self, ("per_device",), Integral, int)
+        make_plain(self, ("hang_seconds",), Real, float)
+        check_positive(self, "per_device")
+        if not is_from_zero(self.hang_seconds) or not self.hang_seconds:
+            raise BadSettings(f"{given(self, 'hang_seconds')}: give a number of seconds above zero")
+
+
+TOPICS: dict[str, type[Step | Checkpoints | Workers]] = {
+    "step": Step,
+    "checkpoints": Checkpoints,
+    "workers": Workers,
+}
+_EXAMPLES = {"step": "accumulate=2", "checkpoints": "every=100", "workers": "per_device=2"}
+
+
+def check_topic(name: str, value: object) -> None:
+    """Refuse what is not the topic's object: a number, a dict, the class itself."""
+    kind = TOPICS[name].__name__
+    if not isinstance(value, TOPICS[name]):
+        text = value.__name__ if isinstance(value, type) else repr(value)
+        raise BadSettings(f"{name}={text}: give a {kind} object, as {name}=mh.{kind}({_EXAMPLES[name]})")
+
+
+# Checks of one value; the trainer's settings use them too.
+
+
+def given(options: object, name: str) -> str:
+    """An option as the user wrote it: ``Checkpoints(every=0)``; of the trainer's own just ``lr=-1``."""
+    text = f"{name}={getattr(options, name)!r}"
+    return f"{type(options).__name__}({text})" if isinstance(options, _Topic) else text
+
+
+def make_plain(options: object, names: Iterable[str], kind: type, plain: Callable[[Any], Any]) -> None:
+    """NumPy's numbers become Python's, which JSON knows; what is no number is left for the checks."""
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, kind) and not isinstance(value, bool):
+            object.__setattr__(options, name, plain(value))
+
+
+def check_positive(options: object, name: str) -> None:
+    value = getattr(options, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadSettings(f"{given(options, name)}: give a whole number of at least 1")
+
+
+def check_choice(options: object, name: str, choices: Sequence[Any], hint: str = "") -> None:
+    value = getattr(options, name)
+    if value not in choices:
+        raise BadSettings(f"{given(options, name)}: choose one of {', '.join(map(str, choices))}{hint}")
+    object.__setattr__(options, name, choices[choices.index(value)])  # NumPy's True becomes Python's
+
+
+def is_from_zero(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
