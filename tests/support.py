@@ -5,6 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether it comes true; on a busy machine that may take a while."""
+    until = time.monotonic() + 60
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.005)
+    return holds()
 
 
 def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

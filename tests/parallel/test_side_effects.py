@@ -38,14 +38,14 @@ def test_several_threads_at_once() -> None:
 
     def quiet() -> None:
         with Effects() as effects:
-            inside.wait(5)
-            leave.wait(5)
+            inside.wait(60)
+            leave.wait(60)
         found.append(effects.found)
 
     thread = threading.Thread(target=quiet)
     with Effects() as mine:
         thread.start()
-        inside.wait(5)
+        inside.wait(60)
         print(end="")
     assert builtins.print is not before  # the other one is still watching
     leave.set()

@@ -76,7 +76,7 @@ def test_who_takes_an_old_result_waits_for_who_wrote_to_what_it_may_be() -> None
         box.append(value)
 
     with parallel(threads=4):
-        a = task(lambda x, y: go.wait(5) and x)(x, y)
+        a = task(lambda x, y: go.wait(60) and x)(x, y)
         b = task(lambda one: one)(a)
         task(slow_append, writes=(x,))(x, 1)
         task(slow_append, writes=(y,))(y, 2)
@@ -90,7 +90,7 @@ def test_a_link_of_a_long_chain_costs_no_more_than_one_of_a_short_one() -> None:
     """What is listed per task stays the same, with a new argument at each link too."""
     go = threading.Event()
     with parallel(threads=2):
-        future: Future[Any] = task(lambda: go.wait(5) and [])()
+        future: Future[Any] = task(lambda: go.wait(60) and [])()
         listed = []
         for _ in range(30):
             future = task(lambda one, new: one)(future, [])

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
+from support import eventually
 
 from manyhands.tasks.scope import Future, parallel, task, waitall
 
@@ -37,8 +38,8 @@ def test_a_result_lives_as_long_as_its_future(synchronous: bool) -> None:
             future.result()
         del future
         waitall()
-        time.sleep(0.01)  # a thread may still be leaving the function
-        assert [one() is not None for one in made] == [True] + [False] * 10
+        # A thread may still be leaving the function.
+        assert eventually(lambda: [one() is not None for one in made] == [True] + [False] * 10)
         assert kept.result() is made[0]()
 
 
@@ -54,8 +55,7 @@ def test_arguments_are_let_go_of_and_so_are_failures_that_were_seen() -> None:
             task(fails)(bad)  # is cancelled
         del large
         waitall()
-        time.sleep(0.01)
-        assert [one() for one in gone] == [None] * 3
+        assert eventually(lambda: [one() for one in gone] == [None] * 3)
         assert not scope._jobs
 
 

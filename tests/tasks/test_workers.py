@@ -30,7 +30,7 @@ def test_a_chain_stays_with_one_thread() -> None:
         return before | {threading.get_ident()}
 
     with parallel(threads=3):
-        chain: Future[Any] = task(lambda: frozenset() if go.wait(5) else None)()
+        chain: Future[Any] = task(lambda: frozenset() if go.wait(60) else None)()
         for _ in range(30):
             chain = task(link)(chain)
         go.set()
@@ -44,21 +44,21 @@ def test_what_becomes_ready_at_once_is_done_at_once() -> None:
     with parallel(threads=3):
         for _ in range(3):
             first = task(time.sleep)(0.002)
-            together = [task(lambda _: meet.wait(5))(first) for _ in range(3)]
+            together = [task(lambda _: meet.wait(60))(first) for _ in range(3)]
             assert sorted(one.result() for one in together) == [0, 1, 2]
 
 
 def test_all_who_wait_for_a_task_are_called() -> None:
     go, found = threading.Event(), []
     with parallel(threads=1):
-        future = task(lambda: go.wait(5))()
+        future = task(lambda: go.wait(60))()
         waiting = [threading.Thread(target=lambda: found.append(future.result())) for _ in range(4)]
         for thread in waiting:
             thread.start()
         time.sleep(0.01)
         go.set()
         for thread in waiting:
-            thread.join(5)
+            thread.join(60)
     assert found == [True] * 4
 
 
@@ -112,8 +112,8 @@ def test_what_ends_while_another_end_is_entered_is_entered_with_it() -> None:
     with parallel(threads=2) as scope:
         scope._crew._lock = SlowLock()  # type: ignore[union-attr, assignment]
         for _ in range(40):
-            for future in [task(meet.wait)(5) for _ in range(2)]:
-                future.result(timeout=2)
+            for future in [task(meet.wait)(60) for _ in range(2)]:
+                future.result(timeout=60)
 
 
 def test_what_ends_while_a_task_is_given_is_entered_by_who_gives_it() -> None:
@@ -122,14 +122,14 @@ def test_what_ends_while_a_task_is_given_is_entered_by_who_gives_it() -> None:
     def memory_of(value: Any) -> int:
         if isinstance(value, bytearray):  # looked at when it is given, with the lock held
             go.set()
-            ended.wait(5)
+            ended.wait(60)
             time.sleep(0.02)
         return id(value)
 
     with parallel(threads=1, memory_of=memory_of):
-        first = task(lambda: go.wait(5) and ended.set())()
+        first = task(lambda: go.wait(60) and ended.set())()
         second = task(lambda *_: None)(first, bytearray(1))
-        for _ in range(500):
+        for _ in range(5000):
             if second.done():  # does not touch the lock
                 break
             time.sleep(0.004)
@@ -141,7 +141,7 @@ def test_what_is_given_to_a_thread_that_is_about_to_rest_is_done() -> None:
         scope._crew._resting = SlowList()  # type: ignore[union-attr]
         for number in range(60):
             time.sleep(number % 7 * 3e-4)
-            task(int)(number).result(timeout=2)
+            task(int)(number).result(timeout=60)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -154,7 +154,7 @@ def test_tasks_that_wait_and_threads_do_not_do_one_twice() -> None:
             later: list[Future[Any]] = []
 
             def asks(given: threading.Event = given, later: list[Future[Any]] = later) -> list[Any]:
-                given.wait(5)
+                given.wait(60)
                 return [one.result() for one in later]
 
             waiting = [task(asks)() for _ in range(2)]
@@ -213,14 +213,14 @@ def test_a_result_that_cannot_be_asked_for_its_memory_is_an_error_of_its_task() 
 
     go = threading.Event()
     with parallel(threads=1, memory_of=memory_of):
-        bad = task(lambda: bytearray(go.wait(5)))()
+        bad = task(lambda: bytearray(go.wait(60)))()
         follows = task(len)(bad)
         go.set()
         with pytest.raises(NotImplementedError, match="no storage"):
-            bad.result(timeout=5)
+            bad.result(timeout=60)
         with pytest.raises(TaskCancelled, match="no storage"):
-            follows.result(timeout=5)
-        assert task(int)(1).result(timeout=5) == 1
+            follows.result(timeout=60)
+        assert task(int)(1).result(timeout=60) == 1
 
 
 class Runner:
@@ -239,7 +239,7 @@ class Runner:
         return [one.result() for one in self.futures]
 
     def step(self, number: int) -> int:
-        self.meet.wait(5)
+        self.meet.wait(60)
         return self.factor * number
 
     def note(self, number: int) -> None:

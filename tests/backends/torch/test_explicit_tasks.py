@@ -199,7 +199,7 @@ def test_a_task_that_does_another_one_gives_it_that_ones_modes() -> None:
     ready = threading.Event()
 
     def waits() -> Any:
-        ready.wait(5)
+        ready.wait(60)
         return held[0].result(), modes()
 
     with mh.parallel(threads=1):
@@ -208,7 +208,7 @@ def test_a_task_that_does_another_one_gives_it_that_ones_modes() -> None:
             first = mh.task(waits)()
         held.append(mh.task(modes)())
         ready.set()
-        assert first.result(timeout=5) == (modes(), expected)
+        assert first.result(timeout=60) == (modes(), expected)
 
 
 class Holder:
@@ -309,7 +309,7 @@ def test_parts_of_an_array_that_do_not_overlap_are_written_side_by_side() -> Non
     table, meet = np.zeros((3, 4)), threading.Barrier(3)
 
     def fill(row: np.ndarray[Any, Any]) -> None:
-        meet.wait(5)
+        meet.wait(60)
         row[:] = 1.0
 
     with mh.parallel(threads=3):

@@ -16,13 +16,13 @@ from manyhands.training.options import Step
 def slow_on_the_first(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy; one rank takes its time for each sample."""
     if dist.is_initialized() and dist.get_rank() == 0:
-        time.sleep(0.002 * len(y))
+        time.sleep(0.005 * len(y))
     return torch.nn.functional.cross_entropy(scores, y)
 
 
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "stream", "iterator"])
 def test_measured_shares(kind: str) -> None:
-    X, y = vectors(90 * 8)
+    X, y = vectors(90 * 4)
     data = {
         "arrays": (X, y),
         "dataset": DataLoader(TensorDataset(X, y), batch_size=16, shuffle=True, collate_fn=list_of),
@@ -34,7 +34,7 @@ def test_measured_shares(kind: str) -> None:
     assert difference(alone, both) < 1e-12
     assert [row["samples"] for row in result.rows] == [row["samples"] for row in expected.rows]
     assert result.shares is not None
-    assert result.shares[0] < 0.3
+    assert result.shares[0] < 0.4
     assert [note for note in result.notes if note.startswith("shares measured")]
 
 

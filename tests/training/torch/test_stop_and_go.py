@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support import eventually
 from training_cases import Harm, OneHot, SumsUp, answer_itself, fit, mlp, one_hot, rows, same, vectors
 
 from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
@@ -117,22 +118,18 @@ def test_a_worker_that_is_killed_from_outside(tmp_path: Path) -> None:
         workers[victim].process.send_signal(signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-    began = time.monotonic()
     with pytest.raises(WorkerFailed, match=f"rank {victim} .* was killed by SIGKILL"):
         seen(tmp_path / "run", 2, epochs=500)
-    assert time.monotonic() - began < 20
     epochs = int(store.load(tmp_path / "run" / "checkpoints").state["cursor"]["epoch"]) + 1
     assert seen(tmp_path / "run", 2, resume="auto", epochs=epochs).tolist() == [float(epochs)] * COUNT
 
 
 def test_a_worker_that_hangs_is_named_with_its_stack() -> None:
-    began = time.monotonic()
     with pytest.raises(WorkerFailed, match=r"rank [01] \(cpu\) made no step") as caught:
         fit(
             SumsUp(COUNT), OneHot(COUNT, Harm("hang", 17)), batch_size=4, max_epochs=1, loss=answer_itself,
             workers=Workers(per_device=2, hang_seconds=0.5),
         )  # fmt: skip
-    assert time.monotonic() - began < 30
     text = str(caught.value)
     assert text.count("made no step") == 1
     assert "rank 0 (cpu), rank 1" not in text
@@ -155,15 +152,13 @@ def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:
     """
     caller = subprocess.Popen([sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())])
     try:
-        until = time.monotonic() + 60
-        while store.latest(tmp_path / "run" / "checkpoints") is None and time.monotonic() < until:
-            time.sleep(0.1)
+        assert eventually(lambda: store.latest(tmp_path / "run" / "checkpoints") is not None)
         workers = psutil.Process(caller.pid).children(recursive=True)
         assert len(workers) == 2
     finally:
         caller.kill()
         caller.wait()
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
     assert store.load(tmp_path / "run" / "checkpoints").step > 0
 

@@ -36,6 +36,7 @@ from manyhands.training.torch.workers import job_bytes as sending
 _START_SECONDS = 120
 _FIRST_STEPS = 10  # times as long as later ones may take: compilers and caches are cold
 _HOME_SECONDS = (5, 60)  # how long an interrupted job waits for the weights: at least, and at most
+_STACK_SECONDS = 5  # how long a hanging worker may take to write its stack
 # What a rank says when another one went away: a consequence, not the cause.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "NCCL", "timed out", "Gloo", "gloo")
 
@@ -267,7 +268,10 @@ class Pool:
         before = {worker.rank: worker.log.stat().st_size for worker in waiting}
         for worker in waiting:
             worker.process.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
+        until = time.monotonic() + _STACK_SECONDS
+        while any(worker.log.stat().st_size == before[worker.rank] for worker in waiting) and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.2)  # a stack is written line by line
         stacks = {worker.rank: _tail(worker.log, before[worker.rank], lines=80) for worker in waiting}
         guilty = [worker for worker in waiting if not _waits_for_others(stacks[worker.rank])] or waiting
         names = ", ".join(f"rank {worker.rank} ({worker.device})" for worker in guilty)
