@@ -28,15 +28,15 @@ class NoStream:
         pass
 
 
-class Generator:
-    """Of a GPU, whose state a capture that fails has left unusable."""
+class Generator(torch.Generator):
+    """Of a GPU, whose state a capture that fails has left unusable. Where there is a GPU, PyTorch seeds it, too."""
 
     usable = False
 
-    def clone_state(self) -> str:
+    def clone_state(self) -> str:  # type: ignore[override]
         return "anew"
 
-    def graphsafe_set_state(self, state: str) -> None:
+    def graphsafe_set_state(self, state: str) -> None:  # type: ignore[override]
         self.usable = state == "anew"
 
 
@@ -60,7 +60,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", refused)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: MODES[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", MODES.append)
-    monkeypatch.setattr(torch.cuda, "default_generators", (GENERATOR,))
+    monkeypatch.setattr(torch.cuda, "default_generators", (GENERATOR,) * max(1, torch.cuda.device_count()))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     MODES[:], GENERATOR.usable = [0], False
 
