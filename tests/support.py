@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,19 @@ def eventually(holds: Callable[[], bool]) -> bool:
     while not holds() and time.monotonic() < until:
         time.sleep(0.005)
     return holds()
+
+
+def free_port() -> int:
+    """A port with a free one behind it, where some processes meet; not one that the system gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind(("127.0.0.1", port))
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
 
 
 def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 from jax_cases import Net, difference, fit, rows, vectors
+from support import free_port
 from test_jax_exact import Shuffles
 
 SCRIPT = f"""
@@ -40,19 +40,6 @@ except BadBatch as error:
     print("refused:", error)
 print(json.dumps([rows(result), result.devices]))
 """
-
-
-def free_port() -> int:
-    """A port with a free one behind it: the processes meet at MASTER_PORT + 1."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
 
 
 def started(
@@ -114,5 +101,5 @@ except BadSettings as error:
 
 def test_jax_that_has_started_alone_is_said() -> None:
     process = started(0, 2, free_port(), virtual=0, code=TOO_LATE)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=300)
     assert "before the first array" in output, errors[-2000:]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from keras_cases import fit, mixed, mlp, shuffled, tensors, unequal, vectors
+from support import free_port
 
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training.commands import parity
@@ -50,11 +51,6 @@ try:
 except BadBatch as error:
     (folder / f"refused{trainer_rank}.txt").write_text(str(error))
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def start(folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:

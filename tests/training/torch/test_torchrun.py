@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import warnings
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import free_port
 
 import manyhands.training
 from manyhands.training.checkpoints import store
@@ -68,12 +68,6 @@ dist.all_gather(all_of_them, mine)  # the group is still there
 assert torch.equal(*all_of_them), all_of_them
 dist.destroy_process_group()  # who made it ends it: a process that leaves it open may abort when it ends
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(script: Path, folder: Path, *options: str, launcher: bool = True) -> subprocess.Popen[str]:
