@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from support import run_command
 
+from manyhands.cli import main
 from manyhands.training.data.fashion_mnist import SUBSET_DIRECTORY
 
 SMALL = str(SUBSET_DIRECTORY)
 KEPT = ("--checkpoint-every", "20", "--keep-checkpoints", "2", "--on-nan", "continue")
 
 
-def test_train_and_go_on(framework: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_recipes")
+def test_train_and_go_on(framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "mine"
     how = ("--framework", framework, "--model", "mlp", "--devices", "cpu:2", "--data", SMALL, "--run", str(run))
     first = run_command("train", *how, "--epochs", "1", "--precision", "fp64", *KEPT)
     assert first.returncode == 0, first.stderr
+    assert "4,000 to train on, 1,000 to test with" in first.stdout
     last = first.stdout.splitlines()[-1]
     assert last.startswith("test acc 0.")
     assert "sec/epoch on [" in last
@@ -26,14 +30,16 @@ def test_train_and_go_on(framework: str, tmp_path: Path) -> None:
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((run / "config.json").read_text())["train"]["framework"] == framework
 
-    again = run_command("train", *how, "--epochs", "2")
-    assert again.returncode == 1
-    assert f"manyhands train --resume {run}" in again.stderr
+    assert main(["train", *how, "--epochs", "2"]) == 1
+    assert f"manyhands train --resume {run}" in capsys.readouterr().err
 
-    second = run_command("train", "--resume", str(run), "--epochs", "2", "--lr", "0.01")
-    assert second.returncode == 0, second.stderr
-    assert "--lr 0.01: the run was begun with 0.05" in second.stdout
-    assert second.stdout.splitlines()[-1].partition(" on ")[2] == last.partition(" on ")[2], "the run's devices"
+    assert main(["train", "--resume", str(run), "--epochs", "2", "--lr", "0.01"]) == 0
+    said = capsys.readouterr()
+    assert "resuming after step 32, in epoch 2 of 2" in said.err
+    assert "--epochs 2: the run was begun with 1" in said.out
+    assert "--lr 0.01: the run was begun with 0.05" in said.out
+    assert " instead of " not in said.out + said.err, "a change is announced once"
+    assert said.out.splitlines()[-1].partition(" on ")[2] == last.partition(" on ")[2], "the run's devices"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[1]["samples"] == 4000
@@ -43,12 +49,13 @@ def test_train_and_go_on(framework: str, tmp_path: Path) -> None:
     assert rows[1]["train_loss"] < rows[0]["train_loss"]
 
     other = "jax" if framework == "torch" else "torch"
-    converted = run_command("convert", str(run), "--to", other)
-    assert converted.returncode == 0, converted.stderr
-    assert f"from {framework} to {other}" in converted.stdout
+    assert main(["convert", str(run), "--to", other]) == 0
+    assert f"from {framework} to {other}" in capsys.readouterr().out
 
 
-def test_parity(framework: str) -> None:
-    result = run_command("parity", "mlp", "--framework", framework, "--devices", "2")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(" equal") == 4
+@pytest.mark.usefixtures("own_recipes")
+def test_parity(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["parity", "mlp", "--framework", framework, "--devices", "2"])
+    said = capsys.readouterr()
+    assert code == 0, said.out + said.err
+    assert said.out.count(" equal") == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from support import run_command
 
 import manyhands.training
 from manyhands.cli import main, train
@@ -21,35 +19,6 @@ from manyhands.errors import BadDevice, BadShares
 from manyhands.training.checkpoints import store
 
 SMALL = str(Path(manyhands.training.__file__).parent / "data" / "fashion-mnist-small")
-
-
-def test_from_the_data_to_the_picture_and_on(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "mine"
-    common = ("--data", SMALL, "--run", str(run), "--checkpoint-every", "20")
-    first = run_command("train", "--model", "mlp", "--epochs", "1", "--devices", "cpu:2", *common)
-    assert first.returncode == 0, first.stderr
-    assert "4,000 to train on, 1,000 to test with" in first.stdout
-    assert first.stdout.splitlines()[-1].startswith("test acc 0.")
-    assert first.stdout.splitlines()[-1].endswith("sec/epoch on [cpu, cpu]")
-    assert first.stderr.count("epoch 1: ") == 1  # one display, whatever the number of processes
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((run / "config.json").read_text())["train"]["model"] == "mlp"
-    assert len(list((run / "checkpoints").iterdir())) >= 1
-
-    second = run_command("train", "--resume", str(run), "--epochs", "2")
-    assert second.returncode == 0, second.stderr
-    assert "resuming after step 32, in epoch 2 of 2" in second.stderr
-    assert "--epochs 2: the run was begun with 1" in second.stdout
-    assert " instead of " not in second.stdout + second.stderr, "a change is announced once"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [1, 2]
-    assert rows[1]["samples"] == 4000
-    assert rows[1]["train_loss"] < rows[0]["train_loss"]
-
-    done = run_command("train", "--resume", str(run))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("test acc 0.")
-    assert "nan" not in done.stdout
 
 
 def test_a_resumed_run_is_the_job_that_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +42,10 @@ def test_a_resumed_run_is_the_job_that_it_was(tmp_path: Path, capsys: pytest.Cap
         assert main(["train", *given]) == 1
         assert words in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert main(["train", "--resume", str(run)]) == 0, "it is at its end"
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1].startswith("test acc 0.")
+    assert "nan" not in shown
     config = json.loads((run / "config.json").read_text())["train"]
     assert (config["data"], config["devices"], config["shares"]) == (SMALL, "cpu", None)
 
@@ -122,15 +95,14 @@ def test_folders_that_cannot_be_are_no_traceback(tmp_path: Path, capsys: pytest.
     assert main(["convert", str(tmp_path / "nowhere"), "--to", "jax"]) == 1
 
 
-def test_without_matplotlib_there_is_a_result(tmp_path: Path) -> None:
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    (hidden / "matplotlib.py").write_text("raise ImportError('not here')")
-    path = f"{hidden}:{os.environ.get('PYTHONPATH', '')}"
+def test_without_matplotlib_there_is_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     options = ["--model", "mlp", "--epochs", "1", "--devices", "cpu", "--data", SMALL, "--run", str(tmp_path / "run")]
-    done = run_command("train", *options, PYTHONPATH=path)
-    assert done.returncode == 0, done.stderr
-    *_, note, run, last = done.stdout.splitlines()
+    assert main(["train", *options]) == 0
+    *_, note, run, last = capsys.readouterr().out.splitlines()
     assert note == "no picture: the curves cannot be drawn: matplotlib is not installed. Run: pip install matplotlib"
     assert run == f"run: {tmp_path / 'run'} (config.json, metrics.jsonl, checkpoints)"
     assert last.startswith("test acc 0.")
@@ -148,7 +120,7 @@ sys.exit(main(sys.argv[2:]))
 def test_a_disk_that_is_full_is_no_success(tmp_path: Path, limit: int, missing: str) -> None:
     """The limit of a file's size stands in for it: config.json fits, checkpoints do not, nor do many figures."""
     run = tmp_path / "run"
-    options = ["--model", "mlp", "--epochs", "8" if limit < 2_000 else "1", "--devices", "cpu", "--data", SMALL]
+    options = ["--model", "mlp", "--epochs", "8", "--batch-size", "1000", "--devices", "cpu", "--data", SMALL]
     command = [sys.executable, "-c", FULL, str(limit), "train", *options, "--run", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
@@ -160,18 +132,19 @@ def test_a_disk_that_is_full_is_no_success(tmp_path: Path, limit: int, missing: 
     assert list((run / "checkpoints").iterdir()) == []
 
 
-def test_what_cannot_be_is_said(tmp_path: Path) -> None:
-    nowhere = run_command("train", "--resume", str(tmp_path / "nowhere"), "--data", SMALL)
-    assert nowhere.returncode == 1
-    assert "no run" in nowhere.stderr
-    empty = run_command("train", "--data", str(tmp_path))
-    assert empty.returncode == 1
-    assert "train-images-idx3-ubyte" in empty.stderr
+def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = tmp_path / "new"
-    silly = run_command("train", "--data", SMALL, "--lr", "nan", "--run", str(new))
-    assert "is not a learning rate" in silly.stderr
+    wrong = [
+        (["--resume", str(tmp_path / "nowhere"), "--data", SMALL], "no run"),
+        (["--data", str(tmp_path)], "train-images-idx3-ubyte"),
+    ]
+    for options, words in wrong:
+        assert main(["train", *options]) == 1
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--data", SMALL, "--lr", "nan", "--run", str(new)])
+    assert "is not a learning rate" in capsys.readouterr().err
     assert not new.exists()
-    assert "Traceback" not in nowhere.stderr + empty.stderr + silly.stderr
 
 
 @pytest.mark.parametrize(
@@ -200,7 +173,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
         time.sleep(0.05)
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 130
     assert f"manyhands train --resume {run}" in errors
     assert "Traceback" not in errors
@@ -266,26 +239,26 @@ def drops():
 """
 
 
-def test_parity_of_a_users_script(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    result = run_command("parity", f"{tmp_path / 'script.py'}:make", "--devices", "2")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(" equal") == 4
-    assert "2:1" in result.stdout
-    (tmp_path / "padded.py").write_text(PADDED)
-    refused = run_command("parity", f"{tmp_path / 'padded.py'}:make", "--devices", "3")
-    assert refused.returncode == 1
-    assert "not a mean over the samples" in refused.stderr
-    assert "mh.LossSum(total, count)" in refused.stderr
-    (tmp_path / "drops.py").write_text(SCRIPT + DROPS)
-    differs = run_command("parity", f"{tmp_path / 'drops.py'}:drops", "--devices", "2")
-    assert differs.returncode == 1
-    assert "The model draws random numbers in Dropout(0.5). Every device draws its own, by design" in differs.stdout
-    (tmp_path / "model.py").write_text("import torch\ndef make(): return torch.nn.Linear(4, 3)\n")
-    alone = run_command("parity", f"{tmp_path / 'model.py'}:make")
-    assert alone.returncode == 1
-    assert "make returns a Linear: let it return (model, (X, y)), or" in alone.stderr
-    assert "Traceback" not in alone.stderr
-    wrong = run_command("parity", "nothing")
-    assert wrong.returncode == 1
-    assert "script.py:function" in wrong.stderr
+def test_parity_of_a_users_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def parity(name: str, text: str, function: str, *options: str) -> tuple[int, str, str]:
+        (tmp_path / name).write_text(text)
+        code = main(["parity", f"{tmp_path / name}:{function}", *options])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    code, shown, errors = parity("script.py", SCRIPT, "make", "--devices", "2")
+    assert code == 0, shown + errors
+    assert shown.count(" equal") == 4
+    assert "2:1" in shown
+    code, shown, _ = parity("drops.py", SCRIPT + DROPS, "drops", "--devices", "2")
+    assert code == 1
+    assert "The model draws random numbers in Dropout(0.5). Every device draws its own, by design" in shown
+    code, _, errors = parity("padded.py", PADDED, "make", "--devices", "2")
+    assert code == 1
+    assert "not a mean over the samples" in errors
+    assert "mh.LossSum(total, count)" in errors
+    code, _, errors = parity("model.py", "import torch\ndef make(): return torch.nn.Linear(4, 3)\n", "make")
+    assert code == 1
+    assert "make returns a Linear: let it return (model, (X, y)), or" in errors
+    assert main(["parity", "nothing"]) == 1
+    assert "script.py:function" in capsys.readouterr().err
