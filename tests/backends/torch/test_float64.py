@@ -225,7 +225,7 @@ def verdict(change: Callable[[torch.Tensor], torch.Tensor] | None, cast: bool) -
 def test_other_rounding_is_accepted(cast: bool) -> None:
     refused, words = verdict(None, cast)
     assert refused is None
-    assert words.startswith(", as exact as plain execution (")
+    assert str(words).startswith("as exact as plain execution (")
 
 
 WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -317,7 +317,7 @@ def test_torch_compile_asks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         answer.float().square().sum().backward()
     torch._dynamo.reset()
     words = [words for refused, words in verdicts if refused is None]
-    assert sum(one.startswith(", as exact as") for one in words) >= 2, verdicts
+    assert sum(str(one).startswith("as exact as") for one in words) >= 2, verdicts
 
 
 # How results are compared
