@@ -112,6 +112,41 @@ def test_what_it_takes_from_outside_may_change(mh: Any, own: Any) -> None:
         same(own, fast(x), function(x))
 
 
+class Settings:
+    scale = 2.0
+
+    def __init__(self) -> None:
+        self.offset, self.parts = 1.0, [0.5]
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.scale + self.offset + self.parts[0]
+
+
+@pytest.mark.parametrize("way", ["closure", "argument", "callable", "method"])
+def test_what_objects_and_classes_hold_may_change(mh: Any, own: Any, way: str) -> None:
+    settings, x = Settings(), square(own)
+    function: Callable[..., Any] = {
+        "closure": lambda x: settings(x) * 2.0,
+        "argument": lambda x, settings=settings: settings(x),
+        "callable": settings,
+        "method": settings.__call__,
+    }[way]
+    fast = mh.parallel(function)
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(settings, "offset", 3.0),
+        lambda: settings.parts.__setitem__(0, 7.0),
+        lambda: setattr(Settings, "scale", 5.0),
+    ]
+    try:
+        for change in changes:
+            for _ in range(2):
+                same(own, fast(x), function(x))
+            change()
+        same(own, fast(x), function(x))
+    finally:
+        Settings.scale = 2.0
+
+
 def test_effects_on_python_happen_at_every_call(mh: Any, own: Any) -> None:
     seen: list[int] = []
 

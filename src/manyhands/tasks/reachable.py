@@ -52,7 +52,7 @@ _MISSING = object()
 
 
 class Variable(NamedTuple):
-    """A cell of a closure, or a name among globals, and what it names."""
+    """A cell of a closure, a name among globals or of a class, and what it names."""
 
     holder: Any
     name: str
@@ -63,8 +63,9 @@ class Variable(NamedTuple):
 
     def is_bound(self) -> bool:
         """Whether it still names that."""
-        if isinstance(self.holder, dict):
-            return self.holder.get(self.name, _MISSING) is self.value
+        if isinstance(self.holder, (dict, type)):
+            names = self.holder if isinstance(self.holder, dict) else vars(self.holder)
+            return names.get(self.name, _MISSING) is self.value
         try:
             return self.holder.cell_contents is self.value
         except ValueError:
@@ -97,7 +98,7 @@ class Found:
         self.objects: list[Any] = []  # that a framework may have something to say of
         self.holders: list[Any] = []  # Python's containers and the user's objects
         self.variables: list[Variable] = []
-        self.helpers: list[Variable] = []  # globals that name a function or a class
+        self.helpers: list[Variable] = []  # globals that name a function or a class, and what classes have
         self.in_turn: Collection[Any] = ()  # of the objects, those that one task at a time can use
         self.locks = False  # whether a lock, or the like, is among them
         self.words: set[str] | None = None  # the names of attributes that are looked up; None: perhaps all
@@ -177,8 +178,11 @@ class Objects:
                 names = () if is_foreign(owner) else walk.words & vars(owner).keys()
                 for name in names:
                     value = vars(owner)[name]
-                    if (mark := (id(owner), name, True)) not in walk.followed and not isinstance(value, _CODE):
-                        walk.followed.add(mark)
+                    if (mark := (id(owner), name, True)) in walk.followed:
+                        continue
+                    walk.followed.add(mark)
+                    walk.found.helpers.append(Variable(owner, name, value))
+                    if not isinstance(value, _CODE):
                         walk.found.for_good = False
                         walk.later.append(value)
 
