@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from manyhands import machine, tree
 from manyhands.backends.protocol import Arrival, Capabilities
-from manyhands.backends.torch import virtual
+from manyhands.backends.torch import compat, virtual
 from manyhands.device import Device, DeviceRecord, Memory
 from manyhands.errors import BadDevice, ChangedInFlight
 
@@ -256,7 +256,7 @@ def _start_to_gpu(tensor: torch.Tensor, device: torch.device, *, kept: bool) -> 
 
 def _version(tensor: torch.Tensor) -> int | None:
     """How often it was written to; PyTorch does not count that for tensors made in inference mode."""
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else compat.write_count(tensor)
 
 
 def _check_unchanged(source: torch.Tensor, version: int | None) -> None:

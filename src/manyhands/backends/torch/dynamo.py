@@ -10,13 +10,13 @@ planned function may not have. They are computed apart: there is nothing to plan
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from manyhands.backends.torch import compat
 from manyhands.errors import EngineError
 
 NAME = "manyhands"
@@ -25,14 +25,11 @@ Function = Callable[..., Any]
 
 def compile_with(module: GraphModule, inputs: Sequence[Any], make: Callable[[Function], Function]) -> Function:
     """What Dynamo shall call instead of a module; ``make`` plans a function of tensors."""
-    # Here and not above: who does not compile need not wait for the import.
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
 
     def planned(graph: GraphModule, _: Any) -> Function:
-        return make_boxed_func(_Planned(graph, make))
+        return compat.make_boxed_function(_Planned(graph, make))
 
-    return aot_autograd(fw_compiler=planned, bw_compiler=planned, inference_compiler=planned)(module, inputs)
+    return compat.aot_autograd(fw_compiler=planned, bw_compiler=planned, inference_compiler=planned)(module, inputs)
 
 
 def options_from(given: dict[str, Any]) -> dict[str, Any]:
@@ -52,12 +49,9 @@ def options_from(given: dict[str, Any]) -> dict[str, Any]:
 
 def register(backend: Function, *, only_if_loaded: bool = False) -> None:
     """Let ``torch.compile`` know the name; an installed package is found by its entry point, without this."""
-    if only_if_loaded and "torch._dynamo.backends.registry" not in sys.modules:
+    if only_if_loaded and not compat.is_dynamo_loaded():
         return  # its import takes seconds
-    from torch._dynamo.backends import registry
-
-    if NAME not in registry._COMPILER_FNS:
-        registry.register_backend(backend, name=NAME)
+    compat.register_dynamo_backend(NAME, backend)
 
 
 class _Planned:
@@ -76,7 +70,7 @@ class _Planned:
 
     def __call__(self, *arguments: Any) -> Any:
         # PyTorch watches the first call of a graph by a dispatch mode, beside which nothing can be traced.
-        if not self._own or torch._C._len_torch_dispatch_stack():
+        if not self._own or compat.count_dispatch_modes():
             return self._whole(*arguments)
         results: list[Any] = [None] * (len(self._own) + len(self._others))
         for number, value in zip(self._own, self._plan(arguments), strict=True):
@@ -118,7 +112,7 @@ def _shared(arguments: Sequence[Any]) -> tuple[_View, ...]:
     groups: dict[int, list[int]] = {}
     for number, one in enumerate(arguments):
         if isinstance(one, torch.Tensor) and one.layout is torch.strided:
-            groups.setdefault(one.untyped_storage()._cdata, []).append(number)
+            groups.setdefault(compat.memory_id(one), []).append(number)
     found: list[_View] = []
     for numbers in groups.values():
         if len(numbers) < 2 or len({arguments[number].dtype for number in numbers}) > 1:
@@ -165,7 +159,7 @@ def _is_own(value: Any, given: set[int]) -> bool:
 
 def _memories(node: Node) -> set[int]:
     value = node.meta.get("val")
-    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) else set()
+    return {compat.memory_id(value)} if isinstance(value, torch.Tensor) else set()
 
 
 def _part(module: GraphModule, outputs: Sequence[Any]) -> GraphModule:

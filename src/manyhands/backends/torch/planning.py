@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_flatten
 
 from manyhands.backends.exactness import Verdict
 from manyhands.backends.torch import virtual
@@ -28,6 +27,7 @@ from manyhands.backends.torch.capture.facts import (
 from manyhands.backends.torch.capture.fast_match import recogniser
 from manyhands.backends.torch.capture.results import opened
 from manyhands.backends.torch.capture.trace import Trace, together
+from manyhands.backends.torch.compat import tree_flatten
 from manyhands.backends.torch.passes.regions import fuse
 from manyhands.backends.torch.run import costs, float64
 from manyhands.backends.torch.run import threads as torch_threads

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from manyhands.addresses import Held, content
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.virtual import VirtualTensor
 
@@ -191,7 +192,7 @@ def version_of(value: Any) -> Any:
             return None
         return Held([*_parts_of_module(value), *(one.training for one in value.modules())])
     try:
-        version = value._version
+        version = compat.write_count(value)
     except RuntimeError:
         if not value.is_inference():  # not asked first: it lets other threads go before
             raise
@@ -218,10 +219,10 @@ def _under(modes: _Modes, recorded: bool, function: Callable[..., Any], /, *argu
     there, before = _modes(), torch.is_grad_enabled()
     try:
         with _SAME if there == modes else _changed(there, modes):
-            torch._C._set_grad_enabled(recorded)
+            compat.set_grad_enabled(recorded)
             return function(*arguments, **keywords)
     finally:  # the function may have called set_grad_enabled or set_stream without a with
-        torch._C._set_grad_enabled(before)
+        compat.set_grad_enabled(before)
         if there[-1] is not None:
             torch.cuda.set_stream(there[-1])
 
@@ -239,12 +240,12 @@ def _modes() -> _Modes:
     """This thread's modes, as a tuple: quickly made and compared."""
     return (
         torch.is_inference_mode_enabled(),
-        torch._C._is_any_autocast_enabled() and (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        compat.is_any_autocast_enabled() and (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
         torch.get_autocast_dtype("cpu"),
         torch.get_autocast_dtype("cuda"),
         torch.is_autocast_cache_enabled(),
         # A default device is a mode on this stack; to ask which takes longer than all the rest.
-        torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU,
+        torch.get_default_device() if compat.count_function_modes() else _CPU,
         torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
     )
 

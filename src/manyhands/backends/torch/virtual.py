@@ -26,14 +26,18 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import (
+from torch.overrides import TorchFunctionMode
+
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.compat import (
+    DeviceContext,
     TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
+    dispatch_mode_stack,
+    function_mode_stack,
+    no_dispatch_modes,
+    tree_iter,
+    tree_map_only,
 )
-from torch.utils._pytree import tree_iter, tree_map_only
 
 _count = 0
 _HOST = torch.device("cpu")
@@ -74,18 +78,18 @@ def no_hooks() -> Iterator[None]:
     if not _count:
         yield
         return
-    with _disable_current_modes():
+    with no_dispatch_modes():
         yield
 
 
 def only_hooks() -> bool:
     """Whether no dispatch mode but ours is active in this thread."""
-    return all(isinstance(mode, _Births) for mode in _get_current_dispatch_mode_stack())
+    return all(isinstance(mode, _Births) for mode in dispatch_mode_stack())
 
 
 def only_known_functions() -> bool:
     """Whether no function mode is active in this thread but ours and PyTorch's own for the default device."""
-    return all(isinstance(mode, (_FromData, DeviceContext)) for mode in _get_current_function_mode_stack())
+    return all(isinstance(mode, (_FromData, DeviceContext)) for mode in function_mode_stack())
 
 
 def is_virtual(device: torch.device) -> bool:
@@ -111,7 +115,7 @@ class VirtualTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device) -> VirtualTensor:
-        made: VirtualTensor = torch.Tensor._make_wrapper_subclass(
+        made: VirtualTensor = compat.make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -210,7 +214,7 @@ def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
         _swap_plain_tensors(t1, t2)  # type: ignore[no-untyped-call]
         return
     hooks, after_hooks = t1._backward_hooks, t1._post_accumulate_grad_hooks
-    torch._C._swap_tensor_impl(t1, t2)  # first: where it refuses, nothing has changed
+    compat.swap_tensor_impl(t1, t2)  # first: where it refuses, nothing has changed
     t1.__class__, t2.__class__ = t2.__class__, t1.__class__
     t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
     _end_graph(t2, t1.device)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils import _device
 
 from manyhands import tree
 from manyhands.addresses import joined
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture import trace as torch_trace
 from manyhands.backends.torch.capture.reasons import why
@@ -35,6 +35,7 @@ from manyhands.backends.torch.capture.refusals import (
 from manyhands.backends.torch.capture.results import opened
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.capture.watch import Watch
+from manyhands.backends.torch.compat import FakeTensor, FakeTensorMode
 from manyhands.backends.torch.guards.state import Outside
 from manyhands.backends.torch.passes.split import split
 from manyhands.backends.torch.run.result_copies import has_no_gaps
@@ -173,26 +174,26 @@ MODE_NAMES: dict[str, Any] = {
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     "get_default_dtype": torch.get_default_dtype,
     "get_num_threads": torch.get_num_threads,
-    "dispatch_modes": torch._C._len_torch_dispatch_stack,
-    "function_modes": torch._C._len_torch_function_stack,
-    "fp32_precision": torch._C._get_fp32_precision_getter,
-    "deterministic": torch._C._get_deterministic_algorithms,
-    "cudnn": torch._C._get_cudnn_enabled,
-    "cudnn_deterministic": torch._C._get_cudnn_deterministic,
-    "cudnn_benchmark": torch._C._get_cudnn_benchmark,
-    "math_sdp": torch._C._get_math_sdp_enabled,
-    "flash_sdp": torch._C._get_flash_sdp_enabled,
-    "mem_efficient_sdp": torch._C._get_mem_efficient_sdp_enabled,
-    "cudnn_sdp": torch._C._get_cudnn_sdp_enabled,
-    "any_autocast": torch._C._is_any_autocast_enabled,
+    "dispatch_modes": compat.count_dispatch_modes,
+    "function_modes": compat.count_function_modes,
+    "fp32_precision": compat.fp32_precision,
+    "deterministic": compat.deterministic_algorithms,
+    "cudnn": compat.cudnn_enabled,
+    "cudnn_deterministic": compat.cudnn_deterministic,
+    "cudnn_benchmark": compat.cudnn_benchmark,
+    "math_sdp": compat.math_sdp_enabled,
+    "flash_sdp": compat.flash_sdp_enabled,
+    "mem_efficient_sdp": compat.mem_efficient_sdp_enabled,
+    "cudnn_sdp": compat.cudnn_sdp_enabled,
+    "any_autocast": compat.is_any_autocast_enabled,
     "is_autocast": torch.is_autocast_enabled,
     "autocast_dtype": torch.get_autocast_dtype,
     "remembers_casts": torch.is_autocast_cache_enabled,
     "anomaly": torch.is_anomaly_enabled,
     "device": _device,
     "forward_ad": forward_ad,
-    "functorch_level": torch._C._functorch.maybe_current_level,
-    "jit": torch._C._get_tracing_state,
+    "functorch_level": compat.functorch_level,
+    "jit": compat.jit_tracing_state,
     "capturing": _capturing,
 }
 modes = function("modes", f"def modes():\n    return {', '.join(MODES)},", dict(MODE_NAMES))
@@ -204,9 +205,9 @@ def _why_plain() -> str | None:
         return "a dispatch mode is active: it is to see every operation"
     if not only_known_functions():
         return "a function mode is active: it is to see every call"
-    if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
+    if forward_ad._current_level >= 0 or compat.functorch_level() is not None:
         return "it is called by a transformation (torch.func, forward-mode derivatives)"
-    if torch._C._get_tracing_state() is not None:
+    if compat.jit_tracing_state() is not None:
         return "it is called while torch.jit traces"
     if torch.is_anomaly_enabled():
         return "torch.autograd.detect_anomaly() is to see every derivative"

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from manyhands import machine
 from manyhands.addresses import Span, joined
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.compat import tree_leaves
 
 # What people would write instead of several calls of one operation.
 _BATCHED = {
@@ -37,7 +38,7 @@ def footprint(found: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[i
         for value in tree_leaves(known):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
-                sizes[outside[0] if outside else int(storage._cdata)] = storage.nbytes()
+                sizes[outside[0] if outside else compat.storage_id(storage)] = storage.nbytes()
     given = frozenset(m for node in [*found.inputs, *found.constants] for m in found.storages[node])
     results = frozenset(m for value in found.outputs if isinstance(value, Node) for m in found.storages[value])
     return sizes, given & sizes.keys(), results & sizes.keys()

@@ -34,12 +34,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.guards import TensorGuards
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import shown_by
 from manyhands.backends.torch.capture import call
 from manyhands.backends.torch.capture.call import Call
 from manyhands.backends.torch.capture.refusals import BY_VALUE
+from manyhands.backends.torch.compat import TensorGuards
 from manyhands.generated import function
 
 Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
@@ -80,7 +81,7 @@ class _Writer:
         self._fixed: list[str] = []  # what parameters are asked: they stay where they are
         self._names: dict[str, Any] = {**call.MODE_NAMES, "Given": Given, "seen": [None], "apart": _apart}
         if any(tensor.is_cuda for tensor in one.tensors):  # then it need not be asked whether CUDA is there at all
-            self._names["capturing"] = torch._C._cuda_isCurrentStreamCapturing
+            self._names["capturing"] = compat.is_current_stream_capturing
         self._count = 0
 
     def _name(self, value: Any) -> str:

@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from manyhands.backends.torch.compat import DataDependentOutputException, DynamicOutputShapeException
 
 _NOT_THE_USERS = frozenset(sys.stdlib_module_names) | {"torch", "manyhands"}
 _LONGEST = 60  # characters of a line that is shown

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from manyhands import tree
 from manyhands.backends.torch.capture.trace import Trace, is_check
+from manyhands.backends.torch.compat import tree_leaves
 from manyhands.backends.torch.guards.kinds import is_installed
 from manyhands.backends.torch.virtual import VirtualTensor
 from manyhands.errors import CannotTrace

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_map
+
+from manyhands.backends.torch.compat import SUPPORTED_NODES, register_pytree_node, tree_map
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from manyhands.addresses import joined
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.reasons import FROM_SHAPE, why
 from manyhands.backends.torch.capture.watch import Watch
+from manyhands.backends.torch.compat import tree_flatten, tree_unflatten
 from manyhands.errors import CannotTrace
 from manyhands.generated import function
 from manyhands.schedule.task import Kind, Task
@@ -339,7 +340,7 @@ def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, 
 
 def _storages(node: Node) -> frozenset[int]:
     values, _ = tree_flatten(node.meta.get("val"))
-    return frozenset(value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor))
+    return frozenset(compat.memory_id(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def _place(node: Node) -> tuple[str, Kind]:

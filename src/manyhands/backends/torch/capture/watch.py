@@ -15,12 +15,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.compat import FakeTensor, TorchDispatchMode, no_dispatch_modes, tree_leaves
 from manyhands.backends.torch.guards.state import Outside
 from manyhands.backends.torch.virtual import VirtualTensor
 from manyhands.errors import CannotTrace, ChangesOutside, NotYet
@@ -134,7 +133,7 @@ class Watch:
             self.refuses("a tensor on a virtual device comes from outside: pass it as an argument")
         if isinstance(tensor, FakeTensor) or not tensor.requires_grad or id(tensor) in self._before:
             return
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # torch.func's own, of something made up
+        if compat.is_functorch_tensor(tensor):  # torch.func's own, of something made up
             return
         if tensor.is_leaf:
             if torch.is_grad_enabled() and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
@@ -161,7 +160,7 @@ class Watch:
         """Tracing is about to write to a real tensor."""
         if id(tensor) in self._saved:
             return
-        with _disable_current_modes(), torch.no_grad():
+        with no_dispatch_modes(), torch.no_grad():
             self._saved[id(tensor)] = (tensor, tensor.detach().clone())
 
 
@@ -201,7 +200,7 @@ class _Functions(TorchFunctionMode):
             self._watch.refuses(_MOVING)
         if self._watch.refuse_gradients and func in _GRADIENT and isinstance(args[0], FakeTensor):
             raise CannotTrace("it looks at .grad while an argument has a gradient from before")
-        with torch._C.DisableTorchFunction():
+        with compat.no_torch_functions():
             if func in _GRADIENT:
                 self._watch.sees_gradient(args[0])
             for one in tree_leaves((args, kwargs)):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Step, Trace
 
 _aten = torch.ops.aten
@@ -53,7 +54,7 @@ def at_once(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[...,
 
     def cast(*given: torch.Tensor) -> Any:
         made = [torch.empty_strided(shape, stride, dtype=dtype, device=on) for shape, stride, dtype, on in forms]
-        torch._foreach_copy_(made, [given[source] for source in sources])
+        compat.foreach_copy_(made, [given[source] for source in sources])
         return made
 
     return cast

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Step, Trace
+from manyhands.backends.torch.compat import FakeTensorMode, tree_leaves
 
 _VIEWS = {
     "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "squeeze", "t",

@@ -27,13 +27,14 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Step, Trace
+from manyhands.backends.torch.compat import FakeTensorMode
 from manyhands.backends.torch.passes.batch_norm import make_pure
 from manyhands.backends.torch.passes.batched_casts import at_once, casts_together
 from manyhands.backends.torch.passes.conv_bias import take_out_biases
@@ -83,7 +84,7 @@ def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence
     Biases are taken out of convolutions on the kinds of devices ``biases_out_on``. :class:`CannotFuse` says why there
     are no regions, or why they cannot be compiled here.
     """
-    if torch._C._len_torch_dispatch_stack():
+    if compat.count_dispatch_modes():
         raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing beside one")
     as_written, found = found, take_out_biases(make_pure(found), biases_out_on)
     wanted, compiler = needs(found.tasks), compiler or inductor
@@ -199,7 +200,7 @@ def _escapes(node: Node, inside: set[Node]) -> bool:
 
 
 def _memories(step: Step) -> set[int]:
-    return {value.untyped_storage()._cdata for node in step.nodes for value in tensors(node)}
+    return {compat.memory_id(value) for node in step.nodes for value in tensors(node)}
 
 
 def _ordered(units: list[_Unit], wanted: Sequence[set[int]]) -> list[_Unit]:
@@ -285,18 +286,14 @@ class _Writer:
 
 def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """Inductor's code for a graph without gradients and without writes to its arguments."""
-    # Here and not above: the compiler is large, and only who asks for it shall wait for its import.
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-
     with FakeTensorMode():
         inputs = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in metas]
     try:
         # Lanes divide the threads: how many a region may use is known when it runs, not when it is compiled. And what
         # folding leaves of x + 0 is x itself: a region would give back its argument as a result of its own.
         how = {"cpp.dynamic_threads": True, "joint_graph_constant_folding": False}
-        with torch.no_grad(), config.patch(how):
-            return cast(Callable[..., Any], compile_fx(module, inputs))
+        with torch.no_grad():
+            return compat.inductor_compile(module, inputs, how)
     except Exception as error:
         text = str(error).strip().splitlines()
         raise CannotFuse(f"{type(error).__name__}: {text[0] if text else 'no reason given'}") from error

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import is_check
+from manyhands.backends.torch.compat import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch_modes
 
 # Updates of all weights of an optimizer, in place; their arguments begin with the weights and the gradients.
 FUSED_UPDATES = ("aten._fused_sgd_.", "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_adagrad_.")
@@ -106,7 +105,7 @@ def _is_simple(node: Node) -> bool:
 
 def _bindings(target: OpOverload) -> Iterator[Callable[..., Any]]:
     name = target._schema.name.removeprefix("aten::")
-    for place in (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn):
+    for place in compat.BINDINGS:
         found = getattr(place, name, None)
         if isinstance(found, _BUILTIN):
             yield found
@@ -126,7 +125,7 @@ class _Listener(TorchDispatchMode):
 def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
     """Whether calling the candidate is calling the operation."""
     try:
-        with _disable_current_modes(), torch.no_grad(), FakeTensorMode():
+        with no_dispatch_modes(), torch.no_grad(), FakeTensorMode():
             given = [_fake(value) for value in node.args]
             named = {name: _fake(value) for name, value in node.kwargs.items()}
             expected = _written_out(node.target, given, named)

@@ -22,7 +22,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from manyhands import machine
-from manyhands.backends.torch import threads_and_modes
+from manyhands.backends.torch import compat, threads_and_modes
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.bindings import native, node_key
@@ -43,12 +43,12 @@ def tasks(found: Trace, device: Gpus | None) -> list[Task]:
 
 def hardware(device: Gpus | None) -> str:
     """What costs depend on beside the operation itself."""
-    precisions = "/".join(torch._C._get_fp32_precision_getter("cuda", of) for of in ("matmul", "conv"))
+    precisions = "/".join(compat.fp32_precision("cuda", of) for of in ("matmul", "conv"))
     parts = [f"torch {torch.__version__}", machine.host_name(), f"{torch.get_num_threads()} threads", precisions]
     if device is not None:
         names = ", ".join(torch.cuda.get_device_name(one) for one in device)
         parts.append(f"{names}, CUDA {torch.version.cuda}")
-    if torch._C._len_torch_dispatch_stack():
+    if compat.count_dispatch_modes():
         parts.append("virtual devices")
     return "; ".join(parts)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.facts import results_share
 from manyhands.backends.torch.capture.fast_match import Given
 from manyhands.backends.torch.capture.trace import Trace
@@ -159,7 +160,7 @@ class GraphRun:
             for copies in (copies_in, copies_out):
                 if copies is not None:
                     copies.find(graph)
-        replay = functools.partial(torch._C._CUDAGraph.replay, graph)  # without a detour through Python
+        replay = functools.partial(compat.replay_cuda_graph, graph)  # without a detour through Python
         return _Captured(graph, outputs, copies_in, copies_out, replay)
 
     def _as_before(self, outputs: list[Any]) -> list[Any]:
@@ -170,7 +171,7 @@ class GraphRun:
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         fresh = None if self._fresh is None else _allocated(self._fresh)
-        raw = torch._C._cuda_getCurrentRawStream(self._device.index)  # to ask for the stream itself takes long
+        raw = compat.raw_stream(self._device.index)  # to ask for the stream itself takes long
         if raw != self._stream.cuda_stream:  # there the replay before may still run, or its results be copied
             stream = torch.cuda.current_stream(self._device)
             stream.wait_stream(self._stream)
@@ -215,7 +216,7 @@ class GraphRun:
                 into.append(own)
                 source.append(given.detach())
         if into:
-            torch._foreach_copy_(into, source)
+            compat.foreach_copy_(into, source)
 
     def _copy_back(self, inputs: Sequence[torch.Tensor]) -> None:
         """What the graph has written to its own copies of arguments."""

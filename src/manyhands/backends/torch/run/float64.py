@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 from torch.fx import Interpreter, Node
-from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.addresses import joined
 from manyhands.backends.exactness import Distance, Verdict, judge
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Trace
+from manyhands.backends.torch.compat import tree_leaves, tree_map
 from manyhands.errors import CannotBeExact
 
 _aten = torch.ops.aten
@@ -62,7 +63,7 @@ def exact(found: Trace, tensors: Sequence[torch.Tensor], written: Sequence[torch
     if coarsest(found) < 1e-8:
         raise CannotBeExact("it computes in float64 already")
     try:
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), compat.no_autocast():
             run = _Wide(found, tensors)
             results = run.run(*tensors)
             return [*results, *(run.of[id(tensor)] for tensor in written)]
@@ -179,7 +180,7 @@ def _widened(tensors: dict[int, torch.Tensor], whole: bool) -> dict[int, torch.T
     """
     groups: dict[int, list[torch.Tensor]] = {}
     for one in tensors.values():
-        groups.setdefault(one.untyped_storage()._cdata, []).append(one)
+        groups.setdefault(compat.memory_id(one), []).append(one)
     spans = [span for group in groups.values() if (span := span_of(group[0])) is not None]
     if len(joined(spans)) < len(spans):
         raise CannotBeExact("two tensors lie in one memory, and PyTorch does not know it (from_numpy)")
@@ -217,7 +218,7 @@ def coarsest(found: Trace) -> float:
 
 def may_use_tf32() -> bool:
     """Whether float32 products and convolutions on GPUs may be done with ten bits."""
-    return any(torch._C._get_fp32_precision_getter("cuda", of) == "tf32" for of in ("matmul", "conv"))
+    return any(compat.fp32_precision("cuda", of) == "tf32" for of in ("matmul", "conv"))
 
 
 def leaps(found: Trace) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
+
 
 def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
     """The same values in memory of their own; what was one tensor stays one, what shared memory shares it again.
@@ -31,7 +33,7 @@ def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
             made[key] = value.clone()
     for keys in alike.values():
         fresh = [torch.empty_like(tensors[key]) for key in keys]
-        torch._foreach_copy_(fresh, [tensors[key] for key in keys])  # one kernel for all
+        compat.foreach_copy_(fresh, [tensors[key] for key in keys])  # one kernel for all
         made.update(zip(keys, fresh, strict=True))
     return [made[id(value)] if isinstance(value, torch.Tensor) else value for value in values]
 
@@ -51,7 +53,7 @@ def allocator(values: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]
 
 def _empty(device: torch.device) -> Callable[..., torch.Tensor]:
     """What allocates on this device; on the current one, PyTorch's compiled code has a quicker way than its users."""
-    quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    quick = compat.empty_strided_cuda
     if quick is not None and torch.cuda.device_count() == 1:
         return quick  # type: ignore[no-any-return]
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -62,6 +64,6 @@ def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for key, tensor in tensors.items():
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
-            groups.setdefault(tensor.untyped_storage()._cdata, []).append(key)
+            groups.setdefault(compat.memory_id(tensor), []).append(key)
     shared = [keys for keys in groups.values() if len(keys) > 1]
     return [keys for keys in shared if not any(tensors[key].is_conj() or tensors[key].is_neg() for key in keys)]

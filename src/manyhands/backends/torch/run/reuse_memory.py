@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Step, Trace
+from manyhands.backends.torch.compat import OpOverload
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default)

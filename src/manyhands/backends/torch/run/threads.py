@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Code, Plan, Stamps, argument_text, call_text
 from manyhands.backends.torch.run.reuse_memory import Reuse
@@ -237,14 +238,14 @@ class ThreadRun:
         with cast:
             if before != self.threads:
                 torch.set_num_threads(self.threads)
-            torch._C._set_grad_enabled(False)
+            compat.set_grad_enabled(False)
             try:
                 if self.lanes == 1:
                     return self._alone(inputs)
                 box = [None] * self._code.slots
                 self._together(inputs, box, own)
             finally:
-                torch._C._set_grad_enabled(recorded)
+                compat.set_grad_enabled(recorded)
                 if before != self.threads:
                     torch.set_num_threads(before)
         return [

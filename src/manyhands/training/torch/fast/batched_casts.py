@@ -18,8 +18,9 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.compat import TorchDispatchMode
 from manyhands.training.torch.fast.storage import is_view, memories_of, memory_of, written_by
 
 _aten = torch.ops.aten
@@ -86,13 +87,13 @@ class AtOnce(TorchDispatchMode):
             return {}
         weights = [weight.detach() for weight in of_old.values()]
         made = [torch.empty_like(weight, dtype=dtype) for weight in weights]
-        torch._foreach_copy_(made, weights)
+        compat.foreach_copy_(made, weights)
         self.told["casts of weights"] = len(made)
         return dict(zip(of_old, made, strict=True))
 
     def _count(self) -> None:
         if self._counts:
-            torch._foreach_add_(list(self._counts.values()), 1)
+            compat.foreach_add_(list(self._counts.values()), 1)
             self.told["counts of batches"] += len(self._counts)
         self._counts = {}
 

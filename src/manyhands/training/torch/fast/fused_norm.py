@@ -27,8 +27,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from manyhands.backends.torch.compat import TorchDispatchMode
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.fast.fused_norm_pending import Gradient, Norm, Note, Rectified, Sum
 from manyhands.training.torch.fast.storage import has_memory, is_view, memories_of, memory_of, written_by

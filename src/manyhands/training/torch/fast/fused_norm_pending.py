@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.fast.storage import memory_of
 
@@ -86,7 +87,7 @@ class Note:
     @torch.no_grad()  # autograd knows of the operations that were noted; of how they are carried out it need not
     def write(self) -> None:
         """Write what belongs there, if there is anybody left who could read it."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        storage = compat.storage_from_weak_pointer(self.memory.cdata)
         if storage is not None:
             self.what.write(torch.empty(0, **self._kind).set_(storage, *self._where))
 
@@ -115,4 +116,4 @@ class Rectified:
 
 
 def _version(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor._version
+    return None if tensor is None else compat.write_count(tensor)

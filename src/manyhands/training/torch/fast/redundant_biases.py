@@ -38,9 +38,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.compat import TorchDispatchMode, tree_leaves
 from manyhands.training.torch.fast.capturable import is_compiled
 from manyhands.training.torch.fast.lanes.weight_gradients import leads_to
 from manyhands.training.torch.fast.python_state import HOOKS, HOOKS_OF_PARAMETERS
@@ -102,10 +102,10 @@ class IdleBiases:
         Not right after each BatchNorm: it has kept its running mean for the backward pass.
         """
         for momentum, (means, biases) in self._shifts.items():
-            torch._foreach_add_(means, biases, alpha=momentum)
+            compat.foreach_add_(means, biases, alpha=momentum)
         if self._zeros:
             # Anew in each step: clipping by a norm that is no number makes them that.
-            torch._foreach_zero_([zeros for _, zeros in self._zeros])
+            compat.foreach_zero_([zeros for _, zeros in self._zeros])
         for bias, zeros in self._zeros:
             bias.grad = zeros
 
@@ -244,14 +244,14 @@ class Search(TorchDispatchMode):
     ) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                for owner in self._owners.get(value.untyped_storage()._cdata, ()):
+                for owner in self._owners.get(compat.memory_id(value), ()):
                     if not self._may_read(owner, value):
                         self._spoilt.add(owner)
         return func(*args, **(kwargs or {}))
 
     def _may_read(self, owner: nn.Module, value: torch.Tensor) -> bool:
         """Whether what is being computed belongs to those whose memory it is."""
-        node = torch._C._current_autograd_node()
+        node = compat.current_autograd_node()
         if owner in self._norms:  # its running mean
             nodes = [call.norm_node for call in self._calls.values() if call.norm is owner]
             return owner in self._inside or (node is not None and node in nodes)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.compat import tree_leaves
 
 
 def memory_of(tensor: torch.Tensor) -> int:
     """The number of its memory: no other has it while somebody refers to it."""
-    return int(tensor.untyped_storage()._cdata)
+    return compat.memory_id(tensor)
 
 
 def memories_of(values: Any) -> set[int]:

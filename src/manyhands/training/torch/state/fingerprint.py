@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
+
 _MOST = 32 << 20  # bytes of a pickle: who holds more holds data, not state
 NameOf = Callable[[object], str | None]
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
@@ -67,7 +69,7 @@ class _Pickler(pickle.Pickler):
             return name
         if isinstance(value, torch.Tensor):
             self._kept.append(value)
-            return id(value), value._version
+            return id(value), compat.write_count(value)
         if isinstance(value, FUNCTIONS):
             self._kept.append(value)
             return id(value)

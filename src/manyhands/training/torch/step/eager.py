@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from manyhands import tree
+from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch.data import sources
@@ -129,7 +130,7 @@ class EagerStep:
         """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
         kept = [value for values in self.optimizer.state.values() for value in values.values()]
         written: list[Any] = [*self.parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
-        return [tensor._version for tensor in written]
+        return [compat.write_count(tensor) for tensor in written]
 
     def clip_gradients(self) -> None:
         if self.clip:
@@ -191,7 +192,7 @@ class EagerStep:
         else:
             count = self._count()
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            torch._foreach_div_(gradients, count.to(gradients[0].dtype))
+            compat.foreach_div_(gradients, count.to(gradients[0].dtype))
         self._losses.append(1 / count)
         self.metrics.mark(1 / count, step)  # of a batch in which nothing counts there is no mean
         for both, right, size in self._sums:

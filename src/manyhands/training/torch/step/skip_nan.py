@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
+
 Key = tuple[Any, ...]
 
 
@@ -36,7 +38,7 @@ class Spared:
         live = dict(self._tensors())
         if [_place(one) for one in live.values()] == [_place(one) for one in self._kept.values()]:
             self._kept = dict(zip(live, self._kept.values(), strict=True))  # the same memory as in the step before
-            torch._foreach_copy_(list(self._kept.values()), list(live.values()))
+            compat.foreach_copy_(list(self._kept.values()), list(live.values()))
         else:
             self._kept = {key: tensor.detach().clone() for key, tensor in live.items()}
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.schedule.lanes import Lane, Schedule
@@ -135,7 +136,7 @@ class CompiledLanes:
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> _Memories:
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return {compat.memory_id(tensor): tensor.untyped_storage() for tensor in tensors}
 
 
 # The operations in the compiled graph

@@ -32,9 +32,9 @@ from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.compat import TorchDispatchMode, tree_leaves
 from manyhands.schedule.check import check
 from manyhands.schedule.lanes import Lane, Schedule
 from manyhands.schedule.recorded import Journal
@@ -250,9 +250,9 @@ class SideLanes(TorchDispatchMode):
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
-                found[storage._cdata] = storage
-                if storage._cdata not in self._numbers:
-                    self._numbers[storage._cdata] = StorageWeakRef(storage)
+                found[compat.storage_id(storage)] = storage
+                if compat.storage_id(storage) not in self._numbers:
+                    self._numbers[compat.storage_id(storage)] = StorageWeakRef(storage)
         return found
 
 

@@ -16,12 +16,13 @@ import sys
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
+from manyhands.backends.torch import compat
 from manyhands.training.torch.fast.lanes import compiled
 from manyhands.training.torch.fast.lanes.weight_gradients import multiplications
 
+_CustomGraphPass: Any = compat.custom_graph_pass()
 _aten, _prims, _ops = torch.ops.aten, torch.ops.prims, torch.ops.manyhands
 # What may stand between a gradient and the results of the backward pass.
 _LIGHT = {
@@ -37,7 +38,7 @@ _LIGHT = {
 }
 
 
-class TakeAside(CustomGraphPass):
+class TakeAside(_CustomGraphPass):  # type: ignore[misc]
     """Weight gradients to side lanes: ``torch.compile(f, options={"post_grad_custom_post_pass": TakeAside()})``.
 
     Of what the lanes read, about ``most_held`` bytes are held; beyond that the main lane waits for the oldest of them.

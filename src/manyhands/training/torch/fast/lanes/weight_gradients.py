@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from manyhands.backends.torch import compat
 from manyhands.training.torch.fast.storage import memory_of
 
 _aten = torch.ops.aten
@@ -77,7 +78,7 @@ def _of_bias() -> str | None:
 
 
 def _node() -> Any:
-    return torch._C._current_autograd_node()
+    return compat.current_autograd_node()
 
 
 def _is_straight(node: Any, number: int) -> bool:

@@ -1,0 +1,179 @@
+"""The private names of PyTorch that manyhands uses: here and nowhere else in the package.
+
+Each group says what it is for and why nothing public serves. All were tried with PyTorch 2.11 and 2.13. When a new
+release moves or drops one, this file fails to import, or its test names what is missing: one place to mend. Names of
+Inductor and Dynamo are functions, because importing those takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._C._dynamo import guards as _guards
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    register_pytree_node,
+    tree_flatten,
+    tree_iter,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+# Modes of a thread, asked before every call: the public functions take several times as long, or do not exist.
+set_grad_enabled = torch._C._set_grad_enabled
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+count_function_modes = torch._C._len_torch_function_stack
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+no_autocast = torch._C._DisableAutocast
+no_torch_functions = torch._C.DisableTorchFunction
+jit_tracing_state = torch._C._get_tracing_state
+functorch_level = torch._C._functorch.maybe_current_level
+is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+fp32_precision = torch._C._get_fp32_precision_getter
+deterministic_algorithms = torch._C._get_deterministic_algorithms
+cudnn_enabled = torch._C._get_cudnn_enabled
+cudnn_deterministic = torch._C._get_cudnn_deterministic
+cudnn_benchmark = torch._C._get_cudnn_benchmark
+math_sdp_enabled = torch._C._get_math_sdp_enabled
+flash_sdp_enabled = torch._C._get_flash_sdp_enabled
+mem_efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
+cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
+
+# Operations over lists of tensors, one kernel for all: what PyTorch's own optimizers use.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_zero_ = torch._foreach_zero_
+
+# Which function of the backward pass runs: there is no public way to ask.
+current_autograd_node = torch._C._current_autograd_node
+# Module.to on virtual devices: swap_tensors refuses tensors with weak references.
+swap_tensor_impl = torch._C._swap_tensor_impl
+# The bindings of operations to Python, without the dispatch of torch.ops.
+BINDINGS = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
+# Checks shapes, strides and types of many tensors in one call.
+TensorGuards = _guards.TensorGuards
+# Allocates without the overhead of torch.empty_strided; None in a build without it.
+empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
+
+
+# What torch.compile and DTensor make their wrappers of tensors with.
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+# The storage behind a weak reference, None where it is gone.
+storage_from_weak_pointer: Any = torch.UntypedStorage._new_with_weak_ptr
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The number of a memory: no other memory has it while somebody refers to this one.
+
+    Not the address: an empty or fake storage has none.
+    """
+    return int(storage._cdata)
+
+
+def memory_id(tensor: torch.Tensor) -> int:
+    """The number of the memory that a tensor lies in."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """How often PyTorch has written to a tensor in place; RuntimeError for one made in inference mode."""
+    return tensor._version
+
+
+def is_current_stream_capturing() -> bool:
+    """As torch.cuda.is_current_stream_capturing, without asking whether CUDA is there."""
+    return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+
+def raw_stream(device: int) -> int:
+    """The handle of a device's current stream; the stream object itself takes long to make."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+def replay_cuda_graph(graph: Any) -> None:
+    """As graph.replay(), without its detour through Python."""
+    torch._C._CUDAGraph.replay(graph)
+
+
+def aot_autograd(**compilers: Any) -> Callable[..., Callable[..., Any]]:
+    """Splits a graph of Dynamo into a forward and a backward graph."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return cast(Callable[..., Callable[..., Any]], aot_autograd(**compilers))
+
+
+def make_boxed_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The calling convention of what aot_autograd's compilers return."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    return cast(Callable[..., Any], make_boxed_func(function))
+
+
+def is_dynamo_loaded() -> bool:
+    return "torch._dynamo.backends.registry" in sys.modules
+
+
+def register_dynamo_backend(name: str, backend: Any) -> None:
+    """Let torch.compile know a backend, once; the public register_backend fails at the second time."""
+    from torch._dynamo.backends import registry
+
+    if name not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name=name)
+
+
+def custom_graph_pass() -> Any:
+    """The class of passes that Inductor runs over a graph, and whose identity is part of its cache's key."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def inductor_compile(
+    module: torch.fx.GraphModule, inputs: list[torch.Tensor], settings: dict[str, Any]
+) -> Callable[..., Any]:
+    """Compile a graph by Inductor, without Dynamo, under these settings of its own."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(settings):
+        return cast(Callable[..., Any], compile_fx(module, inputs))
+
+
+__all__ = [
+    "SUPPORTED_NODES",
+    "DataDependentOutputException",
+    "DeviceContext",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "dispatch_mode_stack",
+    "function_mode_stack",
+    "no_dispatch_modes",
+    "register_pytree_node",
+    "tree_flatten",
+    "tree_iter",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
