@@ -6,7 +6,10 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,6 +17,7 @@ from manyhands.errors import EngineError, PackageMissing
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Planned
 from manyhands.schedule import picture
+from manyhands.schedule.colours import colour_of
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule
 from manyhands.schedule.simulate import simulate
@@ -73,9 +77,10 @@ MIXED: list[tuple[str, Kind]] = [
 ]
 
 
-def colours(made: Schedule) -> set[str]:
-    """Of the boxes of tasks; those of the legend have no rounded corners."""
-    return set(re.findall(r'rx="4" fill="(#[0-9a-f]+)"', picture.svg(made)))
+def boxes(made: Schedule) -> list[tuple[float, float, str]]:
+    """Where the boxes of tasks stand, and their colours."""
+    found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" [^>]*rx="4" fill="(#[0-9a-f]+)"', picture.svg(made))
+    return [(float(x), float(y), colour) for x, y, colour in found]
 
 
 def test_one_lane_of_several_devices_is_named_by_what_it_holds() -> None:
@@ -95,16 +100,63 @@ def test_one_lane_of_one_device_and_several_lanes_are_named_as_lanes() -> None:
     assert several.names() == [f"{device} {kind} 0" for device, kind in MIXED]
 
 
-def test_on_one_lane_colours_are_those_of_devices() -> None:
+def test_on_one_lane_columns_are_devices() -> None:
     made = program(*MIXED)
-    assert len(colours(made)) == 3
+    assert len({x for x, _, _ in boxes(made)}) == 3
     text = picture.svg(made)
     for name in (">cpu:0<", ">cpu:1<", ">cpu<", ">from one device to another<"):
         assert name in text
     assert text.count('stroke="#c00"') == 1 + 2  # the legend's; from cpu:0 to cpu:1, from there to the host
     alone = program(("cpu", "compute"), ("cpu", "compute"))
-    assert len(colours(alone)) == 1
+    assert len({x for x, _, _ in boxes(alone)}) == 1
     assert ">cpu compute 0<" in picture.svg(alone)
+
+
+def chain(*names: str, **changes: Any) -> list[Task]:
+    """Tasks that need each other, one after the other."""
+    return [Task(name, frozenset({number}), frozenset({number + 1}), **changes) for number, name in enumerate(names)]
+
+
+def test_an_operation_has_the_same_colour_everywhere() -> None:
+    one, other = one_lane(graph(chain("mm", "relu"))), one_lane(graph(chain("relu", "sin", "mm")))
+    assert [colour for *_, colour in boxes(one)] == [boxes(other)[2][2], boxes(other)[0][2]]
+    assert boxes(one)[0][2] == colour_of("mm") != colour_of("relu")
+
+
+def test_views_are_left_out_and_what_needs_them_needs_their_base() -> None:
+    tasks = chain("mm", "view", "relu")
+    tasks[1] = replace(tasks[1], is_view=True)
+    made = one_lane(graph(tasks))
+    assert picture.visible_needs(made) == {0: set(), 2: {0}}
+    assert "view" not in picture.svg(made)
+
+
+def test_needs_that_follow_from_others_are_left_out() -> None:
+    first, second = Task("a", writes=frozenset({1})), Task("b", frozenset({1}), frozenset({2}))
+    third = Task("c", frozenset({1, 2}), frozenset({3}))
+    assert picture.visible_needs(one_lane(graph([first, second, third]))) == {0: set(), 1: {0}, 2: {1}}
+
+
+def test_a_block_that_comes_again_is_drawn_once() -> None:
+    made = one_lane(graph(chain("conv", *["mm", "relu"] * 5, "sum")))
+    assert len(boxes(made)) == 4
+    assert ">x 5<" in picture.svg(made)
+    assert len(boxes(one_lane(graph(chain("mm", "relu", "mm", "relu"))))) == 4  # twice is no pattern
+
+
+def test_branches_on_one_lane_stand_side_by_side() -> None:
+    source = Task("split", writes=frozenset({1}))
+    branches = [Task(name, frozenset({1}), frozenset({number})) for number, name in enumerate(("mm", "sin"), 2)]
+    join = Task("add", frozenset({2, 3}), frozenset({4}))
+    _, left, right, below = boxes(one_lane(graph([source, *branches, join])))
+    assert left[0] != right[0]
+    assert left[1] == right[1] < below[1]
+
+
+def test_a_picture_is_xml_whatever_the_names_are() -> None:
+    made = one_lane(graph(chain("<a & b>", "c", detail="1 < 2")))
+    assert ElementTree.fromstring(picture.svg(made)).tag.endswith("svg")
+    assert ElementTree.fromstring(picture.svg(one_lane(graph([])))).tag.endswith("svg")
 
 
 def told(made: Schedule) -> str:

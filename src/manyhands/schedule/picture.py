@@ -1,27 +1,35 @@
-"""A graph as a picture: tasks from top to bottom by what they need, coloured by lane, or by device."""
+"""A schedule as a picture: a column for each lane, a box for each task, lines for what a task needs.
+
+Views are left out: they compute nothing, and who needs a view needs what it is a view of. So are needs that follow from
+others. A block of tasks that a lane repeats is drawn once, in a frame that says how often:
+
+    conv relu conv relu conv relu add   ->   [conv relu] x 3, add
+
+On one lane the columns are chains instead, so that branches stand side by side.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from manyhands.schedule.colours import colour_of
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.output_path import to_write
 
-_COLOURS = (
-    "#4e79a7",
-    "#f28e2b",
-    "#59a14f",
-    "#e15759",
-    "#76b7b2",
-    "#edc948",
-    "#b07aa1",
-    "#9c755f",
-    "#ff9da7",
-    "#bab0ac",
-)
-_WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 110, 24, 14, 26
+_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 132, 34, 30, 22, 20
+_LONGEST, _LEAST = 12, 3  # tasks of a block at most; times that it comes at least
+_IN_LEGEND = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Tasks of one lane that are drawn once and stand for ``times`` as many."""
+
+    tasks: Sequence[int]
+    times: int
 
 
 def place(path: str | Path) -> Path:
@@ -36,49 +44,55 @@ def save(schedule: Schedule, path: str | Path) -> Path:
 
 
 def svg(schedule: Schedule) -> str:
-    """Boxes for tasks, lines for needs, a legend of lanes."""
     groups, names, word = _groups(schedule)
-    places = _places(schedule, groups)
-    legend = sorted(set(groups))
-    top = 40 + 20 * len(legend)
-    width = 40 + max((x for x, _ in places), default=0) + _WIDTH
-    height = top + 40 + max((y for _, y in places), default=0) + _HEIGHT
+    needs = visible_needs(schedule)
+    blocks, drawn_as = _folded(schedule, groups, list(needs))
+    needs = _of_drawn(needs, drawn_as)
+    columns, rows = _columns(schedule, groups, needs)
+    across = {(need, task) for task, own in needs.items() for need in own if groups[need] != groups[task]}
+    used = sorted({groups[task] for task in needs})
+    legend = _legend(schedule)
+    top = _MARGIN + 18 * (len(legend) + bool(across)) + 34
+    places = {
+        task: (_MARGIN + columns[task] * (_WIDTH + _GAP_X), top + rows[task] * (_HEIGHT + _GAP_Y)) for task in needs
+    }
+    width = 2 * _MARGIN + max((x for x, _ in places.values()), default=0) + _WIDTH
+    height = _MARGIN + max((y for _, y in places.values()), default=top) + _HEIGHT + _GAP_Y
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
+        *_drawn_legend(legend, word if across else None),
+        *_drawn_lanes([(names[group], [places[task] for task in needs if groups[task] == group]) for group in used]),
+        *(_drawn_frame(block, places) for block in blocks),
+        *(
+            _drawn_need(places[need], places[task], crosses=(need, task) in across)
+            for task, own in needs.items()
+            for need in sorted(own)
+        ),
+        *(_drawn_task(schedule, task, place) for task, place in places.items()),
     ]
-    for row, group in enumerate(legend):
-        parts.append(f'<rect x="20" y="{12 + 20 * row}" width="14" height="14" fill="{_colour(group)}"/>')
-        parts.append(f'<text x="40" y="{23 + 20 * row}">{escape(names[group])}</text>')
-    row = 22 + 20 * len(legend)
-    parts.append(f'<line x1="20" y1="{row - 4}" x2="34" y2="{row - 4}" stroke="#c00" stroke-width="1.2"/>')
-    parts.append(f'<text x="40" y="{row}">from one {word} to another</text>')
-    for task, needs in enumerate(schedule.graph.needs):
-        x, y = places[task]
-        for need in sorted(needs):
-            a, b = places[need]
-            across = groups[need] != groups[task]
-            parts.append(
-                f'<line x1="{20 + a + _WIDTH / 2}" y1="{top + b + _HEIGHT}" x2="{20 + x + _WIDTH / 2}" y2="{top + y}" '
-                f'stroke="{"#c00" if across else "#999"}" stroke-width="{1.2 if across else 0.8}"/>'
-            )
-    for task, (x, y) in enumerate(places):
-        one = schedule.graph.tasks[task]
-        parts.append(
-            f"<g><title>{escape(one.name)}: {one.seconds * 1e6:.1f} us on {escape(one.device)}</title>"
-            f'<rect x="{20 + x}" y="{top + y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4" '
-            f'fill="{_colour(groups[task])}"/>'
-            f'<text x="{20 + x + _WIDTH / 2}" y="{top + y + 16}" text-anchor="middle" fill="white">'
-            f"{escape(one.name[:17])}</text></g>"
-        )
     return "\n".join([*parts, "</svg>"])
 
 
-def _groups(schedule: Schedule) -> tuple[Sequence[int], list[str], str]:
-    """What has a colour of its own: the number of each task's group, the groups' names, and what they are.
+# What is drawn
 
-    Lanes; but on one lane that works for several devices all would look alike, so there it is devices.
+
+def visible_needs(schedule: Schedule) -> dict[int, set[int]]:
+    """For every task that is no view the others that it needs, without those that follow from other needs."""
+    tasks, behind, before = schedule.graph.tasks, dict[int, set[int]](), dict[int, set[int]]()
+    for task, own in enumerate(schedule.graph.needs):
+        direct = set[int]().union(*(behind[need] if tasks[need].is_view else {need} for need in own))
+        direct -= set[int]().union(*(before[need] for need in direct))
+        behind[task] = direct
+        before[task] = direct.union(*(before[need] for need in direct))
+    return {task: own for task, own in behind.items() if not tasks[task].is_view}
+
+
+def _groups(schedule: Schedule) -> tuple[Sequence[int], list[str], str]:
+    """The number of each task's group, the groups' names, and what they are: lanes.
+
+    But on one lane that works for several devices it is devices.
     """
     devices = schedule.devices()
     if schedule.is_mixed() and len(devices) > 1:
@@ -86,20 +100,155 @@ def _groups(schedule: Schedule) -> tuple[Sequence[int], list[str], str]:
     return schedule.lane_of, schedule.names(), "lane"
 
 
-def _colour(lane: int) -> str:
-    return _COLOURS[lane % len(_COLOURS)]
+def _folded(schedule: Schedule, groups: Sequence[int], tasks: Sequence[int]) -> tuple[list[_Block], dict[int, int]]:
+    """The blocks that come again and again, and for each task the one that is drawn in its place."""
+    drawn_as = {task: task for task in tasks}
+    blocks: list[_Block] = []
+    position = {task: place for place, task in enumerate(schedule.order)}
+    for group in sorted(set(groups)):
+        own = sorted((task for task in tasks if groups[task] == group), key=position.__getitem__)
+        words = [(schedule.graph.tasks[task].name, schedule.graph.tasks[task].detail) for task in own]
+        start = 0
+        while start < len(own):
+            length, times = _repeated(words, start)
+            if times >= _LEAST:
+                blocks.append(_Block(own[start : start + length], times))
+                for number in range(length * times):
+                    drawn_as[own[start + number]] = own[start + number % length]
+            start += length * times
+    return blocks, drawn_as
 
 
-def _places(schedule: Schedule, groups: Sequence[int]) -> list[tuple[float, float]]:
-    """A row for each length of the longest chain before a task; in a row, groups side by side."""
-    depth = [0] * len(schedule.graph)
-    for task, needs in enumerate(schedule.graph.needs):
-        depth[task] = 1 + max((depth[need] for need in needs), default=-1)
-    rows: dict[int, list[int]] = {}
-    for task in range(len(schedule.graph)):
-        rows.setdefault(depth[task], []).append(task)
-    places: list[tuple[float, float]] = [(0.0, 0.0)] * len(schedule.graph)
-    for row, tasks in rows.items():
-        for column, task in enumerate(sorted(tasks, key=lambda one: (groups[one], one))):
-            places[task] = (column * (_WIDTH + _GAP_X), row * (_HEIGHT + _GAP_Y))
-    return places
+def _repeated(words: Sequence[object], start: int) -> tuple[int, int]:
+    """The length of the block that begins here and comes again at once, and how often; 1, 1 for none.
+
+    >>> _repeated("xababab", 1)
+    (2, 3)
+    """
+    best = (1, 1)
+    for length in range(1, _LONGEST + 1):
+        block, times = words[start : start + length], 1
+        while len(block) == length and words[start + times * length : start + (times + 1) * length] == block:
+            times += 1
+        if times >= _LEAST and length * times > best[0] * best[1]:
+            best = (length, times)
+    return best
+
+
+def _of_drawn(needs: dict[int, set[int]], drawn_as: dict[int, int]) -> dict[int, set[int]]:
+    """Needs among the tasks that are drawn; from one block to the next of the same kind there is nothing to draw."""
+    found: dict[int, set[int]] = {}
+    for task, own in needs.items():
+        found.setdefault(drawn_as[task], set()).update(drawn_as[need] for need in own)
+    return {task: {need for need in own if need < task} for task, own in sorted(found.items())}
+
+
+def _columns(
+    schedule: Schedule, groups: Sequence[int], needs: dict[int, set[int]]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """The column and the row of every task: below all that it needs, and below what its lane does before it."""
+    used = sorted({groups[task] for task in needs})
+    columns, rows, last_row = dict[int, int](), dict[int, int](), dict[int, int]()
+    ends: dict[int, int] = {}  # the task at the lower end of a column
+    position = {task: place for place, task in enumerate(schedule.order)}
+    for task in sorted(needs, key=position.__getitem__):
+        row = 1 + max((rows[need] for need in needs[task] if need in rows), default=-1)
+        if len(used) > 1:
+            columns[task] = used.index(groups[task])
+            row = max(row, last_row.get(columns[task], -1) + 1)
+        else:
+            above = [columns[need] for need in needs[task] if ends.get(columns.get(need, -1)) == need]
+            columns[task] = min(above) if above else _free(ends, rows, row)
+        rows[task] = last_row[columns[task]] = row
+        ends[columns[task]] = task
+    return columns, rows
+
+
+def _free(ends: dict[int, int], rows: dict[int, int], row: int) -> int:
+    """The first column that ends above a row with a gap, or a new one."""
+    return next((column for column, end in sorted(ends.items()) if rows[end] + 1 < row), len(ends))
+
+
+def _legend(schedule: Schedule) -> list[tuple[str, str]]:
+    """The operations with the most work: their colours and words."""
+    work: dict[str, tuple[float, int]] = {}
+    for task in schedule.graph.tasks:
+        if not task.is_view:
+            seconds, count = work.get(task.name, (0.0, 0))
+            work[task.name] = seconds + task.seconds, count + 1
+    most = sorted(work, key=lambda name: -work[name][0])[:_IN_LEGEND]
+    return [(colour_of(name), f"{name}: {work[name][1]} times, {_time(work[name][0])}") for name in most]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\u2026"
+
+
+# How it is drawn
+
+
+def _drawn_legend(legend: Sequence[tuple[str, str]], crossing: str | None) -> list[str]:
+    parts = []
+    for row, (colour, words) in enumerate(legend):
+        parts.append(f'<rect x="{_MARGIN}" y="{12 + 18 * row}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{_MARGIN + 18}" y="{22 + 18 * row}">{escape(words)}</text>')
+    if crossing:
+        row = 18 + 18 * len(legend)
+        parts.append(f'<path d="M{_MARGIN} {row} h12" stroke="#c00" stroke-width="1.4"/>')
+        parts.append(f'<text x="{_MARGIN + 18}" y="{row + 4}">from one {crossing} to another</text>')
+    return parts
+
+
+def _drawn_lanes(lanes: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> list[str]:
+    """A light stripe behind each lane, with its name on top."""
+    parts = []
+    for name, places in lanes:
+        left, right = min(x for x, _ in places) - 8, max(x for x, _ in places) + _WIDTH + 8
+        upper = min(y for _, own in lanes for _, y in own) - 24
+        lower = max(y for _, own in lanes for _, y in own) + _HEIGHT + 8
+        parts.append(
+            f'<rect x="{left}" y="{upper}" width="{right - left}" height="{lower - upper}" rx="6" fill="#f3f4f6"/>'
+            f'<text x="{left + 8}" y="{upper + 15}" font-weight="bold" fill="#444">{escape(name)}</text>'
+        )
+    return parts
+
+
+def _drawn_frame(block: _Block, places: Mapping[int, tuple[float, float]]) -> str:
+    left, right = min(places[task][0] for task in block.tasks) - 5, max(places[task][0] for task in block.tasks)
+    upper, lower = min(places[task][1] for task in block.tasks) - 5, max(places[task][1] for task in block.tasks)
+    return (
+        f'<rect x="{left}" y="{upper}" width="{right - left + _WIDTH + 5}" height="{lower - upper + _HEIGHT + 5}" '
+        'rx="6" fill="none" stroke="#666" stroke-dasharray="4 3"/>'
+        f'<text x="{right + _WIDTH + 4}" y="{upper + 12}" fill="#444">x {block.times}</text>'
+    )
+
+
+def _drawn_need(start: tuple[float, float], end: tuple[float, float], *, crosses: bool) -> str:
+    """A curve from one box to another; one that would run through the boxes between them bows out beside them."""
+    x, y = start[0] + _WIDTH / 2, start[1] + _HEIGHT
+    to_x, to_y = end[0] + _WIDTH / 2, end[1]
+    bend = max(12.0, (to_y - y) / 2)
+    aside = _WIDTH * 0.75 if x == to_x and to_y - y > _GAP_Y + 1 else 0.0
+    colour, thickness = ("#c00", 1.4) if crosses else ("#888", 1.0)
+    return (
+        f'<path d="M{x} {y} C{x + aside} {y + bend} {to_x + aside} {to_y - bend} {to_x} {to_y}" fill="none" '
+        f'stroke="{colour}" stroke-width="{thickness}"/>'
+    )
+
+
+def _drawn_task(schedule: Schedule, task: int, place: tuple[float, float]) -> str:
+    one, (x, y) = schedule.graph.tasks[task], place
+    middle = x + _WIDTH / 2
+    below = ", ".join(part for part in (one.detail, _time(one.seconds)) if part)
+    return (
+        f"<g><title>{escape(one.name)} {escape(one.detail)}: {one.seconds * 1e6:.1f} us on {escape(one.device)}</title>"
+        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4" fill="{colour_of(one.name)}"/>'
+        f'<text x="{middle}" y="{y + 14}" text-anchor="middle" fill="white" font-weight="bold">'
+        f"{escape(_short(one.name, 18))}</text>"
+        f'<text x="{middle}" y="{y + 27}" text-anchor="middle" fill="white" font-size="10">'
+        f"{escape(_short(below, 24))}</text></g>"
+    )

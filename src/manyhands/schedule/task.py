@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 # Copies to and from a GPU have lanes of their own: it has an engine for each direction.
@@ -24,6 +24,9 @@ class Task:
     share: float = 1.0
     # Tasks with the same token keep the program's order: random numbers of a device, effects on the host.
     token: str | None = None
+    # For pictures: the shape of what it gives, and whether that is only another view of what there is.
+    detail: str = field(default="", compare=False)
+    is_view: bool = field(default=False, compare=False)
 
 
 def needs(tasks: Iterable[Task]) -> list[set[int]]:

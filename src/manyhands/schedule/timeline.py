@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import PackageMissing
+from manyhands.schedule.colours import colour_of
 from manyhands.schedule.output_path import to_write
 
 
@@ -79,7 +80,6 @@ def _in_order(spans: Sequence[Span]) -> list[str]:
 def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
     """A Gantt picture: a row per lane, a bar per span, coloured by what it is."""
     try:
-        from matplotlib import colormaps
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
@@ -93,7 +93,7 @@ def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
     for span in spans:
         work[span.name] = work.get(span.name, 0.0) + span.stop - span.start
     kinds = sorted(work, key=lambda kind: -work[kind])
-    colours = {kind: colormaps["tab20"](number % 20) for number, kind in enumerate(kinds)}
+    colours = {kind: colour_of(kind) for kind in kinds}
     figure = Figure(figsize=(12, 1.6 + 0.5 * len(lanes)), layout="constrained")
     axes = figure.add_subplot()
     begin = min((span.start for span in spans), default=0.0)

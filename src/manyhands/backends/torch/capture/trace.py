@@ -279,7 +279,15 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
         device=device,
         kind=kind,
         token=f"random numbers of {device}" if random else None,
+        detail=_shape(node.meta.get("val")),
+        is_view=_is_view(node) and not written,
     )
+
+
+def _shape(value: Any) -> str:
+    """As in a picture: 64x128; of several results that of the first."""
+    first = next((one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)), None)
+    return "" if first is None else "x".join(map(str, first.shape))
 
 
 def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:

@@ -1,0 +1,31 @@
+"""One colour for each operation, the same in every picture."""
+
+from __future__ import annotations
+
+import zlib
+
+_FAMILIES = {
+    "#4e79a7": ("mm", "matmul", "dot", "linear", "einsum", "dense", "fully_connected"),
+    "#f28e2b": ("conv",),
+    "#59a14f": ("norm",),
+    "#b07aa1": ("attention", "softmax", "loss"),
+    "#9c755f": ("copy", "memcpy", "device_put"),
+    "#499894": ("pool",),
+    "#b6992d": ("sum", "mean", "var", "amax", "argmax"),
+    "#79706e": ("cat", "stack", "index", "gather", "embedding"),
+    "#e15759": ("relu", "gelu", "sigmoid", "silu", "tanh", "threshold"),
+}
+_OTHERS = ("#d37295", "#a0568c", "#6b8e23", "#2f6b9a", "#c4763b", "#8a6fa8", "#3d7a5a", "#a8554e")
+
+
+def colour_of(operation: str) -> str:
+    """The usual families (products, convolutions, ...) have a colour each; an operation of none has one by its name.
+
+    >>> colour_of("addmm") == colour_of("bmm") != colour_of("convolution")
+    True
+    """
+    name = operation.lower()
+    for colour, words in _FAMILIES.items():
+        if any(word in name for word in words):
+            return colour
+    return _OTHERS[zlib.crc32(name.encode()) % len(_OTHERS)]
