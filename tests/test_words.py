@@ -26,6 +26,11 @@ from manyhands.errors import BadDevice, BadShares, DuplicateDevices
         ("GPU:1", Device("gpu", 1)),
         (" cuda:2 ", Device("gpu", 2)),
         ("virtual:3", Device("virtual", 3)),
+        ("cpu(0)", Device("cpu")),  # MXNet's
+        ("gpu(1)", Device("gpu", 1)),
+        ("/GPU:1", Device("gpu", 1)),  # TensorFlow's
+        ("/device:CPU:0", Device("cpu")),
+        ("/job:localhost/replica:0/task:0/device:GPU:1", Device("gpu", 1)),
     ],
 )
 def test_names_are_read(text: str, device: Device) -> None:
@@ -33,7 +38,9 @@ def test_names_are_read(text: str, device: Device) -> None:
     assert Device.parse(str(device)) == device
 
 
-@pytest.mark.parametrize("text", ["", "gpu:", "gpu:x", "gpu:-1", "gpu 1", "tpu", "gpu:1.0", "gpu:1\n2"])
+@pytest.mark.parametrize(
+    "text", ["", "gpu:", "gpu:x", "gpu:-1", "gpu 1", "tpu", "gpu:1.0", "gpu:1\n2", "gpu(1", "gpu:1)", "/device:"]
+)
 def test_rubbish_is_refused(text: str) -> None:
     with pytest.raises(BadDevice, match="'cpu', 'gpu'"):
         Device.parse(text)

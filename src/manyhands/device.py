@@ -7,16 +7,18 @@ to mean the same in all frameworks (a command line, a table, an error) it is a :
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from manyhands.errors import BadDevice, DuplicateDevices
+from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice
 
 Kind = Literal["cpu", "gpu", "virtual"]
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")  # whose devices these are; the first comes first
 
-_NAME = re.compile(r"(?P<kind>[a-z]+)(?::(?P<index>[0-9]+))?\Z")
+# Ours, and as the frameworks print their own: cuda:1, gpu(1), /device:GPU:1, /job:localhost/task:0/device:GPU:1.
+_NAME = re.compile(r"(?:[\w/:]*/device:|/)?(?P<kind>[a-z]+)(?::(?P<index>[0-9]+)|\((?P<number>[0-9]+)\))?\Z")
 _KINDS: dict[str, Kind] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "virtual": "virtual"}
 
 
@@ -35,14 +37,17 @@ class Device:
 
     @classmethod
     def parse(cls, text: str) -> Device:
-        """Read ``cpu`` (or ``cpu:0``: the host), ``gpu`` (that is ``gpu:0``), ``gpu:1``, ``cuda:1``, ``virtual:1``."""
+        """Read ``cpu`` (or ``cpu:0``: the host), ``gpu`` (that is ``gpu:0``), ``gpu:1``, ``virtual:1``.
+
+        What a framework prints for its own devices is read too: ``cuda:1``, ``gpu(1)``, ``/device:GPU:1``.
+        """
         match = _NAME.match(text.strip().lower())
         kind = _KINDS.get(match["kind"]) if match else None
         if match is None or kind is None:
             raise BadDevice(
                 f"{text!r} is not the name of a device: write 'cpu', 'gpu' (the first), 'gpu:1' or 'virtual:1'"
             )
-        return cls(kind, int(match["index"] or 0))
+        return cls(kind, int(match["index"] or match["number"] or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,14 @@ def check_index(index: object) -> int:
             f"a device is numbered 0, 1, 2, ...; {number} is none of these (there is no counting from the end)"
         )
     return number
+
+
+def no_such_device(framework: str, device: Device, gpus: Iterable[Device]) -> NoSuchDevice:
+    """The error for a device that could exist, with those that do: the CPU and GPUs, or what stands in for them."""
+    names = ", ".join(map(str, [Device("cpu"), *gpus]))
+    return NoSuchDevice(
+        f"there is no {device}: {framework} sees {names}. mh.try_gpu({device.index}) falls back to the CPU"
+    )
 
 
 def check_distinct(names: list[str]) -> None:

@@ -47,12 +47,6 @@ def test_every_name_is_there(framework: str, mh: Any) -> None:
     assert set(everything) - {"__builtins__"} == set(mh.__all__)
 
 
-def test_a_name_that_is_not_there(mh: Any) -> None:
-    assert not hasattr(mh, "Trainr")
-    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
-        _ = mh.Trainr
-
-
 def test_benchmark_waits_for_the_devices_of_its_door(mh: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with mh.Benchmark("nothing") as timed:
         pass

@@ -110,6 +110,9 @@ class FakeBackend:
     def is_device(self, value: object) -> bool:
         return isinstance(value, FakeDevice)
 
+    def exists(self, device: FakeDevice) -> bool:
+        return device.kind == "cpu" or device.index < self.num_gpus()
+
     def neutral(self, device: FakeDevice) -> Device:
         return Device(device.kind, device.index)
 
@@ -121,6 +124,9 @@ class FakeBackend:
 
     def virtual_count(self) -> int:
         return self.virtual
+
+    def virtual_device(self, index: int) -> FakeDevice | None:
+        return FakeDevice("virtual", index) if index < self.virtual else None
 
     # Tensors
 

@@ -107,7 +107,11 @@ class Backend(Protocol[T, D]):
 
     def is_device(self, value: object, /) -> bool: ...
 
-    def neutral(self, device: D, /) -> Device: ...
+    def exists(self, device: D, /) -> bool:
+        """Whether the machine has it: some frameworks give devices that are not there."""
+
+    def neutral(self, device: D, /) -> Device:
+        """Its name in every framework. A CPU of a number is virtual: ``cpu`` is the host, where that is one place."""
 
     def describe(self, device: D, /) -> DeviceRecord: ...
 
@@ -116,6 +120,9 @@ class Backend(Protocol[T, D]):
 
     def virtual_count(self) -> int:
         """How many there are; 0 where GPUs are GPUs."""
+
+    def virtual_device(self, index: int, /) -> D | None:
+        """Virtual device ``index``, also one that the user has made by the framework's own means; None: it is not."""
 
     # Tensors
 

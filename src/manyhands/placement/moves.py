@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from manyhands import tree
 from manyhands.backends.protocol import Arrival, Backend, D, T
-from manyhands.device import Device, check_distinct
+from manyhands.device import Device, check_distinct, no_such_device
 from manyhands.errors import (
     BadBatch,
     BadDevice,
@@ -43,38 +43,62 @@ class Placement(Generic[T, D]):
             raise BadDevice(
                 f"{device!r} is not a device of {self.backend.name}: give one of its own, or a name such as 'gpu:1'"
             )
-        if device.kind == "cpu":
-            if device.index:
-                raise BadDevice(f"{device} cannot be: the host is one device, 'cpu'; 'virtual:{device.index}' may be")
+        if device.kind == "gpu":
+            return self.backend.gpu(device.index)
+        if device == Device("cpu"):
             return self.backend.cpu()
-        if device.kind == "virtual" and device.index >= self.backend.virtual_count():
-            raise NoSuchDevice(
-                f"there is no {device}: this process has {self.backend.virtual_count()} virtual devices "
-                f"(set {VIRTUAL_DEVICES} to have more)"
+        # The frameworks themselves call virtual:1 cpu:1, so both names are taken.
+        virtual = self.backend.virtual_device(device.index)
+        if virtual is not None:
+            return virtual
+        if device.kind == "cpu":
+            raise BadDevice(
+                f"{device} is not a device: the host is just 'cpu'. Did you mean 'virtual:{device.index}'? "
+                f"{self._more_virtual(device.index)}"
             )
-        return self.backend.gpu(device.index)
+        raise NoSuchDevice(f"there is no {device}. {self._more_virtual(device.index)}")
+
+    def _more_virtual(self, index: int) -> str:
+        have = self.backend.virtual_count()
+        devices = "device" if have == 1 else "devices"
+        return f"This process has {have or 'no'} virtual {devices}: {VIRTUAL_DEVICES}={index + 1} makes {index + 1}"
 
     def existing(self, device: D | Device | str) -> D:
         """The framework's device, which does exist."""
         native: D = device if self.backend.is_device(device) else self.named(device)  # type: ignore[assignment,arg-type]
-        neutral = self.backend.neutral(native)
-        if neutral.kind != "cpu" and neutral.index >= self.backend.num_gpus():
-            all_of_them = [self.backend.cpu(), *map(self.backend.gpu, range(self.backend.num_gpus()))]
-            have = ", ".join(dict.fromkeys(str(self.backend.neutral(one)) for one in all_of_them))
-            raise NoSuchDevice(
-                f"there is no {neutral}: {self.backend.name} sees {have}. "
-                f"mh.try_gpu({neutral.index}) falls back to the CPU"
-            )
+        if not self.backend.exists(native):
+            gpus = [self.backend.gpu(index) for index in range(self.backend.num_gpus())]
+            raise no_such_device(self.backend.name, self.backend.neutral(native), map(self.backend.neutral, gpus))
         return native
+
+    def names(self, devices: Iterable[D | Device | str]) -> list[str]:
+        """How devices are printed: the same names in every framework.
+
+        In most frameworks the host and ``virtual:0`` are one place: it is called what the caller calls it, unless
+        another virtual device stands beside it.
+        """
+        neutrals = [self._neutral(device) for device in devices]
+        shared = not self.backend.CAPABILITIES.host_beside_virtual
+        if shared and any(device.kind == "virtual" for device in neutrals):
+            neutrals = [Device("virtual", 0) if device == Device("cpu") else device for device in neutrals]
+        return [str(device) for device in neutrals]
+
+    def _neutral(self, device: D | Device | str) -> Device:
+        """The neutral name of a device that exists."""
+        neutral = self.backend.neutral(self.existing(device))
+        if self.backend.is_device(device):
+            return neutral
+        host = Device("cpu")
+        return host if device == host or (isinstance(device, str) and Device.parse(device) == host) else neutral
 
     def distinct(self, devices: Sequence[D | Device | str]) -> list[D]:
         if isinstance(devices, (str, Device)) or self.backend.is_device(devices):
             raise BadDevice(f"a list of devices is needed, {devices!r} is one device: write [{devices!r}]")
         if not isinstance(devices, Iterable):
             raise BadDevice(f"a list of devices is needed, {devices!r} is none: for example mh.try_all_gpus()")
-        natives = [self.existing(device) for device in devices]
-        check_distinct([str(self.backend.neutral(native)) for native in natives])
-        return natives
+        devices = list(devices)
+        check_distinct(self.names(devices))
+        return [self.existing(device) for device in devices]
 
     def is_tensor(self, leaf: object) -> bool:
         """Whether it is a tensor of this framework; one of another framework is an error."""

@@ -8,6 +8,7 @@ back as it is, and after every placement the framework is asked where the tensor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -63,11 +64,12 @@ class Verbs(Generic[T, D]):
         return [self.gpu(i) for i in range(self.num_gpus())] or [self.cpu()]
 
     def devices(self) -> list[DeviceRecord]:
-        """A record of every device: the CPU first, then the GPUs or virtual devices."""
-        natives = [self.cpu(), *(self.gpu(i) for i in range(self.num_gpus()))]
-        records = [self._backend.describe(native) for native in natives]
-        # Where virtual device 0 and the host are one place, it is listed once.
-        return list({record.device: record for record in records}.values())
+        """A record of every device: the CPU first, then the GPUs or virtual devices.
+
+        Where the host and virtual device 0 are one place (all but PyTorch) it is listed under both names.
+        """
+        host = dataclasses.replace(self._backend.describe(self.cpu()), device=Device("cpu"))
+        return [host, *(self._backend.describe(self.gpu(i)) for i in range(self.num_gpus()))]
 
     def memory(self, device: D | Device | str) -> Memory:
         """The device's memory in bytes: ``memory(d).total``, ``memory(d).free``."""

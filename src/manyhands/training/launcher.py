@@ -45,6 +45,15 @@ def place() -> Place:
     return Place(rank, size, local, on_node, os.environ["MASTER_ADDR"], port)
 
 
+def device_names(kind: str, per_rank: int = 1) -> list[str]:
+    """The devices of a launched job: those of other processes are known by their rank only.
+
+    ``gpu of rank 0``, ``gpu of rank 1``; with several each ``gpu:0 of rank 0``, ``gpu:1 of rank 0``, ...
+    """
+    numbers = [f":{number}" for number in range(per_rank)] if per_rank > 1 else [""]
+    return [f"{kind}{number} of rank {rank}" for rank in range(size()) for number in numbers]
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes and shows things."""
     return not is_there() or int(os.environ["RANK"]) == 0

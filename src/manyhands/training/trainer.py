@@ -177,7 +177,9 @@ class BaseTrainer(HyperParameters, abc.ABC):
 
     @property
     def device_names(self) -> list[str]:
-        return [str(self.backend.neutral(device)) for device in self._natives()]
+        """As every framework prints them."""
+        devices = self._option("devices")
+        return Placement(self.backend).names((self.gpus or ["cpu"]) if devices is None else devices)
 
     # The book's hooks, for loops written by hand
 

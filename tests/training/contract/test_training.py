@@ -31,6 +31,14 @@ def test_a_model_learns(bench: Bench) -> None:
     assert str(result).endswith("sec/epoch on [cpu]")
 
 
+def test_devices_are_printed_alike(bench: Bench) -> None:
+    """Two devices made of the CPU are processes in PyTorch and CPUs of the framework's own elsewhere."""
+    trainer = bench.mh.Trainer(1, **bench.on(2))
+    assert trainer.device_names == ["virtual:0", "virtual:1"]
+    assert bench.mh.Trainer(1).device_names == ["cpu"]
+    assert bench.mh.Trainer(1, devices=["CPU:0"]).device_names == ["cpu"]
+
+
 def test_the_run_folder_tells_it_all(bench: Bench) -> None:
     result = bench.fit(epochs=2)
     run = Path(result.run)

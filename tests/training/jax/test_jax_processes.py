@@ -74,7 +74,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     found = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
     assert difference(found[0], found[1]) == 0
     alone, result = fit(Net(norm=True), (vectors(), vectors(41)), 1, precision="fp64", max_epochs=3)
-    assert "cpu:1 of process 1" in outputs[0][0]
+    assert "virtual:1 of rank 1" in outputs[0][0]
     assert outputs[0][0].strip().splitlines()[-1] == outputs[1][0].strip().splitlines()[-1]
     assert len(rows(result)) == 3
     assert difference(found[0], alone) <= 1e-12

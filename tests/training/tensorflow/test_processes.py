@@ -88,7 +88,7 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
         samples, loss, line = (tmp_path / f"{rank}.txt").read_text().split(" ", 2)
         assert samples == "50"
         assert float(loss) == pytest.approx(result.rows[-1]["test_loss"], rel=1e-5)
-        assert "cpu of process 1" in line
+        assert "cpu of rank 1" in line
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
     alone = mixed()
     fit(alone, shuffled, 2, step=Step(shares=[3, 1]))

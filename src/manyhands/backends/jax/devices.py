@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from manyhands import machine
 from manyhands.backends.protocol import Arrival, Capabilities
-from manyhands.device import Device, DeviceRecord, Memory
+from manyhands.device import Device, DeviceRecord, Memory, no_such_device
 from manyhands.errors import BadDevice, NoSuchDevice, NotATensor, SeveralDevices, VirtualDevicesError
 
 name = "jax"
@@ -51,11 +51,7 @@ def gpu(index: int) -> jax.Device:
     found = _gpus()
     if index < len(found):
         return found[index]
-    have = dict.fromkeys(str(neutral(device)) for device in [*_cpus()[:1], *found])
-    raise NoSuchDevice(
-        f"there is no {'virtual' if _virtual else 'gpu'}:{index}: jax sees {', '.join(have)}. "
-        f"mh.try_gpu({index}) falls back to the CPU"
-    )
+    raise no_such_device(name, Device("virtual" if _virtual else "gpu", index), map(neutral, found))
 
 
 def num_gpus() -> int:
@@ -66,9 +62,14 @@ def is_device(value: object) -> bool:
     return isinstance(value, jax.Device)
 
 
+def exists(device: jax.Device) -> bool:
+    return True
+
+
 def neutral(device: jax.Device) -> Device:
     if device.platform == "cpu":
-        return Device("virtual" if _virtual else "cpu", _index(device, _cpus()))
+        cpus = _cpus()
+        return Device("virtual", _index(device, cpus)) if _virtual or len(cpus) > 1 else Device("cpu")
     if device.platform in _GPU_PLATFORMS:
         return Device("gpu", _index(device, _devices("gpu")))
     raise BadDevice(f"{device} is neither a CPU nor a GPU: manyhands does not know platform {device.platform!r}")
@@ -113,6 +114,13 @@ def virtual_devices(count: int) -> None:
 
 def virtual_count() -> int:
     return _virtual
+
+
+def virtual_device(index: int) -> jax.Device | None:
+    # Only who has asked for several CPUs has them; to look for them would start JAX, and none could be made any more.
+    asked = _virtual or jax.config.jax_num_cpu_devices > 1 or "platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    cpus = _cpus() if asked else []
+    return cpus[index] if (_virtual or len(cpus) > 1) and index < len(cpus) else None
 
 
 # Tensors

@@ -60,12 +60,18 @@ def is_device(value: object) -> bool:
     return isinstance(value, mx.Context)
 
 
+def exists(device: mx.Context) -> bool:
+    if device.device_type == "gpu":
+        return neutral(device).index < num_gpus()
+    return not _virtual_count or neutral(device).index < _virtual_count
+
+
 def neutral(device: mx.Context) -> Device:
     if device.device_type == "gpu":
         return Device("gpu", device.device_id)
     # The number of a pinned or shared context is not one of a place on the host.
     index = device.device_id if device.device_type == "cpu" else 0
-    return Device("virtual" if _virtual_count else "cpu", index)
+    return Device("virtual", index) if _virtual_count or index else Device("cpu")
 
 
 def describe(device: mx.Context) -> DeviceRecord:
@@ -91,6 +97,10 @@ def virtual_devices(count: int) -> None:
 
 def virtual_count() -> int:
     return _virtual_count
+
+
+def virtual_device(index: int) -> mx.Context | None:
+    return mx.cpu(index) if index < _virtual_count else None
 
 
 # Tensors
@@ -186,7 +196,7 @@ def model_tensors(model: mx.gluon.Block) -> Iterator[tuple[str, mx.nd.NDArray]]:
         except RuntimeError:  # not initialized, or deferred until the first batch tells its shape
             continue
         for array in arrays:
-            yield (path if len(arrays) == 1 else f"{path} ({array.ctx})"), array
+            yield (path if len(arrays) == 1 else f"{path} ({neutral(array.ctx)})"), array
 
 
 def move_model(model: mx.gluon.Block, device: mx.Context) -> mx.gluon.Block:

@@ -76,8 +76,8 @@ class TensorFlowDevice(str):
         there = len(_logical(kind))
         if index >= there:
             raise NoSuchDevice(
-                f"there is no {self}: TensorFlow has {there} of that kind and would compute elsewhere without a word. "
-                f"Write: with mh.try_gpu({index}):"
+                f"there is no {neutral(self)}: TensorFlow has {there} of that kind and would compute elsewhere without "
+                f"a word. Write: with mh.try_gpu({index}):"
             )
         scope = tf.device(self)
         scope.__enter__()
@@ -108,11 +108,16 @@ def is_device(value: object) -> bool:
     return isinstance(value, TensorFlowDevice) or (isinstance(value, str) and _NAME.search(value) is not None)
 
 
+def exists(device: TensorFlowDevice) -> bool:
+    kind, index = _kind_and_index(device)
+    return index < (_virtual_count if kind == "CPU" and _virtual_count else len(_logical(kind)))
+
+
 def neutral(device: TensorFlowDevice) -> Device:
     kind, index = _kind_and_index(device)
     if kind == "GPU":
         return Device("gpu", index)
-    return Device("virtual" if _virtual_count else "cpu", index)
+    return Device("virtual", index) if _virtual_count or index or len(_logical("CPU")) > 1 else Device("cpu")
 
 
 def describe(device: TensorFlowDevice) -> DeviceRecord:
@@ -152,6 +157,11 @@ def virtual_devices(count: int) -> None:
 
 def virtual_count() -> int:
     return _virtual_count
+
+
+def virtual_device(index: int) -> TensorFlowDevice | None:
+    have = _virtual_count or len(_logical("CPU"))
+    return TensorFlowDevice(f"/device:CPU:{index}") if index < have and (_virtual_count or have > 1) else None
 
 
 # Tensors
@@ -317,7 +327,8 @@ def _parts(composite: Any) -> list[Any]:
 def _device_of_parts(composite: Any) -> TensorFlowDevice:
     found = list(dict.fromkeys(device_of(part) for part in _parts(composite)))
     if len(found) != 1:
-        where = f"a {type(composite).__name__} is not on one device, its parts are on {', '.join(found) or 'none'}"
+        names = ", ".join(str(neutral(device)) for device in found)
+        where = f"a {type(composite).__name__} is not on one device, its parts are on {names or 'none'}"
         raise SeveralDevices(f"{where}: mh.to(x, device) puts the whole of it on one")
     return found[0]
 

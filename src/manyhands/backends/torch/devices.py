@@ -58,6 +58,11 @@ def is_device(value: object) -> bool:
     return isinstance(value, torch.device)
 
 
+def exists(device: torch.device) -> bool:
+    known = neutral(device)
+    return known.kind == "cpu" or known.index < num_gpus()
+
+
 def neutral(device: torch.device) -> Device:
     device = _numbered(device)
     if device.type == "cpu":
@@ -88,6 +93,10 @@ def virtual_devices(count: int) -> None:
 
 def virtual_count() -> int:
     return virtual.count()
+
+
+def virtual_device(index: int) -> torch.device | None:
+    return torch.device("cpu", index) if index < virtual.count() else None
 
 
 # Tensors

@@ -45,12 +45,7 @@ def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
 
 
 def on_cpu(count: int) -> dict[str, Any]:
-    """JAX's own numbered CPUs, which have to be asked for before it starts."""
-    if count == 1:
-        return {"devices": ["cpu"]}
-    if backend.virtual_count() < count:
-        backend.virtual_devices(count)
-    return {"devices": [f"virtual:{number}" for number in range(count)]}
+    return recipes.on_virtual_devices(backend, count)
 
 
 def from_first(make: Callable[[], Any]) -> Any:

@@ -19,6 +19,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError
+from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.jax.book.module import Module, cross_entropy
 from manyhands.training.loss_sum import LossSum
@@ -63,10 +64,7 @@ class Supervised:
 
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
         if len(batch) < 2:
-            raise BadBatch(
-                "a batch (inputs, target) is needed, this one has one part: give both, or a model with a "
-                "training_step(batch) of its own"
-            )
+            raise refusals.no_target(batch)
         answer, target, loss = _widened(_answer(model, batch[:-1])), batch[-1], self.loss_of(model)
         if loss is cross_entropy and not isinstance(answer, jax.Array):
             raise BadSettings(

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from manyhands.errors import BadSettings, NotATensor
+from manyhands.errors import BadSettings
+from manyhands.training import refusals
 from manyhands.training.jax import linen
 
 Tree = dict[Any, Any]  # nested, with arrays as leaves
@@ -35,10 +36,8 @@ class Skeleton:
 
     def __init__(self, model: nnx.Module) -> None:
         if not isinstance(model, nnx.Module):
-            how = f"{linen.HOW} makes one of this Linen module" if linen.is_linen(model) else "nothing else is trained"
-            raise NotATensor(
-                f"a {type(model).__name__} is no model that can be trained here: give a flax.nnx.Module ({how})"
-            )
+            how = f" ({linen.HOW} makes one of this Linen module)" if linen.is_linen(model) else ""
+            raise refusals.not_a_model(model, f"a flax.nnx.Module{how}")
         self._graph, *states = nnx.split(model, *_FILTERS)
         self._states = dict(zip(PARTS, states, strict=True))
         self._keys = {path: key for path, key in _leaves(self._pure("random")) if _is_key(key)}

@@ -16,7 +16,7 @@ from flax import nnx
 
 from manyhands import tree
 from manyhands.backends.jax import devices as backend
-from manyhands.device import Device
+from manyhands.training import launcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.sources import is_array, source
 from manyhands.training.display.display import Display
@@ -51,12 +51,6 @@ class Trainer(BaseTrainer):
     def _check_options(self) -> None:
         optimizers.check(self._option("optimizer"), self._option("lr"))
 
-    @property
-    def device_names(self) -> list[str]:
-        """As the caller has named them: the CPU and the first virtual device are one place here."""
-        given = self._option("devices") or self._natives()
-        return [str(one if isinstance(one, (str, Device)) else backend.neutral(one)) for one in given]
-
     def prepare_batch(self, batch: Any) -> Any:
         """The batch as JAX's arrays, on the first of the trainer's devices."""
         return super().prepare_batch([tree.map_leaves(jnp.asarray, part) for part in batch])
@@ -78,7 +72,8 @@ class Trainer(BaseTrainer):
             if run is not None and loop.first and settings.precision == "auto":
                 RunFolder(run.path).record_precision(*_chosen(learner.job.dtype))
             result = loop.fit()
-        result.devices = self.device_names if here.size == 1 else _names(here)
+        kind, per_rank = backend.neutral(self._natives()[0]).kind, len(here.devices) // here.size
+        result.devices = self.device_names if here.size == 1 else launcher.device_names(kind, per_rank)
         return result
 
     def _job(self, model: nnx.Module, settings: Settings, here: world.World) -> Job:
@@ -126,13 +121,3 @@ def _chosen(dtype: Any) -> tuple[str, str]:
     if dtype is None:
         return "the model's own", "no GPU with bfloat16, or fast=False"
     return "bf16", "the GPU has bfloat16"
-
-
-def _names(here: world.World) -> list[str]:
-    """JAX numbers all devices of a job through, with gaps; here each process counts its own."""
-    own: dict[int, int] = {}
-    found = []
-    for device in here.devices:
-        number = own[device.process_index] = own.get(device.process_index, -1) + 1
-        found.append(f"{device.platform}:{number} of process {device.process_index}")
-    return found

@@ -14,8 +14,8 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.backends.mxnet import devices as backend
-from manyhands.errors import BadBatch, BadSettings
-from manyhands.training import launcher, loss_trial
+from manyhands.errors import BadSettings
+from manyhands.training import launcher, loss_trial, refusals
 from manyhands.training.data import loader_randomness
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Arrays, Batch, Source, Stream
@@ -40,7 +40,7 @@ def refuse_launcher() -> None:
 
 def check_model(model: Any, settings: Settings, devices: int) -> None:
     if not backend.is_model(model):
-        raise BadSettings(f"a {type(model).__name__} is no model to train: give a gluon.Block")
+        raise refusals.not_a_model(model, "a gluon.Block")
     own = replicas.distinct(model)
     if all(one.grad_req == "null" for one in own):
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
@@ -52,10 +52,7 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
 
 def check_parts(objective: Objective, data: Source) -> None:
     if objective.loss is not None and isinstance(data, Arrays) and len(data.arrays) < 2:
-        raise BadBatch(
-            "a batch (inputs, target) is needed, and there is only one part: give both, or a model with a "
-            "training_step(batch) of its own"
-        )
+        raise refusals.no_target(data.arrays)
 
 
 def make_parameters(model: Any, data: Source, seed: int) -> None:

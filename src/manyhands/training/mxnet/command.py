@@ -9,6 +9,7 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
+from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import tensors
 from manyhands.training.commands import recipes
@@ -43,8 +44,7 @@ def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
 
 
 def on_cpu(count: int) -> dict[str, Any]:
-    """Contexts of the host, each with workers of its own."""
-    return {"devices": [mx.cpu(number) for number in range(count)]}
+    return recipes.on_virtual_devices(backend, count)
 
 
 def from_first(make: Callable[[], Any]) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
+from manyhands.backends.mxnet import devices as backend
+from manyhands.placement.moves import Placement
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints import tensors as _blobs
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
@@ -146,7 +148,7 @@ class GluonLearner:
             state={
                 "attributes": attributes,
                 "world": 1,
-                "devices": [str(device) for device in self.devices],
+                "devices": Placement(backend).names(self.devices),
                 "optimizer": state.optimizer_numbers(self.trainer),
             },
             blobs={

@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch, ManyhandsError
+from manyhands.training import refusals
 from manyhands.training.tensorflow.book.module import Module
 
 _NOT_INPUTS = ("training", "mask")
@@ -38,10 +39,7 @@ class Parts:
 def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
     count = len(batch)
     if count < 2:
-        raise BadBatch(
-            "a batch (inputs, target) is needed, and there is only one part: give both, or a model with a "
-            "training_step(batch) of its own"
-        )
+        raise refusals.no_target(batch)
     fewest, most = _inputs(model)
     outputs = _outputs(model)
     for targets, weighted in dict.fromkeys([(outputs, 0), (outputs, 1), (1, 0)]):

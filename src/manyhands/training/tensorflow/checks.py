@@ -13,7 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from manyhands.errors import BadSettings, NotATensor
+from manyhands.errors import BadSettings
+from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import note, outcome
@@ -32,7 +33,7 @@ def check_model(model: Any) -> None:
             "imported"
         )
     if not isinstance(model, keras.Layer):
-        raise NotATensor(f"a {type(model).__name__} is no model of Keras's: give a keras.Model or a keras.Layer")
+        raise refusals.not_a_model(model, "a keras.Model or a keras.Layer")
 
 
 def materialise(model: Any, data: Source) -> None:

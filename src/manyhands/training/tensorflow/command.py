@@ -38,14 +38,7 @@ def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
 
 
 def on_cpu(count: int) -> dict[str, Any]:
-    """Logical CPUs of TensorFlow's, which are made once: fewer of them can be used."""
-    if count > max(1, backend.virtual_count()):
-        backend.virtual_devices(count)
-    return {"devices": _devices(count)}
-
-
-def _devices(count: int) -> list[str]:
-    return [f"virtual:{number}" for number in range(count)] if count > 1 else ["cpu"]
+    return recipes.on_virtual_devices(backend, count)
 
 
 def from_first(make: Callable[[], Any]) -> Any:
@@ -65,7 +58,7 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, A
     net.set_weights([nudged(one, way.nudge) for one in net.get_weights()])
     step = Step(shares=way.shares, batch_stats="global")
     how: dict[str, Any] = {"step": step, "loss": loss, "batch_size": way.batch_size}
-    Trainer(way.epochs, devices=_devices(way.devices), optimizer=_momentum(), quiet=True, **how).fit(net, part)
+    Trainer(way.epochs, optimizer=_momentum(), quiet=True, **on_cpu(way.devices), **how).fit(net, part)
     return dict(zip(naming.names(net), net.get_weights(), strict=True))
 
 

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from manyhands.backends.tensorflow import devices as backend
+from manyhands.placement.moves import Placement
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
@@ -162,7 +163,7 @@ class KerasLearner:
         if not self.world.first:
             return None
         return Saved(
-            state={"world": self.world.replicas, "devices": [str(backend.neutral(d)) for d in self.world.devices]},
+            state={"world": self.world.replicas, "devices": Placement(backend).names(self.world.devices)},
             blobs={"model": self._packed_weights(), "optimizer": self._packed_memory()},
         )
 

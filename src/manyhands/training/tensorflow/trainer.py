@@ -73,10 +73,9 @@ class Trainer(BaseTrainer):
         with _statistics_over(job.layers, settings.step.batch_stats):
             result = _fit(job, here, display)
         if here.size > 1:
-            kind = backend.neutral(here.devices[0]).kind
-            result.devices = [f"{kind} of process {number}" for number in range(here.size)]
-        else:  # the CPU and the first device made of it are one place
-            result.devices = ["cpu"] if self._natives() == [backend.cpu()] else self.device_names
+            result.devices = launcher.device_names(backend.neutral(here.devices[0]).kind)
+        else:
+            result.devices = self.device_names
         return result
 
     def _job(self, model: Any, settings: Settings, run: RunPlan | None, resume: Path | None) -> Job:

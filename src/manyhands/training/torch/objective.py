@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from manyhands import tree
 from manyhands.errors import BadBatch, BadSettings
+from manyhands.training import refusals
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data.sources import Batch, rows
@@ -206,10 +207,7 @@ def inputs_and_target(batch: Batch) -> tuple[Sequence[Any], Any]:
     if isinstance(batch, Mapping):
         raise BadBatch("a dict batch needs a training_step: give the model one, training_step(batch) -> loss")
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        raise BadBatch(
-            f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both, or a model "
-            "with a training_step(batch) of its own"
-        )
+        raise refusals.no_target(batch)
     return batch[:-1], batch[-1]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ import torch
 
 from manyhands.backends.torch import devices as backend
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
-from manyhands.training import launcher
+from manyhands.training import launcher, refusals
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.display.display import Display
 from manyhands.training.result import Result
@@ -56,6 +57,16 @@ class Trainer(BaseTrainer):
     def _natives(self) -> list[torch.device]:
         """The device of each rank, as the backend knows it."""
         return [device for device in super()._natives() for _ in range(self._option("workers").per_device)]
+
+    @property
+    def device_names(self) -> list[str]:
+        """One name per rank. Several ranks on the CPU are as many virtual devices: each is a device made of it."""
+        ranks = self._option("workers").per_device
+        names = [name for name in super().device_names for _ in range(ranks)]
+        if ranks == 1:
+            return names
+        numbers = itertools.count()
+        return [f"virtual:{next(numbers)}" if name == "cpu" else name for name in names]
 
     @functools.cached_property
     def ranks(self) -> list[torch.device]:
@@ -140,7 +151,7 @@ class Trainer(BaseTrainer):
         here = world.join(place.rank, place.size, device, name, address=None, seconds=seconds)
         try:
             result = _fit_here(job, here, display)
-            result.devices = [f"{'gpu' if own_gpu else 'cpu'} of rank {one}" for one in range(place.size)]
+            result.devices = launcher.device_names("gpu" if own_gpu else "cpu")
             return result
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
@@ -220,7 +231,6 @@ def _may_be_the_data(error: Exception) -> bool:
 
 def _check_model(model: torch.nn.Module) -> None:
     if not isinstance(model, torch.nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise BadSettings(f"{what} cannot be trained: give a torch.nn.Module, made already, as Net() and not Net")
+        raise refusals.not_a_model(model, "a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
