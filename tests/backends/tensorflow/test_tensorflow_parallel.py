@@ -100,6 +100,40 @@ def test_keras_models_with_dropout_and_statistics() -> None:
     assert np.allclose(whole(x), one(x))
 
 
+class Scaled(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.dense = 2.0, keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x) * self.scale
+
+
+@pytest.mark.parametrize("make", [lambda: keras.layers.Dense(3), Scaled, lambda: keras.Sequential([Scaled()])])
+def test_keras_layers_are_run_by_tf_function(make: Callable[[], Any]) -> None:
+    layer, x = make(), tf.ones((2, 3))
+    fast, closed = mh.parallel(layer), mh.parallel(lambda x: layer(x) + 1.0)
+    for _ in range(3):  # the first call builds the layer
+        assert np.allclose(fast(x), layer(x), rtol=1e-5, atol=1e-6)
+        assert np.allclose(closed(x), layer(x) + 1.0, rtol=1e-5, atol=1e-6)
+    for one in (fast, closed):
+        assert "run as tf.function" in one.explain().splitlines()[0], one.explain()
+
+
+def test_settings_of_layers_may_change() -> None:
+    norm, scaled, x = keras.layers.BatchNormalization(), Scaled(), tf.random.stateless_normal((8, 3), (1, 2))
+    fast = mh.parallel(lambda x: norm(scaled(x), training=True))
+    for change in (lambda: setattr(scaled, "scale", 5.0), lambda: setattr(norm, "trainable", False)):
+        for _ in range(3):
+            fast(x)
+        change()
+        before = [variable.numpy() for variable in norm.variables]
+        mine = fast(x)
+        for variable, value in zip(norm.variables, before, strict=True):
+            variable.assign(value)
+        assert np.allclose(mine, norm(scaled(x), training=True), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
