@@ -78,8 +78,10 @@ class Batches:
         return iter(self.batches)
 
 
-@pytest.mark.parametrize("bad", [(0, 1), (3,), (2, 9)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("momentum", (0, 1)), ("momentum", (3,)), ("adam", (0, 1)), ("adam", (2, 9)), ("nadam", (0, 1)), ("nadam", (3,))],
+)
 def test_a_batch_that_is_left_out_leaves_no_trace(name: str, bad: tuple[int, ...]) -> None:
     """As if the loader had not had it: weights, statistics and optimizer, in the first steps and later ones."""
     X, y = vectors()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lanes_cases import MODELS, NoLanes, assert_equal, gradients, loss_of, pair
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
@@ -51,20 +52,21 @@ def taken_aside(module: GraphModule, most_held: int | None = None) -> None:
     TakeAside(most_held)(module.graph)
 
 
-@pytest.mark.parametrize("most_held", [None, 0, 1 << 20])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_equal_to_the_bit(name: str, most_held: int | None) -> None:
-    plain, other = pair(MODELS[name])
+def test_gradients_are_equal_to_the_bit(name: str) -> None:
+    plain, _ = pair(MODELS[name])
     torch.compile(loss_of, backend=with_pass(lambda module: None), dynamic=False)(plain).backward()
-    torch._dynamo.reset()
-    change = functools.partial(taken_aside, most_held=most_held)
-    loss = torch.compile(loss_of, backend=with_pass(change), dynamic=False)(other)
-    lanes = NoLanes()
-    with CompiledLanes(lanes, 2) as side:
-        loss.backward()
-    assert side.aside
-    assert {lane for lane, _ in lanes.waits} == {0, 1, 2}
-    assert_equal(gradients(plain), gradients(other))
+    for most_held in (None, 0, 1 << 20):
+        torch._dynamo.reset()
+        _, other = pair(MODELS[name])
+        change = functools.partial(taken_aside, most_held=most_held)
+        loss = torch.compile(loss_of, backend=with_pass(change), dynamic=False)(other)
+        lanes = NoLanes()
+        with CompiledLanes(lanes, 2) as side:
+            loss.backward()
+        assert side.aside
+        assert {lane for lane, _ in lanes.waits} == {0, 1, 2}
+        assert_equal(gradients(plain), gradients(other))
 
 
 def test_outside_of_lanes_it_is_computed_where_it_stands() -> None:
@@ -131,13 +133,18 @@ def test_what_somebody_waits_for_stays() -> None:
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler")
 def test_the_compiler_keeps_the_joins() -> None:
     """Through Inductor itself: with its own order of operations and its own use of memory."""
-    plain, other = pair(models.small_resnet)
+
+    def net() -> nn.Module:
+        first = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), models.Residual(4, 4)]
+        return nn.Sequential(*first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+
+    plain, other = pair(net)
     torch.compile(loss_of, dynamic=False)(plain).backward()
     torch._dynamo.reset()
     beside = Beside(NoLanes())
     loss = torch.compile(loss_of, dynamic=False, options=beside.compile_options())(other)
     with beside.around(3, compiled=True) as side:
         loss.backward()
-    assert len(side.aside) == 10
-    assert "9 x convolution, weight and bias" in "\n".join(beside.explain(3))
+    assert len(side.aside) == 4
+    assert "3 x convolution, weight and bias" in "\n".join(beside.explain(3))
     assert_equal(gradients(plain), gradients(other))
