@@ -37,9 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts processes with devices of their own would prove the same again in the run with virtual devices."""
+    """What this process's devices do not matter for would prove the same again in the run with virtual devices."""
     if os.environ.get("MANYHANDS_VIRTUAL_DEVICES"):
-        skip = pytest.mark.skip(reason="once is enough: it starts processes with devices of their own")
+        skip = pytest.mark.skip(reason="once is enough: this process's devices do not matter")
         for item in items:
             if item.get_closest_marker("once"):
                 item.add_marker(skip)
