@@ -49,15 +49,19 @@ class Attributes:
             if name not in self._ignored and isinstance(value, self._kinds) and not isinstance(value, bool)
         }
 
-    def put(self, values: Values | None = None) -> None:
-        """Put back values that were taken; by default those of the beginning."""
+    def put(self, values: Values | None = None, *, keep_new: bool = False) -> None:
+        """Put back values that were taken; by default those of the beginning.
+
+        ``keep_new``: attributes that were not there stay. They may be what a layer has found out about its inputs.
+        """
         values, now = self._first if values is None else values, self.take()
         parts = dict(self._parts)
-        for path, name in now.keys() - values.keys():
+        for path, name in () if keep_new else now.keys() - values.keys():
             del parts[path][name]
-        for (path, name), (value, contents) in values.items():
-            _fill(value, contents)
-            parts[path][name] = value
+        for place, (value, contents) in values.items():
+            if place not in now or now[place][0] is not value or not _same((value, contents), now[place]):
+                _fill(value, contents)
+                parts[place[0]][place[1]] = value
 
     def of_first(self, works: Sequence[Callable[[], Result]]) -> list[Result]:
         """Run all of them, each with the attributes of this moment; those that the first leaves behind are kept."""
@@ -97,6 +101,10 @@ class Attributes:
             else:
                 parts[path][name] = value
 
+    def rewritten(self) -> list[str]:
+        """The names of what was there at the beginning and has another value now."""
+        return [".".join(place) for place in self.changed() if place in self._first]
+
     def changed(self) -> dict[Place, Any]:
         """What has another value than at the beginning."""
         return {
@@ -104,6 +112,16 @@ class Attributes:
             for place, (value, contents) in self.take().items()
             if place not in self._first or not _same(self._first[place], (value, contents))
         }
+
+
+def notes(names: Iterable[str], framework: str, advice: str) -> list[str]:
+    """What a user reads where a step is compiled, and its Python code changes attributes."""
+    if not (listed := ", ".join(sorted(names))):
+        return []
+    return [
+        f"the model's Python code changes {listed}, which stays as it was: {framework} runs that code only while it "
+        f"compiles a step, not in every step. {advice}"
+    ]
 
 
 def _contents(value: Any) -> Any:
@@ -136,12 +154,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _fill(value: Any, contents: Any) -> None:
-    """By the plain classes' own methods: a framework's subclass may keep books about its elements."""
     if isinstance(value, list):
-        list.__setitem__(value, slice(None), contents)
-    elif isinstance(value, dict):
-        dict.clear(value)
-        dict.update(value, contents)
-    elif isinstance(value, (set, deque)):
+        value[:] = contents
+    elif isinstance(value, (dict, set)):
         value.clear()
-        value.update(contents) if isinstance(value, set) else value.extend(contents)
+        value.update(contents)
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(contents)

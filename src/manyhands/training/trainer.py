@@ -49,6 +49,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         loss: A function, an object, a class that makes one, or in PyTorch and TensorFlow a name (``"mse"``). Called as
             the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet, ``loss(y_true, y_pred)``
             with Keras. It returns the mean over the samples of a batch, or one number per sample, or an ``mh.LossSum``.
+            Of several numbers per sample, shape (n, k), the sum counts (in Keras the mean, as in ``model.fit``).
             Default: None, the model's own (``training_step``, or what a Keras model was compiled with), else
             cross-entropy.
         optimizer: A name (``"adamw"``), a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``), a function that

@@ -128,6 +128,32 @@ def test_what_would_be_lost_is_refused_by_name(kind: Any, compiled: dict[str, An
         fit(model, (vectors(), vectors()))
 
 
+class Seen(keras.Model):
+    """Counts its batches in a weight of Keras's, or in a variable that Keras does not know."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.dense = layers.Dense(CLASSES)
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False) if known else tf.Variable(0.0)
+
+    def call(self, X: Any) -> Any:
+        self.seen.assign_add(1.0)
+        return self.dense(X)
+
+
+def test_what_a_model_counts_is_the_same_on_any_number_of_devices_or_noted() -> None:
+    """Neither the shapes of its layers nor the trial of a loss are counted."""
+    X, y = vectors(FEW)
+    for known in (True, False):
+        for devices in (1, 2):
+            model = Seen(known)
+            result = fit(model, (X.astype(np.float32), y), devices, batch_size=8)
+            assert float(model.seen) == (6 if known else 6 * devices)
+            noted = [note for note in result.notes if "Seen.seen is a tf.Variable, which is not in checkpoints" in note]
+            assert bool(noted) != known
+            assert ("each device" in "".join(noted)) == (not known and devices > 1)
+
+
 def test_float16_is_refused() -> None:
     with pytest.raises(BadSettings, match=r"mixed_float16.*precision='bf16'"):
         fit(mlp(dtype="mixed_float16"), vectors())

@@ -71,7 +71,7 @@ def on_virtual_devices(backend: Backend[Any, Any], count: int) -> dict[str, Any]
 
 def model_and_weights(run: str | Path, framework: str) -> tuple[str, bytes]:
     """The name of the model that ``manyhands train`` trained in a run, and the weights of its last checkpoint."""
-    name = RunFolder.open(Path(run)).config.get("train", {}).get("model")
+    name = RunFolder.open(Path(run).expanduser()).config.get("train", {}).get("model")
     if name not in MODELS:
         raise BadRunFolder(
             f"{run} holds the weights of a model of your own, and not the model itself: make it, and write "
@@ -82,7 +82,7 @@ def model_and_weights(run: str | Path, framework: str) -> tuple[str, bytes]:
 
 def weights_of(run: str | Path, framework: str) -> bytes:
     """The weights in a run's last checkpoint, or in the one checkpoint that is named."""
-    path = Path(run)
+    path = Path(run).expanduser()
     if not path.is_dir():
         raise BadRunFolder(f"there is no run in {run}: no such folder")
     found = store.load(path / "checkpoints" if (path / "checkpoints").is_dir() else path)

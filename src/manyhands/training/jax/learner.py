@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from manyhands.training import python_attributes
 from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.labels import ClassLabels
@@ -31,6 +32,7 @@ from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
 _TEST_BATCH = 512
+_IN_A_VARIABLE = "Keep it in a variable: self.count = nnx.Variable(jnp.zeros(())), then self.count[...] += 1"
 
 
 @dataclass(frozen=True)
@@ -265,11 +267,7 @@ class JaxLearner:
 
     def close(self) -> None:
         """Bring the numbers home, each to where it was and in its kind."""
-        self.notes += [
-            f"{name} changes while the step is compiled, and stays as it was: JAX runs the model's Python code once, "
-            "not in every step. Let it count in a variable: nnx.Variable(jnp.zeros(()))"
-            for name in sorted(self.steps.changed)
-        ]
+        self.notes += python_attributes.notes(self.steps.changed, "JAX", _IN_A_VARIABLE)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):  # a step broke off that had taken them
             return
         before = self.job.skeleton.numbers(self.job.model)

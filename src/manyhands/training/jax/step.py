@@ -152,7 +152,7 @@ class Steps:
             (".".join(map(str, (type(model).__name__, *path))), layer) for path, layer in nnx.iter_modules(model)
         )
         yield
-        self.changed |= {f"{path}.{name}" for path, name in attributes.changed()}
+        self.changed |= set(attributes.rewritten())
 
     def _tested(self, numbers: Any, so_far: Sums, batch: Batch, division: Division) -> Sums:
         model = models.evaluating(self.skeleton.model(numbers))

@@ -37,11 +37,15 @@ def check_model(model: Any) -> None:
 
 
 def materialise(model: Any, data: Source) -> None:
-    """Give layers that have seen no sample their shapes, by a few samples; then there must be something to train."""
+    """Give layers that have seen no sample their shapes; then there must be something to train.
+
+    By the shapes of a few samples, as Keras does it: nothing is computed.
+    """
     if not model.built or not model.weights:
         few = few_samples(data, _FEW)
         if few is not None:
-            checked_answer(model, parts_of(model, few), training=False)
+            shapes = [keras.KerasTensor((None, *part.shape[1:]), part.dtype.name) for part in few]
+            checked_answer(model, parts_of(model, shapes), training=False)
     if not model.trainable_variables:
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
 

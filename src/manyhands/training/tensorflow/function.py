@@ -39,6 +39,7 @@ class Function:
         self.model, self.objective = model, objective
         self.changed: set[str] = set()  # Python attributes that the model's code has changed while it was traced
         self._attributes = Attributes(_own_layers(model), ignored=_OF_EVERY_MODEL)
+        self.unknown = list(_unknown_variables(model))
         self.trained: list[Any] = list(model.trainable_variables)
         own = {id(variable) for variable in self.trained}
         self.kept = [variable for variable in model.weights if id(variable) not in own]
@@ -78,10 +79,8 @@ class Function:
         try:
             yield
         finally:
-            changed = self._attributes.changed()
-            self.changed |= {f"{path}.{name}" for path, name in changed}
-            if changed:
-                self._attributes.put()
+            self.changed |= set(self._attributes.rewritten())
+            self._attributes.put(keep_new=True)
 
     @contextlib.contextmanager
     def _own_generator(self) -> Iterator[None]:
@@ -99,6 +98,14 @@ def _own_layers(model: Any) -> Iterator[tuple[str, Any]]:
         if not type(layer).__module__.startswith(("keras.", "manyhands.")):
             same = layer is model
             yield type(layer).__name__ if same else f"{type(layer).__name__}({layer.name!r})", layer
+
+
+def _unknown_variables(model: Any) -> Iterator[tuple[str, Any]]:
+    """Variables of TensorFlow's that Keras does not know: a stateless scope does not reach them."""
+    for path, layer in _own_layers(model):
+        for name, value in vars(layer).items():
+            if name not in _OF_EVERY_MODEL and isinstance(value, tf.Variable):
+                yield f"{path}.{name}", value
 
 
 def _penalty(value: Any) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 
 from manyhands.backends.tensorflow import devices as backend
 from manyhands.placement.moves import Placement
+from manyhands.training import python_attributes
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
@@ -31,6 +32,9 @@ from manyhands.training.tensorflow.step import BAD_STEP, COUNT, LOSS, MOST_SUMS,
 from manyhands.training.tensorflow.world import World
 
 _TEST_BATCH = 512
+_IN_A_WEIGHT = (
+    "Keep it in a weight: self.add_weight(shape=(), initializer='zeros', trainable=False), which has assign_add(1)"
+)
 
 
 class KerasLearner:
@@ -51,6 +55,7 @@ class KerasLearner:
         memory = optimizers.memory(job.optimizer, self.optimizer, job.model)
         self.step_of = Step(world.strategy, function, self.optimizer, memory, job.settings)
         self.names = naming.names(job.layers)
+        self._unknown = [variable.numpy() for _, variable in function.unknown]
         self.notes = self._first_notes()
         # Of a single sample there are no statistics.
         self.least = 2 if world.replicas > 1 and normalises(job.layers) and not self.step_of.all_take_part else 1
@@ -74,6 +79,15 @@ class KerasLearner:
         objects = self.job.objective.objects if isinstance(self.job.objective, Supervised) else []
         if self.settings.precision == "fp64" and any(one.dtype == "float32" for one in objects):
             notes.append("the loss computes in float32, as it was made: give it dtype='float64'")
+        return notes
+
+    def _last_notes(self) -> list[str]:
+        """What of the model's own state does not go the way of its weights."""
+        notes = python_attributes.notes(self.step_of.function.changed, "TensorFlow", _IN_A_WEIGHT)
+        for (name, variable), before in zip(self.step_of.function.unknown, self._unknown, strict=True):
+            if not np.array_equal(variable.numpy(), before):
+                each = ", and each device has written to it" if self.world.replicas > 1 else ""
+                notes.append(f"{name} is a tf.Variable, which is not in checkpoints{each}. {_IN_A_WEIGHT}")
         return notes
 
     def _feed(self, source: Source) -> Feed:
@@ -153,7 +167,9 @@ class KerasLearner:
         own[BAD_STEP] = self.step_of.counts_right or self._counted
         whole = np.sum(self.world.gather(own.tolist()), axis=0)
         totals, counts = np.split(whole[BAD_STEP + 1 :], [MOST_SUMS])
-        loss = whole[LOSS] + sum(np.divide(totals, counts, out=np.zeros_like(totals), where=counts != 0)) * whole[COUNT]
+        means = np.divide(totals, counts, out=np.zeros_like(totals), where=counts != 0)
+        means[: self.step_of.sums_of_loss][counts[: self.step_of.sums_of_loss] == 0] = self.step_of.nothing_counts
+        loss = whole[LOSS] + sum(means) * whole[COUNT]
         return Figures(float(loss), float(whole[RIGHT]), float(whole[COUNT]), counted=bool(whole[BAD_STEP]))
 
     # Checkpoints
@@ -231,12 +247,7 @@ class KerasLearner:
         """What was learned goes into the caller's model and optimizer."""
         self._reader.shutdown()
         self._share_statistics()
-        self.notes += [
-            f"{name} changes while the step is traced, and stays as it was: TensorFlow runs the model's Python code "
-            "once, not in every step. Let it count in a weight: self.add_weight(shape=(), initializer='zeros', "
-            "trainable=False), which has assign_add(1)"
-            for name in sorted(self.step_of.function.changed)
-        ]
+        self.notes += self._last_notes()
         for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
             variable.assign(value)
         optimizer = self.job.optimizer

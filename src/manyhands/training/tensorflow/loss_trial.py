@@ -27,7 +27,7 @@ from manyhands.training.tensorflow.objective import OwnStep
 def check(function: Function, data: Arrays) -> tuple[str | None, str | None]:
     """Refuse a loss whose parts do not add up; or say why that could not be tried, and on what it was."""
     chosen, seeds = loss_trial.choose(data), itertools.count()
-    with _quiet(function.model), loader_randomness.kept(), tf.device("/device:CPU:0"):
+    with _quiet(function.model), _kept(function), loader_randomness.kept(), tf.device("/device:CPU:0"):
         graph = _graph(function, data)
 
         def compute(batch: Sequence[int], rows: Sequence[int]) -> Pass:
@@ -67,6 +67,17 @@ def _terms(losses: Losses, size: Any) -> list[tuple[Any, Any]]:
 
 def _term(total: Any, count: Any, gradients: Sequence[Any]) -> Term:
     return Term(float(total), float(count), [one.numpy().astype(np.float64) for one in gradients])
+
+
+@contextlib.contextmanager
+def _kept(function: Function) -> Iterator[None]:
+    """Variables that Keras does not know get their values back."""
+    before = [(variable, variable.numpy()) for _, variable in function.unknown]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 @contextlib.contextmanager

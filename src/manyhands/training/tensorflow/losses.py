@@ -61,7 +61,8 @@ class Total:
 class Losses:
     """The loss of a part of a batch: a mean over its samples, plus sums that are divided once all parts are known.
 
-    ``total`` is added to it as it is.
+    ``total`` is added to it as it is. ``by_user``: the sums are a LossSum of the user's, of which there is no mean
+    where nothing counts. Keras's own masked losses are 0 then.
     """
 
     mean: Any = None
@@ -69,6 +70,7 @@ class Losses:
     total: Total | None = None
     right: Any = None  # how many samples were answered rightly, where that has a meaning
     complete: bool = False  # whether regularizers and add_loss are in it already
+    by_user: bool = False
 
     def __add__(self, other: Losses) -> Losses:
         _check_reductions(self, other)
@@ -76,7 +78,8 @@ class Losses:
         mean = tf.add_n([tf.cast(one, means[0].dtype) for one in means]) if means else None
         totals = [one.total for one in (self, other) if one.total is not None]
         total = functools.reduce(Total.__add__, totals) if totals else None
-        return replace(self, mean=mean, sums=self.sums + other.sums, total=total)
+        by_user = self.by_user or other.by_user
+        return replace(self, mean=mean, sums=self.sums + other.sums, total=total, by_user=by_user)
 
     def __mul__(self, weight: Any) -> Losses:
         def times(value: Any) -> Any:
@@ -235,7 +238,7 @@ def reduced(value: Any, *, name: str) -> Losses:
                 "tf.reduce_sum(...)"
             )
         count = tf.stop_gradient(tf.cast(value.count, total.dtype))
-        return Losses(sums=(LossSum(total, count),))
+        return Losses(sums=(LossSum(total, count),), by_user=True)
     loss = _floating(value, name)
     if not loss.shape.rank:
         return Losses(loss)

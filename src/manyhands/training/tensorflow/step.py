@@ -51,6 +51,8 @@ class Step:
         # Statistics over the whole batch need every replica in every layer, also one without samples.
         self.all_take_part = settings.step.batch_stats == "global" and self.replicas > 1
         self.counts_right = False
+        self.nothing_counts = 0.0  # the mean of a sum whose count is 0; known when the loss was traced
+        self.sums_of_loss = 0
         self._terms = 1  # of the loss: its mean over samples, and the sums; known when it was traced
         self.share_kept = _compiled(self._share_kept)
 
@@ -155,7 +157,9 @@ class Step:
             # The gradients are those of the sum over the number of samples, so that half precision can hold them.
             factor = tf.math.divide_no_nan(tf.cast(whole, tf.float64), counts[number])
             first = [a + b * tf.cast(factor, b.dtype) for a, b in zip(first, sums, strict=True)]
-        loss = tf.reduce_sum(tf.math.divide_no_nan(totals, counts)) * tf.cast(whole, tf.float64)
+        used = tf.range(MOST_SUMS) < len(others)
+        nothing = tf.where(used & (counts == 0), tf.constant(self.nothing_counts, tf.float64), 0.0)
+        loss = tf.reduce_sum(tf.math.divide_no_nan(totals, counts) + nothing) * tf.cast(whole, tf.float64)
         return tf.tensor_scatter_nd_add(plain, [[LOSS]], [loss]), first
 
     def _update(self, gradients: list[Any], weights: list[Any], kept: list[Any], loss: Any, factor: Any) -> None:
@@ -193,10 +197,12 @@ class Step:
                 f"the loss has {len(losses.sums)} sums with a count of their own, and {MOST_SUMS} are the most"
             )
         self.counts_right |= losses.right is not None
+        self.nothing_counts = np.nan if losses.by_user else 0.0
         count, zero = tf.cast(size, tf.float64), tf.zeros((), tf.float64)
         loss = zero if losses.mean is None else tf.cast(losses.mean, tf.float64) * count
         loss += zero if losses.total is None else losses.total.shown(whole)
         plain = tf.stack([loss, zero if losses.right is None else losses.right, count])
+        self.sums_of_loss = len(losses.sums)
         pairs = [(tf.cast(one.total, tf.float64), tf.cast(one.count, tf.float64)) for one in losses.sums]
         pairs += [(zero, zero)] * (MOST_SUMS - len(pairs))
         totals, counts = (tf.stack(column) for column in zip(*pairs, strict=True))
