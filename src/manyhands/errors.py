@@ -240,3 +240,9 @@ class FrameworkMissing(ManyhandsError, ImportError):
 
 class PackageMissing(ManyhandsError, ImportError):
     """A package that only some features need is not installed."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error's kind and the first line of what it says."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:200]}"

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from manyhands.errors import CannotFuse
-from manyhands.parallel.equality import first_line
+from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.way import AS_WRITTEN
 from manyhands.schedule.timing import in_turns

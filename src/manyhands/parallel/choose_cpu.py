@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from manyhands.parallel.equality import Judge, first_line
+from manyhands.errors import first_line
+from manyhands.parallel.equality import Judge
 from manyhands.parallel.plan import Limit, Planned, Run, why_too_large
 from manyhands.parallel.way import AS_WRITTEN, Exactness, Means, Way
 from manyhands.schedule.check import check

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manyhands.parallel.equality import Judge, first_line
+from manyhands.errors import first_line
+from manyhands.parallel.equality import Judge
 from manyhands.parallel.plan import Limit, Planned, Run, why_too_large
 from manyhands.parallel.way import AS_WRITTEN, Means, Way
 from manyhands.schedule.check import check

@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from manyhands.backends.runtime import Call, Runtime, Traced, call_of, compared, first_line
+from manyhands.backends.runtime import Call, Runtime, Traced, call_of, compared
 from manyhands.code_names import is_foreign, why_unwatched
-from manyhands.errors import CannotTrace, EngineError, NotYet
+from manyhands.errors import CannotTrace, EngineError, NotYet, first_line
 from manyhands.parallel.explain import advice
 from manyhands.parallel.interface import ParallelFunction
 from manyhands.parallel.plan import Planned
@@ -71,7 +71,10 @@ class Parallel(ParallelFunction):
         call = call_of(self.backend, self.function, arguments, keywords)
         if call is None:  # the framework is tracing: whoever does that compiles the whole
             return self.function(*arguments, **keywords)
-        planned = self._plans.of(call.signature)
+        try:
+            planned = self._plans.of(call.signature)
+        except Exception as error:  # a structure of the user's that has no hash, or cannot be compared
+            planned = Planned(self._plainly, notes=[f"its arguments cannot be known again: {first_line(error)}"])
         if planned is None:
             return self._first(call)
         self._last = planned
@@ -118,17 +121,17 @@ class Parallel(ParallelFunction):
                 raise CannotTrace(f"it {effects.found or f'changes {changed}, which is outside it'}")
             self._must_be_watched(call, reached)
             traced = self.backend.trace(call, seen, reached.objects)
+            planned.notes += traced.notes
+            planned.holds, planned.changed = outside.holds, outside.changed
+            self._compare(planned, call, traced, result, before)
+            self._show(planned, traced)
         except CannotTrace as error:
             planned.notes.append(f"cannot be traced: {error}")
             if isinstance(error, NotYet) or (changed and count < _SETTLING):
                 self._last = planned
                 return result
-        else:
-            planned.notes += traced.notes
-            if traced.run is not None:
-                self._compare(planned, call, traced, traced.run, result, before)
-            self._show(planned, traced)
-            planned.holds, planned.changed = outside.holds, outside.changed
+        except Exception as error:  # the function itself has done its work: what fails here is ours
+            planned.notes.append(f"could not be planned: {first_line(error)}")
         self._keep(call, planned)
         return result
 
@@ -156,10 +159,12 @@ class Parallel(ParallelFunction):
                 raise CannotTrace(f"it takes a NumPy array from outside that is too large to watch ({one.shape})")
 
     def _compare(
-        self, planned: Planned, call: Call, traced: Traced, run: Any, result: Any, before: list[tuple[Any, Any]]
+        self, planned: Planned, call: Call, traced: Traced, result: Any, before: list[tuple[Any, Any]]
     ) -> None:
         """Run the framework's way for the same arguments and variables; keep it if it gives the same."""
-        backend, way = self.backend, self.backend.WAY
+        backend, way, run = self.backend, self.backend.WAY, traced.run
+        if run is None:
+            return
         written = {id(one) for one in traced.writes}
         before = [(one, value) for one, value in before if id(one) in written]
         if len(before) < len(written):

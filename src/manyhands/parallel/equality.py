@@ -11,13 +11,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from manyhands.errors import CannotBeExact
+from manyhands.errors import CannotBeExact, first_line
 from manyhands.parallel.way import TO_THE_BIT, Exactness, close
-
-
-def first_line(error: BaseException) -> str:
-    """An error in a line."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 class Judge:

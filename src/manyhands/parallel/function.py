@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from manyhands.errors import CannotTrace, ChangesOutside, EngineError, NotYet
+from manyhands.errors import CannotTrace, ChangesOutside, EngineError, NotYet, first_line
 from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
 from manyhands.parallel.arguments import must_allow_memory
 from manyhands.parallel.costs import costs
-from manyhands.parallel.equality import first_line
 from manyhands.parallel.interface import ParallelFunction
 from manyhands.parallel.plan import Limit, Planned, Run
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans

@@ -174,6 +174,28 @@ def test_random_keys_and_odd_types() -> None:
         assert jnp.allclose(one[1], other[1], rtol=1e-2)  # two bits of bfloat16: fused code rounds less often
 
 
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """Its structure cannot be compared: a NumPy array is part of it."""
+
+    def __init__(self, value: Any, names: Any) -> None:
+        self.value, self.names = value, names
+
+    def tree_flatten(self) -> Any:
+        return (self.value,), self.names
+
+    @classmethod
+    def tree_unflatten(cls, names: Any, values: Any) -> Any:
+        return cls(values[0], names)
+
+
+def test_arguments_that_cannot_be_known_again_are_no_error() -> None:
+    fast = mh.parallel(lambda pair: pair.value * len(pair.names))
+    for count in (2, 2, 3):
+        assert fast(Pair(jnp.ones(1), np.arange(count))).tolist() == [count]
+    assert "cannot be known again" in fast.explain()
+
+
 def test_a_weak_type_is_another_signature() -> None:
     fast = mh.parallel(lambda x: x + jnp.ones((), jnp.bfloat16))
     for value in (jnp.asarray(2.0), jnp.asarray(2.0, jnp.float32)):

@@ -22,8 +22,8 @@ from manyhands import machine, tree
 from manyhands.addresses import Held
 from manyhands.backends.jax import tasks as tasks
 from manyhands.backends.jax.graph import Graph
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, first_line, taken_apart
-from manyhands.errors import CannotTrace
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, taken_apart
+from manyhands.errors import CannotTrace, first_line
 
 name = "jax"
 WAY = "jax.jit"

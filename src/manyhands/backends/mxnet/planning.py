@@ -22,8 +22,8 @@ from manyhands import tree
 from manyhands.addresses import Held
 from manyhands.backends.mxnet import graph
 from manyhands.backends.mxnet import tasks as tasks
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Traced, first_line
-from manyhands.errors import CannotTrace, NotYet
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Traced
+from manyhands.errors import CannotTrace, NotYet, first_line
 
 name = "mxnet"
 WAY = "one CachedOp"

@@ -20,11 +20,11 @@ from tensorflow.python.framework import op_def_registry
 
 from manyhands import machine, tree
 from manyhands.addresses import Held
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, first_line, taken_apart
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, taken_apart
 from manyhands.backends.tensorflow import devices as adapter
 from manyhands.backends.tensorflow import tasks as tasks
 from manyhands.backends.tensorflow.graph import ASSIGNS, Graph
-from manyhands.errors import CannotTrace
+from manyhands.errors import CannotTrace, first_line
 
 name = "tensorflow"
 WAY = "tf.function"
