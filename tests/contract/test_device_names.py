@@ -67,6 +67,7 @@ NATIVE = {
 }
 
 
+@pytest.mark.once
 def test_cpus_that_the_user_has_made_are_virtual_devices(framework: str) -> None:
     """By the framework's own means, without asking manyhands for them."""
     if framework not in NATIVE:

@@ -38,7 +38,7 @@ _ALWAYS: dict[str, Any] = {
     "precision": "auto",
     "shares": None,
     "accumulate": 1,
-    "batch_stats": "per_device",
+    "batch_stats": None,
     "on_nan": "stop",
     "fast": True,
     "compile": None,
@@ -123,7 +123,7 @@ def _add_step(group: Any) -> None:
     option(
         "--batch-stats",
         choices=["per_device", "global"],
-        help="BatchNorm's statistics are of each device's part or of the whole batch; default: per_device",
+        help="BatchNorm's statistics over each device's shard or the whole batch; default: per_device, in jax global",
     )
     option(
         "--on-nan",

@@ -45,7 +45,8 @@ class Step(_Topic):
         accumulate: Gradient accumulation: each device processes its shard in this many micro-batches. Needs less memory
             and gives the same update. Default: 1.
         batch_stats: Whether BatchNorm takes its statistics over each device's shard (``"per_device"``) or over the
-            whole batch (``"global"``). Default: ``"per_device"``.
+            whole batch (``"global"``). Default: None, per device; in JAX a step is one program over the whole batch,
+            so they are always global there.
         on_nan: What to do when the loss is NaN or infinite: ``"stop"`` ends the job and names the step and its samples,
             ``"continue"`` skips that batch. Default: ``"stop"``.
         fast: Allow faster ways to run the step: one CUDA graph, data kept on the device, and what the options below
@@ -60,7 +61,7 @@ class Step(_Topic):
 
     shares: Sequence[float] | Literal["measured"] | None = None
     accumulate: int = 1
-    batch_stats: BatchStats = "per_device"
+    batch_stats: BatchStats | None = None
     on_nan: Literal["stop", "continue"] = "stop"
     fast: bool = True
     compile: bool | None = None
@@ -71,7 +72,8 @@ class Step(_Topic):
     def __post_init__(self) -> None:
         make_plain(self, ("accumulate",), Integral, int)
         check_positive(self, "accumulate")
-        check_choice(self, "batch_stats", ("per_device", "global"))
+        if self.batch_stats is not None:
+            check_choice(self, "batch_stats", ("per_device", "global"))
         check_choice(self, "on_nan", ("stop", "continue"))
         for name in ("fast", "side_lanes", "fused_norms"):
             check_choice(self, name, (True, False))

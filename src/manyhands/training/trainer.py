@@ -23,7 +23,7 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.sources import not_finite
 from manyhands.training.display.display import Display
 from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Schedule
-from manyhands.training.options import Checkpoints, Step, Workers
+from manyhands.training.options import BatchStats, Checkpoints, Step, Workers
 from manyhands.training.result import Result
 from manyhands.training.settings import Precision, Settings
 
@@ -72,6 +72,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
     # Of each framework: its adapter, and the options of topics (or one value of them) that it cannot do, and why.
     backend: ClassVar[Any]
     refused: ClassVar[dict[str, str]] = {}
+    default_batch_stats: ClassVar[BatchStats] = "per_device"
     loss_kinds: ClassVar[tuple[type, ...]] = ()  # of losses, besides functions
     losses_by_name: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = MappingProxyType({})
 
@@ -275,9 +276,10 @@ class BaseTrainer(HyperParameters, abc.ABC):
 
     def _settings_with(self, size: int | None) -> Settings:
         names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size"}
-        return Settings(
-            batch_size=_DEFAULT_BATCH if size is None else size, **{name: self._option(name) for name in names}
-        )
+        chosen = {name: self._option(name) for name in names}
+        if chosen["step"].batch_stats is None:
+            chosen["step"] = dataclasses.replace(chosen["step"], batch_stats=self.default_batch_stats)
+        return Settings(batch_size=_DEFAULT_BATCH if size is None else size, **chosen)
 
 
 # As written here: a reader of the book may put in another __init__.

@@ -284,7 +284,7 @@ def differences(bench: Bench, case: Case) -> Iterator[str]:
     """What is not as it should be."""
     words = words_of(bench.framework)
     kind = words.models[case.model]
-    per_device = kind.mixes and case.options["step"].batch_stats == "per_device" and "batch_stats" not in words.without
+    per_device = kind.mixes and case.options["step"].batch_stats != "global" and "batch_stats" not in words.without
     comparable = not kind.draws and not per_device
     run = bench.new_run()
     three = fit(bench, case, DEVICES, run)

@@ -38,6 +38,19 @@ def adam(framework: str) -> Any:
     return mx.optimizer.Adam
 
 
+def test_the_run_says_whose_batch_statistics_they_are(bench: Bench) -> None:
+    """By default each device's. In JAX a step is one program over the whole batch: what it does not do, it refuses."""
+    run = bench.fit(epochs=1).run
+    recorded = json.loads((Path(run) / "config.json").read_text())["settings"]["step"]["batch_stats"]
+    if bench.framework != "jax":
+        assert recorded == "per_device"
+        bench.mh.Trainer(step=Step(batch_stats="per_device"))
+        return
+    assert recorded == "global"
+    with pytest.raises(BadSettings, match=r"Step\(batch_stats='per_device'\): a step in JAX is one program over"):
+        bench.mh.Trainer(step=Step(batch_stats="per_device"))
+
+
 # The learning rate
 
 

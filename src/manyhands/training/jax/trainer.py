@@ -26,6 +26,7 @@ from manyhands.training.jax.learner import JaxLearner, Job
 from manyhands.training.jax.objective import check_shares, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loop import Loop
+from manyhands.training.options import BatchStats
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.trainer import BaseTrainer, two_parts
@@ -46,7 +47,10 @@ class Trainer(BaseTrainer):
         "parallel": "XLA plans a step as a whole already",
         "shares='measured'": "all devices run in step, JAX does not time them one by one; give one number per device",
         "compile=False": "a step in JAX is always compiled",
+        "batch_stats='per_device'": "a step in JAX is one program over the whole batch, and so are BatchNorm's "
+        "statistics; leave it out, or give 'global'",
     }
+    default_batch_stats: ClassVar[BatchStats] = "global"
 
     def _check_options(self) -> None:
         optimizers.check(self._option("optimizer"), self._option("lr"))

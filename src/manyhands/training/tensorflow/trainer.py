@@ -141,7 +141,7 @@ def _check_settable(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _statistics_over(model: Any, batch_stats: str) -> Iterator[None]:
+def _statistics_over(model: Any, batch_stats: str | None) -> Iterator[None]:
     """Layers take statistics over all replicas or over their own, for the time being."""
     layers = batch_norms(model)
     before = [layer.synchronized for layer in layers]
