@@ -36,7 +36,7 @@ def test_a_resumed_run_is_the_job_that_it_was(tmp_path: Path, capsys: pytest.Cap
         (["--resume", str(run), "--run", str(tmp_path)], "a run goes on in its own folder"),
         (["--run", str(run)], f"manyhands train --resume {run} goes on with it"),
         (["--run", str(run), "--model", "lenet"], "there is a run already"),
-        (["--resume", str(run), "--compile", "--parallel"], "--compile lets a compiler make the step, --parallel"),
+        (["--resume", str(run), "--compile", "--parallel"], "--compile hands the step to a compiler, --parallel"),
     ]
     for given, words in refused:
         assert main(["train", *given]) == 1
