@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+
+if importlib.util.find_spec("torch"):
+    importlib.import_module("manyhands.torch")  # makes the virtual devices, before a file asks whether there are any
 
 # test_guards_changes.py stays: what a trace stands on is noticed also while virtual devices listen to every operation.
 collect_ignore = (
