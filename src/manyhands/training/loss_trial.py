@@ -280,8 +280,8 @@ def _refusal(whole: float, parts: float, size: int, number: int, own_step: bool)
         advice = "return a mean over samples, or a sum and its divisor from training_step: mh.LossSum(total, count)"
     else:
         advice = (
-            "let the loss return one number per sample, or their mean (reduction='none' of a PyTorch or Keras loss "
-            "gives the numbers); or a sum and its divisor, mh.LossSum(total, count)"
+            "let the loss return one number per sample, or their mean (called in it, a PyTorch or Keras loss with "
+            "reduction='none' gives the numbers); or a sum and its divisor, mh.LossSum(total, count)"
         )
     values = f"it is {whole:.6g} for {size} samples, and {parts:.6g} put together from {number} parts of them"
     if math.isclose(whole, parts, rel_tol=1e-4):
