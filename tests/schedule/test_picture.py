@@ -144,6 +144,11 @@ def test_a_block_that_comes_again_is_drawn_once() -> None:
     assert len(boxes(one_lane(graph(chain("mm", "relu", "mm", "relu"))))) == 4  # twice is no pattern
 
 
+def test_branches_that_are_alike_are_not_folded() -> None:
+    branches = [Task("mm", frozenset({0}), frozenset({number})) for number in range(1, 6)]
+    assert len(boxes(one_lane(graph(branches)))) == 5
+
+
 def test_branches_on_one_lane_stand_side_by_side() -> None:
     source = Task("split", writes=frozenset({1}))
     branches = [Task(name, frozenset({1}), frozenset({number})) for number, name in enumerate(("mm", "sin"), 2)]

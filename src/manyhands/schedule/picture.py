@@ -1,7 +1,8 @@
 """A schedule as a picture: a column for each lane, a box for each task, lines for what a task needs.
 
 Views are left out: they compute nothing, and who needs a view needs what it is a view of. So are needs that follow from
-others. A block of tasks that a lane repeats is drawn once, in a frame that says how often:
+others. A block of tasks that is repeated, each time on the results of the last, is drawn once, in a frame with its
+count:
 
     conv relu conv relu conv relu add   ->   [conv relu] x 3, add
 
@@ -46,7 +47,7 @@ def save(schedule: Schedule, path: str | Path) -> Path:
 def svg(schedule: Schedule) -> str:
     groups, names, word = _groups(schedule)
     needs = visible_needs(schedule)
-    blocks, drawn_as = _folded(schedule, groups, list(needs))
+    blocks, drawn_as = _folded(schedule, groups, needs)
     needs = _of_drawn(needs, drawn_as)
     columns, rows = _columns(schedule, groups, needs)
     across = {(need, task) for task, own in needs.items() for need in own if groups[need] != groups[task]}
@@ -100,17 +101,19 @@ def _groups(schedule: Schedule) -> tuple[Sequence[int], list[str], str]:
     return schedule.lane_of, schedule.names(), "lane"
 
 
-def _folded(schedule: Schedule, groups: Sequence[int], tasks: Sequence[int]) -> tuple[list[_Block], dict[int, int]]:
+def _folded(
+    schedule: Schedule, groups: Sequence[int], needs: dict[int, set[int]]
+) -> tuple[list[_Block], dict[int, int]]:
     """The blocks that come again and again, and for each task the one that is drawn in its place."""
-    drawn_as = {task: task for task in tasks}
+    drawn_as = {task: task for task in needs}
     blocks: list[_Block] = []
     position = {task: place for place, task in enumerate(schedule.order)}
     for group in sorted(set(groups)):
-        own = sorted((task for task in tasks if groups[task] == group), key=position.__getitem__)
+        own = sorted((task for task in needs if groups[task] == group), key=position.__getitem__)
         words = [(schedule.graph.tasks[task].name, schedule.graph.tasks[task].detail) for task in own]
         start = 0
         while start < len(own):
-            length, times = _repeated(words, start)
+            length, times = _repeated(words, own, needs, start)
             if times >= _LEAST:
                 blocks.append(_Block(own[start : start + length], times))
                 for number in range(length * times):
@@ -119,17 +122,16 @@ def _folded(schedule: Schedule, groups: Sequence[int], tasks: Sequence[int]) -> 
     return blocks, drawn_as
 
 
-def _repeated(words: Sequence[object], start: int) -> tuple[int, int]:
-    """The length of the block that begins here and comes again at once, and how often; 1, 1 for none.
-
-    >>> _repeated("xababab", 1)
-    (2, 3)
-    """
+def _repeated(words: Sequence[object], tasks: Sequence[int], needs: dict[int, set[int]], start: int) -> tuple[int, int]:
+    """The length of the block that begins here and comes again at once, and how often; 1, 1 for none."""
     best = (1, 1)
     for length in range(1, _LONGEST + 1):
-        block, times = words[start : start + length], 1
-        while len(block) == length and words[start + times * length : start + (times + 1) * length] == block:
-            times += 1
+        times, end = 1, start + length
+        while words[end : end + length] == words[start : start + length] and end + length <= len(words):
+            last = set(tasks[end - length : end])
+            if not any(needs[task] & last for task in tasks[end : end + length]):
+                break  # it is a branch beside the last one
+            times, end = times + 1, end + length
         if times >= _LEAST and length * times > best[0] * best[1]:
             best = (length, times)
     return best
