@@ -91,7 +91,7 @@ def test_several_short_jobs_in_one_program_are_not_warned_of(caplog: pytest.LogC
 def test_models_that_are_none() -> None:
     with pytest.raises(BadSettings, match="no parameters"):
         fit(keras.Sequential([layers.Flatten()]), vectors())
-    with pytest.raises(NotATensor, match=r"keras\.Model"):
+    with pytest.raises(BadSettings, match=r"keras\.Model"):
         fit(lambda X: X, vectors())
 
 
