@@ -66,6 +66,12 @@ def _of_classes(loss: Any) -> bool:
     return is_mean_of_classes(loss) or isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss))
 
 
+_MEAN_OF_SUM = (
+    "the loss has reduction='sum': training minimises its mean over samples, so that the step does not depend on the "
+    "batch size. For the steps of the sum, multiply lr by the batch size"
+)
+
+
 def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
     """Find out how the parts of a batch are put together, where it is processed in parts; refuse what cannot be.
 
@@ -73,6 +79,8 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
     counts. Other losses are tried.
     """
     objective = job.objective
+    if getattr(getattr(objective, "loss", None), "reduction", None) == "sum":
+        job.notes.append(_MEAN_OF_SUM)
     if isinstance(objective, Supervised) and is_mean_of_classes(objective.loss):
         objective.sums = any(_weighs(objective.loss, data) for data in (job.train, job.test) if data is not None)
     elif ranks > 1 or job.settings.step.accumulate > 1:
