@@ -177,7 +177,7 @@ def test_parameters_on_several_contexts_are_each_told() -> None:
     paths = [path for path, _ in backend.model_tensors(net)]
     assert len(set(paths)) == len(paths) == 4
     assert paths[0].endswith(f"weight ({backend.neutral(HERE)})")
-    with pytest.raises(SeveralDevices, match=r"weight \(cpu\(1\)\)"):
+    with pytest.raises(SeveralDevices, match=r"weight \(virtual:1\): virtual:1"):
         mh.device_of(net)
 
 
