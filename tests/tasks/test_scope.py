@@ -14,7 +14,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from support import run_python
+from support import eventually, run_python
 
 from manyhands.errors import EngineError, TaskCancelled, WaitsForItself
 from manyhands.tasks.scope import Future, parallel, task, waitall
@@ -564,11 +564,17 @@ def test_an_interrupt_cancels_and_waits(inside: bool) -> None:
             if inside:
                 futures[-1].result()
 
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    def interrupt() -> None:
+        eventually(
+            lambda: len(ran) > 0 and len(futures) == 200
+        )  # the caller waits; it is not in a callback of Python's
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         body()
-    timer.join()
+    thread.join()
     assert 1 <= len(ran) < 200
     assert all(future.done() for future in futures)
 
