@@ -1,12 +1,13 @@
 """The private names of PyTorch that manyhands uses: here and nowhere else in the package.
 
-Each group says what it is for and why nothing public serves. All were tried with PyTorch 2.11 and 2.13. When a new
+Each group says what it is for and why nothing public serves. All are there in PyTorch 2.11 to 2.13. When a new
 release moves or drops one, this file fails to import, or its test names what is missing: one place to mend. Names of
 Inductor and Dynamo are functions, because importing those takes seconds.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -56,6 +57,11 @@ flash_sdp_enabled = torch._C._get_flash_sdp_enabled
 mem_efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
 cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 
+# As torch.cuda.is_current_stream_capturing, without asking whether CUDA is there; the handle of a device's current
+# stream, whose object takes long to make. None in a build without CUDA.
+is_current_stream_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 # Operations over lists of tensors, one kernel for all: what PyTorch's own optimizers use.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -98,19 +104,9 @@ def write_count(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def is_current_stream_capturing() -> bool:
-    """As torch.cuda.is_current_stream_capturing, without asking whether CUDA is there."""
-    return bool(torch._C._cuda_isCurrentStreamCapturing())
-
-
-def raw_stream(device: int) -> int:
-    """The handle of a device's current stream; the stream object itself takes long to make."""
-    return int(torch._C._cuda_getCurrentRawStream(device))
-
-
-def replay_cuda_graph(graph: Any) -> None:
-    """As graph.replay(), without its detour through Python."""
-    torch._C._CUDAGraph.replay(graph)
+def cuda_graph_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """What replays a graph: graph.replay without its detour through Python."""
+    return functools.partial(torch._C._CUDAGraph.replay, graph)
 
 
 def aot_autograd(**compilers: Any) -> Callable[..., Callable[..., Any]]:

@@ -160,7 +160,7 @@ class GraphRun:
             for copies in (copies_in, copies_out):
                 if copies is not None:
                     copies.find(graph)
-        replay = functools.partial(compat.replay_cuda_graph, graph)  # without a detour through Python
+        replay = compat.cuda_graph_replay(graph)
         return _Captured(graph, outputs, copies_in, copies_out, replay)
 
     def _as_before(self, outputs: list[Any]) -> list[Any]:
