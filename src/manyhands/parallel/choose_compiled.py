@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
+from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.way import AS_WRITTEN
@@ -18,7 +18,11 @@ from manyhands.schedule.timing import in_turns
 
 
 def better(
-    planned: Planned, backend: Any, found: Any, choose: Callable[[Any], Planned], seconds_of: Callable[[Planned], float]
+    planned: Planned,
+    backend: Planning[TraceT, CallT, DevicesT, PlanT],
+    found: TraceT,
+    choose: Callable[[TraceT], Planned],
+    seconds_of: Callable[[Planned], float],
 ) -> Planned:
     """The better of what was planned and of a plan of the same with compiled regions; it tells of both.
 

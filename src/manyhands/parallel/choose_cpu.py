@@ -11,11 +11,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay, Run, TraceT, Value
 from manyhands.errors import first_line
 from manyhands.parallel.equality import Judge
-from manyhands.parallel.plan import Limit, Planned, Run, why_too_large
+from manyhands.parallel.plan import Limit, Planned, why_too_large
 from manyhands.parallel.way import AS_WRITTEN, Exactness, Means, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph
@@ -33,7 +33,13 @@ _BUDGET = 1.0  # seconds for all rounds: the least number of them may take longe
 
 
 def choose(
-    best: Planned, backend: Any, call: Any, found: Any, measured: Graph, limit: Limit, replaying: Callable[[Any], Run]
+    best: Planned,
+    backend: Planning[TraceT, CallT, DevicesT, PlanT],
+    call: CallT,
+    found: TraceT,
+    measured: Graph,
+    limit: Limit,
+    replaying: Callable[[Replay], Run],
 ) -> None:
     """Measure the candidates and put the fastest that is right into ``best``, which holds plain execution."""
     plainly = best.run
@@ -49,7 +55,7 @@ def choose(
     best.schedule = one_lane(measured)
     ways: dict[Way, _Candidate] = {AS_WRITTEN: (plainly, best.schedule, count, None)}
 
-    def add(way: Way, run: Run, made: Schedule, threads: int, results: Any) -> None:
+    def add(way: Way, run: Run, made: Schedule, threads: int, results: Sequence[Value]) -> None:
         refused, exactness = judge.refused(results)
         if refused is not None:
             best.notes.append(f"{way} is not used: {refused}")
@@ -89,7 +95,13 @@ def _peak(made: Schedule, footprint: Footprint) -> int:
     return peak(made.graph.tasks, footprint, moments(made, wait_seconds=HANDOVER))
 
 
-def synchronously(best: Planned, backend: Any, found: Any, measured: Graph, replaying: Callable[[Any], Run]) -> None:
+def synchronously(
+    best: Planned,
+    backend: Planning[TraceT, CallT, DevicesT, PlanT],
+    found: TraceT,
+    measured: Graph,
+    replaying: Callable[[Replay], Run],
+) -> None:
     """The order of the schedule with the most lanes, in the caller's thread: for debugging."""
     _, best.schedule = better(measured, max(2, backend.threads()))
     check(best.schedule)

@@ -7,11 +7,11 @@ plain execution is always among them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay, Run, TraceT
 from manyhands.errors import first_line
 from manyhands.parallel.equality import Judge
-from manyhands.parallel.plan import Limit, Planned, Run, why_too_large
+from manyhands.parallel.plan import Limit, Planned, why_too_large
 from manyhands.parallel.way import AS_WRITTEN, Means, Way
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph
@@ -31,7 +31,14 @@ _SHORT = 0.05  # seconds; longer than that, the host does not disturb
 
 
 def choose(
-    best: Planned, backend: Any, call: Any, found: Any, device: Any, measured: Graph, limit: Limit, replaying: Any
+    best: Planned,
+    backend: Planning[TraceT, CallT, DevicesT, PlanT],
+    call: CallT,
+    found: TraceT,
+    device: DevicesT,
+    measured: Graph,
+    limit: Limit,
+    replaying: Callable[[Replay], Run],
 ) -> None:
     """Try plain execution, one lane, and the plans that promise more; put the fastest that is right into ``best``.
 
@@ -104,7 +111,9 @@ def _peak(made: Schedule, footprint: Footprint, let_go: Mapping[int, int]) -> in
     return peak(made.graph.tasks, footprint, one_after_the_other(made.order), let_go)
 
 
-def ways(backend: Any, found: Any, measured: Graph, best: Planned) -> list[tuple[Way, Schedule]]:
+def ways(
+    backend: Planning[TraceT, CallT, DevicesT, PlanT], found: TraceT, measured: Graph, best: Planned
+) -> list[tuple[Way, Schedule]]:
     """What is tried: graphs where they can be captured, streams where the host or several GPUs take part."""
     tried: list[tuple[Way, Schedule]] = []
     some = candidates(measured)

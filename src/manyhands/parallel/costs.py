@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.schedule.task import Task
 
 _FORMAT = 1
@@ -56,13 +57,13 @@ class Costed:
         )
 
 
-def costs(backend: Any, found: Any, device: Any) -> Costed:
+def costs(backend: Planning[TraceT, CallT, DevicesT, PlanT], found: TraceT, device: DevicesT | None) -> Costed:
     """The tasks of a trace with what each costs on this machine."""
-    tasks: list[Task] = backend.tasks(found, device)
+    tasks = backend.tasks(found, device)
     known = Remembered(backend.hardware(device))
     costs_of: dict[str, Cost] = {}
     counts = dict.fromkeys(("measured", "remembered", "estimated"), 0)
-    rates: Any = None
+    rates: tuple[float, float] | None = None
     end = time.monotonic() + _BUDGET
     result = []
     for number, (task, key) in enumerate(zip(tasks, backend.cost_keys(found), strict=True)):

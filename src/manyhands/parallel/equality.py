@@ -9,22 +9,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Generic, Self
 
+from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay, Run, TraceT, Value
 from manyhands.errors import CannotBeExact, first_line
 from manyhands.parallel.way import TO_THE_BIT, Exactness, close
 
 
-class Judge:
+class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
     """Compares the results of ways to run a trace with those of plain execution, which are ``expected``."""
 
-    def __init__(self, backend: Any, found: Any, call: Any, expected: Sequence[Any], notes: list[str]) -> None:
+    def __init__(
+        self,
+        backend: Planning[TraceT, CallT, DevicesT, PlanT],
+        found: TraceT,
+        call: CallT,
+        expected: Sequence[Value],
+        notes: list[str],
+    ) -> None:
         """What is in the way of a better comparison is told in ``notes``."""
         self._backend, self._found, self._call = backend, found, call
         self._expected, self._notes = expected, notes
 
     @classmethod
-    def of(cls, backend: Any, found: Any, call: Any, plainly: Any, notes: list[str]) -> Judge:
+    def of(
+        cls,
+        backend: Planning[TraceT, CallT, DevicesT, PlanT],
+        found: TraceT,
+        call: CallT,
+        plainly: Run,
+        notes: list[str],
+    ) -> Self:
         """With plain execution's results for numbers that tell ways apart, where the function takes such numbers."""
         told = backend.telling(call)
         if told is not call:
@@ -37,15 +52,15 @@ class Judge:
                 )
         return cls(backend, found, call, backend.expected(found, call, plainly), notes)
 
-    def results_of(self, run: Any) -> Any:
+    def results_of(self, run: Replay) -> list[Value]:
         """What a run gives for the same numbers."""
         return self._backend.observed(self._found, self._call, run)
 
-    def results_of_function(self, function: Any) -> Any:
+    def results_of_function(self, function: Run) -> list[Value]:
         """What another way of plain execution gives for them."""
         return self._backend.expected(self._found, self._call, function)
 
-    def refused(self, results: Sequence[Any]) -> tuple[str | None, Exactness]:
+    def refused(self, results: Sequence[Value]) -> tuple[str | None, Exactness]:
         """Why results are not right, or None; and how close they are."""
         if self._backend.overlapping(results) - self._backend.overlapping(self._expected):
             return "two of its results share memory", Exactness(False, "not comparable")
@@ -63,12 +78,12 @@ class Judge:
         return f"its results differ by {difference:.1e}" if refused else None, close(difference)
 
     @functools.cached_property
-    def _exact(self) -> list[Any] | None:
+    def _exact(self) -> list[Value] | None:
         """Exact results; None for operations as they are, and where there are none."""
         if self._found.as_written is None:
             return None
         try:
-            found: list[Any] = self._backend.exact(self._found, self._call)
+            found = self._backend.exact(self._found, self._call)
         except CannotBeExact as error:
             self._tell(error)
             return None

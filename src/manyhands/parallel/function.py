@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from manyhands.backends.planning import AnyPlanning, Call, Replay, Run, Trace
 from manyhands.errors import CannotTrace, ChangesOutside, EngineError, NotYet, first_line
 from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
 from manyhands.parallel.arguments import must_allow_memory
 from manyhands.parallel.costs import costs
 from manyhands.parallel.interface import ParallelFunction
-from manyhands.parallel.plan import Limit, Planned, Run
+from manyhands.parallel.plan import Limit, Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.side_effects import Effects
 from manyhands.parallel.way import AS_WRITTEN
@@ -41,7 +42,7 @@ class Parallel(ParallelFunction):
     def __init__(
         self,
         function: Callable[..., Any],
-        backend: Any,
+        backend: AnyPlanning,
         *,
         reuse_outputs: bool = False,
         memory: float = _MEMORY,
@@ -75,14 +76,14 @@ class Parallel(ParallelFunction):
             self._remember(planned, call)
         return planned.run(*call.given)
 
-    def _remember(self, planned: Planned, call: Any) -> None:
+    def _remember(self, planned: Planned, call: Call) -> None:
         if planned.fits is None:
             planned.fits = self.backend.recogniser(call)
         if planned.fits is not None:
             others = [one for one in self._recent if one is not planned]
             self._recent = (planned, *others[: _RECENT - 1])
 
-    def _plan_anew(self, call: Any) -> Planned:
+    def _plan_anew(self, call: Call) -> Planned:
         if not self._plans.is_worth_one(call.signature):
             return Planned(self._plainly, notes=[NEVER_AGAIN], again=True)
         count = self._plans.count(call.signature)
@@ -118,7 +119,7 @@ class Parallel(ParallelFunction):
 
     # Planning
 
-    def _plan(self, call: Any, *, first: bool) -> Planned:
+    def _plan(self, call: Call, *, first: bool) -> Planned:
         """``first``: of this signature; what is made outside at the first call may be there at the next."""
         try:
             with _tracing, Effects(refuse=True) as effects, scope.at_once():
@@ -154,7 +155,7 @@ class Parallel(ParallelFunction):
     def _plainly(self, _: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.function(*arguments, **keywords)
 
-    def _choose(self, call: Any, found: Any, device: Any) -> Planned:
+    def _choose(self, call: Call, found: Trace, device: object | None) -> Planned:
         """Plan the trace, and keep the fastest way that is right."""
         backend = self.backend
         costed = costs(backend, found, device)
@@ -170,10 +171,15 @@ class Parallel(ParallelFunction):
         else:
             choose_gpu.choose(best, backend, call, found, device, measured, limit, replaying)
         best.advice = explain.advice(measured, backend.cost_keys(found), functools.partial(backend.batch_hint, found))
-        best.timed = lambda: backend.timed(found, backend.plan_of(best.schedule), device, best.threads)
+
+        def timed() -> Sequence[tuple[float, float]]:
+            assert best.schedule is not None
+            return backend.timed(found, backend.plan_of(best.schedule), device, best.threads)
+
+        best.timed = timed
         return best
 
-    def _replaying(self, planned: Planned, found: Any, run: Any) -> Run:
+    def _replaying(self, planned: Planned, found: Trace, run: Replay) -> Run:
         """Replay a run; a call that fails is done again plainly, and so is every call after one without memory.
 
         Plain execution raises what the function raises, or takes the branch that the function has for an error.
@@ -198,7 +204,7 @@ class Parallel(ParallelFunction):
                 if without_memory := backend.is_out_of_memory(error):
                     planned.notes.append(f"{planned.how} ran out of memory: plain execution from then on ({error})")
             # Only here has the failed run let go of its memory.
-            if random:
+            if before is not None:
                 backend.set_random_state(random, before)
             if without_memory:
                 planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None

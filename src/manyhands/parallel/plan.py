@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.backends.planning import Run
 from manyhands.parallel.costs import Costed
 from manyhands.parallel.plan_cache import Standing
 from manyhands.parallel.way import AS_WRITTEN, Exactness, Way
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint, Peaks, megabytes
-
-# How a call is run: its tensors, and the arguments as they were given.
-Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass

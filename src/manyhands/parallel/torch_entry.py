@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from manyhands.backends.torch import dynamo, planning, threads_and_modes
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
+
+if TYPE_CHECKING:  # the type checker holds the module to the protocol
+    from manyhands.backends.planning import Planning
+    from manyhands.backends.torch.capture.call import Call
+    from manyhands.backends.torch.capture.trace import Trace
+    from manyhands.backends.torch.run.codegen import Plan
+    from manyhands.backends.torch.run.streams import Gpus
+
+    _PLANNING: Planning[Trace, Call, Gpus, Plan] = planning
 
 
 class _Open(Scope):

@@ -23,6 +23,7 @@ from torch.fx import Node
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run.bindings import into_memory, native
 from manyhands.generated import function
+from manyhands.schedule.lanes import Schedule
 
 _aten = torch.ops.aten
 
@@ -41,7 +42,7 @@ class Plan:
     waits: Mapping[int, tuple[int, ...]]
 
 
-def plan_of(schedule: Any) -> Plan:
+def plan_of(schedule: Schedule) -> Plan:
     """What matters here of a schedule."""
     return Plan([lane.device for lane in schedule.lanes], schedule.lane_of, schedule.order, schedule.waits)
 

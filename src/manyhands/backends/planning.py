@@ -1,0 +1,218 @@
+"""The seam between the planner and a framework: what ``parallel(fn)`` asks of a framework whose functions it plans.
+
+Today that is PyTorch (:mod:`manyhands.backends.torch.planning`); the others have planners of their own, and a smaller
+seam (:mod:`manyhands.backends.runtime`). The planner never looks into a trace, a call, a plan or a device of the
+framework: it hands them back. They are the four type variables here; what it does ask of them are small protocols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+from manyhands.backends.exactness import Verdict
+from manyhands.schedule.lanes import Schedule
+from manyhands.schedule.task import Task
+
+# What a user's function takes and gives can be anything.
+Value = Any
+# How a call is run: its tensors, and the arguments as they were given.
+Run = Callable[[Sequence[Value], tuple[Value, ...], dict[str, Value]], Value]
+
+
+class Call(Protocol):
+    """One call of a function."""
+
+    @property
+    def signature(self) -> tuple[Value, ...]:
+        """What has to be the same for another call to be run in the same way."""
+
+    @property
+    def tensors(self) -> Sequence[Value]: ...
+
+    @property
+    def given(self) -> tuple[Sequence[Value], tuple[Value, ...], dict[str, Value]]:
+        """What a run takes."""
+
+
+class Trace(Protocol):
+    """A captured function."""
+
+    @property
+    def tasks(self) -> Sequence[Task]: ...
+
+    @property
+    def holds(self) -> Callable[[], bool]:
+        """Whether all that it depends on outside its arguments is as it was."""
+
+    @property
+    def changed(self) -> Callable[[], str | None]:
+        """What of that is not, in words."""
+
+    @property
+    def close(self) -> float:
+        """How far results may be from plain execution's, where another kernel adds in another order."""
+
+    @property
+    def as_written(self) -> object | None:
+        """The trace without compiled regions, where this one has some."""
+
+
+class Replay(Protocol):
+    """A plan that can be run."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several threads may run it at once."""
+
+    def replay(self, inputs: Sequence[Value]) -> list[Value]:
+        """Run it; the results as a flat list."""
+
+
+TraceT = TypeVar("TraceT", bound=Trace)
+CallT = TypeVar("CallT", bound=Call)
+DevicesT = TypeVar("DevicesT")
+PlanT = TypeVar("PlanT")
+
+
+class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
+    """All that the planner asks. Devices are None where there is only the CPU."""
+
+    # Capture
+
+    def call(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> CallT:
+        """The call with these arguments."""
+
+    def recogniser(self, one: CallT) -> Callable[..., list[Value] | None] | None:
+        """What tells quickly whether another call is like this one, and gives its tensors; None where none can."""
+
+    def trace(self, function: Callable[..., Value], one: CallT) -> TraceT:
+        """The function as tasks; :class:`~manyhands.errors.CannotTrace` says why there are none."""
+
+    def fuse(self, found: TraceT) -> TraceT:
+        """The trace with runs of small operations compiled; :class:`~manyhands.errors.CannotFuse` says why not."""
+
+    # Facts
+
+    def device_of(self, one: CallT, found: TraceT) -> DevicesT | None: ...
+
+    def tasks(self, found: TraceT, device: DevicesT | None) -> list[Task]:
+        """Its tasks as they are run there."""
+
+    def footprint(self, found: TraceT) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
+        """The bytes of each memory, the memories that are given, and those of the results."""
+
+    def copied_bytes(self, tensors: Sequence[Value]) -> int:
+        """Of arguments that a captured graph has to copy."""
+
+    def device_memory(self, devices: DevicesT | None) -> int:
+        """Bytes in all."""
+
+    def batch_hint(self, found: TraceT, number: int) -> str | None:
+        """What a task could be batched to, if several like it stand side by side."""
+
+    def why_no_graph(self, trace: TraceT) -> str | None: ...
+
+    def copies_or_computes_on_host(self, trace: TraceT) -> bool: ...
+
+    # Costs
+
+    def hardware(self, device: DevicesT | None) -> str:
+        """What costs depend on: processors, versions, settings."""
+
+    def cost_keys(self, found: TraceT) -> list[str]:
+        """For each task a key that tasks of the same cost share."""
+
+    def measured(self, found: TraceT, number: int, device: DevicesT | None) -> tuple[float, float] | None:
+        """Seconds of a task and the share of the device that it fills."""
+
+    def rates(self, device: DevicesT | None) -> tuple[float, float]:
+        """Operations and bytes a second."""
+
+    def estimated(
+        self, found: TraceT, number: int, device: DevicesT | None, known: tuple[float, float]
+    ) -> tuple[float, float]:
+        """As ``measured``, from the rates."""
+
+    # Runs
+
+    def plan_of(self, schedule: Schedule) -> PlanT:
+        """What the framework needs of a schedule."""
+
+    def let_go_at(self, trace: TraceT, plan: PlanT) -> Mapping[int, int]:
+        """For each memory the task after which a run frees it."""
+
+    def threads(self) -> int: ...
+
+    def thread_run(self, found: TraceT, plan: PlanT, count: int) -> Replay: ...
+
+    def synchronous_run(self, found: TraceT, plan: PlanT) -> Replay: ...
+
+    def with_threads(self, run: Run, count: int) -> Run: ...
+
+    def graph_run(
+        self, found: TraceT, plan: PlanT, tensors: Sequence[Value], devices: DevicesT, *, reuse_outputs: bool = ...
+    ) -> Replay: ...
+
+    def stream_run(
+        self, found: TraceT, plan: PlanT, tensors: Sequence[Value], devices: DevicesT, *, reuse_outputs: bool = ...
+    ) -> Replay: ...
+
+    def together(self, trace: TraceT) -> Callable[[Sequence[Value]], Value]:
+        """What puts the flat results together to what the function gives."""
+
+    def mixing(self, found: TraceT) -> Callable[[Sequence[Value]], bool] | None:
+        """Whether arguments share memory with tensors from outside in a way that a schedule knows nothing of."""
+
+    def timed(
+        self, found: TraceT, plan: PlanT, devices: DevicesT | None, threads: int
+    ) -> Sequence[tuple[float, float]]:
+        """When each task of a run began and ended."""
+
+    def seconds(
+        self, run: Callable[[], object], device: DevicesT | None, put_back: Callable[[], None], repeats: int = ...
+    ) -> float: ...
+
+    # Trials
+
+    def untouched(self, found: TraceT, tensors: Sequence[Value]) -> AbstractContextManager[Callable[[], None]]:
+        """Trying a function leaves nothing behind; gives what puts back what was written so far."""
+
+    def telling(self, one: CallT) -> CallT:
+        """The call with numbers that tell ways apart, where its own are all the same."""
+
+    def expected(self, found: TraceT, one: CallT, plainly: Run) -> list[Value]:
+        """What plain execution gives and leaves behind."""
+
+    def observed(self, found: TraceT, one: CallT, run: Replay) -> list[Value]:
+        """The same of a run."""
+
+    def exact(self, found: TraceT, one: CallT) -> list[Value]:
+        """The same in float64."""
+
+    def verdict(
+        self, found: TraceT, one: CallT, ours: Sequence[Value], plain: Sequence[Value], exactly: Sequence[Value]
+    ) -> Verdict: ...
+
+    def equal(self, one: Sequence[Value], other: Sequence[Value]) -> tuple[bool, float]:
+        """Whether results are the same to the bit, and their largest relative difference."""
+
+    def overlapping(self, values: Sequence[Value]) -> set[tuple[int, int]]:
+        """Which results lie in the same bytes."""
+
+    # Failures and random numbers
+
+    def is_out_of_memory(self, error: BaseException) -> bool: ...
+
+    def can_be_repeated(self, found: TraceT, error: BaseException) -> bool: ...
+
+    def random_devices(self, found: TraceT) -> list[str]: ...
+
+    def random_state(self, devices: Sequence[str]) -> list[Value]: ...
+
+    def set_random_state(self, devices: Sequence[str], states: Sequence[Value]) -> None: ...
+
+
+# Of whatever framework.
+AnyPlanning = Planning[Any, Any, Any, Any]
