@@ -162,7 +162,7 @@ ALREADY_CONFIGURED = """
     with tf.device("CPU:1"):
         x = tf.constant(1.0)
     from manyhands import tensorflow as mh
-    assert str(mh._backend.neutral(mh.device_of(x))) == "cpu:1"
+    assert str(mh._backend.neutral(mh.device_of(x))) == "virtual:1"
     assert mh.virtual_devices(2) == [mh.gpu(0), mh.gpu(1)]
     assert mh.device_of(x) == mh.gpu(1)
 """

@@ -46,6 +46,6 @@ def test_an_update_is_compared_by_what_it_changes(wrong: str) -> None:
         ours[place] = plain[place] + change
     elif wrong == "it is transposed":
         ours[place] = before + change.t()
-    refused, words = Judge(backend, fused, call, plain, []).refused(ours)
+    refused, exactness = Judge(backend, fused, call, plain, []).refused(ours)
     assert (refused is None) == (wrong == "nothing")
-    assert "as exact as" in words if refused is None else "times as far from exact results" in refused
+    assert "as exact as" in exactness.words if refused is None else "times as far from exact results" in refused

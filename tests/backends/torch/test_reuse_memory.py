@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ def run_of(function: Callable[..., Any], lanes: int, *given: Any) -> tuple[Any, 
     made = schedule(tasks, lanes_for(tasks, lanes))
     check(made)
     run = ThreadRun(found, planning.plan_of(made), lanes)
-    return run, [line.strip() for line in run._code.lines if "out=" in line]
+    return run, [line.strip() for line in linecache.getlines(run._code.filename) if "out=" in line]
 
 
 def chains(*xs: torch.Tensor) -> list[torch.Tensor]:
