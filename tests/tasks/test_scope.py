@@ -565,9 +565,8 @@ def test_an_interrupt_cancels_and_waits(inside: bool) -> None:
                 futures[-1].result()
 
     def interrupt() -> None:
-        eventually(
-            lambda: len(ran) > 0 and len(futures) == 200
-        )  # the caller waits; it is not in a callback of Python's
+        # The caller waits then. In a callback of Python's, of a weak reference say, an interrupt would be lost.
+        eventually(lambda: len(ran) > 0 and len(futures) == 200)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -33,6 +33,7 @@ class _Working(threading.local):
 
 
 _working = _Working()
+_WAIT = 1.0  # seconds of one wait
 
 
 class Crew:
@@ -254,7 +255,7 @@ class Crew:
                     me.waits_for = None
             elif job.over:
                 return
-            elif not bell.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
+            elif not _rings(bell, end):
                 with self._lock:
                     late = bell not in bells  # it was rung after all
                     if not late:
@@ -293,6 +294,19 @@ class Crew:
         self._enter_done()
         for thread in self._threads if join else ():
             thread.join()
+
+
+def _rings(bell: threading.Lock, end: float | None) -> bool:
+    """Wait for a bell, at most until a moment.
+
+    Python looks for interrupts between two waits: one that comes right before a wait does not end it.
+    """
+    while True:
+        left = _WAIT if end is None else min(_WAIT, max(0.0, end - time.monotonic()))
+        if bell.acquire(timeout=left):
+            return True
+        if end is not None and time.monotonic() >= end:
+            return False
 
 
 def _bell() -> threading.Lock:
