@@ -128,7 +128,7 @@ def test_a_worker_that_hangs_is_named_with_its_stack() -> None:
     with pytest.raises(WorkerFailed, match=r"rank [01] \(cpu\) made no step") as caught:
         fit(
             SumsUp(COUNT), OneHot(COUNT, Harm("hang", 17)), batch_size=4, max_epochs=1, loss=answer_itself,
-            workers=Workers(per_device=2, hang_seconds=0.5),
+            workers=Workers(per_device=2, hang_seconds=2),
         )  # fmt: skip
     text = str(caught.value)
     assert text.count("made no step") == 1
