@@ -18,9 +18,9 @@ from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import note, outcome
-from manyhands.training.tensorflow import loss_trial, losses
-from manyhands.training.tensorflow.batch_parts import checked_answer, parts_of
 from manyhands.training.tensorflow.function import Function
+from manyhands.training.tensorflow.loss import keras_losses, trial
+from manyhands.training.tensorflow.loss.batch_parts import checked_answer, parts_of
 from manyhands.training.tensorflow.objective import ClassScores, Objective, Supervised
 
 _FEW = 2
@@ -105,11 +105,11 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
         return note("the loader can be read only once")
     data = samples if isinstance(samples, Arrays) else Arrays(samples)
     try:
-        why, seen = loss_trial.check(Function(model, objective, 0), data)
+        why, seen = trial.check(Function(model, objective, 0), data)
         seen = seen if isinstance(train, Arrays) else "the first batch of the loader"
         return outcome(why, None if _is_of_keras(objective) else seen)
     except BadSettings as error:
-        if isinstance(objective, Supervised) and (name := losses.of_whole_batch(objective.loss.loss)):
+        if isinstance(objective, Supervised) and (name := keras_losses.of_whole_batch(objective.loss.loss)):
             raise BadSettings(
                 f"{name} of Keras is one ratio over all samples of a batch, and on several devices, or with "
                 "accumulate, a batch is processed in parts: train on one device, with accumulate=1. With the axes of a "
@@ -123,7 +123,7 @@ def _is_of_keras(objective: Objective) -> bool:
     """Whether the loss is known, so that no sample can weigh otherwise than those that were tried."""
     if isinstance(objective, ClassScores):
         return not objective.own
-    return isinstance(objective, Supervised) and losses.are_of_keras(objective.loss.loss)
+    return isinstance(objective, Supervised) and keras_losses.are_of_keras(objective.loss.loss)
 
 
 # A few samples

@@ -26,7 +26,7 @@ from tensorflow.python.distribute import distribute_lib
 
 from manyhands.training.data.sources import Batch
 from manyhands.training.python_attributes import Attributes
-from manyhands.training.tensorflow.losses import Losses
+from manyhands.training.tensorflow.loss.keras_losses import Losses
 from manyhands.training.tensorflow.objective import Objective
 
 _OF_EVERY_MODEL = frozenset(vars(keras.Model())) | frozenset(vars(keras.Layer()))

@@ -23,10 +23,11 @@ from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Array, Arrays, Source
 from manyhands.training.learner import Saved
 from manyhands.training.running_sums import Figures
-from manyhands.training.tensorflow import compiled, naming, optimizers
+from manyhands.training.tensorflow import naming, optimizers
 from manyhands.training.tensorflow.feed import Feed, Given
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.job import Job
+from manyhands.training.tensorflow.loss import compiled_settings
 from manyhands.training.tensorflow.objective import Supervised
 from manyhands.training.tensorflow.step import BAD_STEP, COUNT, LOSS, MOST_SUMS, RIGHT, Step
 from manyhands.training.tensorflow.world import World
@@ -72,7 +73,7 @@ class KerasLearner:
         self._share_weights()
 
     def _first_notes(self) -> list[str]:
-        notes = self.job.notes + compiled.notes(self.job.model)
+        notes = self.job.notes + compiled_settings.notes(self.job.model)
         if normalises(self.job.layers) and self.world.replicas > 1:
             over = "the whole batch" if self.step_of.all_take_part else "each device's shard"
             notes.append(f"batch normalisation takes its statistics over {over}")

@@ -13,9 +13,9 @@ from keras.src.models.functional import Functional
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Batch
-from manyhands.training.tensorflow.batch_parts import Parts, checked_answer, parts_of
 from manyhands.training.tensorflow.book.module import Module, cross_entropy
-from manyhands.training.tensorflow.losses import KerasLoss, Losses, as_keras, reduced
+from manyhands.training.tensorflow.loss.batch_parts import Parts, checked_answer, parts_of
+from manyhands.training.tensorflow.loss.keras_losses import KerasLoss, Losses, as_keras, reduced
 
 Accuracy = Callable[[Any, Any], Any]
 
@@ -146,7 +146,7 @@ def right_answers(answer: Any, target: Any) -> Any:
 
 def objective_for(model: Any, loss: Any) -> Objective:
     """``model`` is the caller's, ``loss`` the trainer's option."""
-    from manyhands.training.tensorflow import compiled
+    from manyhands.training.tensorflow.loss import compiled_settings
 
     if loss is not None:
         return Supervised(KerasLoss(loss, output_names=_output_names(model)))
@@ -154,11 +154,11 @@ def objective_for(model: Any, loss: Any) -> Objective:
         return ClassScores(own=type(model).loss is not Module.loss)  # the same step, with the answers at hand
     if hasattr(model, "training_step"):
         return OwnStep()
-    if compiled.has_own_compute_loss(model):
-        return OwnComputeLoss(compiled.accuracy(model))
+    if compiled_settings.has_own_compute_loss(model):
+        return OwnComputeLoss(compiled_settings.accuracy(model))
     if getattr(model, "compiled", False) and model.loss is not None:
         weights = model._compile_loss._user_loss_weights
-        return Supervised(KerasLoss(model.loss, weights, _output_names(model)), compiled.accuracy(model))
+        return Supervised(KerasLoss(model.loss, weights, _output_names(model)), compiled_settings.accuracy(model))
     return ClassScores()
 
 

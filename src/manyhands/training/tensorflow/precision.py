@@ -13,7 +13,7 @@ from keras.src.models.functional import Functional
 
 from manyhands.errors import BadSettings
 from manyhands.training.data.sources import Batch
-from manyhands.training.tensorflow.batch_parts import answer_of, parts_of
+from manyhands.training.tensorflow.loss.batch_parts import answer_of, parts_of
 
 _POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 

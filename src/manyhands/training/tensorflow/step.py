@@ -25,7 +25,7 @@ from manyhands.training.data.sources import Array, Batch
 from manyhands.training.settings import Settings
 from manyhands.training.tensorflow import optimizers
 from manyhands.training.tensorflow.function import Function
-from manyhands.training.tensorflow.losses import Losses
+from manyhands.training.tensorflow.loss.keras_losses import Losses
 
 Prepare = Callable[[Batch], Batch]
 

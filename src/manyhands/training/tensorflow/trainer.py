@@ -19,9 +19,10 @@ from manyhands.training.display.display import Display
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.tensorflow import checks, compiled, losses, meeting, optimizers, precision, world
+from manyhands.training.tensorflow import checks, meeting, optimizers, precision, world
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
+from manyhands.training.tensorflow.loss import compiled_settings, keras_losses
 from manyhands.training.tensorflow.objective import objective_for
 from manyhands.training.trainer import BaseTrainer, two_parts
 
@@ -51,7 +52,7 @@ class Trainer(BaseTrainer):
                 "function from how much of the training is done (0 to 1) to a factor of the learning rate"
             )
         optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
-        losses.check_names(self._option("loss"))
+        keras_losses.check_names(self._option("loss"))
         meeting.read_tf_config()
         if launcher.size() > 1:  # now: TensorFlow sets up a job of several processes before its first tensor or never
             devices = self._option("devices")
@@ -81,14 +82,14 @@ class Trainer(BaseTrainer):
     def _job(self, model: Any, settings: Settings, run: RunPlan | None, resume: Path | None) -> Job:
         checks.check_model(model)
         loss = self._option("loss")
-        compiled.check(model, loss=loss, tests=self.test_source is not None)
+        compiled_settings.check(model, loss=loss, tests=self.test_source is not None)
         checks.materialise(model, self.train_source)
         schedule = self._option("schedule")
         optimizer = optimizers.optimizer_for(self._option("optimizer"), model, settings.lr)
         if schedule is not None:
             _check_settable(optimizer)
         layers = precision.in_precision(model, settings.precision, checks.few_samples(self.train_source, 2))
-        compiled.check_precision(layers)
+        compiled_settings.check_precision(layers)
         objective = objective_for(model, loss)
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         return Job(

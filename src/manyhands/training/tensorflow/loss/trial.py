@@ -20,7 +20,7 @@ from manyhands.training.data import loader_randomness
 from manyhands.training.data.sources import Arrays
 from manyhands.training.loss_trial import Pass, Term
 from manyhands.training.tensorflow.function import Function
-from manyhands.training.tensorflow.losses import Losses
+from manyhands.training.tensorflow.loss.keras_losses import Losses
 from manyhands.training.tensorflow.objective import OwnStep
 
 
