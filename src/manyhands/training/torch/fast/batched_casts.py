@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.compat import TorchDispatchMode
-from manyhands.training.torch.fast.storage import is_view, memories_of, memory_of, written_by
+from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
+from manyhands.training.torch.fast.storage import is_view, memories_of, written_by
 
 _aten = torch.ops.aten
 
@@ -56,9 +56,9 @@ class AtOnce(TorchDispatchMode):
         if func is _aten._to_copy.default and _is_cast_of_weight(args, kwargs):
             return self._cast(func, args[0], kwargs["dtype"])
         if func is _aten.add_.Tensor and not kwargs and _is_count(*args):
-            if memory_of(args[0]) in self._counts:
+            if memory_id(args[0]) in self._counts:
                 self._count()
-            self._counts[memory_of(args[0])] = args[0]
+            self._counts[memory_id(args[0])] = args[0]
             return args[0]
         if self._counts and not is_view(func) and self._counts.keys() & memories_of((args, kwargs)):
             self._count()
@@ -68,7 +68,7 @@ class AtOnce(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _cast(self, func: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        number = memory_of(weight)
+        number = memory_id(weight)
         self._now[number] = weight, dtype
         if self._ahead is None:
             self._ahead = self._all_casts(weight.device, dtype)
@@ -81,7 +81,7 @@ class AtOnce(TorchDispatchMode):
         of_old = {
             number: weight
             for number, (weight, into) in self._before.items()
-            if into is dtype and weight.device == device and memory_of(weight) == number
+            if into is dtype and weight.device == device and memory_id(weight) == number
         }
         if not of_old:
             return {}

@@ -314,7 +314,7 @@ class GraphStep:
         gradients = [one.grad for one in self._eager.parameters if one.grad is not None]
         if not is_clean([loss.detach(), *gradients, *self._eager.model.buffers()]):
             why = "the model's own, or something reads memory past PyTorch"
-            raise RuntimeError(f"a loss, gradient or buffer is no number: {why}")
+            raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
 
     def _as_written(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Forward and backward as anybody would make them; the last time with a search for idle biases."""

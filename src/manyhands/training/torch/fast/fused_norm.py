@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from manyhands.backends.torch.compat import TorchDispatchMode
+from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.fast.fused_norm_pending import Gradient, Norm, Note, Rectified, Sum
-from manyhands.training.torch.fast.storage import has_memory, is_view, memories_of, memory_of, written_by
+from manyhands.training.torch.fast.storage import has_memory, is_view, memories_of, written_by
 
 _aten = torch.ops.aten
 
@@ -103,7 +103,7 @@ class FusedNorms(TorchDispatchMode):
         if note is None or not isinstance(note.what, Norm) or note.what.added is not None or alpha != 1:
             return self._sum(func, one, other) if alpha == 1 else NotImplemented
         fitting = isinstance(added, torch.Tensor) and _alike(added, note.what.x)
-        if not fitting or memory_of(added) == note.memory.cdata:
+        if not fitting or memory_id(added) == note.memory.cdata:
             return NotImplemented
         self._settle(added)
         what = replace(note.what, added=added)
@@ -115,7 +115,7 @@ class FusedNorms(TorchDispatchMode):
     def _sum(self, func: Any, one: Any, other: Any) -> Any:
         """Of two gradients that a ReLU's backward may take; what it takes is of the form that the ReLU gave."""
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape in self._shapes
-        if torch.is_grad_enabled() or not both or not _alike(one, other) or memory_of(one) == memory_of(other):
+        if torch.is_grad_enabled() or not both or not _alike(one, other) or memory_id(one) == memory_id(other):
             return NotImplemented
         self._settle((one, other))
         if func is _aten.add.Tensor:
@@ -124,7 +124,7 @@ class FusedNorms(TorchDispatchMode):
         before = one.clone() if self._poison else None  # else it stays where it is
         if self._poison:
             one.fill_(float("nan"))
-        self._notes[memory_of(one)] = Note(one, Sum(before, other))
+        self._notes[memory_id(one)] = Note(one, Sum(before, other))
         return one
 
     def _relu(self, func: Any, y: Any) -> Any:
@@ -135,8 +135,8 @@ class FusedNorms(TorchDispatchMode):
         result = y if func is _aten.relu_.default else torch.empty_like(norm.x)
         norm.write(result, relu=True)
         if result is y:
-            del self._notes[memory_of(y)]
-        self._rectified[memory_of(result)] = Rectified(result, norm)
+            del self._notes[memory_id(y)]
+        self._rectified[memory_id(result)] = Rectified(result, norm)
         self._shapes.add(result.shape)
         self.told["with ReLU" if norm.added is None else "with addition and ReLU"] += 1
         return result
@@ -144,7 +144,7 @@ class FusedNorms(TorchDispatchMode):
     # Backward
 
     def _relu_backward(self, func: Any, gradient: Any, result: Any, threshold: Any) -> Any:
-        rectified = self._rectified.get(memory_of(result))
+        rectified = self._rectified.get(memory_id(result))
         self._settle(result)
         if rectified is None or rectified.result.expired() or threshold != 0 or not _alike(gradient, result):
             return NotImplemented
@@ -167,12 +167,12 @@ class FusedNorms(TorchDispatchMode):
         what = note.what if note is not None else None
         normal: Any = (x, own_mean, deviation, weight)
         if isinstance(what, Gradient):
-            rectified, kept = self._rectified[memory_of(what.result)], None
+            rectified, kept = self._rectified[memory_id(what.result)], None
             wanted = what.number in self._wanted_before
             if wanted or what.more is not None:  # written in passing
                 kept = gradient
                 self._wanted |= {what.number} if wanted else set()
-                del self._notes[memory_of(gradient)]
+                del self._notes[memory_id(gradient)]
             result = None if rectified.again(own_mean) else what.result
             found = kernels.backward(what.gradient, what.more, *normal, rectified.bias, result, True, kept)
             self.told["backward past the ReLU"] += 1
@@ -188,12 +188,12 @@ class FusedNorms(TorchDispatchMode):
         y = torch.empty_like(like)
         if self._poison:
             y.fill_(float("nan"))
-        self._notes[memory_of(y)] = Note(y, what)
+        self._notes[memory_id(y)] = Note(y, what)
         return y
 
     def _note(self, tensor: Any) -> Note | None:
         """What is noted of all of a tensor."""
-        note = self._notes.get(memory_of(tensor)) if has_memory(tensor) else None
+        note = self._notes.get(memory_id(tensor)) if has_memory(tensor) else None
         return note if note is not None and note.is_of(tensor) else None
 
     def _settle(self, values: Any) -> None:

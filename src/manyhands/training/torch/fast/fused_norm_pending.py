@@ -9,8 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
-from manyhands.training.torch.fast.storage import memory_of
 
 _aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ class Note:
             self.what.write(torch.empty(0, **self._kind).set_(storage, *self._where))
 
     def read(self) -> set[int]:
-        return {memory_of(one) for one in self.what.read() if one is not None}
+        return {memory_id(one) for one in self.what.read() if one is not None}
 
 
 class Rectified:
@@ -103,7 +103,7 @@ class Rectified:
         self.bias = norm.bias
         self._mean = StorageWeakRef(norm.mean.untyped_storage())  # each call has its own: it names the call
         self._version = _version(norm.bias)
-        self._read = {memory_of(one) for one in (result, *norm.read()) if one is not None}
+        self._read = {memory_id(one) for one in (result, *norm.read()) if one is not None}
         self._as_it_was = norm.added is None
 
     def changes(self, changed: set[int]) -> None:
@@ -112,7 +112,7 @@ class Rectified:
 
     def again(self, mean: torch.Tensor) -> bool:
         """Whether the ReLU's result needs not be read: it is above zero where the normalisation with that mean is."""
-        return self._as_it_was and self._mean.cdata == memory_of(mean) and self._version == _version(self.bias)
+        return self._as_it_was and self._mean.cdata == memory_id(mean) and self._version == _version(self.bias)
 
 
 def _version(tensor: torch.Tensor | None) -> int | None:

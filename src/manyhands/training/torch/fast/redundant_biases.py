@@ -40,11 +40,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.compat import TorchDispatchMode, tree_leaves
+from manyhands.backends.torch.compat import TorchDispatchMode, memory_id, tree_leaves
 from manyhands.training.torch.fast.capturable import is_compiled
 from manyhands.training.torch.fast.lanes.weight_gradients import leads_to
 from manyhands.training.torch.fast.python_state import HOOKS, HOOKS_OF_PARAMETERS
-from manyhands.training.torch.fast.storage import memory_of
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -104,7 +103,7 @@ class IdleBiases:
         for momentum, (means, biases) in self._shifts.items():
             compat.foreach_add_(means, biases, alpha=momentum)
         if self._zeros:
-            # Anew in each step: clipping by a norm that is no number makes them that.
+            # Anew in each step: clipping by a norm that is NaN makes them that.
             compat.foreach_zero_([zeros for _, zeros in self._zeros])
         for bias, zeros in self._zeros:
             bias.grad = zeros
@@ -258,13 +257,13 @@ class Search(TorchDispatchMode):
         call = self._calls[owner]
         if owner in self._inside:
             return True
-        is_bias = memory_of(value) == memory_of(owner.bias)  # type: ignore[arg-type]
+        is_bias = memory_id(value) == memory_id(owner.bias)  # type: ignore[arg-type]
         return not is_bias and (call.norm in self._inside or (node is not None and node is call.norm_node))
 
     def _watch(self, owner: nn.Module, tensor: Any) -> None:
         if tensor is not None:
             self._numbers.append(StorageWeakRef(tensor.untyped_storage()))
-            self._owners.setdefault(memory_of(tensor), []).append(owner)
+            self._owners.setdefault(memory_id(tensor), []).append(owner)
 
 
 def _candidates(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

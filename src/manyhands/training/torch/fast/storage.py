@@ -6,18 +6,12 @@ from typing import Any
 
 import torch
 
-from manyhands.backends.torch import compat
-from manyhands.backends.torch.compat import tree_leaves
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """The number of its memory: no other has it while somebody refers to it."""
-    return compat.memory_id(tensor)
+from manyhands.backends.torch.compat import memory_id, tree_leaves
 
 
 def memories_of(values: Any) -> set[int]:
     """The numbers of the memories of all tensors in a tree."""
-    return {memory_of(one) for one in tree_leaves(values) if has_memory(one)}
+    return {memory_id(one) for one in tree_leaves(values) if has_memory(one)}
 
 
 def has_memory(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch import compat
-from manyhands.training.torch.fast.storage import memory_of
+from manyhands.backends.torch.compat import memory_id
 
 _aten = torch.ops.aten
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -62,9 +62,9 @@ def _of_product(args: tuple[Any, ...]) -> str | None:
         source, own = getattr(node, saved), node._saved_mat2
     except RuntimeError:  # saved in another way (checkpointing), and given out only once
         return None
-    memories = {memory_of(argument) for argument in args}
+    memories = {memory_id(argument) for argument in args}
     # The node has not saved what it does not need: without its input it cannot compute the weight's gradient.
-    if source is None or memory_of(source) not in memories or (own is not None and memory_of(own) in memories):
+    if source is None or memory_id(source) not in memories or (own is not None and memory_id(own) in memories):
         return None
     return "product, weight"
 
