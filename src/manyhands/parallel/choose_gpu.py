@@ -6,7 +6,7 @@ plain execution is always among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay, Run, TraceT
 from manyhands.errors import first_line
@@ -54,8 +54,7 @@ def choose(
 
     def seconds_of(run: Run, *repeats: int) -> float:
         with backend.untouched(found, call.tensors) as put_back:
-            spent: float = backend.seconds(lambda: run(*call.given), device, put_back, *repeats)
-        return spent
+            return backend.seconds(lambda: run(*call.given), device, put_back, *repeats)
 
     best.seconds[AS_WRITTEN] = seconds_of(plainly)
     judge = Judge.of(backend, found, call, plainly, best.notes)
@@ -64,12 +63,10 @@ def choose(
         beside = 0
         if way.means is Means.GRAPH:
             beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
-        plan = backend.plan_of(made)
-        peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
+        peaks = Peaks(beside + _peak(backend, found, made, footprint), plain)
         if not limit.allows(peaks.planned, plain):
             made = thrifty(made, footprint, limit.most(plain) - beside)
-            plan = backend.plan_of(made)
-            peaks = Peaks(beside + _peak(made, footprint, backend.let_go_at(found, plan)), plain)
+            peaks = Peaks(beside + _peak(backend, found, made, footprint), plain)
         check(made)
         best.predicted[way] = simulate(made, wait_seconds=_WAIT).seconds
         if (reason := why_too_large(way, peaks.planned, plain, limit)) is not None:
@@ -78,7 +75,7 @@ def choose(
         try:
             with backend.untouched(found, call.tensors):
                 make = backend.graph_run if way.means is Means.GRAPH else backend.stream_run
-                run = make(found, plan, call.tensors, device, reuse_outputs=best.reuse_outputs)
+                run = make(found, backend.plan_of(made), call.tensors, device, reuse_outputs=best.reuse_outputs)
             refused, exactness = judge.refused(judge.results_of(run))
             if refused is not None:
                 best.notes.append(f"{way} is not used: {refused}")
@@ -106,8 +103,11 @@ def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]
     return spent < least
 
 
-def _peak(made: Schedule, footprint: Footprint, let_go: Mapping[int, int]) -> int:
+def _peak(
+    backend: Planning[TraceT, CallT, DevicesT, PlanT], found: TraceT, made: Schedule, footprint: Footprint
+) -> int:
     """Of a plan that is issued in its order, and whose memory goes by the order of its lanes."""
+    let_go = backend.let_go_at(found, backend.plan_of(made))
     return peak(made.graph.tasks, footprint, one_after_the_other(made.order), let_go)
 
 

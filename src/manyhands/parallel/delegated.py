@@ -337,6 +337,6 @@ class Offer:
         if memory != 1.3:
             raise EngineError(f"parallel(memory={memory!r}): {runtime} decides what memory it takes; leave it out")
         if compile:
-            raise EngineError(f"parallel(compile=True): {runtime} compiles what it likes; leave it out")
+            raise EngineError(f"parallel(compile=True): {runtime} decides what is compiled; leave it out")
         opened = _Open(self._backend, threads, synchronous)
         return opened if function is None else opened(function)

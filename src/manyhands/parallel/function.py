@@ -8,6 +8,7 @@ the promising ones and compares results with plain execution. What is not faster
 from __future__ import annotations
 
 import functools
+import numbers
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,7 +17,6 @@ from typing import Any
 from manyhands.backends.planning import AnyPlanning, Call, Replay, Run, Trace
 from manyhands.errors import CannotTrace, ChangesOutside, EngineError, NotYet, first_line
 from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
-from manyhands.parallel.arguments import must_allow_memory
 from manyhands.parallel.costs import costs
 from manyhands.parallel.interface import ParallelFunction
 from manyhands.parallel.plan import Limit, Planned
@@ -54,7 +54,7 @@ class Parallel(ParallelFunction):
         ``synchronous``: no lanes, no choice; the schedule's order in the caller's thread, for debugging.
         """
         super().__init__(function)
-        must_allow_memory(memory)
+        _must_allow_memory(memory)
         self.backend = backend
         self.reuse_outputs = reuse_outputs
         self.memory = memory
@@ -211,3 +211,13 @@ class Parallel(ParallelFunction):
             return self._plainly(tensors, arguments, keywords)
 
         return replay
+
+
+def _must_allow_memory(memory: object) -> None:
+    if not isinstance(memory, numbers.Real) or isinstance(memory, bool):
+        raise EngineError(
+            f"parallel(fn, memory={memory!r}): how many times plain execution's memory a plan may take is a number "
+            "from 1 on; 1.3 allows three tenths more"
+        )
+    if not float(memory) >= 1:
+        raise EngineError(f"memory={memory} is less than plain execution takes: 1.3 allows three tenths more")

@@ -15,7 +15,6 @@ from typing import Any
 
 from manyhands.errors import EngineError
 from manyhands.parallel import explain
-from manyhands.parallel.arguments import must_be_function
 from manyhands.parallel.plan import Planned
 from manyhands.schedule import picture
 from manyhands.schedule.forecast import Forecast
@@ -28,7 +27,7 @@ class ParallelFunction(abc.ABC):
     """A function that gives what the plain one gives, sooner where that is possible."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        must_be_function(function)
+        _must_be_function(function)
         # The attributes of a callable object (a model's parameters) stay its own.
         updated = ("__dict__",) if isinstance(function, types.FunctionType) else ()
         functools.update_wrapper(self, function, updated=updated)
@@ -95,3 +94,12 @@ class ParallelFunction(abc.ABC):
         if planned.schedule is None:
             raise EngineError(f"there is no schedule: {planned.how}; {'; '.join(planned.notes)}")
         return planned.schedule
+
+
+def _must_be_function(function: object) -> None:
+    if callable(function):
+        return
+    advice = "call what it gives, parallel(fn)(x), not fn before it, parallel(fn(x))"
+    if type(function) is int and function > 0:
+        advice = f"a scope with so many threads is parallel(threads={function})"
+    raise EngineError(f"parallel(fn) takes a function, not what is of type {type(function).__name__}: {advice}")
