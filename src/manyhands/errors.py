@@ -32,7 +32,7 @@
      +- TrainingError
      |   +- BadSettings          settings that no job can have                     (ValueError)
      |   |   +- UnknownOption    an option that a trainer does not have            (TypeError)
-     |   +- LossIsNotANumber     a loss that is infinite or no number              (ArithmeticError)
+     |   +- LossIsNotANumber     a loss that is infinite or NaN                    (ArithmeticError)
      |   +- NotSendable          something that cannot be sent to a worker         (TypeError)
      |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
      +- EngineError

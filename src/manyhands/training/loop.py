@@ -210,7 +210,7 @@ class Loop:
         if time.perf_counter() - self._shown > _SHOW_EVERY:
             self.say_alive()
 
-    # Losses that are no numbers
+    # Losses that are NaN
 
     def check_numbers(self, figures: Figures) -> None:
         if figures.bad_step is None or self.settings.step.on_nan == "continue":

@@ -172,7 +172,7 @@ def given(options: object, name: str) -> str:
 
 
 def make_plain(options: object, names: Iterable[str], kind: type, plain: Callable[[Any], Any]) -> None:
-    """NumPy's numbers become Python's, which JSON knows; what is no number is left for the checks."""
+    """Turn NumPy's numbers into Python's, which JSON knows; the checks refuse what is not a number."""
     for name in names:
         value = getattr(options, name)
         if isinstance(value, kind) and not isinstance(value, bool):

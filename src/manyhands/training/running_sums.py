@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Sums over samples; the first step whose loss was no number; and whether right answers are counted at all."""
+    """Sums over samples; the first step whose loss was NaN or infinite; whether right answers are counted at all."""
 
     loss_sum: float = 0.0
     right: float = 0.0

@@ -15,7 +15,7 @@ from manyhands.errors import CannotTrace
 
 
 def decides(x: torch.Tensor) -> torch.Tensor:
-    if x.sum() > 0:  # the line that is told
+    if x.sum() > 0:  # the line that is reported
         return x * 2
     return x + 1
 
@@ -56,7 +56,7 @@ def test_who_decides_by_a_value_hears_where_and_what_instead(function: Callable[
     told = reason(function)
     assert told.startswith(
         "it needs a tensor's value in Python (in decides, line "
-        f"{line} of test_reasons.py: if x.sum() > 0:  # the line that is told)"
+        f"{line} of test_reasons.py: if x.sum() > 0:  # the line that is reported)"
     )
     assert "torch.where" in told
 

@@ -28,7 +28,7 @@ from manyhands.errors import CannotTrace, first_line
 name = "jax"
 WAY = "jax.jit"
 BATCH = "jax.vmap over stacked arrays makes them one operation"
-LANES = "XLA fuses and orders operations as it likes"
+LANES = "XLA decides which operations are fused, and their order"
 PROFILER = "JAX does not tell when it ran which operation; jax.profiler.trace(folder) writes what it knows"
 BY_VALUE: tuple[type, ...] = PLAIN_VALUES
 

@@ -1,7 +1,7 @@
 """PyTorch.
 
 A GPU is a CUDA (or ROCm) device; of PyTorch's other kinds (``meta``, ``mps``, ``xpu``) nothing is known here.
-Virtual devices are in ``torch_virtual``: PyTorch has no numbered CPUs of its own. A ``PackedSequence`` is a
+Virtual devices are in :mod:`.virtual`: PyTorch has no numbered CPUs of its own. A ``PackedSequence`` is a
 whole, as a model is: PyTorch keeps a part of it on the host, so only its own ``.to`` moves it rightly.
 """
 

@@ -76,7 +76,7 @@ class Way:
 
 _NUDGES = 16  # at most; enough when they explain a difference
 _LIKE_ONE = 3.0  # the largest of a few errors is not the largest there is
-_NEVER = 0.5  # of all that there is: weights of nothing but zeros are off by 1, what is no number by more than anything
+_NEVER = 0.5  # of all that there is: weights of nothing but zeros are off by 1, NaN by more than anything
 TRIALS = (Trial("fp64", 50, 1e-12), Trial("fp32", 5, 1e-5))
 
 

@@ -1,7 +1,7 @@
 """Labels where the loss is the cross-entropy of class scores: they are looked at on the host, before a device has them.
 
 What a framework makes of wrong labels differs: some say what an operation would not take, some take the nearest class,
-some give a loss that is no number long after. Here it is said once, of what the user gave.
+some give a NaN loss much later. Here one error names what the user gave.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Steps:
     world: World
     dtype: Any  # what layers compute in; None: in that of their parameters
     clip: float
-    spares: bool  # a step whose loss is no number changes nothing
+    spares: bool  # a step whose loss is NaN changes nothing
     counts_right: bool = False  # whether answers can be right; known once a program is traced
 
     changed: set[str] = field(default_factory=set)  # Python attributes that the model's code changes when it is traced

@@ -1,4 +1,4 @@
-"""``on_nan="continue"``: a batch whose loss is no number leaves no trace in weights, statistics or optimizer state.
+"""``on_nan="continue"``: a batch whose loss is NaN leaves no trace in weights, statistics or optimizer state.
 
 Whether the loss is a number is known on a device alone, and the host shall not wait for it. So the step is made in any
 case, with copies kept of all that it may change, and afterwards each device chooses, array by array: what the step made

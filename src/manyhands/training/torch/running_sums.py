@@ -45,7 +45,7 @@ class Metrics:
         self.mark(loss, step)
 
     def mark(self, loss: torch.Tensor, step: torch.Tensor | int) -> None:
-        """Remember the step if it is the first whose loss is no number."""
+        """Remember the step if it is the first whose loss is NaN."""
         now = step.double() if isinstance(step, torch.Tensor) else self.sums.new_full((), step)
         bad = torch.where(torch.isfinite(loss), self.sums.new_full((), math.inf), now)
         torch.minimum(self.sums[_BAD_STEP], bad, out=self.sums[_BAD_STEP])

@@ -2,7 +2,7 @@
 
 Two calls are run in the same way if their arguments have the same structure, their tensors the same shape, stride, type
 and place, everything else has the same value or (modules, functions, optimizers) is the same object, and PyTorch's
-modes are the same. What a function takes from outside its arguments is watched (:mod:`torch_outside`).
+modes are the same. What a function takes from outside its arguments is watched (``guards/state.py``).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def footprint(found: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[i
     """The bytes of each memory, the memories that are given, and those of the results."""
     sizes: dict[int, int] = {}
     for node in found.module.graph.nodes:
-        # As torch_trace knows them: a tensor from outside, and so a view of it, by a negative number.
+        # As trace.py knows them: a tensor from outside, and so a view of it, by a negative number.
         outside = [memory for memory in found.storages.get(node, ()) if memory < 0]
         known = getattr(found.module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         for value in tree_leaves(known):

@@ -1,6 +1,6 @@
 """Recognises a call that is like an earlier one, in a few microseconds and without building its signature.
 
-A signature (:mod:`torch_call`) is a general thing: a walk over a tree, a tuple of tuples, a hash. Most calls are like
+A signature (:mod:`.call`) is a general thing: a walk over a tree, a tuple of tuples, a hash. Most calls are like
 the one before, so for every planned call the questions that make up its signature are written out as straight-line code
 that stops at the first "no". For ``f(x, [w, 2])`` it reads
 

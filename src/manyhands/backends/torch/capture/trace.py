@@ -3,7 +3,7 @@
 The function is traced with ``make_fx`` on fake tensors: nothing is computed, and the caller's tensors are not touched.
 Tensors that it takes from outside its arguments (closures, a module's parameters) become constants of the trace, read
 anew at every run. What depends on values (``if x.sum() > 0``) cannot be traced: :class:`CannotTrace` says so. Gradients
-that the function leaves in ``.grad`` of such tensors are results of the trace too (:mod:`torch_watch`).
+that the function leaves in ``.grad`` of such tensors are results of the trace too (:mod:`.watch`).
 
 Memory is known by the storages of the fake results: a view shares its base's, an in-place operation writes its
 argument's. Tensors from outside share memory where their bytes overlap: two ``from_numpy`` of one array do.

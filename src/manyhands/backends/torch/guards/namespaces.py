@@ -1,6 +1,6 @@
 """Places where a function may leave something that was not there: globals, classes, closures, slots, tensors, caches.
 
-What a function finds outside itself is written down as facts (:mod:`torch_outside`). What it makes there is not among
+What a function finds outside itself is written down as facts (:mod:`.state`). What it makes there is not among
 them: ``global last; last = x.sum()`` where there was no ``last``, ``w.buffer = x * 2`` where the tensor had no such
 attribute, a ``functools.lru_cache`` that keeps a result. While a function is traced all of that would be made-up
 tensors, and stay. So before, a copy of each such place is taken; afterwards they are compared, and put back.

@@ -43,7 +43,7 @@ from manyhands.errors import CannotFuse
 from manyhands.schedule.task import needs
 
 _LEAST = 2  # operations in a region that compute something
-# How far results may be from plain execution's where there are no exact ones to compare both with (torch_exact): then
+# How far results may be from plain execution's where there are no exact ones to compare both with (float64.py): then
 # what is zero but for noise (the gradient of a bias before a BatchNorm) counts too. What is wrong differs by about one.
 _CLOSE, _CLOSE_IN_LOW_PRECISION = 5e-3, 5e-2
 _LOW = (torch.bfloat16, torch.float16)

@@ -2,7 +2,7 @@
 
 It is generated: one line per operation, in the order in which the schedule issues them, with the waits between streams
 where the schedule has them. One thread issues it. Work on the CPU between work on a GPU is done by that thread, when
-its turn comes; before that the host waits for copies that it reads. Run by :mod:`torch_runs`, :mod:`torch_graph_run`.
+its turn comes; before that the host waits for copies that it reads. Run by :mod:`.streams`, :mod:`.cuda_graph`.
 
 Memory: a result belongs to the stream it was made on, and its memory is used again by later work on that stream. So
 it is let go where the schedule's own waits have brought that stream behind all of its users, and not earlier: no luck

@@ -251,7 +251,7 @@ def distances(
 ) -> list[Distance]:
     """How far two ways are from exact results, one by one; ``coarse`` is the rounding of what they computed with.
 
-    Results that differ in shape, in type, in what is no number and where are infinitely far from each other.
+    Results that differ in shape, in type, in where they are NaN are infinitely far from each other.
     """
     there = [*[None] * (len(plain) - len(before)), *before]
     return [
@@ -281,7 +281,7 @@ def _distance(ours: Any, plain: Any, exactly: Any, coarse: float, before: torch.
     a, b, c = ours.to(wide), plain.to(wide), exactly.to(wide)
     size = float(c.norm())
     if not math.isfinite(size):
-        raise CannotBeExact("exact results are infinite, or no numbers, where plain execution's are not")
+        raise CannotBeExact("exact results are infinite or NaN where plain execution's are not")
     ours_off, plain_off = float((a - c).norm()), float((b - c).norm())
     ours_off = ours_off if math.isfinite(ours_off) else math.inf
     change = float((c - before.detach().to(wide)).norm()) if before is not None else 0.0

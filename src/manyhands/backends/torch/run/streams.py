@@ -1,6 +1,6 @@
 """Runs the code of lanes on GPUs, issued anew at every call; and why one CUDA graph would not do instead.
 
-A graph (:mod:`torch_graph_run`) takes the host out of the way, but its memory is always the same. Issuing anew costs
+A graph (:mod:`.cuda_graph`) takes the host out of the way, but its memory is always the same. Issuing anew costs
 the host some microseconds an operation, and gives fresh results: better where much goes to the host, and the only way
 where the CPU computes in between, or numbers on the host are arguments of kernels.
 """

@@ -8,7 +8,7 @@ starts what is left (a rank without samples, parameters that a step did not use)
 
 Behind its gradients a bucket carries one number per parameter, how many ranks used it: what none used has no gradient
 afterwards, as on one device (zero would be another thing: weight decay and momentum would move it). One more number
-tells all ranks whether the loss of any of them was no number.
+tells all ranks whether the loss of any of them was NaN.
 
 Why not DistributedDataParallel: it averages over ranks, which is wrong for unequal shards, it needs a forward pass on
 every rank, also on one without samples, and it keeps a second copy of the gradients unless told otherwise. What crosses
@@ -81,7 +81,7 @@ class GradientSum:
     def note_loss(self, loss: torch.Tensor) -> None:
         """Let all ranks know whether this loss is a number; to be called before its backward pass."""
         loss = loss.detach()
-        self.loss_mark += (loss - loss).to(self.loss_mark.dtype)  # zero for a number, no number for anything else
+        self.loss_mark += (loss - loss).to(self.loss_mark.dtype)  # zero for a number, NaN for anything else
 
     def sum_weight(self, own: torch.Tensor) -> None:
         """Sum what the labels of all shards weigh; to be called once, before the (last) backward pass of the step."""

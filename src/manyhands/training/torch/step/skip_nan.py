@@ -1,4 +1,4 @@
-"""``on_nan="continue"``: a batch whose loss is no number leaves no trace in weights, statistics or optimizer.
+"""``on_nan="continue"``: a batch whose loss is NaN leaves no trace in weights, statistics or optimizer.
 
 Whether the loss is a number is known on the device alone, and the host shall not wait for it. So the step is made in
 any case, with copies kept of all that it may change, and afterwards the device itself chooses, tensor by tensor: what
