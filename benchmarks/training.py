@@ -99,7 +99,7 @@ def measure(row: str, problem: Problem) -> dict[str, Any]:
         "total": total,
         "peak": torch.cuda.max_memory_allocated(problem.device) if on_gpu else 0,
         "train_loss": outcome.losses[-1],
-        "test_acc": peers.test_accuracy(outcome.net, problem),
+        "val_acc": peers.test_accuracy(outcome.net, problem),
         "epochs": outcome.seconds,
         "notes": outcome.notes,
     }
@@ -153,7 +153,7 @@ def print_table(measured: list[dict[str, Any]]) -> None:
     for one in measured:
         ratios = [f"{one[key]:.2f}" if one[key] else "-" for key in ("times_best_peer", "times_eager")]
         cells = [f"{one[key]:.3f}" for key in ("seconds", "fastest", "slowest")]
-        cells += [f"{one['images_per_second']:.0f}", *ratios, f"{one['train_loss']:.4f}", f"{one['test_acc']:.4f}"]
+        cells += [f"{one['images_per_second']:.0f}", *ratios, f"{one['train_loss']:.4f}", f"{one['val_acc']:.4f}"]
         cells += [f"{one['first_epoch_extra']:.1f}", f"{one['total']:.1f}"]
         cells += [f"{one['peak'] / 1e6:.0f}" if one["peak"] else "-"]
         print(f"{one['row']:28}" + "".join(f"{cell:>9}" for cell in cells))
@@ -180,7 +180,7 @@ def accuracy(problem: Problem) -> dict[str, Any]:
     print(f"{'; '.join(result.notes)}")
     print(f"test acc {reached:.4f}, train loss {loss:.4f} after {problem.epochs} epochs in {total:.1f} s", end="")
     print(f" ({result.seconds_per_epoch:.3f} s/epoch)")
-    return {"test_acc": reached, "train_loss": loss, "total": total, "rows": result.rows, "notes": result.notes}
+    return {"val_acc": reached, "train_loss": loss, "total": total, "rows": result.rows, "notes": result.notes}
 
 
 def by_turns(ways: dict[str, Callable[[], Outcome]], rounds: int) -> dict[str, list[float]]:

@@ -46,7 +46,7 @@ def assert_same(one: tuple[dict[str, Any], mh.Result], other: tuple[dict[str, An
     for name, value in other[0].items():
         assert torch.equal(one[0][name], value), name
     for row, expected in zip(one[1].rows, other[1].rows, strict=True):
-        assert (row["train_loss"], row["test_acc"]) == (expected["train_loss"], expected["test_acc"])
+        assert (row["train_loss"], row["val_acc"]) == (expected["train_loss"], expected["val_acc"])
 
 
 @pytest.mark.parametrize(

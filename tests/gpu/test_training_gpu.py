@@ -70,7 +70,7 @@ def test_the_graph_computes_what_plain_steps_compute(extra: dict[str, Any], limi
     for one, other in zip(graph_result.rows, plain_result.rows, strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=limit)
         assert one["train_acc"] == other["train_acc"]
-        assert one["test_acc"] == other["test_acc"]
+        assert one["val_acc"] == other["val_acc"]
         assert one["samples"] == 330
 
 
@@ -364,5 +364,5 @@ def test_a_sum_and_its_count_in_a_graph() -> None:
             trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, precision="fp32", loss=one, quiet=True)
             result = trainer.fit(net(), ((IMAGES, LABELS), (IMAGES, LABELS)))
             assert any("one CUDA graph" in note for note in result.notes)
-            losses.append([result.rows[-1]["train_loss"], result.rows[-1]["test_loss"]])
+            losses.append([result.rows[-1]["train_loss"], result.rows[-1]["val_loss"]])
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -21,7 +21,7 @@ class Result:
 
     @property
     def test_accuracy(self) -> float:
-        accuracy = self.rows[-1].get("test_acc") if self.rows else None
+        accuracy = self.rows[-1].get("val_acc") if self.rows else None
         return math.nan if accuracy is None else float(accuracy)
 
     @property

@@ -305,7 +305,7 @@ def _compared(bench: Bench, what: str, result: Any, expected: Any, close: float)
     if len(result.rows) != len(expected.rows):
         yield f"{what}: {len(result.rows)} epochs, not {len(expected.rows)}"
     for row, other in zip(result.rows, expected.rows, strict=False):
-        for name in ("epoch", "samples", "train_loss", "train_acc", "test_loss", "test_acc"):
+        for name in ("epoch", "samples", "train_loss", "train_acc", "val_loss", "val_acc"):
             one, two = row.get(name), other.get(name)
             if (one is None) != (two is None) or (one is not None and abs(one - two) > CLOSE * max(1.0, abs(two))):
                 yield f"{what}: {name} of epoch {other['epoch']} is {one}, not {two}"

@@ -184,7 +184,7 @@ def test_a_list_of_two_batches_is_not_taken_for_two_sets(bench: Bench) -> None:
         bench.fit(epochs=1, data=[first, second])
     result = bench.fit(epochs=1, data=(first, second), batch_size=8)
     assert result.rows[0]["samples"] == 16
-    assert result.rows[0]["test_acc"] is not None
+    assert result.rows[0]["val_acc"] is not None
 
 
 # Several processes, without any

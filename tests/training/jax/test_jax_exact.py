@@ -103,15 +103,15 @@ def test_a_sum_and_its_count() -> None:
     assert result.rows[-1]["train_loss"] == pytest.approx(plain.rows[-1]["train_loss"], rel=1e-12)
     with jax.enable_x64(True):
         expected = float(mean(net(jnp.asarray(X)), y))
-    assert result.rows[-1]["test_loss"] == pytest.approx(expected, rel=1e-12)
-    assert result.rows[-1]["test_loss"] != pytest.approx(plain.rows[-1]["test_loss"], rel=1e-6)
+    assert result.rows[-1]["val_loss"] == pytest.approx(expected, rel=1e-12)
+    assert result.rows[-1]["val_loss"] != pytest.approx(plain.rows[-1]["val_loss"], rel=1e-6)
     for model, count, options in (
         (Net(), 3, {"step": Step(shares=[3, 1, 2]), "loss": weighted}),
         (WeightedStep(), 2, {}),
     ):
         several, other = fit(model, (vectors(), (X, y)), count, precision="fp64", **options)
         assert difference(several, alone) <= CLOSE
-        assert other.rows[-1]["test_loss"] == pytest.approx(expected, rel=1e-12)
+        assert other.rows[-1]["val_loss"] == pytest.approx(expected, rel=1e-12)
 
 
 class Chunks:

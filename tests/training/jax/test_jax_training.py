@@ -88,7 +88,7 @@ def test_the_books_module_and_data() -> None:
     hash(nnx.split(model)[0])
     trains = mh.Trainer(max_epochs=15, devices=devices(2), quiet=True)
     result = trains.fit(model, Points())
-    assert result.rows[-1]["test_loss"] < 0.05
+    assert result.rows[-1]["val_loss"] < 0.05
     assert np.allclose(model.net.kernel[...][:, 0], np.arange(6), atol=0.5)
     X, y = trains.prepare_batch(next(iter(Points().train_dataloader())))
     assert X.devices() == {mh.gpu(0)}
@@ -256,7 +256,7 @@ def test_a_linen_module_is_told_that_it_is_trained() -> None:
         three, second = fit(model, (vectors(48), vectors(41)), 3)
         found = {name.removeprefix("inner."): one for name, one in three.items()}
         assert difference(found, alone) < 1e-4  # in float32
-        assert second.rows[-1]["test_loss"] == pytest.approx(first.rows[-1]["test_loss"], rel=1e-4)
+        assert second.rows[-1]["val_loss"] == pytest.approx(first.rows[-1]["val_loss"], rel=1e-4)
     frozen, _ = fit(AroundLinen(), vectors(), 1, loss=lambda a, t: jax.lax.stop_gradient(a).sum(), max_epochs=1)
     assert not np.array_equal(frozen["inner.BatchNorm_0.mean"], np.zeros(8))
 

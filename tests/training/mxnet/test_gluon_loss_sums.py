@@ -66,7 +66,7 @@ def test_n_devices_are_one_device(name: str) -> None:
         weights, result = fit(mlp(), data, devices, loss=weighted_sum, **given)
         assert largest_difference(weights, expected) <= CLOSE
         for row, other in zip(rows(result), rows(plain), strict=True):
-            for figure in ("train_loss", "train_acc", "test_loss", "test_acc"):
+            for figure in ("train_loss", "train_acc", "val_loss", "val_acc"):
                 assert row[figure] == pytest.approx(other[figure], rel=1e-9)
 
 
@@ -76,7 +76,7 @@ def test_a_test_loss_is_divided_once() -> None:
     X, y = (mx.nd.array(part, dtype="float64") for part in vectors(700))
     net = mlp()
     net.cast("float64")
-    assert result.rows[0]["test_loss"] == pytest.approx(float(weighted_mean(net(X), y).asscalar()), rel=1e-9)
+    assert result.rows[0]["val_loss"] == pytest.approx(float(weighted_mean(net(X), y).asscalar()), rel=1e-9)
 
 
 class Tokens(gluon.Block):  # type: ignore[misc]

@@ -22,9 +22,9 @@ from manyhands.training.result import Result
 
 ROWS: list[dict[str, Any]] = [
     {"epoch": 0.5, "train_loss": 2.0, "train_acc": 0.4},
-    {"epoch": 1.0, "train_loss": 1.0, "train_acc": 0.7, "test_acc": 0.6},
+    {"epoch": 1.0, "train_loss": 1.0, "train_acc": 0.7, "val_acc": 0.6},
     {"epoch": 1.5, "train_loss": None, "train_acc": float("nan")},
-    {"epoch": 2.0, "train_loss": 0.5, "train_acc": 0.9, "test_acc": 0.8, "note": "text"},
+    {"epoch": 2.0, "train_loss": 0.5, "train_acc": 0.9, "val_acc": 0.8, "note": "text"},
 ]
 
 
@@ -53,7 +53,7 @@ def test_epochs_are_counted_whole(epochs: int) -> None:
     pytest.importorskip("matplotlib")
     from manyhands.training.display.curves import _figure
 
-    figure = _figure([{"epoch": epoch + 1, "train_loss": 1.0, "test_acc": 0.5} for epoch in range(epochs)], "")
+    figure = _figure([{"epoch": epoch + 1, "train_loss": 1.0, "val_acc": 0.5} for epoch in range(epochs)], "")
     assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
 
 
@@ -273,7 +273,7 @@ def test_the_estimate_is_of_the_first_steps_after_the_warm_up(
 
 
 def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:
-    row = {"epoch": 2, "seconds": 1.5, "whole": False, "test_acc": 0.8671}
+    row = {"epoch": 2, "seconds": 1.5, "whole": False, "val_acc": 0.8671}
     assert str(Result(rows=[row], devices=["cpu"])) == "test acc 0.867 on [cpu]"
     assert str(Result(rows=[{**row, "whole": True}], devices=["cpu"])) == "test acc 0.867, 1.50 sec/epoch on [cpu]"
     assert str(Result(devices=["cpu", "cpu"])) == "trained on [cpu, cpu]"

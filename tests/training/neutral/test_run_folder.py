@@ -22,7 +22,7 @@ from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.checkpoints.run_lock import RunLock
 
 ROWS = [
-    {"step": step, "epoch": step / 4, "train_loss": 1 / step, "note": "ä\n", "test_acc": None} for step in (1, 2, 3)
+    {"step": step, "epoch": step / 4, "train_loss": 1 / step, "note": "ä\n", "val_acc": None} for step in (1, 2, 3)
 ]
 
 

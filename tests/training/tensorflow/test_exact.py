@@ -65,9 +65,9 @@ def test_a_test_counts_every_sample_once() -> None:
     model = mlp()
     result = fit(model, ((X, y), test), 3)
     scores = model(test[0]).numpy()
-    assert result.rows[-1]["test_acc"] == np.mean(scores.argmax(1) == test[1])
+    assert result.rows[-1]["val_acc"] == np.mean(scores.argmax(1) == test[1])
     expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype="float64")(test[1], scores)
-    assert result.rows[-1]["test_loss"] == pytest.approx(float(expected), rel=1e-9)
+    assert result.rows[-1]["val_loss"] == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_a_loader_gives_what_its_arrays_give() -> None:

@@ -113,7 +113,7 @@ def test_the_books_classes() -> None:
     model = Net(lr=0.2)
     result = mh.Trainer(max_epochs=6, num_gpus=2, gradient_clip_val=1, quiet=True).fit(model, Numbers())
     assert result.devices == ["virtual:0", "virtual:1"]
-    assert result.rows[-1]["test_loss"] < result.rows[0]["test_loss"]
+    assert result.rows[-1]["val_loss"] < result.rows[0]["val_loss"]
     assert model.lr == 0.2
     assert model.loss(tf.ones((2, 2)), tf.zeros((2, 2))) == 1
 

@@ -34,7 +34,7 @@ def same(make: Callable[[], Any], data: Any, devices: int = 2, accumulate: int =
     """Train on one device and on several, compare, and give the model that one device trained."""
     alone, several = make(), make()
     one, more = fit(alone, data, 1, **how), fit(several, data, devices, step=Step(accumulate=accumulate), **how)
-    for name in ("train_loss", "test_loss"):
+    for name in ("train_loss", "val_loss"):
         assert more.rows[0][name] == pytest.approx(one.rows[0][name], rel=1e-9), name
     assert parity.largest_difference(tensors(several), tensors(alone)) < 1e-9
     return alone
@@ -111,10 +111,10 @@ def test_a_sum_is_minimised_and_shown_as_in_keras(reduction: str | None, devices
     batches = [tuple(part[i : i + 8] for part in data) for i in range(0, 20, 8)]
     row = fit(ours, batches, devices, batch_size=None, optimizer=momentum(0.01), loss=loss).rows[0]
     assert row["train_loss"] == pytest.approx(shown["loss"][0], rel=1e-5)
-    assert row["test_loss"] == pytest.approx(shown["val_loss"][0], rel=1e-5)
+    assert row["val_loss"] == pytest.approx(shown["val_loss"][0], rel=1e-5)
     assert parity.largest_difference(tensors(ours), tensors(by_keras)) < 1e-5
     of_arrays = fit(mlp(dtype="float32"), data, devices, optimizer=keras.optimizers.SGD(0.0), loss=loss).rows[0]
-    assert of_arrays["test_loss"] == pytest.approx(of_arrays["train_loss"], rel=0.2)  # the same size of batches
+    assert of_arrays["val_loss"] == pytest.approx(of_arrays["train_loss"], rel=0.2)  # the same size of batches
 
 
 def test_a_sum_of_tokens_and_of_weighted_samples_is_that_of_keras() -> None:

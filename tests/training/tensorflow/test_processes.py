@@ -40,7 +40,7 @@ if trainer_rank := int(__import__("os").environ["RANK"]):
     model.set_weights([0 * weight for weight in model.get_weights()])  # it gets those of the first process
 result = trainer.fit(model, (vectors(), vectors(9)))
 np.savez(folder / f"{trainer_rank}.npz", **tensors(model))
-(folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['test_loss']} {result}")
+(folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['val_loss']} {result}")
 
 data = tf.data.Dataset.from_tensor_slices(vectors())
 model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, step=mh.Step(shares=[3, 1]))
@@ -87,7 +87,7 @@ def test_two_processes_train_what_one_process_trains(tmp_path: Path) -> None:
         assert parity.largest_difference(found, tensors(alone)) < 1e-5
         samples, loss, line = (tmp_path / f"{rank}.txt").read_text().split(" ", 2)
         assert samples == "50"
-        assert float(loss) == pytest.approx(result.rows[-1]["test_loss"], rel=1e-5)
+        assert float(loss) == pytest.approx(result.rows[-1]["val_loss"], rel=1e-5)
         assert "cpu of rank 1" in line
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
     alone = mixed()

@@ -230,8 +230,8 @@ def test_evaluation_counts_each_sample_once(count: int) -> None:
         _, result = fit(model, (vectors(20), vectors(count)), ranks, max_epochs=1, optimizer=stand_still)
         X, y = vectors(count)
         answers = model.eval()(X).detach()
-        assert result.rows[0]["test_acc"] == float((answers.argmax(1) == y).sum()) / count
-        assert result.rows[0]["test_loss"] == pytest.approx(float(nn.functional.cross_entropy(answers, y)), rel=1e-12)
+        assert result.rows[0]["val_acc"] == float((answers.argmax(1) == y).sum()) / count
+        assert result.rows[0]["val_loss"] == pytest.approx(float(nn.functional.cross_entropy(answers, y)), rel=1e-12)
 
 
 def stand_still(parameters: Any) -> torch.optim.Optimizer:

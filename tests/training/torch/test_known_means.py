@@ -44,7 +44,7 @@ def close(make: Any, data: Any, **options: Any) -> None:
         for one, other in zip(expected.rows, result.rows, strict=True):
             assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
             assert one["train_acc"] == other["train_acc"]
-            assert one["test_loss"] is None or one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-12)
+            assert one["val_loss"] is None or one["val_loss"] == pytest.approx(other["val_loss"], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -57,7 +57,7 @@ def test_the_loss_over_a_test_set_is_divided_once() -> None:
     net, (X, y) = mlp(), vectors(37)
     _, result = fit(net, (vectors(), (X, y)), 2, loss=nn.CrossEntropyLoss(weight=WEIGHT), batch_size=8, max_epochs=1)
     expected = functional.cross_entropy(net(X), y, weight=WEIGHT).detach()
-    assert result.rows[-1]["test_loss"] == pytest.approx(float(expected), rel=1e-12)
+    assert result.rows[-1]["val_loss"] == pytest.approx(float(expected), rel=1e-12)
 
 
 def test_weights_follow_the_model() -> None:
@@ -202,7 +202,7 @@ def test_a_padded_language_model_on_two_devices(kind: str) -> None:
     assert difference(alone, several) < 1e-12
     for one, other in zip(expected.rows, result.rows, strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
-        assert one["test_loss"] == pytest.approx(other["test_loss"], rel=1e-12)
+        assert one["val_loss"] == pytest.approx(other["val_loss"], rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["masked", "with another"])

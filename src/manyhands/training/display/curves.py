@@ -20,7 +20,7 @@ _LOSS = "#1f77b4"
 _LINES = {  # key: label, style, colour
     "train_loss": ("train loss", "-", _LOSS),
     "train_acc": ("train acc", "--", "#c2417c"),
-    "test_acc": ("test acc", "-.", "#2a8a3e"),
+    "val_acc": ("test acc", "-.", "#2a8a3e"),
 }
 _FEW = 25  # points; fewer are also drawn as dots, and a single one could not be seen without
 _NICE = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
@@ -28,7 +28,7 @@ _INTERVALS = 5  # of both axes, so that one grid serves both
 
 
 def curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path:
-    """Draw `train_loss` (left axis), `train_acc` and `test_acc` (right axis) over `epoch`; the file's ending says how.
+    """Draw `train_loss` (left axis), `train_acc` and `val_acc` (right axis) over `epoch`; the file's ending says how.
 
     A row needs not have every key. What is missing, None or not a number is left out.
     """

@@ -46,7 +46,7 @@ class Display:
             figures = {
                 "loss": event["train_loss"],
                 "accuracy": event["train_acc"],
-                "test acc": event["test_acc"],
+                "test acc": event["val_acc"],
                 "seconds": event["seconds"],
             }
             shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
