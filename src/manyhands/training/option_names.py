@@ -48,7 +48,7 @@ _CALLED = {
 _MEANT = {name: option for option, names in _CALLED.items() for name in names.split()}
 
 _OF_OPTIMIZER = "it belongs to the optimizer: give optimizer= a finished one, or a function that makes it"
-_OF_FIT = "data are given to fit: trainer.fit(model, (train, test)), each (X, y) arrays, a dataset or a loader"
+_OF_FIT = "data are given to fit: trainer.fit(model, train, validation), each (X, y) arrays, a dataset or a loader"
 _NO_STEPS = "a training has a number of epochs: give max_epochs"
 _NO_CALLBACKS = "there are none. result.rows and metrics.jsonl of the run have the figures of every epoch"
 _EXPLAINED = {

@@ -20,7 +20,7 @@ from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import loader_batches
-from manyhands.training.data.sources import not_finite
+from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.display.display import Display
 from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Schedule
 from manyhands.training.options import BatchStats, Checkpoints, Step, Workers
@@ -196,21 +196,22 @@ class BaseTrainer(HyperParameters, abc.ABC):
         return Placement(self.backend).to_leaf(model, self.gpus[0]) if self.gpus else model
 
     def prepare_data(self, data: Any) -> None:
-        """Find the training and the test part of what the user has."""
+        """Find the training and the validation part of what the user has."""
         self.train_source, self.test_source = self._sources(data)
 
     # Training
 
-    @option_names.explained(too_many="fit takes a model and its data: give (X, y), or ((X, y), (X_test, y_test))")
-    def fit(self, model: Any, data: Any) -> Result:
+    @option_names.explained(too_many="fit takes a model, its training data and its validation data, each (X, y)")
+    def fit(self, model: Any, data: Any, validation: Any = None) -> Result:
         """Train the model, in place; gives what came of it (also as ``trainer.result``).
 
-        ``data``: (X, y) arrays, a data set or a loader of the framework, an object with ``train_dataloader`` and
-        ``val_dataloader``, or a function that makes the batches of an epoch, ``batches()`` or ``batches(epoch)``; or a
-        pair of two such, for training and testing.
+        ``trainer.fit(model, train, validation)``. Both are (X, y) arrays, a data set or a loader of the framework, or
+        a function that makes the batches of an epoch, ``batches()`` or ``batches(epoch)``. Without validation data
+        only the training figures are known. They may also be given as one: ``fit(model, (train, validation))``, or an
+        object with ``train_dataloader`` and ``val_dataloader``.
         """
         self._check_step(model)
-        self.train_source, self.test_source = self._sources(data)
+        self.train_source, self.test_source = self._sources(data, validation)
         settings = self._settings()
         if self.train_source.count is None and self.train_source.batch_size is None:
             self.train_source = dataclasses.replace(self.train_source, required_size=self._option("batch_size"))
@@ -255,9 +256,19 @@ class BaseTrainer(HyperParameters, abc.ABC):
         resumes = resume == "auto" or (resume is not None and _path(resume).resolve().is_relative_to(path.resolve()))
         return RunPlan(path, resumes, dict(self.run_config), self.announced)
 
+    def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]:
+        """The training and the validation part (or None) of what the user has, as the framework's sources."""
+        train, test = two_parts(data, validation, self._is_array)
+        return self._source(train, shuffle=True), None if test is None else self._source(test, shuffle=False)
+
     @abc.abstractmethod
-    def _sources(self, data: Any) -> tuple[Any, Any]:
-        """The training and the test part (or None) of what the user has, as the framework's sources."""
+    def _source(self, data: Any, *, shuffle: bool) -> Any:
+        """The framework's source of what the user has."""
+
+    @staticmethod
+    def _is_array(part: Any) -> bool:
+        """Whether it is an array that the framework takes."""
+        return is_array(part)
 
     @abc.abstractmethod
     def _train(
@@ -286,8 +297,10 @@ class BaseTrainer(HyperParameters, abc.ABC):
 _DEFAULTS = {name: one.default for name, one in inspect.signature(BaseTrainer.__init__).parameters.items()}
 
 
-def two_parts(data: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
-    """The training and the test part (or None) of what a user gives; ``is_array`` knows the framework's arrays."""
+def two_parts(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """The training and the validation part (or None) of what a user gives; ``is_array`` knows the arrays."""
+    if validation is not None:
+        return _loader_of(_only_train(data, validation, is_array)), _loader_of(validation)
     if hasattr(data, "train_dataloader"):
         train, test = data.train_dataloader(), data.val_dataloader() if hasattr(data, "val_dataloader") else None
     elif isinstance(data, (tuple, list)) and len(data) == 2 and not is_array(data[0]):
@@ -301,6 +314,23 @@ def two_parts(data: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
     else:
         train, test = data, None
     return _loader_of(train), _loader_of(test)
+
+
+def _only_train(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> Any:
+    """Training data that were given beside validation data."""
+    if is_array(data) and is_array(validation):
+        raise BadBatch(
+            "fit(model, X, y) takes y for validation data: give both as one, fit(model, (X, y)), and validation data "
+            "after them, fit(model, (X, y), (X_val, y_val))"
+        )
+    if hasattr(data, "train_dataloader"):
+        return data.train_dataloader()
+    if isinstance(data, tuple) and len(data) == 2 and all(_is_batch(part, is_array) for part in data):
+        raise BadBatch(
+            "the training data are a pair, (train, validation), and validation data were given beside them: write "
+            "fit(model, train, validation)"
+        )
+    return data
 
 
 def _is_batch(part: Any, is_array: Callable[[Any], bool]) -> bool:

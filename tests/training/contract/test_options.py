@@ -204,14 +204,29 @@ def test_the_help_of_a_trainer_explains_every_option(bench: Bench) -> None:
 
 def test_fit_as_other_trainers_have_it(bench: Bench) -> None:
     trainer, X = bench.mh.Trainer(1), np.zeros((4, 2), dtype=np.float32)
-    with pytest.raises(TypeError, match=r"fit takes a model and its data: give \(X, y\)"):
+    with pytest.raises(TypeError, match=r"fit takes a model, its training data and its validation data, each \(X, y\)"):
+        trainer.fit(None, X, X, X)
+    with pytest.raises(BadBatch, match=r"fit\(model, X, y\) takes y for validation data: give both as one"):
         trainer.fit(None, X, X)
+    with pytest.raises(BadBatch, match=r"a pair, \(train, validation\), and validation data were given beside them"):
+        trainer.fit(None, ((X, X), (X, X)), (X, X))
     with pytest.raises(
         TypeError, match=r"fit has no option epochs: it is called max_epochs here\. Write Trainer\(max_epochs=3\)"
     ):
         trainer.fit(None, (X, X), epochs=3)
     with pytest.raises(TypeError, match=r"train_dataloaders: data are given to fit: trainer\.fit\(model, "):
         trainer.fit(None, train_dataloaders=X)
+
+
+def test_validation_data_beside_the_training_data(bench: Bench) -> None:
+    train, validation = bench.data()
+    how: dict[str, Any] = {"quiet": True, "precision": "fp32", **bench.on(1)}
+    fits = ((train, validation), {}), ((train,), {"validation": validation}), (((train, validation),), {})
+    rows = [
+        bench.mh.Trainer(1, **how).fit(bench.recipes.model("mlp", 0), *data, **named).rows[-1] for data, named in fits
+    ]
+    assert len({(row["val_loss"], row["val_acc"]) for row in rows}) == 1
+    assert rows[0]["val_loss"] is not None
 
 
 def test_a_trainer_of_the_users_own_is_told_the_same(bench: Bench) -> None:

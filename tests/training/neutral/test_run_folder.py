@@ -21,9 +21,7 @@ from manyhands.training.checkpoints import atomic_files
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.checkpoints.run_lock import RunLock
 
-ROWS = [
-    {"step": step, "epoch": step / 4, "train_loss": 1 / step, "note": "ä\n", "val_acc": None} for step in (1, 2, 3)
-]
+ROWS = [{"step": step, "epoch": step / 4, "train_loss": 1 / step, "note": "ä\n", "val_acc": None} for step in (1, 2, 3)]
 
 
 @pytest.fixture

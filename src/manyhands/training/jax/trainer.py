@@ -18,7 +18,7 @@ from manyhands import tree
 from manyhands.backends.jax import devices as backend
 from manyhands.training import launcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
-from manyhands.training.data.sources import is_array, source
+from manyhands.training.data.sources import Source, source
 from manyhands.training.display.display import Display
 from manyhands.training.jax import checks, optimizers, world
 from manyhands.training.jax.book.datasets import load_data_fashion_mnist
@@ -29,7 +29,7 @@ from manyhands.training.loop import Loop
 from manyhands.training.options import BatchStats
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.trainer import BaseTrainer, two_parts
+from manyhands.training.trainer import BaseTrainer
 
 _WITH_BF16 = 8.0  # a GPU's compute capability
 
@@ -59,9 +59,8 @@ class Trainer(BaseTrainer):
         """The batch as JAX's arrays, on the first of the trainer's devices."""
         return super().prepare_batch([tree.map_leaves(jnp.asarray, part) for part in batch])
 
-    def _sources(self, data: Any) -> tuple[Any, Any]:
-        train, test = two_parts(data, is_array)
-        return source(train), None if test is None else source(test, shuffle=False)
+    def _source(self, data: Any, *, shuffle: bool) -> Source:
+        return source(data, shuffle=shuffle)
 
     def _train(
         self, model: nnx.Module, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None

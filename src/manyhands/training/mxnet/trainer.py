@@ -23,7 +23,7 @@ from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.trainer import BaseTrainer, two_parts
+from manyhands.training.trainer import BaseTrainer
 
 
 class Trainer(BaseTrainer):
@@ -71,9 +71,8 @@ class Trainer(BaseTrainer):
         if hasattr(self.model, "set_scratch_params_device"):
             self.model.set_scratch_params_device(device)
 
-    def _sources(self, data: Any) -> tuple[Source, Source | None]:
-        train, test = two_parts(data, sources.is_array)
-        return _source(train, shuffle=True), None if test is None else _source(test, shuffle=False)
+    def _source(self, data: Any, *, shuffle: bool) -> Source:
+        return _source(data, shuffle=shuffle)
 
     def _train(
         self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None

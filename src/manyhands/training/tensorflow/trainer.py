@@ -14,7 +14,7 @@ from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import launcher
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.data.sources import Source, is_array, source
+from manyhands.training.data.sources import Source, source
 from manyhands.training.display.display import Display
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
@@ -24,7 +24,7 @@ from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
 from manyhands.training.tensorflow.loss import compiled_settings, keras_losses
 from manyhands.training.tensorflow.objective import objective_for
-from manyhands.training.trainer import BaseTrainer, two_parts
+from manyhands.training.trainer import BaseTrainer
 
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError, tf.errors.CancelledError)
 
@@ -58,9 +58,8 @@ class Trainer(BaseTrainer):
             devices = self._option("devices")
             world.join(on_cpu=devices is not None and all(str(one).startswith("cpu") for one in devices))
 
-    def _sources(self, data: Any) -> tuple[Source, Source | None]:
-        train, test = two_parts(data, is_array)
-        return source(train), None if test is None else source(test, shuffle=False)
+    def _source(self, data: Any, *, shuffle: bool) -> Source:
+        return source(data, shuffle=shuffle)
 
     def _train(
         self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None

@@ -34,7 +34,7 @@ from manyhands.training.torch.preflight import checks, diagnose
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state, module_state, randomness
 from manyhands.training.torch.workers import pool
-from manyhands.training.trainer import BaseTrainer, two_parts
+from manyhands.training.trainer import BaseTrainer
 
 
 class Trainer(BaseTrainer):
@@ -73,9 +73,12 @@ class Trainer(BaseTrainer):
         """The device of each rank. Virtual ones are made of the CPU; a rank is a process, so plain CPU tensors do."""
         return [device if device.type == "cuda" else torch.device("cpu") for device in self._natives()]
 
-    def _sources(self, data: Any) -> tuple[Source, Source | None]:
-        train, test = two_parts(data, lambda part: isinstance(part, torch.Tensor | np.ndarray))
-        return source(train), None if test is None else source(test, shuffle=False)
+    def _source(self, data: Any, *, shuffle: bool) -> Source:
+        return source(data, shuffle=shuffle)
+
+    @staticmethod
+    def _is_array(part: Any) -> bool:
+        return isinstance(part, torch.Tensor | np.ndarray)
 
     def _train(
         self, model: torch.nn.Module, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
