@@ -55,6 +55,16 @@ def host_memory() -> Memory:
     return Memory(total=memory.total, free=memory.available)
 
 
+def may_have_gpus() -> bool:
+    """Whether a framework could find a GPU here: asked of files, without starting a driver or a framework."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    folder = Path("/dev")
+    if not folder.is_dir():
+        return True
+    return any(folder.glob("nvidia[0-9]*")) or any((folder / name).exists() for name in ("nvidiactl", "kfd", "dxg"))
+
+
 @functools.cache
 def host_name() -> str:
     """The processor's name as the kernel gives it."""

@@ -5,21 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import flags
-from manyhands.device import FRAMEWORKS, Device
+from manyhands.device import FRAMEWORKS
 from manyhands.errors import (
-    BadDevice,
     BadRunFolder,
     BadSettings,
     BadShares,
     DataNotFound,
-    DuplicateDevices,
-    NoSuchDevice,
     WorkerFailed,
     WrongCheckpoint,
 )
@@ -76,7 +72,8 @@ def _add_what(group: Any) -> None:
     option("--model", choices=_MODELS, help="default: resnet18 on a GPU, else lenet")
     option(
         "--devices",
-        help="all, 2 (GPUs), gpu:0,gpu:1, cpu, cpu:2 (two made of the CPU), gpu:0,cpu; default: all GPUs, else the CPU",
+        help="as devices= in Python: gpu (all of them), 2 (GPUs, else made of the CPU), gpu:0,gpu:1, cpu, cpu:2 (two "
+        "made of the CPU), gpu:0,cpu; default: all GPUs, else the CPU",
     )
     option(
         "--data",
@@ -167,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
     recipes = _recipes.of(framework)
     mh: Any = importlib.import_module(f"manyhands.{framework}")
     chosen = {**_ALWAYS, **begun, **_asked(options, begun)}
-    where = trainer_devices(chosen["devices"], recipes, mh)
+    where = {"devices": chosen["devices"]}
     devices = mh.Trainer(1, **where).device_names  # refuses those that are not there
     chosen = {**(_ON_GPU if any(name.startswith("gpu") for name in devices) else _ON_CPU), **chosen}
     data = _load_data(chosen["data"], begun, options)
@@ -361,67 +358,6 @@ def _counted(number: int, word: str) -> str:
 
 
 # What options mean
-
-
-def trainer_devices(text: str, recipes: Recipes, mh: Any) -> dict[str, Any]:
-    """The trainer's options for what ``--devices`` asks."""
-    # Virtual devices come before anything that would start a framework.
-    if text.strip().lower().partition(":")[0] == "cpu" and "," not in text:
-        return recipes.on_cpu(parse_devices(text, 0)[1])
-    names, gpus = parse_devices(text, mh.num_gpus())[0], mh.num_gpus()
-    _check_names(text, names)
-    for name in names:
-        if re.fullmatch(r"gpu(:\d+)?", name) and int(name.partition(":")[2] or 0) >= gpus:
-            raise NoSuchDevice(
-                f"--devices {text}: there is no {name} here (manyhands devices shows what there is). Write cpu, or "
-                "cpu:2 for two devices made of the CPU"
-            )
-    return {"devices": names}
-
-
-def _check_names(text: str, names: list[str]) -> None:
-    """Refuse what is no device, and one that stands there twice, in the words of ``--devices``."""
-    devices: list[str] = []
-    for name in names:
-        try:
-            device = Device.parse(name)
-        except BadDevice as error:
-            raise BadDevice(
-                f"--devices {text}: {name!r} is not the name of a device. Write all, 2 (GPUs), gpu:0,gpu:1, cpu, or "
-                "cpu:2 for two devices made of the CPU"
-            ) from error
-        label = "cpu" if device.kind == "cpu" else str(device)
-        if label in devices:
-            raise DuplicateDevices(
-                f"--devices {text}: {label} stands there more than once. Name each device once, or write "
-                f"cpu:{len(names)} for {len(names)} devices made of the CPU"
-            )
-        devices.append(label)
-
-
-def parse_devices(text: str, gpus: int) -> tuple[list[str], int]:
-    """The names of the devices, and how many ranks each gets.
-
-    >>> parse_devices("all", gpus=2)
-    (['gpu:0', 'gpu:1'], 1)
-    >>> parse_devices("cpu:2", gpus=0)
-    (['cpu'], 2)
-    """
-    text = text.strip().lower()
-    if text == "all":
-        return [f"gpu:{i}" for i in range(gpus)] or ["cpu"], 1
-    if text.isdecimal():
-        if not 1 <= int(text) <= gpus:
-            raise BadDevice(
-                f"--devices {text}: there are {gpus} GPUs here. Write cpu:{text} for {text} devices made of the CPU"
-            )
-        return [f"gpu:{i}" for i in range(int(text))], 1
-    kind, _, count = text.partition(":")
-    if kind == "cpu" and count:
-        if not count.isdecimal() or not 1 <= int(count) <= 64:
-            raise BadDevice(f"--devices {text}: write cpu, or cpu:2 for two devices made of the CPU")
-        return ["cpu"], int(count)
-    return [part.strip() for part in text.split(",")], 1
 
 
 def parse_shares(text: str | None) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement.moves import Placement
-from manyhands.training import launcher, option_names, options
+from manyhands.training import device_choice, launcher, option_names, options
 from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunPlan
@@ -40,15 +40,17 @@ class BaseTrainer(HyperParameters, abc.ABC):
         max_epochs: How many times to go through the training data. Default: 10.
         num_gpus: How many GPUs to train on, at most; 0 is the CPU. Default: 0.
         gradient_clip_val: The largest global norm of the gradients; 0 does not clip. Default: 0.
-        devices: The devices to train on, by name (``["gpu:0", "gpu:1"]``) or as the framework's own objects. Default:
-            None, as ``num_gpus`` says.
+        devices: The devices to train on: ``"gpu"`` (all GPUs, or the CPU where there is none), a number (``2``),
+            ``"gpu:0"``, ``"cpu"``, ``"cpu:2"`` (two made of the CPU), or a list of names (``["gpu:0", "gpu:1"]``) or of
+            the framework's own objects. Default: None, as ``num_gpus`` says.
         batch_size: Samples per step, over all devices together. A loader has its own; another one here is an error.
             Default: None, the data's own, else 256.
         lr: The learning rate of an optimizer that the trainer makes. A finished optimizer has its own: giving ``lr`` as
             well is an error. Default: None, the optimizer's own default; 0.1 for SGD.
-        loss: A function, an object, a class that makes one, or in PyTorch and TensorFlow a name (``"mse"``). Called as
-            the framework calls losses: ``loss(output, target)`` with PyTorch, JAX and MXNet, ``loss(y_true, y_pred)``
-            with Keras. It returns the mean over the samples of a batch, or one number per sample, or an ``mh.LossSum``.
+        loss: A name (``"mse"``, ``"mae"``, ``"huber"``, ``"cross_entropy"``, ``"bce_with_logits"``; in TensorFlow also
+            any of Keras's), a function, an object, or a class that makes one. Called as the framework calls losses:
+            ``loss(output, target)`` with PyTorch, JAX and MXNet, ``loss(y_true, y_pred)`` with Keras. It returns the
+            mean over the samples of a batch, or one number per sample, or an ``mh.LossSum``.
             Of several numbers per sample, shape (n, k), the sum counts (in Keras the mean, as in ``model.fit``).
             Default: None, the model's own (``training_step``, or what a Keras model was compiled with), else
             cross-entropy.
@@ -74,7 +76,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
     refused: ClassVar[dict[str, str]] = {}
     default_batch_stats: ClassVar[BatchStats] = "per_device"
     loss_kinds: ClassVar[tuple[type, ...]] = ()  # of losses, besides functions
-    losses_by_name: ClassVar[Mapping[str, Callable[[Any, Any], Any]]] = MappingProxyType({})
+    losses_by_name: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @option_names.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
     def __init__(
@@ -83,7 +85,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         num_gpus: int = 0,
         gradient_clip_val: float = 0,
         *,
-        devices: Sequence[Any] | None = None,
+        devices: str | int | Sequence[Any] | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
         loss: Any = None,
@@ -100,6 +102,8 @@ class BaseTrainer(HyperParameters, abc.ABC):
     ) -> None:
         self.save_hyperparameters()
         self._check_topics()
+        if devices is not None:
+            self._choose_devices(devices)
         self.loss = self._meant_loss(loss)
         if schedule is not None and (isinstance(schedule, type) or not callable(schedule)):
             raise BadSettings(f"schedule={schedule!r}: {SCHEDULE_HINT}")
@@ -112,23 +116,34 @@ class BaseTrainer(HyperParameters, abc.ABC):
             return
         self.gpus = [one for one in self._natives() if self.backend.neutral(one).kind != "cpu"]
         if num_gpus not in (0, len(self.gpus)):
-            raise BadSettings(f"num_gpus={num_gpus} and devices={list(devices)!r}: give one of the two options")
+            raise BadSettings(f"num_gpus={num_gpus} and devices={devices!r}: give one of the two options")
+
+    def _choose_devices(self, devices: Any) -> None:
+        """From what the user means by ``devices`` to a list of them, and to the options that make them so."""
+        choice = device_choice.meant(devices, self.backend, self._made_of_cpu)
+        vars(self).update(choice.options, devices=choice.devices)
+        self._device_note = choice.note
+
+    def _made_of_cpu(self, count: int) -> dict[str, Any]:
+        """The trainer's options for so many devices made of the CPU."""
+        return device_choice.on_virtual_devices(self.backend, count)
 
     # The book lets readers write __init__ themselves, with its three arguments and self.gpus: nothing below relies on
     # more than that.
 
     gpus: list[Any]
     result: Result | None = None
+    _device_note: str | None = None
 
     loss: Any
 
     def _meant_loss(self, loss: Any) -> Any:
         """The loss that is meant by a function, an object, a class or a name."""
+        if isinstance(loss, str) and (function := self.losses_by_name.get(loss.lower())) is not None:
+            return function
         if loss is None or isinstance(loss, self.loss_kinds):
             return loss
-        if isinstance(loss, str) and self.losses_by_name:
-            if (function := self.losses_by_name.get(loss.lower())) is not None:
-                return function
+        if isinstance(loss, str):
             raise BadSettings(f"loss={loss!r}: give a function, or one of {', '.join(self.losses_by_name)}")
         if not callable(loss):
             raise BadSettings(f"loss={loss!r} is of type {type(loss).__name__}: give a function")
@@ -231,6 +246,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
                     raise
                 raise LossIsNotANumber(f"{str(error).removesuffix(NAN_HINT)}{words}") from error
         result.run = str(run.path) if run else None
+        result.notes += [] if self._device_note is None else [self._device_note]
         self.result = result
         return result
 

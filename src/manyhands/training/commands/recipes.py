@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from manyhands.backends.protocol import Backend
 from manyhands.errors import BadRunFolder, WrongCheckpoint
 from manyhands.placement import moves
 from manyhands.training.checkpoints import store
@@ -58,15 +57,6 @@ def of(framework: str) -> Recipes:
     moves.require(framework)
     module: Any = importlib.import_module(f"manyhands.training.{framework}.command")
     return cast(Recipes, module)
-
-
-def on_virtual_devices(backend: Backend[Any, Any], count: int) -> dict[str, Any]:
-    """``on_cpu`` of a framework whose virtual devices one process drives: they are asked for before it starts."""
-    if count == 1:
-        return {"devices": ["cpu"]}
-    if backend.virtual_count() < count:
-        backend.virtual_devices(count)
-    return {"devices": [f"virtual:{number}" for number in range(count)]}
 
 
 def model_and_weights(run: str | Path, framework: str) -> tuple[str, bytes]:

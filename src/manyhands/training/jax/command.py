@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from manyhands.backends.jax import devices as backend
 from manyhands.errors import BadSettings
+from manyhands.training import device_choice
 from manyhands.training.checkpoints import tensors
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
@@ -45,7 +46,7 @@ def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
 
 
 def on_cpu(count: int) -> dict[str, Any]:
-    return recipes.on_virtual_devices(backend, count)
+    return device_choice.on_virtual_devices(backend, count)
 
 
 def from_first(make: Callable[[], Any]) -> Any:

@@ -7,21 +7,25 @@ its own, and the same script runs on several machines unchanged (:mod:`.world`).
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from manyhands import tree
 from manyhands.backends.jax import devices as backend
+from manyhands.errors import BadBatch
 from manyhands.training import launcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.sources import Source, source
 from manyhands.training.display.display import Display
 from manyhands.training.jax import checks, optimizers, world
 from manyhands.training.jax.book.datasets import load_data_fashion_mnist
+from manyhands.training.jax.book.module import cross_entropy
 from manyhands.training.jax.learner import JaxLearner, Job
 from manyhands.training.jax.objective import check_shares, objective_for
 from manyhands.training.jax.skeleton import Skeleton
@@ -34,10 +38,36 @@ from manyhands.training.trainer import BaseTrainer
 _WITH_BF16 = 8.0  # a GPU's compute capability
 
 
+def _per_sample(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A loss of Optax's that compares numbers one by one, as the mean over each sample's numbers."""
+
+    def loss(answer: Any, target: Any) -> Any:
+        if answer.shape != target.shape:
+            raise BadBatch(
+                f"the model answers {answer.shape}, and the targets are {target.shape}: the loss compares each number "
+                "of the answer with its own target. Give targets of the answer's shape"
+            )
+        return function(answer, target).reshape(len(answer), -1).mean(1)
+
+    return loss
+
+
+def _absolute_error(answer: Any, target: Any) -> Any:
+    return jnp.abs(answer - target)
+
+
 class Trainer(BaseTrainer):
     __doc__ = BaseTrainer.__doc__
 
     backend: ClassVar[Any] = backend
+    losses_by_name: ClassVar[Mapping[str, Any]] = {
+        "cross_entropy": cross_entropy,
+        "mse": _per_sample(optax.squared_error),
+        "l1": _per_sample(_absolute_error),
+        "mae": _per_sample(_absolute_error),
+        "huber": _per_sample(optax.huber_loss),
+        "bce_with_logits": _per_sample(optax.sigmoid_binary_cross_entropy),
+    }
     refused: ClassVar[dict[str, str]] = {
         "per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes several of the CPU",
         "hang_seconds": "in JAX one process drives all devices, there are no workers to watch",

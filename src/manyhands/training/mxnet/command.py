@@ -11,6 +11,7 @@ import numpy as np
 
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings
+from manyhands.training import device_choice
 from manyhands.training.checkpoints import tensors
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
@@ -44,7 +45,7 @@ def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
 
 
 def on_cpu(count: int) -> dict[str, Any]:
-    return recipes.on_virtual_devices(backend, count)
+    return device_choice.on_virtual_devices(backend, count)
 
 
 def from_first(make: Callable[[], Any]) -> Any:

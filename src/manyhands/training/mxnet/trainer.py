@@ -5,6 +5,7 @@ All devices are driven by the calling process: MXNet's engine runs them side by 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,14 @@ class Trainer(BaseTrainer):
     __doc__ = BaseTrainer.__doc__
 
     backend: ClassVar[Any] = backend
+    losses_by_name: ClassVar[Mapping[str, Any]] = {
+        "cross_entropy": gluon.loss.SoftmaxCrossEntropyLoss(),
+        "mse": gluon.loss.L2Loss(weight=2.0),  # Gluon's own is half of the squared error
+        "l1": gluon.loss.L1Loss(),
+        "mae": gluon.loss.L1Loss(),
+        "huber": gluon.loss.HuberLoss(),
+        "bce_with_logits": gluon.loss.SigmoidBinaryCrossEntropyLoss(),
+    }
     refused: ClassVar[dict[str, str]] = {
         "per_device": "MXNet drives all devices from one process: give more devices (mh.virtual_devices(2))",
         "hang_seconds": "MXNet drives all devices from one process, there are no workers to watch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +33,12 @@ class Trainer(BaseTrainer):
     __doc__ = BaseTrainer.__doc__
 
     backend: ClassVar[Any] = backend
+    # Those that all frameworks have, where Keras has no such name; all of Keras's names are taken as they are.
+    losses_by_name: ClassVar[Mapping[str, Any]] = {
+        "cross_entropy": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "bce_with_logits": keras.losses.BinaryCrossentropy(from_logits=True),
+        "l1": "mean_absolute_error",
+    }
     loss_kinds: ClassVar[tuple[type, ...]] = (str, dict, list, tuple)  # names, and losses of several outputs
     refused: ClassVar[dict[str, str]] = {
         "per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
@@ -56,7 +62,7 @@ class Trainer(BaseTrainer):
         meeting.read_tf_config()
         if launcher.size() > 1:  # now: TensorFlow sets up a job of several processes before its first tensor or never
             devices = self._option("devices")
-            world.join(on_cpu=devices is not None and all(str(one).startswith("cpu") for one in devices))
+            world.join(on_cpu=devices is not None and all("cpu" in str(one).lower() for one in devices))
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return source(data, shuffle=shuffle)

@@ -19,7 +19,7 @@ import torch
 
 from manyhands.backends.torch import devices as backend
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
-from manyhands.training import launcher, refusals
+from manyhands.training import launcher, options, refusals
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.display.display import Display
 from manyhands.training.result import Result
@@ -53,6 +53,16 @@ class Trainer(BaseTrainer):
 
     def _check_options(self) -> None:
         optimizers.OPTIMIZERS.check(self._option("optimizer"), self._option("lr"))
+
+    def _made_of_cpu(self, count: int) -> dict[str, Any]:
+        """Each is a process of its own."""
+        workers = self._option("workers")
+        if workers.per_device != 1:
+            raise BadSettings(
+                f"devices={self.hparams['devices']!r} and {options.given(workers, 'per_device')} both say how many "
+                "processes the CPU gets: give one of them"
+            )
+        return {"devices": ["cpu"], "workers": dataclasses.replace(workers, per_device=count)}
 
     def _natives(self) -> list[torch.device]:
         """The device of each rank, as the backend knows it."""

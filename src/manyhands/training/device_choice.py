@@ -1,0 +1,129 @@
+"""What ``devices=`` means: a number, a text or a list. ``--devices`` on the command line takes the same texts.
+
+======================  ==============================================================================
+``"gpu"``, ``"all"``    all GPUs; the CPU where there is none, as with ``mh.try_gpu()``
+``2``, ``"2"``          that many devices: GPUs, or where there is none, devices made of the CPU
+``"cpu"``               the CPU
+``"cpu:2"``             two devices made of the CPU (``"cpu:1"`` and ``"cpu:0"`` are the CPU)
+``"gpu:0"``             that GPU; an error where it is not there
+``"gpu:0,gpu:1"``       those devices, as the list ``["gpu:0", "gpu:1"]``
+======================  ==============================================================================
+
+A list names devices one by one, so ``["gpu"]`` is the first GPU and ``["cpu:1"]`` the second virtual device. A name of
+TensorFlow's own that begins with a slash, ``"/CPU:1"``, names one device, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+from manyhands import machine
+from manyhands.backends.protocol import Backend
+from manyhands.device import Device
+from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice
+
+MadeOfCpu = Callable[[int], dict[str, Any]]
+_MOST_OF_CPU = 64
+_WRITE = "Write gpu (all of them), 2 (that many), gpu:0,gpu:1, cpu, or cpu:2 for two devices made of the CPU"
+_NO_GPU = "there is no GPU here, so the job is on the CPU"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The devices that are meant, other options of the trainer that make them so, and what the user should know."""
+
+    devices: list[Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    note: str | None = None
+
+
+def meant(devices: Any, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
+    """The devices that a user means; ``made_of_cpu`` gives the trainer's options for that many made of the CPU."""
+    if isinstance(devices, Integral) and not isinstance(devices, bool):
+        return _as_many(devices, int(devices), backend, made_of_cpu)
+    if isinstance(devices, str):
+        return _of_text(devices, backend, made_of_cpu)
+    if isinstance(devices, Device) or backend.is_device(devices):
+        return Choice([devices])
+    return Choice(devices)
+
+
+def _of_text(text: str, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
+    words = text.strip().lower()
+    if words.isdecimal():
+        return _as_many(text, int(words), backend, made_of_cpu)
+    if words in ("gpu", "all"):
+        gpus = [f"gpu:{number}" for number in range(backend.num_gpus())]
+        note = None if gpus or words == "all" else f"devices={text!r}: {_NO_GPU}"
+        return Choice(_standing_in(gpus, backend) or ["cpu"], note=note)
+    kind, colon, count = words.partition(":")
+    if kind == "cpu" and "," not in words:
+        if colon and (not count.isdecimal() or int(count) > _MOST_OF_CPU):
+            raise BadDevice(f"devices={text!r}: write cpu, or cpu:2 for two devices made of the CPU")
+        return _of_cpu(int(count or 1) or 1, made_of_cpu)
+    names = [part.strip() for part in text.strip().split(",")]
+    _check_names(text, names)
+    _check_gpus(text, names, backend)
+    return Choice(names)
+
+
+def _as_many(given: Any, count: int, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
+    if count < 1:
+        raise BadDevice(f"devices={given!r}: give a number of at least 1, 'gpu' for all GPUs, or 'cpu'")
+    # Asked of the machine first: to look for GPUs starts JAX and TensorFlow, and they make no CPU devices after that.
+    gpus = backend.num_gpus() if backend.virtual_count() or machine.may_have_gpus() else 0
+    if not gpus:
+        return _of_cpu(count, made_of_cpu)
+    if count > gpus:
+        here = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        raise BadDevice(f"devices={given!r}: {here} here. Give fewer, or 'cpu:{count}' for devices made of the CPU")
+    return Choice(_standing_in([f"gpu:{number}" for number in range(count)], backend))
+
+
+def _standing_in(gpus: list[str], backend: Backend[Any, Any]) -> list[Any]:
+    """The devices themselves: virtual ones may stand in for GPUs, under names of their own."""
+    return [backend.gpu(number) for number in range(len(gpus))] if backend.virtual_count() else gpus
+
+
+def _of_cpu(count: int, made_of_cpu: MadeOfCpu) -> Choice:
+    options = {"devices": ["cpu"]} if count == 1 else made_of_cpu(count)
+    return Choice(options.pop("devices"), options)
+
+
+def on_virtual_devices(backend: Backend[Any, Any], count: int) -> dict[str, Any]:
+    """The trainer's options where one process drives all devices: virtual ones, made before the framework starts."""
+    if count == 1:
+        return {"devices": ["cpu"]}
+    if backend.virtual_count() < count:
+        backend.virtual_devices(count)
+    return {"devices": [f"virtual:{number}" for number in range(count)]}
+
+
+def _check_gpus(text: str, names: list[str], backend: Backend[Any, Any]) -> None:
+    for name in names:
+        if re.fullmatch(r"(gpu|cuda)(:\d+)?", name.lower()) and Device.parse(name).index >= backend.num_gpus():
+            raise NoSuchDevice(
+                f"devices={text!r}: there is no {name} here (manyhands devices shows what there is). Write cpu, or "
+                "cpu:2 for two devices made of the CPU"
+            )
+
+
+def _check_names(text: str, names: list[str]) -> None:
+    """Refuse what is no device, and one that stands there twice."""
+    devices: list[str] = []
+    for name in names:
+        try:
+            device = Device.parse(name)
+        except BadDevice as error:
+            raise BadDevice(f"devices={text!r}: {name!r} is not the name of a device. {_WRITE}") from error
+        label = "cpu" if device.kind == "cpu" and not name.startswith("/") else str(device)
+        if label in devices:
+            raise DuplicateDevices(
+                f"devices={text!r}: {label} stands there more than once. Name each device once, or write "
+                f"cpu:{len(names)} for {len(names)} devices made of the CPU"
+            )
+        devices.append(label)

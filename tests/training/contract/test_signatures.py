@@ -1,0 +1,76 @@
+"""What people type: devices as a text or a number, losses and optimizers by name and as classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from training_bench import MOST, Bench
+
+from manyhands.errors import BadDevice, NoSuchDevice
+
+
+def names(bench: Bench, devices: Any) -> list[str]:
+    return bench.mh.Trainer(1, devices=devices).device_names
+
+
+def test_devices_as_a_text_or_a_number(bench: Bench) -> None:
+    made = [f"virtual:{number}" for number in range(MOST)]
+    assert names(bench, "cpu:2") == names(bench, 2) == names(bench, "2") == made[:2]
+    assert names(bench, "cpu") == names(bench, "cpu:1") == names(bench, ["cpu"])
+    # Virtual devices stand in for GPUs; PyTorch has none here, as most machines without a GPU.
+    assert names(bench, "gpu") == names(bench, "all") == (["cpu"] if bench.framework == "torch" else made)
+    for wrong in ("tpu", 0):
+        with pytest.raises(BadDevice, match="devices="):
+            names(bench, wrong)
+    with pytest.raises(NoSuchDevice, match="devices='gpu:99': there is no gpu:99 here"):
+        names(bench, "gpu:99")
+
+
+def test_one_device_needs_no_list(bench: Bench) -> None:
+    assert names(bench, bench.mh.cpu()) == names(bench, [bench.mh.cpu()])
+
+
+def test_the_same_text_is_the_same_job(bench: Bench) -> None:
+    """``devices="cpu:2"`` trains, and its run is the one of ``--devices cpu:2``."""
+    options: dict[str, Any] = {"optimizer": "adam", "lr": 0.01, "precision": "fp32", "quiet": True}
+    trainer = bench.mh.Trainer(1, devices="cpu:2", **options)
+    result = trainer.fit(bench.recipes.model("mlp", 0), bench.data())
+    assert result.devices == ["virtual:0", "virtual:1"]
+    again = bench.fit(2, epochs=1, optimizer="adam", lr=0.01)
+    assert result.rows[-1]["train_loss"] == again.rows[-1]["train_loss"]
+
+
+def own_losses(bench: Bench) -> list[tuple[Any, float]]:
+    """Losses of the framework's own, and how many times the mean of squares they are, for ten numbers per sample."""
+    if bench.framework == "torch":
+        import torch
+
+        return [(torch.nn.MSELoss, 1), (torch.nn.MSELoss(), 1), (torch.nn.functional.mse_loss, 1)]
+    if bench.framework == "jax":
+        import optax
+
+        return [(optax.squared_error, 10), (optax.l2_loss, 5)]  # of several numbers per sample the sum counts
+    if bench.framework == "tensorflow":
+        import keras
+
+        return [(keras.losses.MeanSquaredError, 1), (keras.losses.MeanSquaredError(), 1), ("mean_squared_error", 1)]
+    from mxnet import gluon
+
+    return [(gluon.loss.L2Loss, 0.5), (gluon.loss.L2Loss(), 0.5)]
+
+
+def test_losses_by_name_and_as_classes(bench: Bench) -> None:
+    """ "mse" is the same number in every framework, also where its own class is another one."""
+    random = np.random.RandomState(0)
+    images = random.randint(0, 256, (32, 28, 28)).astype(np.uint8)
+    y = random.normal(size=(32, 10)).astype(np.float32)
+    model = bench.recipes.model("mlp", 0)
+    errors = bench.answers(model, images) - y
+    X = np.expand_dims(images.astype(np.float32) / 255, 1 if bench.framework in ("torch", "mxnet") else -1)
+    meant = [("mse", (errors**2).mean()), ("mae", np.abs(errors).mean()), ("L1", np.abs(errors).mean())]
+    meant += [(loss, times * (errors**2).mean()) for loss, times in own_losses(bench)]
+    for loss, value in meant:
+        trainer = bench.mh.Trainer(1, batch_size=16, lr=0.0, loss=loss, quiet=True, precision="fp32", devices="cpu")
+        assert trainer.fit(bench.recipes.model("mlp", 0), (X, y)).rows[-1]["train_loss"] == pytest.approx(value, 1e-4)

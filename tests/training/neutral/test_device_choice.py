@@ -1,0 +1,96 @@
+"""What ``devices=`` and ``--devices`` mean, on machines with and without GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands import machine
+from manyhands.device import Device
+from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice
+from manyhands.training import device_choice
+from manyhands.training.device_choice import Choice
+
+
+class Machine:
+    """A backend as far as devices are counted."""
+
+    def __init__(self, gpus: int, virtual: int = 0) -> None:
+        self.gpus, self.virtual = gpus, virtual
+
+    def num_gpus(self) -> int:
+        return self.virtual or self.gpus
+
+    def virtual_count(self) -> int:
+        return self.virtual
+
+    def gpu(self, index: int) -> Device:
+        return Device("virtual" if self.virtual else "gpu", index)
+
+    def is_device(self, value: object) -> bool:
+        return False
+
+
+def meant(devices: Any, gpus: int = 0, virtual: int = 0) -> Choice:
+    return device_choice.meant(devices, Machine(gpus, virtual), lambda count: {"devices": ["cpu"], "made": count})  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _may_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "may_have_gpus", lambda: True)
+
+
+@pytest.mark.parametrize("text", ["gpu", "GPU", " all "])
+def test_all_gpus_or_the_cpu(text: str) -> None:
+    assert meant(text, gpus=2).devices == ["gpu:0", "gpu:1"]
+    assert meant(text).devices == ["cpu"]
+    assert meant(text, virtual=2).devices == [Device("virtual", 0), Device("virtual", 1)]
+
+
+def test_the_fallback_to_the_cpu_is_said() -> None:
+    assert meant("gpu").note == "devices='gpu': there is no GPU here, so the job is on the CPU"
+    assert meant("all").note is None
+    assert meant("gpu", gpus=1).note is None
+
+
+@pytest.mark.parametrize("number", [2, "2"])
+def test_a_number_is_that_many(number: Any) -> None:
+    assert meant(number, gpus=3).devices == ["gpu:0", "gpu:1"]
+    assert meant(number) == Choice(["cpu"], {"made": 2})
+    with pytest.raises(BadDevice, match=r"devices=.*2.*: 1 GPU here\. Give fewer, or 'cpu:2' for devices made of the"):
+        meant(number, gpus=1)
+
+
+def test_no_gpu_is_looked_for_where_the_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would start JAX, which makes no CPU devices after that."""
+    monkeypatch.setattr(machine, "may_have_gpus", lambda: False)
+    monkeypatch.setattr(Machine, "num_gpus", lambda self: pytest.fail("started"))
+    assert meant(2).options == {"made": 2}
+
+
+def test_devices_made_of_the_cpu() -> None:
+    assert meant("cpu:2") == Choice(["cpu"], {"made": 2})
+    assert meant("cpu") == meant("cpu:1") == meant("CPU:0") == Choice(["cpu"])
+    with pytest.raises(BadDevice, match="devices='cpu:x': write cpu, or cpu:2"):
+        meant("cpu:x")
+
+
+def test_names_are_those_of_a_list() -> None:
+    assert meant("gpu:0, cpu", gpus=1).devices == ["gpu:0", "cpu"]
+    assert meant("gpu:1", gpus=2).devices == ["gpu:1"]
+    assert meant("/GPU:0", gpus=1).devices == ["/GPU:0"]
+    assert meant("GPU:0", gpus=1).devices == ["GPU:0"]
+    assert meant("/CPU:0").devices == ["/CPU:0"]
+    assert meant(["gpu", "cpu:1"]).devices == ["gpu", "cpu:1"]
+    assert meant(Device("gpu", 1)).devices == [Device("gpu", 1)]
+    with pytest.raises(NoSuchDevice, match="devices='gpu:1': there is no gpu:1 here"):
+        meant("gpu:1", gpus=1)
+    with pytest.raises(DuplicateDevices, match=r"devices='cpu,cpu': cpu stands there more than once\..* cpu:2"):
+        meant("cpu,cpu")
+
+
+@pytest.mark.parametrize("wrong", ["tpu", "", "gpu:x", 0, -1])
+def test_what_is_none(wrong: Any) -> None:
+    with pytest.raises(BadDevice, match="devices="):
+        meant(wrong, gpus=2)
