@@ -17,6 +17,7 @@ from manyhands.errors import BadBatch, NotATensor
 from manyhands.training.data import loader_batches
 from manyhands.training.data.loader_randomness import with_own_numbers
 from manyhands.training.data.order import Cursor, Window, epoch_order, spread
+from manyhands.training.data.structure import Structure, is_nested
 
 Batch = tuple[Any, ...]
 Array = NDArray[Any]
@@ -111,6 +112,7 @@ class Arrays:
     native: Callable[[Array], Any] = np.asarray
     batch_size: int | None = None
     shuffle: bool = True
+    structure: Structure | None = None  # where the user's parts have parts
 
     def __post_init__(self) -> None:
         check_lengths(self.arrays)
@@ -127,6 +129,10 @@ class Arrays:
     def rows(self, numbers: Sequence[int] | NDArray[np.int64] | slice) -> tuple[Array, ...]:
         """The samples of those numbers, as they are in memory: neither native nor prepared."""
         return tuple(array[numbers] for array in self.arrays)
+
+    def nested(self, batch: Batch) -> Batch:
+        """A prepared batch in the structure that the user's data have."""
+        return batch if self.structure is None else self.structure.nested(batch)
 
     def first(self, count: int) -> Arrays:
         """Only the first samples."""
@@ -152,7 +158,7 @@ class Stream:
     """A loader that gives batches (inputs, target) in an order of its own; every process reads all of it.
 
     ``required_size``: the trainer's ``batch_size``, where the loader does not say its own; a loader of batches of
-    another size is refused.
+    another size is refused. ``structure``: where batches may have dicts and lists as parts.
     """
 
     loader: Any
@@ -160,6 +166,15 @@ class Stream:
     shuffle: bool = False
     count: None = None
     required_size: int | None = None
+    structure: Structure | None = None
+
+    def prepare(self, batch: Batch) -> Batch:
+        """A loader's batches are ready for the model."""
+        return batch
+
+    def nested(self, batch: Batch) -> Batch:
+        """A batch in the structure that the loader gave it."""
+        return batch if self.structure is None else self.structure.nested(batch)
 
     def windows(self, cursor: Cursor, seed: int) -> Iterator[tuple[Window, tuple[Array, ...]]]:
         """The batches that are left of the cursor's epoch, in NumPy's arrays, each with its window.
@@ -168,7 +183,7 @@ class Stream:
         numbers are seeded with the job's seed and the epoch while it works.
         """
         mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
-        batches = map(_parts, with_own_numbers(self.loader, mixed))
+        batches = (_parts(batch, self.structure) for batch in with_own_numbers(self.loader, mixed))
         full = (parts for parts in batches if len(parts[0]))
         checked = loader_batches.of_size(full, self.required_size, _rows)
         yield from loader_batches.windows(self.loader, checked, cursor, _rows, _pieces)
@@ -187,20 +202,50 @@ class Stream:
 Source = Arrays | Stream
 
 
-def source(data: Any, *, shuffle: bool = True) -> Source:
-    """The source that fits what the user has: arrays of any framework, something that gives batches, or a source."""
+def source(data: Any, *, shuffle: bool = True, nested: bool = False) -> Source:
+    """The source that fits what the user has: arrays of any framework, something that gives batches, or a source.
+
+    ``nested``: parts of a batch may be dicts and lists of arrays, as Keras's models take them.
+    """
     if isinstance(data, (Arrays, Stream)):
         return data
     data = with_arrays(data)
+    if nested and is_dataset(data):
+        structure = Structure()
+        parts = [np.asarray(part) if _is_plain_list(part) else part for part in data]
+        return Arrays(tuple(map(as_numpy, structure.flat(parts))), shuffle=shuffle, structure=structure)
     if is_array(data):
         return Arrays((as_numpy(data),), shuffle=shuffle)
     if isinstance(data, (tuple, list)) and data and all(map(is_array, data)):
         return Arrays(tuple(as_numpy(part) for part in data), shuffle=shuffle)
-    if hasattr(data, "__iter__"):
-        return Stream(data)
+    if hasattr(data, "__iter__") and not isinstance(data, Mapping):
+        return Stream(data, structure=Structure() if nested else None)
     raise NotATensor(
         f"a {type(data).__name__} is no data to train on: give (X, y) arrays, or a loader that gives batches (X, y)"
     )
+
+
+def is_dataset(data: Any) -> bool:
+    """Whether it is one data set, (inputs, targets) or (inputs, targets, weights), with dicts or lists of arrays in it.
+
+    A pair of tuples is not: ``((X, y), (X_test, y_test))`` is data to train on and data to validate with. Nor is a list
+    of batches.
+    """
+    if not isinstance(data, tuple) or len(data) not in (2, 3) or not any(map(is_nested, data)):
+        return False
+    if len(data) == 2 and isinstance(data[0], (tuple, list)) and not (is_array(data[1]) or _is_of_arrays(data[1])):
+        return False
+    return all(
+        part is None or is_array(part) or _is_plain_list(part) or _is_of_arrays(part, tuple, list) for part in data
+    )
+
+
+def _is_of_arrays(part: Any, *kinds: type) -> bool:
+    """Whether it is a dict of arrays, or of dicts of them; or one of the other kinds of collections."""
+    if not isinstance(part, (Mapping, *kinds)) or not part:
+        return False
+    values: Any = part.values() if isinstance(part, Mapping) else part
+    return all(is_array(one) or _is_of_arrays(one, *kinds) for one in values)
 
 
 def is_array(part: Any) -> bool:
@@ -224,9 +269,11 @@ def _pieces(parts: tuple[Array, ...]) -> Iterator[bytes]:
         yield part.flat[loader_batches.sampled(part.size)].tobytes()
 
 
-def _parts(batch: Any) -> tuple[Array, ...]:
+def _parts(batch: Any, structure: Structure | None = None) -> tuple[Array, ...]:
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise BadBatch(f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both")
+    if structure is not None:
+        batch = structure.flat(batch)
     for part in batch:
         if isinstance(part, Mapping):
             raise BadBatch(

@@ -44,10 +44,14 @@ def materialise(model: Any, data: Source) -> None:
     if not model.built or not model.weights:
         few = few_samples(data, _FEW)
         if few is not None:
-            shapes = [keras.KerasTensor((None, *part.shape[1:]), part.dtype.name) for part in few]
+            shapes = keras.tree.map_structure(_shape, few)
             checked_answer(model, parts_of(model, shapes), training=False)
     if not model.trainable_variables:
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+
+
+def _shape(part: Any) -> Any:
+    return keras.KerasTensor((None, *part.shape[1:]), part.dtype.name)
 
 
 # Labels
@@ -60,10 +64,10 @@ class LabelCheck:
     look: ClassLabels
     model: Any
 
-    def __call__(self, arrays: Sequence[Array]) -> None:
-        parts = parts_of(self.model, arrays)
-        if len(parts.targets) == 1:
-            self.look((*parts.inputs, parts.target))
+    def __call__(self, batch: Sequence[Any]) -> None:
+        parts = parts_of(self.model, batch)
+        if parts.has_one_target:
+            self.look((*keras.tree.flatten(parts.inputs), parts.target))
 
 
 def check_labels(model: Any, objective: Objective, train: Source, test: Source | None) -> LabelCheck | None:
@@ -80,7 +84,7 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
     look = LabelCheck(objective.labels, model)
     for source in (train, test):
         if isinstance(source, Arrays) and len(source.arrays) > 1:
-            look(source.arrays)
+            look(source.nested(source.arrays))
     return look
 
 
@@ -103,7 +107,7 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
     samples = train if isinstance(train, Arrays) else _first_batch(train)
     if samples is None:
         return note("the loader can be read only once")
-    data = samples if isinstance(samples, Arrays) else Arrays(samples)
+    data = samples if isinstance(samples, Arrays) else Arrays(samples, structure=train.structure)
     try:
         why, seen = trial.check(Function(model, objective, 0), data)
         seen = seen if isinstance(train, Arrays) else "the first batch of the loader"
@@ -132,9 +136,9 @@ def _is_of_keras(objective: Objective) -> bool:
 def few_samples(data: Source, count: int) -> Batch | None:
     """The first samples; None for an iterator, from which a look would take them away."""
     if isinstance(data, Arrays):
-        return data.prepare(tuple(tf.convert_to_tensor(one) for one in data.rows(slice(count))))
+        return data.nested(data.prepare(tuple(tf.convert_to_tensor(one) for one in data.rows(slice(count)))))
     first = _first_batch(data)
-    return None if first is None else tuple(tf.convert_to_tensor(one[:count]) for one in first)
+    return None if first is None else data.nested(tuple(tf.convert_to_tensor(one[:count]) for one in first))
 
 
 def _first_batch(data: Stream) -> tuple[Array, ...] | None:

@@ -61,7 +61,7 @@ class Feed:
         replicas: int = self.strategy.num_replicas_in_sync
         for window, arrays in source.windows(cursor, seed):
             if self.check is not None:
-                self.check(arrays)
+                self.check(source.nested(arrays))
             data = tuple(map(self._placed, (*arrays, np.arange(window.size))))
             yield window, Given(data[:-1], data[-1], _bounds(window, 0, replicas, shares, least))
 

@@ -20,7 +20,7 @@ from manyhands.training import python_attributes
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.data.sources import Array, Arrays, Source
+from manyhands.training.data.sources import Array, Source
 from manyhands.training.learner import Saved
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import naming, optimizers
@@ -259,7 +259,7 @@ class KerasLearner:
 
 
 def _prepare(source: Source) -> Any:
-    return source.prepare if isinstance(source, Arrays) else lambda batch: batch
+    return lambda batch: source.nested(source.prepare(batch))
 
 
 def normalises(model: Any) -> bool:

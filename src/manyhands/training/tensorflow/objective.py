@@ -112,8 +112,8 @@ def _check_scores(answer: Any, parts: Parts) -> None:
             "one tensor of class scores: give loss=... (one of Keras's, or a function of y_true and y_pred for each "
             "output), or a model with a training_step(batch) of its own"
         )
-    if len(parts.targets) > 1:
-        raise BadSettings(f"there are {len(parts.targets)} targets, and no loss was given: give loss=...")
+    if not parts.has_one_target:
+        raise BadSettings(f"there are {len(parts.target)} targets, and no loss was given: give loss=...")
 
 
 def widened(answer: Any) -> Any:
@@ -132,7 +132,7 @@ def widened(answer: Any) -> Any:
 
 def _with_right(losses: Losses, answer: Any, parts: Parts, accuracy: Accuracy | None) -> Losses:
     right = None
-    if tf.is_tensor(answer) and len(parts.targets) == 1:
+    if tf.is_tensor(answer) and parts.has_one_target:
         right = right_answers(answer, parts.target) if accuracy is None else accuracy(parts.target, answer)
     return replace(losses, right=right)
 

@@ -14,7 +14,7 @@ from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import launcher
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.data.sources import Source, source
+from manyhands.training.data.sources import Source, is_dataset, source
 from manyhands.training.display.display import Display
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
@@ -65,7 +65,14 @@ class Trainer(BaseTrainer):
             world.join(on_cpu=devices is not None and all("cpu" in str(one).lower() for one in devices))
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
-        return source(data, shuffle=shuffle)
+        return source(data, shuffle=shuffle, nested=True)
+
+    def _sources(self, data: Any, validation: Any = None) -> tuple[Source, Source | None]:
+        """``({"a": A, "b": B}, y)`` and ``((A, B), y)`` are one data set, and no pair of two."""
+        return super()._sources(self._whole(data, shuffle=True), self._whole(validation, shuffle=False))
+
+    def _whole(self, data: Any, *, shuffle: bool) -> Any:
+        return self._source(data, shuffle=shuffle) if is_dataset(data) else data
 
     def _train(
         self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None

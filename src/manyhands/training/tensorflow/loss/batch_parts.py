@@ -1,8 +1,9 @@
 """Which parts of a batch are the model's inputs, which its targets, and whether the last one weighs the samples.
 
-A batch is ``(inputs..., targets..., [sample_weight])``. How many inputs and outputs there are is the model's to say: a
-graph of layers knows both, a class of one's own names its inputs in ``call``. Of a model that takes any number of
-inputs the last part is the target.
+A batch of arrays is ``(inputs..., targets..., [sample_weight])``. How many inputs and outputs there are is the model's
+to say: a graph of layers knows both, a class of one's own names its inputs in ``call``. Of a model that takes any
+number of inputs the last part is the target. A batch with dicts or lists of arrays in it is what Keras's ``fit`` takes:
+``(x, y)`` or ``(x, y, sample_weight)``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch, ManyhandsError
 from manyhands.training import refusals
+from manyhands.training.data.structure import is_nested
 from manyhands.training.tensorflow.book.module import Module
 
 _NOT_INPUTS = ("training", "mask")
@@ -26,27 +28,33 @@ _NOT_INPUTS = ("training", "mask")
 
 @dataclass(frozen=True)
 class Parts:
-    inputs: tuple[Any, ...]
-    targets: tuple[Any, ...]
+    inputs: tuple[Any, ...]  # the arguments of the model
+    target: Any  # as Keras's losses take it: one tensor, or a list or a dict of them
     sample_weight: Any = None
 
     @property
-    def target(self) -> Any:
-        """As Keras's losses take it: one tensor, or a list of them."""
-        return self.targets[0] if len(self.targets) == 1 else list(self.targets)
+    def has_one_target(self) -> bool:
+        return not is_nested(self.target)
 
 
 def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
     count = len(batch)
     if count < 2:
         raise refusals.no_target(batch)
+    if any(map(is_nested, batch)):
+        if count > 3:
+            raise BadBatch(
+                f"a batch has {count} parts, with dicts or lists among them: give (x, y) or (x, y, sample_weight), as "
+                "you would to model.fit"
+            )
+        return Parts(tuple(batch[:1]), *batch[1:])
     fewest, most = _inputs(model)
     outputs = _outputs(model)
     for targets, weighted in dict.fromkeys([(outputs, 0), (outputs, 1), (1, 0)]):
         inputs = count - targets - weighted
         if fewest <= inputs <= most:
-            rows = tuple(batch)
-            return Parts(rows[:inputs], rows[inputs : inputs + targets], rows[-1] if weighted else None)
+            rows, target = tuple(batch), batch[inputs] if targets == 1 else list(batch[inputs : inputs + targets])
+            return Parts(rows[:inputs], target, rows[-1] if weighted else None)
     takes = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     raise BadBatch(
         f"a batch has {count} parts, but {type(model).__name__} takes {takes} input{'' if most == 1 else 's'} and "
@@ -93,7 +101,7 @@ def checked_answer(model: Any, parts: Parts, *, training: bool) -> Any:
     except (ValueError, tf.errors.InvalidArgumentError) as error:
         if isinstance(error, ManyhandsError):
             raise
-        shapes = ", ".join(str(tuple(one.shape[1:])) for one in parts.inputs)
+        shapes = ", ".join(str(tuple(one.shape[1:])) for one in keras.tree.flatten(parts.inputs))
         wanted = ", ".join(str(tuple(one.shape[1:])) for one in getattr(model, "inputs", None) or ())
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         takes = f"takes inputs of shape {wanted}" if wanted else f"does not take it ({reason})"
@@ -103,7 +111,7 @@ def checked_answer(model: Any, parts: Parts, *, training: bool) -> Any:
 
 
 def _cure(parts: Parts, model: Any) -> str:
-    if any(len(one.shape) == 3 for one in parts.inputs) and any(
+    if any(len(one.shape) == 3 for one in keras.tree.flatten(parts.inputs)) and any(
         isinstance(layer, keras.layers.Conv2D) for layer in model._flatten_layers()
     ):
         return ": images need an axis of channels, X[..., np.newaxis] gives grey ones theirs"

@@ -28,6 +28,7 @@ from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
 
 from manyhands.errors import BadSettings
+from manyhands.training.data.structure import is_nested
 from manyhands.training.loss_sum import LossSum
 
 _BY_SHAPE = ("crossentropy", "ce")  # Keras chooses among three by the shapes of targets and answers
@@ -112,18 +113,35 @@ class KerasLoss:
     _resolved: CompileLoss | None = field(default=None, repr=False)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Losses:
-        if isinstance(y_pred, dict) and isinstance(y_true, list):
-            y_true = dict(zip(self.output_names or y_pred, y_true, strict=True))
-        elif isinstance(y_pred, (tuple, list)) and isinstance(y_true, list) and len(y_pred) == len(y_true):
-            y_true = type(y_pred)(y_true)
+        y_true = self._by_output("y", y_true, y_pred)
+        if is_nested(sample_weight):
+            sample_weight = self._by_output("sample_weight", sample_weight, y_pred)
         total = Losses()
         for path, loss, weight, _ in self._flat(y_true, y_pred):
-            truth, answer = y_true, y_pred
-            for step in path:
-                truth, answer = truth[step], answer[step]
-            one = losses_of(loss, truth, answer, sample_weight, self._dtype(loss, answer))
+            truth, answer = _at(y_true, path), _at(y_pred, path)
+            weights = _at(sample_weight, path, missing=None) if is_nested(sample_weight) else sample_weight
+            one = losses_of(loss, truth, answer, weights, self._dtype(loss, answer))
             total += one if weight is None else one * weight
         return total
+
+    def _by_output(self, name: str, parts: Any, y_pred: Any) -> Any:
+        """Targets, or weights, in the structure of the model's outputs: a list by their order, a dict by name."""
+        if not is_nested(parts):
+            return [parts] if isinstance(y_pred, (tuple, list)) and len(y_pred) == 1 else parts
+        names = list(y_pred) if isinstance(y_pred, dict) else list(self.output_names or ())
+        if isinstance(parts, dict) and not isinstance(y_pred, dict) and not set(parts) <= set(names):
+            raise BadSettings(
+                f"{name} is a dict of {', '.join(map(repr, parts))}, and the model's outputs are "
+                f"{', '.join(map(repr, names)) or 'without names'}: give {name} under the names of the outputs, or as "
+                "a list"
+            )
+        if not is_nested(y_pred):
+            if len(parts) != 1:
+                raise BadSettings(f"{name} has {len(parts)} parts, and the model has one output: give one array")
+            return next(iter(parts.values() if isinstance(parts, dict) else parts))
+        if isinstance(y_pred, dict):
+            return parts if isinstance(parts, dict) else dict(zip(self.output_names or y_pred, parts, strict=True))
+        return type(y_pred)(parts.get(one) for one in names) if isinstance(parts, dict) else type(y_pred)(parts)
 
     def _flat(self, y_true: Any, y_pred: Any) -> Any:
         """Keras's own resolution: which loss, and which weight, for which output."""
@@ -141,6 +159,13 @@ class KerasLoss:
         """A loss object computes in the precision it was made for, a name or a function in the model's."""
         by_user = any(loss is one for one in keras.tree.flatten(self.loss))
         return loss.dtype if by_user or not tf.is_tensor(answer) else answer.dtype.name
+
+
+def _at(parts: Any, path: Sequence[Any], **missing: None) -> Any:
+    """The part for one output, whose path in the structure of outputs Keras knows; or what stands for a missing one."""
+    for step in path:
+        parts = parts.get(step) if missing and isinstance(parts, dict) else parts[step]
+    return parts
 
 
 def check_names(loss: Any) -> None:

@@ -49,7 +49,7 @@ def _graph(function: Function, data: Arrays) -> Any:
     def work(seed: Any, *arrays: Any) -> list[tuple[Any, Any, list[Any]]]:
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(weights)
-            losses, _ = function(weights, kept, (seed,), data.prepare(arrays), training=True)
+            losses, _ = function(weights, kept, (seed,), data.nested(data.prepare(arrays)), training=True)
             terms = _terms(losses, tf.shape(arrays[0])[0])
         gradients = [tape.gradient(total, weights, unconnected_gradients="zero") for total, _ in terms]
         dense = [[tf.convert_to_tensor(one) for one in part] for part in gradients]
