@@ -20,6 +20,7 @@ FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 LAYERS = [
     ["errors", "device", "shares", "tree", "machine", "code_names", "addresses", "generated"],
     ["schedule"],
+    ["predict"],
     ["backends"],
     ["tasks"],
     ["placement"],

@@ -22,6 +22,7 @@
      |   +- DataNotFound         data files that are not where they were said to be  (FileNotFoundError)
      +- NotJson                  a value that JSON cannot hold exactly             (ValueError)
      +- BadRunFolder             a folder that is no run, or a run with bad files  (ValueError)
+     +- BadProfile               a profile or link file that cannot be used        (ValueError)
      +- RunInUse                 another job writes to the run's folder            (RuntimeError)
      +- CheckpointError
      |   +- BadCheckpoint        something that cannot be saved as a checkpoint    (ValueError)
@@ -134,6 +135,10 @@ class NotJson(ManyhandsError, ValueError):
 
 class BadRunFolder(ManyhandsError, ValueError):
     """A folder that is not a run's, or a file in a run's folder that cannot be read."""
+
+
+class BadProfile(ManyhandsError, ValueError):
+    """A file with a profile or a link that cannot be read, written, or is of another version."""
 
 
 class RunInUse(ManyhandsError, RuntimeError):

@@ -1,0 +1,215 @@
+"""Compares the predictor with published training times: ``python benchmarks/predict.py [--json]``.
+
+Each table is given one device's time, the size of the gradients and the link, nothing else; what the publication says
+of the software (who copies gradients, who drives the devices) is in the row. Sources stand beside the figures. Needs no
+framework and no GPU. The second group was not in the list that the model was checked with while it was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.predict.link import link
+from manyhands.predict.profile import Profile
+from manyhands.predict.scaling import DDP_COPIES, PAYS, Assumptions, rows
+
+MB = 1e6
+DDP = Assumptions(copies=DDP_COPIES)
+PLAIN = Assumptions()
+ONE_PROCESS = Assumptions(one_process=True)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds a step by the number of devices; weak scaling unless ``strong``."""
+
+    source: str
+    model: str
+    link: str
+    gradient_bytes: float
+    one: float
+    several: dict[int, float]
+    assumptions: Assumptions = PLAIN
+    tensors: int = 0
+    strong: bool = False
+    # Whether errors count: a sign can be judged where the time includes more than steps.
+    timed: bool = True
+    per_node: int | None = None
+
+
+def _rates(batch: int, one: float, several: dict[int, float]) -> dict[str, Any]:
+    """Seconds a step from samples a second over all devices."""
+    return {"one": batch / one, "several": {n: n * batch / rate for n, rate in several.items()}}
+
+
+_DDP = "PyTorch benchmarks/distributed/ddp, V100, batch 32"
+_MXNET = "NVIDIA DeepLearningExamples, MXNet"
+_TF = "TensorFlow benchmarks, May 2017, DGX-1 P100"
+_P100 = "nvlink-p100-nccl1"
+# Gradients of mixed precision are half as large: 25.6 million numbers of two bytes.
+_HALF = 51.1 * MB
+
+TABLES = (
+    Table(_DDP, "ResNet-50", "nvlink-v100", 102 * MB, 0.097, {2: 0.103, 4: 0.103, 8: 0.104, 16: 0.104}, DDP),
+    Table(_DDP, "ResNet-101", "nvlink-v100", 178 * MB, 0.162, {2: 0.176, 4: 0.176, 8: 0.179, 16: 0.179}, DDP),
+    Table(_DDP, "ResNeXt-50", "nvlink-v100", 100 * MB, 0.145, {2: 0.153, 4: 0.153, 8: 0.157, 16: 0.157}, DDP),
+    Table(_DDP, "ResNeXt-101", "nvlink-v100", 355 * MB, 0.415, {2: 0.438, 4: 0.439, 8: 0.447, 16: 0.450}, DDP),
+    Table(f"{_MXNET}, A100", "ResNet-50 AMP", "nvlink-a100", _HALF, **_rates(256, 3410, {4: 13443, 8: 26674})),
+    Table(
+        f"{_MXNET}, DGX-1 V100",
+        "ResNet-50 AMP",
+        "nvlink-v100",
+        _HALF,
+        **_rates(192, 1376, {2: 2768, 4: 5357, 8: 10723}),
+    ),
+    Table(
+        f"{_MXNET}, DGX-2",
+        "ResNet-50 AMP",
+        "nvlink-v100-dgx2",
+        _HALF,
+        **_rates(256, 1492, {2: 2935, 4: 5726, 8: 11368, 16: 21484}),
+    ),
+    Table(_TF, "AlexNet b512", _P100, 249.5 * MB, **_rates(512, 2987, {2: 5658, 4: 10509, 8: 17822})),
+    Table(_TF, "VGG-16 b64", _P100, 553.4 * MB, **_rates(64, 154, {2: 295, 4: 584, 8: 1081})),
+    Table(_TF, "VGG-16 b32", _P100, 553.4 * MB, **_rates(32, 144, {2: 281, 4: 549, 8: 820})),
+    Table(_TF, "ResNet-50 b64", _P100, 102.2 * MB, **_rates(64, 219, {2: 422, 4: 852, 8: 1734})),
+    # 30 epochs of 45,000 images in batches of 64, divided over the GPUs by one Lua thread (nn.DataParallelTable).
+    Table(
+        "NVIDIA DIGITS PR 480, two Titan X",
+        "LeNet",
+        "pcie3",
+        1.72 * MB,
+        53 / (30 * 704),
+        {2: 90 / (30 * 704)},
+        ONE_PROCESS,
+        tensors=8,
+        strong=True,
+        timed=False,
+    ),
+)
+_K80 = "TensorFlow benchmarks, May 2017, K80"
+MORE_TABLES = (
+    Table(_TF, "InceptionV3 b64", _P100, 95.4 * MB, **_rates(64, 142, {2: 284, 4: 569, 8: 1131})),
+    Table(_TF, "ResNet-152 b64", _P100, 240.8 * MB, **_rates(64, 91.8, {2: 181, 4: 356, 8: 716})),
+    Table(_TF, "InceptionV3 b32", _P100, 95.4 * MB, **_rates(32, 128, {2: 259, 4: 520, 8: 995})),
+    Table(_TF, "ResNet-50 b32", _P100, 102.2 * MB, **_rates(32, 195, {2: 368, 4: 768, 8: 1485})),
+    Table(_TF, "ResNet-152 b32", _P100, 240.8 * MB, **_rates(32, 82.7, {2: 160, 4: 317, 8: 632})),
+    Table(f"{_K80}, GCE", "InceptionV3 b64", "pcie3", 95.4 * MB, **_rates(64, 30.5, {2: 57.8, 4: 116, 8: 227})),
+    Table(f"{_K80}, GCE", "ResNet-50 b64", "pcie3", 102.2 * MB, **_rates(64, 51.9, {2: 99, 4: 195, 8: 387})),
+    Table(f"{_K80}, GCE", "ResNet-152 b32", "pcie3", 240.8 * MB, **_rates(32, 20, {2: 38.2, 4: 75.8, 8: 148})),
+    Table(f"{_K80}, GCE", "AlexNet b512", "pcie3", 249.5 * MB, **_rates(512, 656, {2: 1209, 4: 2328, 8: 4640})),
+    Table(f"{_K80}, GCE", "VGG-16 b32", "pcie3", 553.4 * MB, **_rates(32, 35.4, {2: 64.8, 4: 120, 8: 234})),
+    Table(f"{_K80}, EC2", "InceptionV3 b64", "pcie3", 95.4 * MB, **_rates(64, 30.8, {2: 58.7, 4: 117, 8: 230})),
+    Table(f"{_K80}, EC2", "ResNet-50 b64", "pcie3", 102.2 * MB, **_rates(64, 51.5, {2: 98, 4: 195, 8: 384})),
+    Table(f"{_K80}, EC2", "ResNet-152 b32", "pcie3", 240.8 * MB, **_rates(32, 19.7, {2: 37.6, 4: 74.9, 8: 149})),
+    Table(f"{_K80}, EC2", "AlexNet b512", "pcie3", 249.5 * MB, **_rates(512, 684, {2: 1244, 4: 2479, 8: 4853})),
+    Table(f"{_K80}, EC2", "VGG-16 b32", "pcie3", 553.4 * MB, **_rates(32, 36.3, {2: 69.4, 4: 141, 8: 260})),
+    Table(f"{_MXNET}, DGX A100 80 GB", "ResNet-50 AMP", "nvlink-a100", _HALF, **_rates(256, 2180, {2: 4332, 8: 16925})),
+    Table(
+        f"{_MXNET}, DGX-1 V100",
+        "ResNet-50 fp32",
+        "nvlink-v100",
+        102.2 * MB,
+        **_rates(96, 384, {2: 763, 4: 1513, 8: 3005}),
+    ),
+    Table(
+        f"{_MXNET}, DGX-2",
+        "ResNet-50 fp32",
+        "nvlink-v100-dgx2",
+        102.2 * MB,
+        **_rates(128, 417, {2: 821, 4: 1623, 8: 3223, 16: 6338}),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    table: Table
+    devices: int
+    published: float
+    predicted: float
+    published_pays: bool
+    predicted_pays: bool
+    within_a_node: bool
+    error: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "error", self.predicted / self.published - 1)
+
+
+def cases(tables: tuple[Table, ...]) -> Iterator[Case]:
+    for table in tables:
+        between = link(table.link, table.per_node)
+        profile = Profile.of(table.one, table.gradient_bytes, batch_size=64, tensors=table.tensors)
+        made = rows(profile, between, [*table.several], 64, per_device=not table.strong, assumptions=table.assumptions)
+        for row, published in zip(made, table.several.values(), strict=True):
+            ideal = table.one / row.devices if table.strong else table.one
+            pays = ideal / published >= PAYS
+            yield Case(table, row.devices, published, row.seconds, pays, row.pays, between.nodes(row.devices) == 1)
+
+
+def summary(group: tuple[Table, ...]) -> dict[str, Any]:
+    found = [*cases(group)]
+    inside = [abs(case.error) for case in found if case.within_a_node and case.table.timed]
+    return {
+        "rows": len(inside),
+        "median_error": statistics.median(inside),
+        "worst_error": max(inside),
+        "verdicts_right": sum(case.published_pays == case.predicted_pays for case in found),
+        "verdicts": len(found),
+        "cases": found,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON; default: Markdown")
+    as_json = parser.parse_args().json
+    answer = {}
+    for title, group in (("tables", TABLES), ("more tables", MORE_TABLES)):
+        result = summary(group)
+        found = result.pop("cases")
+        answer[title] = {**result, "cases": [_as_dict(case) for case in found]}
+        if not as_json:
+            _show(title, result, found)
+    if as_json:
+        print(json.dumps(answer, indent=2))
+
+
+def _as_dict(case: Case) -> dict[str, Any]:
+    return {
+        "source": case.table.source,
+        "model": case.table.model,
+        "devices": case.devices,
+        "published_seconds": case.published,
+        "predicted_seconds": case.predicted,
+        "error": case.error,
+        "pays": [case.published_pays, case.predicted_pays],
+    }
+
+
+def _show(title: str, result: dict[str, Any], found: list[Case]) -> None:
+    print(
+        f"{title}: {result['rows']} rows within a node, median error {result['median_error']:.1%}, worst "
+        f"{result['worst_error']:.1%}; whether N devices pay was right in {result['verdicts_right']} of "
+        f"{result['verdicts']}\n\n"
+        "| source | model | devices | published | predicted | error | pays: published, predicted |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    words = {True: "yes", False: "no"}
+    for case in found:
+        print(
+            f"| {case.table.source} | {case.table.model} | {case.devices} | {case.published * 1e3:.4g} ms | "
+            f"{case.predicted * 1e3:.4g} ms | {case.error:+.1%} | {words[case.published_pays]}, "
+            f"{words[case.predicted_pays]} |"
+        )
+    print()
+
+
+if __name__ == "__main__":
+    main()

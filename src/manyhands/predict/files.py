@@ -1,0 +1,41 @@
+"""Profiles and links as JSON files: read with care, because a file from outside may hold anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import BadProfile
+
+SCHEMA = 1
+
+
+def read(path: Path, what: str) -> dict[str, Any]:
+    """The fields of a file of this version."""
+    try:
+        fields = json.loads(path.read_text())
+    except OSError as error:
+        raise BadProfile(f"the {what} {str(path)!r} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise wrong(str(path), what, f"no JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise wrong(str(path), what, f"a {type(fields).__name__} instead of an object")
+    schema = fields.get("schema")
+    if schema != SCHEMA:
+        raise BadProfile(
+            f"the {what} {str(path)!r} is of version {schema!r}, this manyhands reads version {SCHEMA}: measure it anew"
+        )
+    return fields
+
+
+def write(path: Path, fields: dict[str, Any], what: str) -> Path:
+    try:
+        path.write_text(json.dumps(fields, indent=2) + "\n")
+    except OSError as error:
+        raise BadProfile(f"the {what} cannot be written to {str(path)!r}: {error.strerror or error}") from error
+    return path
+
+
+def wrong(where: str, what: str, why: str) -> BadProfile:
+    return BadProfile(f"{where!r} is not a {what} of manyhands: {why}")

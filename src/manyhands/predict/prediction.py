@@ -1,0 +1,200 @@
+"""What is predicted, for people (a table, a plot) and for programs (rows, a dict)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.predict import scaling
+from manyhands.predict.files import SCHEMA
+from manyhands.predict.link import Link
+from manyhands.predict.profile import MEMORY_PARTS, Profile
+from manyhands.predict.scaling import Assumptions, Row
+from manyhands.schedule.memory import megabytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Time and memory of a step on several numbers of devices; ``print`` it, ``plot`` it, or read its ``rows``."""
+
+    profile: Profile
+    link: Link
+    rows: tuple[Row, ...]
+    assumptions: Assumptions
+    per_device: bool = False
+
+    @property
+    def headline(self) -> str:
+        """The answer in one line: what does not pay comes first."""
+        several = [row for row in self.rows if row.devices > 1]
+        problems = [row for row in self.rows if row.fits is False]
+        words = []
+        if problems:
+            worst = min(problems, key=lambda row: row.devices)
+            assert worst.memory is not None
+            assert self.profile.capacity is not None
+            words.append(
+                f"{_devices(worst.devices)} {'does' if worst.devices == 1 else 'do'} not fit: {worst.shard} samples a "
+                f"device take {megabytes(worst.memory.peak)} of {megabytes(self.profile.capacity)}"
+            )
+        losing = [row for row in several if not row.pays]
+        if losing:
+            words.append(_losing(losing[0], losing))
+        best = max((row for row in several if row.pays), key=lambda row: row.devices, default=None)
+        if best is not None:
+            words.append(f"{_devices(best.devices)} pay: {_times(best)}, {best.efficiency:.0%} efficient")
+        return "; ".join(words) + "." if words else f"one device takes {_time(self.rows[0].seconds)} a step."
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [
+            {
+                "devices": row.devices,
+                "batch_size": row.batch,
+                "batch_size_per_device": row.shard,
+                "step_seconds": row.seconds,
+                "samples_per_second": row.rate,
+                "speed_up": row.speed_up,
+                "efficiency": row.efficiency,
+                "terms_seconds": row.terms,
+                "worst_term": row.worst_term,
+                "pays": row.pays,
+                "pays_from_batch_size": row.pays_from,
+                "device_hours_per_million_samples": row.device_hours,
+                "memory_bytes": None
+                if row.memory is None
+                else {**row.memory.as_dict(), "peak": round(row.memory.peak)},
+                "fits": row.fits,
+            }
+            for row in self.rows
+        ]
+        return {
+            "schema": SCHEMA,
+            "headline": self.headline,
+            "model": self.profile.name,
+            "device": self.profile.device,
+            "device_memory_bytes": self.profile.capacity,
+            "gradient_bytes": self.profile.gradient_bytes,
+            "scaling": "weak" if self.per_device else "strong",
+            "link": self.link.as_dict(),
+            "rows": rows,
+        }
+
+    def __str__(self) -> str:
+        profile, one = self.profile, self.profile.step(self.profile.batch_size, 1)
+        sizes = "each device's batch" if self.per_device else "batch size"
+        parts = f"forward {_time(one.forward)}, backward {_time(one.backward)}, optimizer {_time(one.optimizer)}"
+        lines = [
+            self.headline,
+            "",
+            f"{profile.name}, {sizes} {profile.batch_size}, on {profile.device}: {_time(one.total)} a step ({parts})",
+            f"gradients: {megabytes(profile.gradient_bytes)} in {len(profile.buckets)} "
+            f"bucket{'s' if len(profile.buckets) != 1 else ''}; link {self.link}",
+            "",
+            *_table(_time_columns(self.rows)),
+        ]
+        if any(row.memory is not None for row in self.rows):
+            lines += ["", *_table(_memory_columns(self.rows))]
+            if profile.capacity is not None:
+                lines.append(f"memory of {profile.device}: {megabytes(profile.capacity)}")
+        pays = self.assumptions.pays
+        lines += [
+            "",
+            f"pays: at least {pays:.0%} of each device's time goes into training; pays from: the smallest batch size "
+            "for which it does; device-hours: for a million samples",
+        ]
+        return "\n".join([*lines, *profile.notes])
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw speed-up and memory over the number of devices; ``.png`` or ``.svg``."""
+        from manyhands.predict import plot
+
+        return plot.draw(self, path)
+
+
+def predict(
+    profile: Profile,
+    link: Link,
+    devices: Sequence[int],
+    batch: int | None = None,
+    *,
+    per_device: bool = False,
+    assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
+) -> Prediction:
+    """From a profile and a link to a prediction; see :func:`manyhands.predict.scaling.rows`."""
+    made = scaling.rows(profile, link, devices, batch, per_device=per_device, assumptions=assumptions)
+    return Prediction(profile, link, tuple(made), assumptions, per_device)
+
+
+def _losing(first: Row, losing: Sequence[Row]) -> str:
+    counts = ", ".join(str(row.devices) for row in losing)
+    words = f"{counts} device{'s' if counts != '1' else ''} do not pay"
+    worst = "" if first.worst_term is None else f", {first.worst_term} eats most of the gain"
+    if first.speed_up < 1:
+        detail = f"{_devices(first.devices)} are slower than one ({first.speed_up:.2f} times its speed{worst})"
+    else:
+        detail = f"{_devices(first.devices)} give {_times(first)}{worst}"
+    cure = f"; they pay from batch size {first.pays_from:,} on" if first.pays_from is not None else ""
+    return f"{words}: {detail}{cure}"
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _times(row: Row) -> str:
+    return f"{row.speed_up:.3g} times the speed of one"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _time_columns(rows: Sequence[Row]) -> list[list[str]]:
+    head = [
+        "devices",
+        "each",
+        "step",
+        "samples/s",
+        "speed-up",
+        "efficiency",
+        "most lost by",
+        "pays",
+        "pays from",
+        "device-hours",
+    ]
+    body = []
+    for row in rows:
+        worst = row.worst_term
+        body.append(
+            [
+                f"{row.devices:,}",
+                f"{row.shard:,}",
+                _time(row.seconds),
+                f"{row.rate:,.0f}" if row.rate >= 100 else f"{row.rate:.3g}",
+                f"{row.speed_up:.2f}",
+                f"{row.efficiency:.0%}",
+                "-" if worst is None else f"{worst} {row.terms[worst] / row.seconds:.0%}",
+                "-" if row.devices == 1 else "yes" if row.pays else "no",
+                "-" if row.devices == 1 else "never" if row.pays_from is None else f"{row.pays_from:,}",
+                f"{row.device_hours:.3g}",
+            ]
+        )
+    return [head, *body]
+
+
+def _memory_columns(rows: Sequence[Row]) -> list[list[str]]:
+    shown = [name for name in MEMORY_PARTS if any(row.memory and getattr(row.memory, name) for row in rows)]
+    body = []
+    for row in rows:
+        if row.memory is not None:
+            figures = [megabytes(getattr(row.memory, name)) for name in shown]
+            fits = "-" if row.fits is None else "yes" if row.fits else "no"
+            body.append([f"{row.devices:,}", megabytes(row.memory.peak), *figures, fits])
+    return [["devices", "peak memory", *shown, "fits"], *body]
+
+
+def _table(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

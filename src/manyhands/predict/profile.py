@@ -1,0 +1,217 @@
+"""The step of one device, as data: seconds by batch size, gradients as bucketed, memory by what it holds.
+
+A profile is measured (``manyhands.training.torch.profile``), read from a file, or made of published figures: one
+device's seconds and the size of the gradients. Between measured batch sizes times and bytes are interpolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from manyhands.errors import BadSettings
+from manyhands.predict.files import SCHEMA, read, write, wrong
+
+# As the trainer lays gradients into buckets (training/torch/ranks/gradient_sum.py).
+FIRST_BUCKET = 1 << 20
+BUCKET = 25 << 20
+# A backward pass computes two products for each of the forward pass: by the input and by the weights.
+_FORWARD = 1 / 3
+# What the host needs at least for a step in eager mode: ResNet-18 makes 454 operations for its 62 parameters, its
+# optimizer about 4 for each, and an operation takes 13 us to issue (400 small products in 5.35 ms).
+_HOST_SECONDS = (454 / 62 + 4) * 13.4e-6
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of the parts of a step on a shard of so many samples; ``threads`` matter on a CPU only."""
+
+    batch: int
+    forward: float
+    backward: float
+    optimizer: float
+    threads: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.optimizer
+
+    def times(self, factor: float) -> StepTime:
+        return replace(
+            self,
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            optimizer=self.optimizer * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are summed together, and when they are there: as a fraction of the backward pass."""
+
+    size: int
+    ready: float
+
+
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "batch", "workspace")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one device at the peak of a step. ``buckets`` is what they take beyond the gradients in them."""
+
+    weights: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    activations: float = 0
+    buckets: float = 0
+    batch: float = 0
+    workspace: float = 0
+
+    @property
+    def peak(self) -> float:
+        return float(sum(getattr(self, name) for name in MEMORY_PARTS))
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: round(getattr(self, name)) for name in MEMORY_PARTS}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """The peak for a shard of so many samples; ``several``: gradients are views of buckets, as with several ranks."""
+
+    batch: int
+    several: bool
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    name: str
+    device: str
+    batch_size: int
+    times: tuple[StepTime, ...]
+    buckets: tuple[Bucket, ...]
+    kind: str = "gpu"
+    cores: int = 0  # of a CPU, which its devices share
+    fixed: float = 0.0  # seconds of a step however small its batch is, where only one batch size was measured
+    input_bytes: float = 0.0  # of one sample
+    memory: tuple[MemoryPoint, ...] = ()
+    capacity: int | None = None  # bytes of the device
+    notes: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls,
+        seconds: float,
+        gradient_bytes: float,
+        *,
+        batch_size: int = 1,
+        tensors: int = 0,
+        name: str = "step",
+        device: str = "device",
+    ) -> Profile:
+        """A profile of published figures. ``tensors``: the number of parameters' tensors, for what the host needs."""
+        if not seconds > 0 or not gradient_bytes > 0 or batch_size < 1:
+            raise BadSettings(
+                f"seconds={seconds!r}, gradient_bytes={gradient_bytes!r}, batch_size={batch_size!r}: a step takes time "
+                "and has gradients and at least one sample"
+            )
+        step = StepTime(batch_size, seconds * _FORWARD, seconds * (1 - _FORWARD), 0.0)
+        fixed = min(seconds, tensors * _HOST_SECONDS)
+        return cls(name, device, batch_size, (step,), spread_buckets(gradient_bytes), fixed=fixed)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(bucket.size for bucket in self.buckets)
+
+    def threads(self, devices: int) -> int:
+        """Of each device made of the CPU: they share its cores."""
+        return max(1, self.cores // devices) if self.cores else 0
+
+    def step(self, batch: float, devices: int) -> StepTime:
+        """The parts of a step on one of so many devices, alone on it."""
+        threads = self.threads(devices)
+        counts = sorted({point.threads for point in self.times}, key=lambda count: abs(count - threads))
+        points = sorted((point for point in self.times if point.threads == counts[0]), key=lambda point: point.batch)
+        if len(points) == 1:
+            only = points[0]
+            fixed = min(self.fixed, only.total)
+            factor = (fixed + (only.total - fixed) * batch / only.batch) / only.total
+            return replace(only.times(factor), batch=round(batch))
+        made = {
+            name: _line([(point.batch, getattr(point, name)) for point in points], batch)
+            for name in ("forward", "backward", "optimizer")
+        }
+        return StepTime(round(batch), threads=threads, **made)
+
+    def memory_of(self, batch: float, devices: int) -> Memory | None:
+        several = devices > 1
+        points = sorted((point for point in self.memory if point.several == several), key=lambda point: point.batch)
+        if not points:
+            return None
+        return Memory(
+            **{
+                name: _line([(point.batch, getattr(point.memory, name)) for point in points], batch)
+                for name in MEMORY_PARTS
+            }
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON, to predict with it elsewhere: ``manyhands predict --profile FILE``."""
+        return write(Path(path), self.as_dict(), "profile")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        values = read(Path(path), "profile")
+        try:
+            chosen: dict[str, Any] = {one.name: values[one.name] for one in fields(cls) if one.name in values}
+            chosen["times"] = tuple(StepTime(**one) for one in chosen["times"])
+            chosen["buckets"] = tuple(Bucket(**one) for one in chosen["buckets"])
+            points = [{**one, "memory": Memory(**one["memory"])} for one in chosen.get("memory", ())]
+            chosen["memory"] = tuple(MemoryPoint(**one) for one in points)
+            made = cls(**{**chosen, "notes": tuple(chosen.get("notes", ()))})
+            made._check()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise wrong(str(path), "profile", f"{type(error).__name__}: {error}") from error
+        return made
+
+    def _check(self) -> None:
+        numbers = [self.batch_size, *(bucket.size for bucket in self.buckets), *(point.batch for point in self.times)]
+        if not self.times or not all(isinstance(number, int) and number > 0 for number in numbers):
+            raise ValueError("batch sizes, buckets and times are above 0")
+        if not all(point.total > 0 for point in self.times):
+            raise ValueError("a step takes time")
+
+
+def spread_buckets(total: float) -> tuple[Bucket, ...]:
+    """Buckets of a model of which only the size is known: gradients come evenly over the backward pass."""
+    sizes: list[int] = []
+    left = round(total)
+    while left > 0:
+        sizes.append(min(left, BUCKET if sizes else FIRST_BUCKET))
+        left -= sizes[-1]
+    done = 0
+    buckets = []
+    for size in sizes:
+        done += size
+        buckets.append(Bucket(size, done / total))
+    return tuple(buckets)
+
+
+def _line(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at x on the line through the two nearest points; never negative, and never less for more samples."""
+    if len(points) == 1:
+        return points[0][1]
+    place = next((n for n in range(1, len(points)) if x <= points[n][0]), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    return max(0.0, y0 + max(0.0, (y1 - y0) / (x1 - x0)) * (x - x0))
+
+
+def from_mapping(values: Mapping[str, float]) -> Memory:
+    return Memory(**{name: values.get(name, 0) for name in MEMORY_PARTS})

@@ -1,0 +1,203 @@
+"""The time of a step on N devices: what one device does, plus what several cost.
+
+==================  ====================================================================================================
+term                where it comes from
+==================  ====================================================================================================
+fixed cost          smaller shards do not take proportionally less: launches, the optimizer, small kernels (measured)
+communication       what of the all-reduces is left when the backward pass ends, bucket by bucket
+latency             the part of it that hops take, not bytes
+contention          computing and communicating slow each other down: of the time that perfect overlap would hide, 42%
+                    is hidden (GEMMs beside prioritised collectives: arXiv 2412.14335, 2024); on PCIe batches
+                    from the host go the same way as gradients; devices made of one CPU share its cores
+stragglers          everybody waits for the slowest of N. Equal GPUs differ by 8% from end to end (arXiv 2208.11035,
+                    2022); a box plot's ends are 5.4 standard deviations apart, so one is 1.5%
+copies              of gradients into and out of buckets, where a framework makes them (DDP: 2 to 5 ms per 100 MB)
+host                one process that drives all devices issues their operations one after the other
+==================  ====================================================================================================
+
+No constant is fitted to a table of training times; ``benchmarks/predict.py`` compares with those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from manyhands.errors import BadSettings
+from manyhands.predict.all_reduce import all_reduce
+from manyhands.predict.link import Link
+from manyhands.predict.profile import Memory, Profile
+
+HIDDEN = 0.42
+JITTER = 0.08 / 5.4
+DDP_COPIES = 3.5e-3 / 100e6  # seconds a byte: the middle of 2 to 5 ms per 100 MB
+PAYS = 0.8  # of each device's time goes into training
+TERMS = ("fixed cost", "communication", "latency", "contention", "stragglers", "copies", "host")
+_LARGEST_BATCH = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What the model takes for granted where nothing was measured."""
+
+    hidden: float = HIDDEN  # how much of what perfect overlap would hide is hidden
+    jitter: float = JITTER  # standard deviation of a device's step, as a part of it
+    copies: float = 0.0  # seconds a byte of gradients; manyhands' gradients are views of their buckets
+    one_process: bool = False  # as DataParallel: one host thread drives all devices
+    pays: float = PAYS
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.hidden <= 1 and 0 <= self.jitter < 1 and self.copies >= 0 and 0 < self.pays <= 1):
+            raise BadSettings(f"{self}: hidden and pays are parts of 1, jitter and copies not below 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What so many devices give. ``batch`` is that of all devices together."""
+
+    devices: int
+    batch: int
+    seconds: float
+    one_device: float  # seconds of one device for the same samples
+    terms: dict[str, float]
+    memory: Memory | None
+    fits: bool | None
+    pays: bool
+    pays_from: int | None  # the smallest batch size at which so many devices pay; None: none does
+
+    @property
+    def shard(self) -> int:
+        return -(-self.batch // self.devices)
+
+    @property
+    def speed_up(self) -> float:
+        return self.one_device / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        return self.speed_up / self.devices
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.batch / self.seconds
+
+    @property
+    def device_hours(self) -> float:
+        """For a million samples."""
+        return self.devices * 1e6 / self.rate / 3600
+
+    @property
+    def worst_term(self) -> str | None:
+        """Which term eats most of the gain."""
+        name = max(TERMS, key=lambda term: self.terms.get(term, 0.0))
+        return name if self.devices > 1 and self.terms.get(name, 0.0) > 0 else None
+
+
+def rows(
+    profile: Profile,
+    link: Link,
+    devices: Sequence[int],
+    batch: int | None = None,
+    *,
+    per_device: bool = False,
+    assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
+) -> list[Row]:
+    """One row for each number of devices.
+
+    The batch is divided over the devices, as the trainer does; ``per_device``: each device gets as much (weak scaling).
+    """
+    batch = profile.batch_size if batch is None else batch
+    check_devices(devices)
+    return [_row(profile, link, count, batch * (count if per_device else 1), assumptions) for count in devices]
+
+
+def check_devices(devices: Sequence[int]) -> None:
+    if not devices or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in devices):
+        raise BadSettings(f"devices={list(devices)!r}: give whole numbers of at least 1, as [1, 2, 4, 8]")
+
+
+def _row(profile: Profile, link: Link, devices: int, batch: int, assumptions: Assumptions) -> Row:
+    terms = step_terms(profile, link, devices, batch, assumptions)
+    alone = profile.step(batch, 1).total
+    memory = profile.memory_of(-(-batch // devices), devices)
+    sharing = min(devices, link.per_node) if profile.cores else 1  # devices made of one CPU share its memory
+    fits = None if memory is None or profile.capacity is None else sharing * memory.peak <= profile.capacity
+    seconds = sum(terms.values())
+    pays = devices == 1 or alone / seconds / devices >= assumptions.pays
+    smallest = 1 if devices == 1 else _pays_from(profile, link, devices, assumptions)
+    return Row(devices, batch, seconds, alone, terms, memory, fits, pays, smallest)
+
+
+def step_terms(profile: Profile, link: Link, devices: int, batch: int, assumptions: Assumptions) -> dict[str, float]:
+    """Seconds of a step by term; ``computing`` is what perfect scaling would take."""
+    alone = profile.step(batch, 1).total
+    if devices == 1:
+        return {"computing": alone}
+    together = min(devices, link.per_node)
+    step = profile.step(-(-batch // devices), together)
+    # More ranks than cores take turns; each rank's own figures were measured alone.
+    crowd = max(1.0, together * profile.threads(together) / profile.cores) if profile.cores else 1.0
+    terms = {"computing": alone / devices, "fixed cost": step.total - alone / devices}
+    step = step.times(crowd)
+    terms["contention"] = step.total * (1 - 1 / crowd)
+    exchange = _exchange(profile, link, devices, batch, step.backward, assumptions)
+    terms["contention"] += exchange.pop("contention")
+    terms |= exchange
+    terms["stragglers"] = step.total * assumptions.jitter * _slowest(devices)
+    terms["copies"] = assumptions.copies * profile.gradient_bytes
+    terms["host"] = (devices - 1) * profile.fixed if assumptions.one_process else 0.0
+    return terms
+
+
+def _exchange(
+    profile: Profile, link: Link, devices: int, batch: int, backward: float, assumptions: Assumptions
+) -> dict[str, float]:
+    """What the sums of gradients add to a step whose backward pass takes so long."""
+    end = moving = latency = 0.0
+    for bucket in profile.buckets:
+        took = all_reduce(link, bucket.size, devices)
+        end = max(end, bucket.ready * backward) + took.total
+        moving, latency = moving + took.moving, latency + took.latency
+    samples = profile.input_bytes * -(-batch // devices) / link.bandwidth(devices) if link.kind == "pcie" else 0.0
+    end, moving = max(end, backward) + 0.0, moving + samples
+    left = end - backward  # after the backward pass, if nothing else slowed down
+    total = moving + latency
+    by_hops = left * latency / total if total else 0.0
+    return {
+        "communication": left - by_hops,
+        "latency": by_hops,
+        "contention": (1 - assumptions.hidden) * max(0.0, total - left),
+    }
+
+
+def _slowest(devices: int) -> float:
+    """How many standard deviations the slowest of so many is behind their mean (Blom, 1958)."""
+    return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
+def _pays_from(profile: Profile, link: Link, devices: int, assumptions: Assumptions) -> int | None:
+    """The smallest batch size at which so many devices pay; None: none does, or none that fits into memory."""
+
+    def pays(shard: int) -> bool:
+        terms = step_terms(profile, link, devices, shard * devices, assumptions)
+        return terms["computing"] / sum(terms.values()) >= assumptions.pays
+
+    most = _LARGEST_BATCH // devices
+    if profile.capacity is not None and profile.memory:
+        while most > 1 and _peak(profile, most, devices) > profile.capacity:
+            most //= 2
+    low, high = 0, max(1, most)
+    if not pays(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high * devices
+
+
+def _peak(profile: Profile, shard: int, devices: int) -> float:
+    memory = profile.memory_of(shard, devices)
+    return math.inf if memory is None else memory.peak

@@ -1,0 +1,203 @@
+"""The model of scaling: pure, without a framework."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from manyhands.errors import BadProfile, BadSettings, EngineError
+from manyhands.predict.all_reduce import all_reduce
+from manyhands.predict.link import LINKS, Link, as_json, link
+from manyhands.predict.prediction import predict
+from manyhands.predict.profile import (
+    BUCKET,
+    FIRST_BUCKET,
+    Bucket,
+    Memory,
+    MemoryPoint,
+    Profile,
+    StepTime,
+    spread_buckets,
+)
+from manyhands.predict.scaling import Assumptions, rows
+
+PLAIN = Link("plain", "measured", ((1 << 30, 1e9),), 1 << 30, None, 0.0)
+
+
+def profile(**changes: Any) -> Profile:
+    chosen = {"times": (StepTime(64, 0.1, 0.2, 0.0),), "buckets": (Bucket(100_000_000, 1.0),), **changes}
+    return Profile("net", "gpu", 64, **chosen)
+
+
+def test_a_ring_moves_each_byte_nearly_twice() -> None:
+    assert all_reduce(PLAIN, 1e9, 2).total == pytest.approx(1.0)
+    assert all_reduce(PLAIN, 1e9, 4).total == pytest.approx(1.5)
+    assert all_reduce(PLAIN, 1e9, 1).total == 0
+
+
+def test_a_small_all_reduce_costs_latency_a_large_one_bandwidth() -> None:
+    small, large = all_reduce(LINKS["nvlink"], 1e3, 8), all_reduce(LINKS["nvlink"], 1e9, 8)
+    assert small.latency > 10 * small.moving
+    assert large.moving > 10 * large.latency
+    # A ring over 1,024 devices would take 14 ms of hops; NCCL takes a tree there.
+    assert all_reduce(LINKS["nvlink"], 1e3, 1024).total < 1e-3
+
+
+@given(st.integers(1, 2000), st.floats(1, 1e10), st.sampled_from(sorted(LINKS)))
+def test_more_bytes_never_take_less(devices: int, size: float, name: str) -> None:
+    assert all_reduce(LINKS[name], 2 * size, devices).total >= all_reduce(LINKS[name], size, devices).total
+
+
+def test_what_is_ready_early_is_summed_beside_the_backward_pass() -> None:
+    perfect = Assumptions(hidden=1.0, jitter=0.0)
+    buckets = (Bucket(50_000_000, 0.5), Bucket(50_000_000, 1.0))
+    late, early = profile(), profile(buckets=buckets)
+    (one,) = rows(late, PLAIN, [2], per_device=True, assumptions=perfect)
+    assert one.seconds == pytest.approx(0.3 + 0.1)
+    (half,) = rows(early, PLAIN, [2], per_device=True, assumptions=perfect)
+    assert half.seconds == pytest.approx(0.3 + 0.05)
+    (not_hidden,) = rows(early, PLAIN, [2], per_device=True, assumptions=Assumptions(hidden=0.0, jitter=0.0))
+    assert not_hidden.seconds == pytest.approx(0.3 + 0.1)
+    assert not_hidden.terms["contention"] == pytest.approx(0.05)
+
+
+def test_the_terms_add_up_and_one_device_is_itself() -> None:
+    made = rows(profile(), LINKS["pcie"], [1, 2, 8, 64, 1024])
+    for row in made:
+        assert sum(row.terms.values()) == pytest.approx(row.seconds)
+    assert made[0].seconds == pytest.approx(0.3)
+    assert (made[0].speed_up, made[0].efficiency, made[0].worst_term) == (1, 1, None)
+
+
+@given(st.floats(0.001, 10), st.floats(1e4, 1e10), st.integers(1, 4096), st.sampled_from(sorted(LINKS)))
+def test_devices_are_never_better_than_perfect(seconds: float, size: float, devices: int, name: str) -> None:
+    published = Profile.of(seconds, size, batch_size=64)
+    for per_device in (True, False):
+        (row,) = rows(published, LINKS[name], [devices], per_device=per_device)
+        assert row.efficiency <= 1 + 1e-9
+        assert row.pays_from is None or row.pays_from % devices == 0
+
+
+def test_the_batch_size_at_which_devices_pay_is_where_they_do() -> None:
+    host_bound = profile(times=(StepTime(16, 0.02, 0.04, 0.0), StepTime(64, 0.04, 0.08, 0.0)))
+    (row,) = rows(host_bound, LINKS["pcie"], [4])
+    assert row.pays_from is not None
+    (at,) = rows(host_bound, LINKS["pcie"], [4], row.pays_from)
+    (below,) = rows(host_bound, LINKS["pcie"], [4], row.pays_from - 4)
+    assert at.pays
+    assert not below.pays
+
+
+def test_ranks_that_share_the_cores_of_a_cpu_take_turns() -> None:
+    cpu = profile(times=(StepTime(64, 0.1, 0.2, 0.0, 2), StepTime(32, 0.1, 0.2, 0.0, 1)), kind="cpu", cores=2)
+    still = Assumptions(jitter=0.0, hidden=1.0)
+    two, four = rows(cpu, Link("fast", "measured", ((1 << 30, 1e15),), 1 << 30, None, 0.0), [2, 4], assumptions=still)
+    assert two.seconds == pytest.approx(0.3)
+    assert four.seconds == pytest.approx(0.3)  # half as many samples each, and two ranks on each core
+    assert four.worst_term == "contention"
+    apart = rows(cpu, LINKS["ethernet-100g"], [4], assumptions=still)[0]
+    assert apart.terms["contention"] == pytest.approx(0, abs=1e-3)  # a machine for each
+
+
+def test_memory_is_on_a_line_and_fits_or_not() -> None:
+    points = (
+        MemoryPoint(32, False, Memory(weights=100, activations=320)),
+        MemoryPoint(64, False, Memory(weights=100, activations=640)),
+        MemoryPoint(32, True, Memory(weights=100, gradients=100, activations=320, buckets=1)),
+    )
+    made = predict(profile(memory=points, capacity=700), PLAIN, [1, 2, 4])
+    one, two, four = made.rows
+    assert one.memory is not None
+    assert two.memory is not None
+    assert one.memory.peak == 740
+    assert (one.fits, two.fits, four.fits) == (False, True, True)
+    assert two.memory.as_dict()["buckets"] == 1
+    assert made.headline.startswith("1 device does not fit: 64 samples a device take")
+
+
+def test_the_first_line_says_where_devices_do_not_pay() -> None:
+    small = Profile.of(0.0025, 1.7e6, batch_size=64, tensors=8)
+    slower = predict(small, link("pcie3"), [1, 2], assumptions=Assumptions(one_process=True))
+    assert str(slower).splitlines()[0].startswith("2 devices do not pay: 2 devices are slower than one (0.7")
+    large = predict(Profile.of(0.1, 102e6, batch_size=32), link("nvlink"), [1, 8], per_device=True)
+    assert str(large).splitlines()[0].startswith("8 devices pay: 7.")
+    loses = predict(Profile.of(0.1, 102e6, batch_size=32), link("ethernet-10g"), [1, 8], per_device=True)
+    assert "8 devices do not pay" in loses.headline
+    assert "communication eats most of the gain; they pay from batch size" in loses.headline
+    assert json.loads(json.dumps(loses.as_dict()))["rows"][1]["worst_term"] == "communication"
+
+
+def test_buckets_of_a_size() -> None:
+    buckets = spread_buckets(60e6)
+    assert [bucket.size for bucket in buckets] == [FIRST_BUCKET, BUCKET, BUCKET, 60_000_000 - FIRST_BUCKET - 2 * BUCKET]
+    assert buckets[-1].ready == 1
+
+
+def test_links_by_name_and_from_files(tmp_path: Path) -> None:
+    assert link("pcie+ethernet-25g").network == LINKS["ethernet-25g"].network
+    assert link("nvlink", per_node=4).nodes(8) == 2
+    for name, one in LINKS.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(as_json(one))
+        assert link(str(path)) == one
+    path.write_text(json.dumps({"schema": 1, "bandwidth": 5e9, "hop": 1e-5, "network": "ethernet-100g"}))
+    assert link(str(path)).bandwidth(8) == 5e9
+
+
+def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
+    point = MemoryPoint(32, True, Memory(weights=1, activations=2.5))
+    one = profile(memory=(point,), capacity=10, notes=("a note",))
+    assert Profile.load(one.save(tmp_path / "p.json")) == one
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ("{", "no JSON"),
+        ("[]", "a list instead of an object"),
+        ('{"schema": 7}', "is of version 7, this manyhands reads version 1: measure it anew"),
+        ('{"schema": 1}', "is not a profile of manyhands: KeyError"),
+        ('{"schema": 1, "name": "a", "device": "b", "batch_size": 1, "times": [], "buckets": []}', "above 0"),
+        ('{"schema": 1, "name": "a", "device": "b", "batch_size": 1, "times": [3], "buckets": []}', "TypeError"),
+    ],
+)
+def test_a_bad_profile_is_one_line(tmp_path: Path, fields: str, words: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(fields)
+    with pytest.raises(BadProfile, match=words) as caught:
+        Profile.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadProfile, match="cannot be read: No such file"):
+        Profile.load(tmp_path / "none.json")
+    with pytest.raises(BadProfile, match="cannot be written to"):
+        profile().save(tmp_path / "none" / "p.json")
+    for name in ("nvlnk", "pcie+nvlink", "carrier-pigeon.json"):
+        with pytest.raises((BadSettings, BadProfile), match=r"not known|not a network|cannot be read"):
+            link(name)
+    with pytest.raises(BadSettings, match="say what is inside a node"):
+        link("ethernet-100g", per_node=8)
+    with pytest.raises(BadSettings, match="bandwidth above 0"):
+        Link("bad", "pcie", ((8, 0.0),))
+    for devices in ([], [0], [1.5], [True]):
+        with pytest.raises(BadSettings, match="whole numbers of at least 1"):
+            rows(profile(), PLAIN, devices)  # type: ignore[arg-type]
+    with pytest.raises(BadSettings, match="a step takes time"):
+        Profile.of(0, 1)
+    with pytest.raises(BadSettings, match="parts of 1"):
+        Assumptions(hidden=2)
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made = predict(Profile.of(0.1, 102e6, batch_size=32), link("nvlink"), [1, 2, 8, 64])
+    assert made.plot(tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(EngineError, match="the suffix says"):
+        made.plot(tmp_path / "p.txt")
