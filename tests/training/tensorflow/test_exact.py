@@ -86,14 +86,13 @@ def test_a_loader_gives_what_its_arrays_give() -> None:
 def test_a_shuffled_dataset_has_one_order_on_any_number_of_devices() -> None:
     """Each look at a tf.data.Dataset moves its shuffle on."""
 
-    def shuffled(seed: int | None = 1) -> Any:
-        return tf.data.Dataset.from_tensor_slices(vectors(40)).shuffle(40, seed=seed).batch(16).prefetch(1)
+    def shuffled() -> Any:
+        return tf.data.Dataset.from_tensor_slices(vectors(40)).shuffle(40).batch(16).prefetch(1)
 
     alone, several = mlp(), mlp()
     notes = [*fit(alone, shuffled()).notes, *fit(several, shuffled(), 3).notes]
     assert parity.largest_difference(tensors(alone), tensors(several)) < 1e-12
     assert not any("without a seed" in note for note in notes)
-    assert any("shuffles without a seed" in note for note in fit(mlp(), shuffled(None), epochs=1).notes)
 
 
 def test_data_that_lie_on_every_device_are_the_same_data(monkeypatch: pytest.MonkeyPatch) -> None:

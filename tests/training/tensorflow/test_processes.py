@@ -46,8 +46,9 @@ data = tf.data.Dataset.from_tensor_slices(vectors())
 model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, step=mh.Step(shares=[3, 1]))
 trainer.fit(model, shuffled)
 np.savez(folder / f"shuffled{trainer_rank}.npz", **tensors(model))
+trainer.fit(mixed(), data.shuffle(50).batch(16))  # all processes have the order of the job's seed
 try:
-    trainer.fit(mixed(), data.shuffle(50).batch(16))
+    trainer.fit(mixed(), data.skip(trainer_rank).batch(16))
 except BadBatch as error:
     (folder / f"refused{trainer_rank}.txt").write_text(str(error))
 """

@@ -184,6 +184,7 @@ def unseeded(data: Any) -> str | None:
 
 def _says_endless(loader: Any) -> bool:
     """A tf.data.Dataset knows how many elements it has; -1 is one without an end."""
+    loader = getattr(loader, "dataset", loader)
     cardinality = getattr(loader, "cardinality", None)
     return callable(cardinality) and type(loader).__module__.startswith("tensorflow.") and int(cardinality()) == -1
 
@@ -224,9 +225,10 @@ def not_repeated_epoch(loader: Any, epoch: int) -> str:
 
 
 def _advice(loader: Any) -> str:
-    if type(loader).__module__.startswith("tensorflow."):
+    if type(getattr(loader, "dataset", loader)).__module__.startswith("tensorflow."):
         return (
-            "A tf.data.Dataset that shuffles needs a seed, another one for each epoch: give a function of the epoch, "
+            "The trainer seeds the shuffle of a tf.data.Dataset, but not one inside interleave or flat_map, and no "
+            "random operation in map: give a function of the epoch, which seeds them, such as "
             "lambda epoch: dataset.shuffle(1000, seed=epoch).batch(64); or give (X, y) arrays"
         )
     return (

@@ -20,6 +20,7 @@ from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.tensorflow import checks, meeting, optimizers, precision, world
+from manyhands.training.tensorflow.dataset import repeatable
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
 from manyhands.training.tensorflow.loss import compiled_settings, keras_losses
@@ -65,7 +66,7 @@ class Trainer(BaseTrainer):
             world.join(on_cpu=devices is not None and all("cpu" in str(one).lower() for one in devices))
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
-        return source(data, shuffle=shuffle, nested=True)
+        return source(repeatable(data, self._option("seed")), shuffle=shuffle, nested=True)
 
     def _sources(self, data: Any, validation: Any = None) -> tuple[Source, Source | None]:
         """``({"a": A, "b": B}, y)`` and ``((A, B), y)`` are one data set, and no pair of two."""

@@ -1,0 +1,108 @@
+"""A ``tf.data.Dataset`` whose order can be had again: by a resumed job, by every process, on any number of devices.
+
+A dataset that shuffles draws another order each time it is iterated, from a generator that lives as long as the
+program. A job that is resumed in another program would get other batches. So the dataset is made again from its own
+graph, with generators of its own: seeded as the user said, or by the job's seed where the user said nothing. The order
+of an epoch is then a function of the epoch::
+
+    shuffle(1000, seed=3)    epoch 0, 1, 2: what the first, second, third loop over it gives in a new program
+    shuffle(1000)            the same, with a seed that is made of the job's
+
+Where the dataset repeats itself, one iteration draws several orders; each epoch then gets generators with seeds made of
+the user's and the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.ops import options as dataset_options
+from tensorflow.python.ops import gen_experimental_dataset_ops
+
+_SHUFFLE = "ShuffleDatasetV3"
+# The older operation has a generator of its own; the newer one is given the program's.
+_SHUFFLE_WITH_GENERATOR = "ShuffleDataset"
+_REPEAT = "RepeatDataset"
+
+
+class RepeatableDataset:
+    """A dataset that shuffles, as a loader: ``set_epoch(n)``, then iterate."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self._seed, self._epoch = dataset, seed, 0
+        # Not kept: it holds a copy of arrays that the dataset was made of.
+        self._repeats = any(node.op == _REPEAT for node in _graph_of(dataset).node)
+        self._made: Any = None
+        self._iterations = 0  # of what was made
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._repeats:
+            return iter(self._made_anew(self._epoch))
+        if self._made is None or self._iterations > self._epoch:
+            self._made, self._iterations = self._made_anew(None), 0
+        while self._iterations < self._epoch:  # each draws an order
+            iter(self._made)
+            self._iterations += 1
+        self._iterations += 1
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _made_anew(self, epoch: int | None) -> Any:
+        graph = _graph_of(self.dataset)
+        constants = {node.name: node for node in graph.node if node.op == "Const"}
+        for number, node in enumerate([node for node in graph.node if node.op == _SHUFFLE]):
+            node.op = _SHUFFLE_WITH_GENERATOR
+            del node.input[4:]
+            seeds = [int(tf.make_ndarray(constants[name].attr["value"].tensor)) for name in node.input[2:4]]
+            seeds = self._seeds(seeds, number, epoch if node.attr["reshuffle_each_iteration"].b else None)
+            for place, seed in enumerate(seeds, 2):
+                name = f"manyhands_seed_{number}_{place}"
+                graph.node.append(_constant(name, seed))
+                node.input[place] = name
+        made = gen_experimental_dataset_ops.dataset_from_graph(graph.SerializeToString())
+        return dataset_ops._VariantDataset(made, self.dataset.element_spec)
+
+    def _seeds(self, seeds: list[int], number: int, epoch: int | None) -> list[int]:
+        """Those of the number-th shuffle of a dataset. TensorFlow's 0, 0 is one without a seed."""
+        if any(seeds) and epoch is None:
+            return seeds
+        parts = [one % 2**64 for one in seeds] if any(seeds) else [self._seed, number]
+        mixed = np.random.SeedSequence([*parts, 0 if epoch is None else epoch]).generate_state(2, np.uint32)
+        return [int(one) + 1 for one in mixed]
+
+
+def repeatable(data: Any, seed: int) -> Any:
+    """The same data; of a dataset that shuffles, and whose graph can be made again, one with an order by epochs."""
+    if not isinstance(data, tf.data.Dataset) or not _shuffles(data):
+        return data
+    try:
+        made = RepeatableDataset(data, seed)
+        made._made_anew(0)
+    except Exception:  # a graph of more than 2 GB, or with something that has no form in a graph
+        return data  # its batches are compared where a job is resumed
+    return made
+
+
+def _shuffles(dataset: Any) -> bool:
+    return type(dataset).__name__ == "_ShuffleDataset" or any(map(_shuffles, dataset._inputs()))
+
+
+def _graph_of(dataset: Any) -> Any:
+    policy = dataset_options.ExternalStatePolicy.IGNORE  # variables and Python functions are this program's
+    return tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph(external_state_policy=policy).numpy())
+
+
+def _constant(name: str, value: int) -> Any:
+    node = tf.compat.v1.NodeDef(name=name, op="Const")
+    node.attr["dtype"].type = tf.int64.as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64, []))
+    return node
