@@ -311,7 +311,7 @@ def test_an_error_that_is_not_of_the_data_stays_as_it_is() -> None:
         Trainer(1, batch_size=8, quiet=True, loss=loss).fit(Late(), (X, y))
 
 
-@pytest.mark.parametrize("data", [{"X": vectors()[0]}, "text", (vectors()[0].tolist(), vectors()[1].tolist())])
+@pytest.mark.parametrize("data", [{"X": [1.0, 2.0]}, "text", (vectors()[0].tolist(), vectors()[1].tolist())])
 def test_what_is_no_data(data: Any) -> None:
     with pytest.raises(NotATensor, match="no data to train on"):
         Trainer(1, quiet=True).fit(mlp(), data)

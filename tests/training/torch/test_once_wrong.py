@@ -283,7 +283,7 @@ def test_dict_batches() -> None:
         weights, _ = fit(OfDicts(), Dicts(), ranks)
         assert difference(expected, {name.removeprefix("net."): value for name, value in weights.items()}) <= 1e-12
         fit(OfDicts(), stream, ranks, step=Step(accumulate=2))
-    with pytest.raises(BadBatch, match="a dict batch needs a training_step"):
+    with pytest.raises(BadBatch, match="a batch is a dict with 'X', 'y', and each part is given to the model by name"):
         fit(mlp(), Dicts())
 
 

@@ -83,6 +83,7 @@ class Rank:
         self.graph: GraphStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
+        self._first_step = 0  # of the epoch
         self._unproven = False  # whether it is still to be seen that the model can compute in bfloat16
 
     def _first_shares(self) -> list[float] | None:
@@ -144,6 +145,7 @@ class Rank:
         """Before the first step, but not before the optimizer has the state of a checkpoint."""
         settings, device, size = self.settings, self.world.device, self.world.size
         reason = capturable.why_not(self.data, self.optimizer, device, size, settings.step.accumulate)
+        reason = reason or self.objective.why_not_captured(self.model)
         reason = reason if settings.step.fast else "fast=False"
         # What tries steps out does so on the stream that they will be on: cuBLAS keeps memory for every other one, too.
         with capture_stream.on(capture_stream.stream_of(device) if reason is None else None, device):
@@ -183,6 +185,7 @@ class Rank:
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         """Every batch of the epoch that is left, with this rank's shard of it."""
+        self._first_step = cursor.step - cursor.batch
         if not self._begun:
             self._begun = True
             self._begin()
@@ -250,7 +253,8 @@ class Rank:
         """In the graph where there is one, else in the plain way."""
         self._set_rate(factor)
         if self.graph is None or not self._graph_step(window, factor):
-            self.plain_step(batch() if callable(batch) else batch, window.size, window.step)
+            own = batch() if callable(batch) else batch
+            self.plain_step(own, window.size, window.step, window.step - self._first_step)
 
     def _graph_step(self, window: Window, factor: float | None) -> bool:
         """Make the step in the graph; False where it has to be made in the plain way, as all that come after it."""

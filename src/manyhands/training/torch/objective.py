@@ -6,6 +6,7 @@ import abc
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from manyhands import tree
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
 from manyhands.training.loss_sum import LossSum
+from manyhands.training.torch import dict_batches
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data.sources import Batch, rows
 from manyhands.training.torch.preflight.label_range import LabelRange
@@ -37,6 +39,8 @@ class Objective(abc.ABC):
 
     sums: bool | None = None
     dtype: torch.dtype | None = None
+    # The number of the batch in its epoch, for a step that takes it.
+    batch_idx: int = 0
 
     @abc.abstractmethod
     def value(
@@ -58,6 +62,10 @@ class Objective(abc.ABC):
             raise BadSettings(_TWO_KINDS)
         whole = _checked(value)
         return whole.total / whole.count.to(whole.total.dtype), right
+
+    def why_not_captured(self, model: torch.nn.Module) -> str | None:
+        """Why a step cannot be captured in a CUDA graph because of this objective; None if it may be."""
+        return None
 
     def in_parts(self, model: torch.nn.Module, part: Batch) -> tuple[LossSum, torch.Tensor | None]:
         """The loss of a part of a batch as a sum and its count; for an objective with ``sums``."""
@@ -96,17 +104,25 @@ def _checked(given: LossSum) -> LossSum:
 
 @dataclass
 class Supervised(Objective):
-    """A loss of the model's answer and the last part of the batch: ``loss(model(*inputs), target)``."""
+    """A loss of the model's answer and the last part of the batch: ``loss(model(*inputs), target)``.
+
+    Where a batch is a dict, the model gets it by name (:mod:`.dict_batches`): ``loss(model(**batch), batch)``, or
+    without a loss of the user's the one in the model's output.
+    """
 
     loss: Callable[[Any, Any], Any]
     sums: bool | None = None
     dtype: torch.dtype | None = None
+    batch_idx: int = 0
+    is_default: bool = False  # nobody has chosen this loss
     # Learns from the first answer how many classes there are, before the loss sees a label that it has no output for.
     labels: LabelRange | None = None
 
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, torch.Tensor | None]:
+        if isinstance(batch, Mapping):
+            return self._value_by_name(model, batch, known)
         inputs, target = inputs_and_target(batch)
         answer = model(*inputs)
         if self.labels is not None and self.labels.classes is None:
@@ -118,13 +134,32 @@ class Supervised(Objective):
             value = mean_loss(self.loss, _loss_from(value, "the loss"), target)
         return value, right_answers(answer, target)
 
+    def _value_by_name(
+        self, model: torch.nn.Module, batch: Mapping[str, Any], known: TorchFunctionMode | None
+    ) -> tuple[Any, torch.Tensor | None]:
+        if self.is_default:
+            with known or nullcontext():
+                answer = dict_batches.answer(model, batch)
+            value = dict_batches.loss_of(answer, model, batch)
+        else:
+            answer = dict_batches.answer(model, batch)
+            with known or nullcontext():
+                value = in_full(self.loss, answer, batch)
+        if not isinstance(value, LossSum):
+            value = mean_loss(self.loss, _loss_from(value, "the loss"), batch)
+        return value, right_answers(*dict_batches.right_answers(answer, batch))
+
 
 @dataclass
 class OwnStep(Objective):
-    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a ``LossSum``."""
+    """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a ``LossSum``.
+
+    ``training_step(batch, batch_idx)`` also gets the number of the batch in its epoch.
+    """
 
     sums: bool | None = None
     dtype: torch.dtype | None = None
+    batch_idx: int = 0
     # Whether it is to be training_step, or validation_step; None: as the model's mode says.
     training: bool | None = None
 
@@ -140,12 +175,28 @@ class OwnStep(Objective):
             with known or nullcontext():
                 return in_full(user.loss, answer, target), right_answers(answer, target)
         with known or nullcontext():
-            given = getattr(user, name)(batch)
+            given = self._called(getattr(user, name), batch)
         value = given["loss"] if isinstance(given, Mapping) and "loss" in given else given  # as Lightning has it
         who = f"{name} of {type(model).__name__}"
         if isinstance(value, torch.Tensor) and value.dim():
             raise BadSettings(f"{who} gave a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()")
         return value if isinstance(value, LossSum) else _loss_from(value, who), None
+
+    def _called(self, step: Callable[..., Any], batch: Batch) -> Any:
+        return step(batch, self.batch_idx) if takes_number(step) else step(batch)
+
+    def why_not_captured(self, model: torch.nn.Module) -> str | None:
+        step: Any = getattr(model, "training_step", None)
+        return "training_step takes batch_idx, another number in every step" if takes_number(step) else None
+
+
+def takes_number(step: Callable[..., Any]) -> bool:
+    """Whether a step takes the number of the batch as its second argument."""
+    parameters = list(inspect.signature(step).parameters.values())
+    if any(parameter.name == "batch_idx" for parameter in parameters):
+        return True
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in positional and one.default is one.empty for one in parameters) > 1
 
 
 def _loss_from(value: Any, who: str) -> torch.Tensor:
@@ -205,7 +256,10 @@ def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None
 def inputs_and_target(batch: Batch) -> tuple[Sequence[Any], Any]:
     """The last part of a batch is the target, all others are the model's inputs."""
     if isinstance(batch, Mapping):
-        raise BadBatch("a dict batch needs a training_step: give the model one, training_step(batch) -> loss")
+        raise BadBatch(
+            f"a batch is a dict with {', '.join(map(repr, batch))}, and the book's Module takes (inputs, target): "
+            "write its training_step(batch), which returns the loss"
+        )
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise refusals.no_target(batch)
     return batch[:-1], batch[-1]
@@ -246,4 +300,4 @@ def right_answers(answer: Any, target: Any) -> torch.Tensor | None:
 def objective_for(model: torch.nn.Module, loss: Callable[[Any, Any], Any] | None) -> Objective:
     if loss is None and hasattr(model, "training_step"):
         return OwnStep()
-    return Supervised(loss or torch.nn.functional.cross_entropy)
+    return Supervised(loss or torch.nn.functional.cross_entropy, is_default=loss is None)

@@ -25,6 +25,7 @@ from manyhands import tree
 from manyhands.errors import BadBatch, NotATensor
 from manyhands.training.data.sources import check_lengths, check_numbers, with_arrays
 from manyhands.training.torch.data.drawn_samples import DrawnSamples, StartWorker, draws_nothing
+from manyhands.training.torch.dict_batches import Named
 from manyhands.training.torch.state import randomness
 
 Batch = Any  # what the user's loader gives: as a rule a tuple of tensors, but a dict or a dataclass is as good
@@ -131,6 +132,7 @@ class Samples:
             yield self._looked_at(batch, len(part)) if len(part) else cut(self._looked_at(batch, 1), 0, 0)
 
     def _looked_at(self, batch: Batch, asked: int) -> Batch:
+        batch = _plain_dict(batch)
         if (given := rows(batch)) != asked:
             raise BadBatch(
                 f"{asked} samples were asked for, and the first tensor of the batch that the collate function made has "
@@ -163,6 +165,7 @@ class Stream:
                 batch = next(loaded, None)
             if batch is None:
                 return
+            batch = _plain_dict(batch)
             if not rows(batch):
                 continue
             if self.look is not None:
@@ -184,11 +187,14 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
         raise BadBatch("an IterableDataset gives samples, not batches: wrap it in a DataLoader with a batch_size")
     if type(data) is TensorDataset:  # one of a subclass may give something else than its tensors
         return Arrays(data.tensors, shuffle=shuffle)
-    if isinstance(data, torch.Tensor | np.ndarray):
+    if _is_array(data):
         return Arrays((torch.as_tensor(data),), shuffle=shuffle)
-    if isinstance(data, (tuple, list)) and data and all(isinstance(x, torch.Tensor | np.ndarray) for x in data):
+    if isinstance(data, (tuple, list)) and data and all(_is_array(part) for part in data):
         check_numbers([part for part in data if isinstance(part, np.ndarray)])
         return Arrays(tuple(torch.as_tensor(x) for x in data), shuffle=shuffle)
+    if isinstance(data, Mapping) and 0 not in data and data and all(_is_array(part) for part in data.values()):
+        check_numbers([part for part in data.values() if isinstance(part, np.ndarray)])
+        return Arrays(tuple(torch.as_tensor(part) for part in data.values()), Named(tuple(data)), shuffle=shuffle)
     arrays_by_name = isinstance(data, Mapping) and 0 not in data
     of_numbers = isinstance(data, (tuple, list)) and bool(data) and _is_list_of_numbers(data[0])
     if arrays_by_name or of_numbers or isinstance(data, str):
@@ -203,6 +209,10 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     raise NotATensor(
         f"a {type(data).__name__} is no data to train on: give (X, y) tensors or arrays, a Dataset, or a DataLoader"
     )
+
+
+def _is_array(part: object) -> bool:
+    return isinstance(part, torch.Tensor | np.ndarray)
 
 
 def _is_list_of_numbers(entry: object) -> bool:
@@ -252,6 +262,11 @@ def _gives_each_once(loader: DataLoader[Any]) -> bool:
     else:
         plain = type(sampler) is SequentialSampler
     return plain and loader.batch_size is not None
+
+
+def _plain_dict(batch: Batch) -> Batch:
+    """A batch by name as a plain dict: tokenizers have a class of their own, which is no tree."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
 def rows(batch: Batch) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from manyhands.training.torch.data.samples import as_the_model, few_samples
-from manyhands.training.torch.data.sources import Arrays, Source
+from manyhands.training.torch import dict_batches
+from manyhands.training.torch.data.samples import as_the_model, few_samples, first_batches
+from manyhands.training.torch.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Supervised
 from manyhands.training.torch.preflight import loss_trial
@@ -31,16 +33,23 @@ def materialise(model: torch.nn.Module, data: Source) -> None:
     """Give lazy layers their shapes, by a few samples: they must be the same on every rank."""
     if not is_lazy(model):
         return
-    numbers = [part for part in few_samples(data, _FEW)[:-1] if isinstance(part, torch.Tensor)]
+    batch = few_samples(data, _FEW)
     modes = [(layer, layer.training) for layer in model.modules()]
     model.eval()  # no statistics, no dropout
     try:
         with torch.no_grad():
-            copy.deepcopy(model)(*as_the_model(model, numbers))  # if that fails, the layers stay as they are
-            model(*as_the_model(model, numbers))
+            _give(copy.deepcopy(model), batch)  # if that fails, the layers stay as they are
+            _give(model, batch)
     finally:
         for layer, training in modes:
             layer.training = training
+
+
+def _give(model: torch.nn.Module, batch: Batch) -> None:
+    if isinstance(batch, Mapping):
+        dict_batches.answer(model, as_the_model(model, batch))
+    else:
+        model(*as_the_model(model, [part for part in batch[:-1] if isinstance(part, torch.Tensor)]))
 
 
 def check_labels(job: Job) -> None:
@@ -57,7 +66,7 @@ def check_labels(job: Job) -> None:
 def _looked_at(data: Source, labels: LabelRange) -> Source:
     if not isinstance(data, Arrays):
         return dataclasses.replace(data, look=labels)
-    if len(data.tensors) > 1:
+    if len(data.tensors) > 1 and not isinstance(data.prepare, dict_batches.Named):
         labels.look(data.tensors[-1])
     return data
 
@@ -78,14 +87,25 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
     PyTorch's means over classes are known: with class weights, or labels that are left out, they come as sums and
     counts. Other losses are tried.
     """
-    objective = job.objective
+    objective, parts = job.objective, ranks > 1 or job.settings.step.accumulate > 1
     if getattr(getattr(objective, "loss", None), "reduction", None) == "sum":
         job.notes.append(_MEAN_OF_SUM)
-    if isinstance(objective, Supervised) and is_mean_of_classes(objective.loss):
+    if isinstance(objective, Supervised) and is_mean_of_classes(objective.loss) and not _loss_of_model(job, parts):
         objective.sums = any(_weighs(objective.loss, data) for data in (job.train, job.test) if data is not None)
-    elif ranks > 1 or job.settings.step.accumulate > 1:
+    elif parts:
         objective.sums, note = loss_trial.sums(model, job)
         job.notes += [note] if note is not None else []
+
+
+def _loss_of_model(job: Job, parts: bool) -> bool:
+    """Whether batches are dicts, and their loss the one in the model's output; looked at where it matters."""
+    data = job.train
+    if isinstance(data, Arrays):
+        return isinstance(data.prepare, dict_batches.Named)
+    if not parts or not getattr(job.objective, "is_default", False):
+        return False
+    first = next(first_batches(job)) if isinstance(data, Stream) else few_samples(data, 1)
+    return isinstance(first, Mapping)
 
 
 def _weighs(loss: Any, data: Source) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from manyhands import tree
 from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.loss_sum import LossSum
+from manyhands.training.torch import dict_batches
 from manyhands.training.torch.data import sources
 from manyhands.training.torch.data.sources import Batch
-from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.objective import Objective, Supervised
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.running_sums import Metrics
@@ -98,8 +99,9 @@ class EagerStep:
         self.in_parts = gradients is not None or accumulate > 1
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def __call__(self, batch: Batch | None, whole: int, step: int) -> None:
-        """Work off one shard of a batch of ``whole`` samples."""
+    def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
+        """Work off one shard of a batch of ``whole`` samples, the batch of that number in its epoch."""
+        self.objective.batch_idx = batch_idx
         in_sums = self.in_parts and self.objective.sums is True
         self._sums, self._losses = [], []
         if self.spared is not None:
@@ -202,12 +204,16 @@ class EagerStep:
     def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if size:
             return self.objective(self.model, part, part=self.in_parts)
-        if not isinstance(part, (tuple, list)):
+        # An empty shard: only to take part in what all ranks do together.
+        if isinstance(part, Mapping) and isinstance(self.objective, Supervised):
+            answer = dict_batches.answer(self.model, part)
+        elif isinstance(part, (tuple, list)):
+            answer = self.model(*part[:-1])
+        else:
             raise BadBatch(
                 "batch_stats='global' needs every rank in every layer, also one without samples, and the trainer "
                 f"cannot tell what of a {type(part).__name__} the model's inputs are: give batches (inputs, target)"
             )
-        answer = self.model(*part[:-1])  # an empty shard: only to take part in what all ranks do together
         leaves = [leaf for leaf in tree.flatten(answer)[0] if isinstance(leaf, torch.Tensor)]
         return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum(), None
 
@@ -243,7 +249,8 @@ def evaluate(
     watched = objective.sums is not False
     model.eval()
     try:
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            objective.batch_idx = number
             if batch is None or not (size := sources.rows(batch)):
                 continue
             laid, both = numbers.lay(batch), None

@@ -1,0 +1,74 @@
+"""Batches that are dicts: ``model(**batch)``, and an output that has the loss, as Hugging Face's models do it.
+
+The loss is ``output.loss``, or ``output["loss"]``. With ``loss=`` it is ``loss(output, batch)``. What of a batch the
+model's ``forward`` has no argument for (names of files, say) is not given to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from manyhands.errors import BadBatch
+
+
+def answer(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
+    """What the model makes of a batch, each part given by name."""
+    taken = _taken(model, batch)
+    try:
+        return model(**taken)
+    except TypeError as error:
+        signature = inspect.signature(model.forward)
+        try:
+            signature.bind(**taken)
+        except TypeError:
+            raise BadBatch(
+                f"a batch is a dict with {_listed(batch)}, and each part is given to the model by name: forward of "
+                f"{type(model).__name__} takes {signature}. Name the parts as its arguments, or give the model a "
+                "training_step(batch)"
+            ) from error
+        raise
+
+
+def loss_of(output: Any, model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
+    """The loss in a model's output."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    name, left = type(model).__name__, [key for key in batch if key not in _taken(model, batch)]
+    unused = f" ({_listed(left)} of the batch: forward has no argument of that name)" if left else ""
+    raise BadBatch(
+        f"a batch is a dict with {_listed(batch)}, it was given to {name} as {name}(**batch), and there is no loss in "
+        f"the output, a {type(output).__name__}{unused}. Let forward return an object with .loss or a dict with "
+        "'loss'; or give the trainer loss=function of (output, batch), or the model a training_step(batch)"
+    )
+
+
+def right_answers(output: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The scores and the labels, by the names that Hugging Face's models have for them; None where there are none."""
+    scores = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return scores, batch.get("labels")
+
+
+class Named:
+    """Makes a dict of the rows of several arrays; can be sent to a worker."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __call__(self, rows: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names, rows, strict=True))
+
+
+def _taken(model: torch.nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(batch)
+    return {name: value for name, value in batch.items() if name in parameters}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
