@@ -76,6 +76,12 @@ class Parallel(ParallelFunction):
             self._remember(planned, call)
         return planned.run(*call.given)
 
+    def plan_for(self, arguments: tuple[Any, ...]) -> Planned:
+        """The plan of a call with these arguments. Who runs it sees to it that later calls are alike."""
+        call = self.backend.call(arguments, {})
+        self._last = self._plans.of(call.signature) or self._plan_anew(call)
+        return self._last
+
     def _remember(self, planned: Planned, call: Call) -> None:
         if planned.fits is None:
             planned.fits = self.backend.recogniser(call)

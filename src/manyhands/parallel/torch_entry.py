@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 from manyhands.backends.torch import dynamo, planning, threads_and_modes
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
+from manyhands.parallel.way import Means
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 
@@ -103,7 +104,21 @@ def compile_backend(module: Any, inputs: Any, **given: Any) -> Callable[..., Any
     Runs of small operations are compiled first; ``options={"fuse": False}`` leaves them as they are.
     """
     fuse = dynamo.options_from(given).get("fuse", True)
-    return dynamo.compile_with(module, inputs, lambda function: Parallel(function, planning, compile=fuse))
+    return dynamo.compile_with(
+        module, inputs, lambda function, reuse: planner(Parallel(function, planning, compile=fuse, reuse_outputs=reuse))
+    )
+
+
+def planner(function: Parallel) -> dynamo.Planner:
+    """Plans a graph of Dynamo's, whose guards stand for the signature of later calls."""
+
+    def plan(arguments: tuple[Any, ...]) -> dynamo.Plan | None:
+        planned = function.plan_for(arguments)
+        if planned.way.is_plain and not planned.again:
+            return None
+        return dynamo.Plan(planned.run, planned.way.means is Means.GRAPH, is_final=not planned.again)
+
+    return plan
 
 
 dynamo.register(compile_backend, only_if_loaded=True)

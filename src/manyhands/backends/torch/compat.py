@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -121,6 +122,28 @@ def make_boxed_function(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     return cast(Callable[..., Any], make_boxed_func(function))
+
+
+@dataclass(frozen=True)
+class ForwardGraph:
+    """What aot_autograd knows of the forward graph that it compiles."""
+
+    fixed: frozenset[int]  # arguments that are parameters and buffers: they lie where they lay
+    written_back: int  # the first results: PyTorch copies each into an argument at once
+    results: int  # these and the caller's; the ones behind them are kept for the backward pass
+
+
+def forward_graph() -> ForwardGraph | None:
+    """Of the graph that is being compiled; None where PyTorch does not tell."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    known = None if context is None else context.fw_metadata
+    if known is None:
+        return None
+    changed = [known.input_info[number] for number in known.mutated_inp_runtime_indices]
+    copied = all(one.mutates_data and not one.mutates_metadata and not one.mutates_storage_metadata for one in changed)
+    return ForwardGraph(frozenset(known.static_input_indices), len(changed) if copied else 0, known.num_forward)
 
 
 def is_dynamo_loaded() -> bool:

@@ -6,30 +6,59 @@ traced, measured, proved, compared with the graph as it is, and kept as it is wh
 
 A graph's results may be its arguments, or views of them (what the backward pass needs of the forward pass), which a
 planned function may not have. They are computed apart: there is nothing to plan about them.
+
+What the forward pass keeps for the backward pass stays where its CUDA graph wrote it, and the CUDA graph of the
+backward pass reads it there. A forward pass that is called while the kept tensors of the one before are still needed
+runs as it is.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.fast_match import tensor_guards
+from manyhands.backends.torch.run.cuda_graph import only_tried
 from manyhands.errors import EngineError
 
 NAME = "manyhands"
 Function = Callable[..., Any]
+_RECENT = 4  # plans of one graph that are kept: a graph may be for several shapes
 
 
-def compile_with(module: GraphModule, inputs: Sequence[Any], make: Callable[[Function], Function]) -> Function:
+@dataclass(frozen=True)
+class Plan:
+    """How a graph is run for arguments like those that it was planned with."""
+
+    run: Callable[[Sequence[torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
+    in_graph: bool  # a CUDA graph: results lie in its memory if they may be overwritten
+    is_final: bool  # False: to be planned again at the next call
+
+
+Planner = Callable[[tuple[Any, ...]], "Plan | None"]  # of arguments; None: the graph runs as it is
+Make = Callable[[Function, bool], Planner]  # of a function; True: the next call may overwrite results
+
+
+def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make) -> Function:
     """What Dynamo shall call instead of a module; ``make`` plans a function of tensors."""
+    places = set[int]()
 
-    def planned(graph: GraphModule, _: Any) -> Function:
-        return compat.make_boxed_function(_Planned(graph, make))
+    def forward(graph: GraphModule, _: Any) -> Function:
+        return compat.make_boxed_function(_PlannedGraph(graph, make, places, compat.forward_graph()))
 
-    return compat.aot_autograd(fw_compiler=planned, bw_compiler=planned, inference_compiler=planned)(module, inputs)
+    def backward(graph: GraphModule, _: Any) -> Function:
+        return compat.make_boxed_function(_PlannedGraph(graph, make, places, None))
+
+    compiled = compat.aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=forward)
+    return compiled(module, inputs)
 
 
 def options_from(given: dict[str, Any]) -> dict[str, Any]:
@@ -54,100 +83,124 @@ def register(backend: Function, *, only_if_loaded: bool = False) -> None:
     compat.register_dynamo_backend(NAME, backend)
 
 
-class _Planned:
-    """A graph whose own results are planned, and whose other results are handed on."""
+class _PlannedGraph:
+    """A graph whose own results are planned, and whose other results are handed on.
 
-    def __init__(self, module: GraphModule, make: Callable[[Function], Function]) -> None:
-        self._whole, self._make = module, make
+    ``places`` are the memories that arguments of the forward and the backward graph have at every call.
+    """
+
+    def __init__(self, module: GraphModule, make: Make, places: set[int], forward: compat.ForwardGraph | None) -> None:
         outputs: Any = next(node for node in module.graph.nodes if node.op == "output").args[0]
         given = {memory for node in module.graph.nodes if node.op == "placeholder" for memory in _memories(node)}
-        own = [_is_own(one, given) for one in outputs]
-        self._own = [number for number, is_own in enumerate(own) if is_own]
-        self._others = [number for number, is_own in enumerate(own) if not is_own]
+        is_own = [_is_own(value, given) for value in outputs]
+        self._whole, self._places = module, places
+        self._own = [number for number, own in enumerate(is_own) if own]
+        self._others = [number for number, own in enumerate(is_own) if not own]
         self._rest = _part(module, [outputs[number] for number in self._others])
-        self._function = _part(module, [outputs[number] for number in self._own])
-        self._planned: dict[Any, Function] = {}  # by how the arguments share memory
+        function = _part(module, [outputs[number] for number in self._own], with_effects=True)
+        self._fixed = frozenset() if forward is None else forward.fixed
+        kept_from = len(outputs) if forward is None else forward.results
+        self._kept = [at for at, number in enumerate(self._own) if number >= kept_from]
+        written_back = 0 if forward is None else forward.written_back
+        self._callers = [at for at, number in enumerate(self._own) if written_back <= number < kept_from]
+        self._plan = make(function, bool(self._kept))
+        self._bound: list[_Bound] = []
+        # Alive while somebody holds the kept results of the last call.
+        self._holder: weakref.ref[torch.Tensor] | None = None
+        self._alone = threading.Lock() if self._kept else nullcontext()
 
     def __call__(self, *arguments: Any) -> Any:
         # PyTorch watches the first call of a graph by a dispatch mode, beside which nothing can be traced.
         if not self._own or compat.count_dispatch_modes():
             return self._whole(*arguments)
+        with self._alone:
+            if self._holder is not None and self._holder() is not None:
+                return self._whole(*arguments)
+            bound = next((known for known in self._bound if known.fits(arguments)), None) or self._bind(arguments)
+            if bound.plan is None:
+                return self._whole(*arguments)
+            own = self._own_results(bound, bound.plan, arguments)
         results: list[Any] = [None] * (len(self._own) + len(self._others))
-        for number, value in zip(self._own, self._plan(arguments), strict=True):
+        for number, value in zip(self._own, own, strict=True):
             results[number] = value
         for number, value in zip(self._others, self._rest(*arguments), strict=True):
             results[number] = value
         return results
 
-    def _plan(self, arguments: Sequence[Any]) -> Any:
-        arguments = [_plain(one) for one in arguments]
-        views = _shared(arguments)
-        if views not in self._planned:
-            self._planned[views] = self._make(_of_bases(self._function, views) if views else self._function)
-        if not views:
-            return self._planned[views](*arguments)
-        taken = {number for number, *_ in views}
-        bases: dict[int, torch.Tensor] = {base: _whole_storage(arguments[base]) for _, base, *_ in views}
-        given = [
-            bases.get(number, one) for number, one in enumerate(arguments) if number in bases or number not in taken
-        ]
-        return self._planned[views](*given)
+    def _own_results(self, bound: _Bound, plan: Plan, arguments: tuple[Any, ...]) -> list[Any]:
+        if not plan.in_graph:
+            given = tuple(_plain(value) for value in arguments)
+            return list(plan.run([value for value in given if isinstance(value, torch.Tensor)], given, {}))
+        with (
+            only_tried() if self._kept else nullcontext()
+        ):  # results stay where they are: the backward pass reads there
+            own = list(plan.run(bound.tensors_of(arguments), arguments, {}))
+        if not self._kept:
+            return own
+        for at in self._callers:
+            own[at] = own[at].clone()
+        for at in self._kept:
+            self._places.add(_place(own[at]))
+        first = self._kept[0]
+        own[first] = own[first].detach()  # another object at every call: it lives as long as it is needed
+        self._holder = weakref.ref(own[first])
+        return own
+
+    def _bind(self, arguments: tuple[Any, ...]) -> _Bound:
+        """Plan the graph for these arguments."""
+        tensors = {number: value for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)}
+        self._places |= {_place(tensors[number]) for number in self._fixed & tensors.keys() if tensors[number].is_cuda}
+        fixed = {number for number, value in tensors.items() if value.is_cuda and _place(value) in self._places}
+        plan = self._plan(tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments)))
+        bound = _Bound(plan, arguments, sorted(fixed))
+        if plan is None or plan.is_final:
+            self._bound = [bound, *self._bound[: _RECENT - 1]]
+        return bound
 
 
-def _plain(value: Any) -> Any:
-    """The same tensor without its gradients, which are not this graph's; a parameter stays one: it is read in place."""
-    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+@dataclass
+class _Bound:
+    """A plan (None: the graph runs as it is) with what has to be the same of its arguments.
+
+    Dynamo's guards have seen to shapes and types of the function's arguments already, and to PyTorch's modes; but a
+    graph may be for several shapes, and ``in_place`` are the numbers of tensors that a CUDA graph reads where they lay.
+    """
+
+    plan: Plan | None
+    arguments: tuple[Any, ...] = field(repr=False)
+    in_place: Sequence[int]
+
+    def __post_init__(self) -> None:
+        tensors = [value for value in self.arguments if isinstance(value, torch.Tensor)]
+        self._all_tensors = len(tensors) == len(self.arguments)
+        self._others = [(n, value) for n, value in enumerate(self.arguments) if not isinstance(value, torch.Tensor)]
+        self._alike = tensor_guards(tensors)
+        self._at = [(number, self.arguments[number].data_ptr()) for number in self.in_place]
+        self.arguments = ()  # they are the caller's: not kept
+
+    def fits(self, arguments: tuple[Any, ...]) -> bool:
+        if not self._all_tensors and any(arguments[number] != value for number, value in self._others):
+            return False
+        if any(arguments[number].data_ptr() != place for number, place in self._at):
+            return False
+        return self._alike(*self.tensors_of(arguments))
+
+    def tensors_of(self, arguments: tuple[Any, ...]) -> Sequence[torch.Tensor]:
+        return arguments if self._all_tensors else [one for one in arguments if isinstance(one, torch.Tensor)]
+
+
+def _plain(value: Any, *, in_place: bool = False) -> Any:
+    """The same tensor without its gradients, which are not this graph's; a parameter is read in place by a plan."""
+    if not isinstance(value, torch.Tensor):
         return value
-    if type(value) is torch.nn.Parameter:
+    if in_place or type(value) is torch.nn.Parameter:
         return torch.nn.Parameter(value.detach(), requires_grad=False)
-    return value.detach()
+    return value.detach() if value.requires_grad else value
 
 
-# A view among the arguments: its number, the number of the first argument in its memory, and where it lies there.
-_View = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
-
-
-def _shared(arguments: Sequence[Any]) -> tuple[_View, ...]:
-    """All arguments that share their memory with another one: what a pure graph may have, and a plan may not."""
-    groups: dict[int, list[int]] = {}
-    for number, one in enumerate(arguments):
-        if isinstance(one, torch.Tensor) and one.layout is torch.strided:
-            groups.setdefault(compat.memory_id(one), []).append(number)
-    found: list[_View] = []
-    for numbers in groups.values():
-        if len(numbers) < 2 or len({arguments[number].dtype for number in numbers}) > 1:
-            continue
-        for number in numbers:
-            one = arguments[number]
-            found.append((number, numbers[0], tuple(one.shape), one.stride(), one.storage_offset()))
-    return tuple(found)
-
-
-def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((count,), (1,), 0)
-
-
-def _of_bases(function: Function, views: tuple[_View, ...]) -> Function:
-    """The same function of whole memories, each given once: the views are made inside."""
-    made = {number: (base, shape, stride, offset) for number, base, shape, stride, offset in views}
-    firsts = {base for _, base, *_ in views}
-
-    def of_bases(*given: Any) -> Any:
-        left = iter(given)
-        bases: dict[int, Any] = {}
-        arguments: list[Any] = []
-        for number in range(len(given) + len(made) - len(firsts)):
-            if number not in made:
-                arguments.append(next(left))
-                continue
-            base, shape, stride, offset = made[number]
-            if number == base:
-                bases[base] = next(left)
-            arguments.append(bases[base].as_strided(shape, stride, offset))
-        return function(*arguments)
-
-    return of_bases
+def _place(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor lies in."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _is_own(value: Any, given: set[int]) -> bool:
@@ -162,11 +215,21 @@ def _memories(node: Node) -> set[int]:
     return {compat.memory_id(value)} if isinstance(value, torch.Tensor) else set()
 
 
-def _part(module: GraphModule, outputs: Sequence[Any]) -> GraphModule:
-    """A graph of the same arguments for some of the results."""
+def _part(module: GraphModule, outputs: Sequence[Any], *, with_effects: bool = False) -> GraphModule:
+    """A graph of the same arguments for some of the results: only the operations that these need.
+
+    ``with_effects`` adds those that are there for their effect: a check of values, say.
+    """
+    needed = {value for value in outputs if isinstance(value, Node)}
+    needed |= {node for node in module.graph.nodes if with_effects and node.op != "output" and node.is_impure()}
+    left = list(needed)
+    while left:
+        sources = set(left.pop().all_input_nodes) - needed
+        needed |= sources
+        left += sources
     graph, new = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
-        if node.op != "output":
+        if node.op == "placeholder" or node in needed:
             new[node] = graph.node_copy(node, new.__getitem__)
-    graph.output(tuple(new[one] if isinstance(one, Node) else one for one in outputs))
+    graph.output(tuple(new[value] if isinstance(value, Node) else value for value in outputs))
     return GraphModule(module, graph)

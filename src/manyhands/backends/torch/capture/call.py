@@ -31,6 +31,7 @@ from manyhands.backends.torch.capture.refusals import (
     must_check_first,
     must_hold_the_same,
     must_not_be_changed,
+    must_only_read_arguments,
 )
 from manyhands.backends.torch.capture.results import opened
 from manyhands.backends.torch.capture.trace import Trace
@@ -257,7 +258,7 @@ def _drawn(tensor: torch.Tensor) -> torch.Tensor:
 
 def trace(function: Callable[..., Any], one: Call) -> Trace:
     """Trace the function for calls of this signature."""
-    must_be_plain(one.tensors, one.others, shared=one.signature[2])
+    must_be_plain(one.tensors, one.others)
     outside = Outside(function, one.others)
     if (reason := _why_plain()) is not None:
         raise CannotTrace(reason)
@@ -289,6 +290,8 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
         raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
     must_check_first(found)
     must_be_fresh(found)
+    if one.signature[2]:
+        must_only_read_arguments(found)
     constants = {id(value): value for value in found.constant_values()}
     for tensor in constants.values():
         outside.add_address(tensor, "a tensor from outside")

@@ -144,7 +144,7 @@ class _Writer:
         for question, answer in zip(call.MODES, call.modes(), strict=True):
             self._refuse_if(f"({question}) != {self._name(answer)}")
         if names:
-            self._refuse_if(f"not {self._name(_check(self._call.tensors))}({', '.join(names)})")
+            self._refuse_if(f"not {self._name(tensor_guards(self._call.tensors))}({', '.join(names)})")
             for question in self._gradients:
                 self._refuse_if(question)
             self._lines.append(f"places = {', '.join(f'{name}.data_ptr()' for name in names)},")
@@ -185,7 +185,8 @@ def _apart(places: Sequence[int], lengths: Sequence[int]) -> bool:
     return True
 
 
-def _check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Tells of as many tensors whether all are like these: type, shape, strides, dtype, device, requires_grad."""
     sizes: Any = [list(one.shape) for one in tensors]
     strides: Any = [list(one.stride()) for one in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check

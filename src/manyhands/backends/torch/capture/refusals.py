@@ -31,10 +31,8 @@ _SAME_OBJECT = (nn.Module, torch.optim.Optimizer, *_FUNCTIONS)
 _IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is no part of C code
 
 
-def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any], *, shared: bool) -> None:
-    """Of the arguments: tensors (``shared``: two of them lie in one memory), and what else there is."""
-    if shared:
-        raise CannotTrace("two of the arguments share memory")
+def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
+    """Of the arguments: tensors, and what else there is."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
             raise CannotTrace(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
@@ -106,6 +104,13 @@ def must_check_first(found: Trace) -> None:
             f"it checks values ({name}) after it has written to a tensor of the caller's: where the check fails, only "
             "plain execution leaves what it should; check first"
         )
+
+
+def must_only_read_arguments(found: Trace) -> None:
+    """Of a call in which two arguments share memory: another such call may share it in another way."""
+    given = frozenset().union(*(found.storages[node] for node in found.inputs))
+    if any(step.task.writes & given for step in found.steps):
+        raise CannotTrace("two of the arguments share memory, and it writes to an argument")
 
 
 def must_be_fresh(found: Trace) -> None:
