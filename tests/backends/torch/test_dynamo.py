@@ -225,6 +225,35 @@ def test_training_is_the_same(name: str) -> None:
     assert backward.schedule is not None, backward.notes
 
 
+def test_a_graph_that_is_retained_and_passes_in_any_order() -> None:
+    torch.manual_seed(0)
+    plain = Branchy().eval()
+    other = copy.deepcopy(plain)
+    for call in (plain, torch.compile(other, backend=Watching())):
+        for _ in range(3):
+            first, second = call(X).square().mean(), call(X + 1).abs().mean()
+            second.backward(retain_graph=True)
+            first.backward()
+            second.backward()
+    for one, same in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(same.grad, one.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_results_that_are_handed_on_take_only_the_operations_that_they_need() -> None:
+    """They are computed operation by operation: a copy of the whole graph would run everything twice."""
+    counted: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        own = dynamo._PlannedGraph(graph, lambda function, reuse: lambda arguments: None, set(), None)
+        counted.extend(str(node.target) for node in own._rest.graph.nodes if node.op == "call_function")
+        return torch._functorch._aot_autograd.utils.make_boxed_func(graph)
+
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=record)
+    torch.compile(models.mlp(), backend=backend)(X)
+    assert counted
+    assert all("t.default" in name or "view" in name or "detach" in name for name in counted), counted
+
+
 def test_inference_and_other_shapes() -> None:
     torch.manual_seed(0)
     net = models.lenet().eval()

@@ -241,6 +241,18 @@ def test_arguments_that_share_memory_are_run_as_they_are() -> None:
     assert "share memory" in fast.explain()
 
 
+def test_arguments_that_share_memory_and_are_only_read_are_planned() -> None:
+    tokens = torch.arange(12.0).reshape(3, 4)
+    fast = planned(lambda x, y: (x * 2 - y).sum(1))
+    for start in (0, 5):
+        tokens += start
+        assert torch.equal(fast(tokens[:, :-1], tokens[:, 1:]), (tokens[:, :-1] * 2 - tokens[:, 1:]).sum(1))
+    assert "synchronous" in fast.explain()
+    assert "share memory" not in fast.explain()
+    apart = torch.ones(3, 3), torch.zeros(3, 3)
+    assert torch.equal(fast(*apart), torch.full((3,), 6.0))
+
+
 def test_a_gradient_that_would_go_into_an_argument_is_left_to_plain_execution() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         loss = x.square().sum()

@@ -111,10 +111,20 @@ def cuda_graph_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 def aot_autograd(**compilers: Any) -> Callable[..., Callable[..., Any]]:
-    """Splits a graph of Dynamo into a forward and a backward graph."""
-    from torch._dynamo.backends.common import aot_autograd
+    """Splits a graph of Dynamo into a forward and a backward graph.
 
-    return cast(Callable[..., Callable[..., Any]], aot_autograd(**compilers))
+    No buffers are donated to the backward graph: with them PyTorch refuses ``backward(retain_graph=True)``.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+
+    split: Callable[..., Callable[..., Any]] = aot_autograd(**compilers)
+
+    def compiled(*given: Any) -> Callable[..., Any]:
+        with config.patch(donated_buffer=False):
+            return split(*given)
+
+    return compiled
 
 
 def make_boxed_function(function: Callable[..., Any]) -> Callable[..., Any]:
