@@ -36,6 +36,7 @@
      |   +- LossIsNotANumber     a loss that is infinite or NaN                    (ArithmeticError)
      |   +- NotSendable          something that cannot be sent to a worker         (TypeError)
      |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
+     |   +- CallbackFailed       a callback of the user's raised an error          (RuntimeError)
      +- EngineError
      |   +- CannotTrace          a function whose operations depend on values      (RuntimeError)
      |   |   +- NotYet           one that can perhaps be traced at its next call
@@ -191,6 +192,10 @@ class NotSendable(TrainingError, TypeError):
 
 class WorkerFailed(TrainingError, RuntimeError):
     """A worker died, raised, or makes no step any more; the message names its rank."""
+
+
+class CallbackFailed(TrainingError, RuntimeError):
+    """A callback raised an error; the message names it and the moment, ``__cause__`` is the error itself."""
 
 
 class EngineError(ManyhandsError):

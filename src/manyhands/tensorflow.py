@@ -47,6 +47,12 @@ if TYPE_CHECKING:
     from manyhands.training.book.vocabulary import HyperParameters as HyperParameters
     from manyhands.training.book.vocabulary import Timer as Timer
     from manyhands.training.book.vocabulary import add_to_class as add_to_class
+    from manyhands.training.callbacks.best_checkpoint import BestCheckpoint as BestCheckpoint
+    from manyhands.training.callbacks.callback import Callback as Callback
+    from manyhands.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from manyhands.training.callbacks.ema import EMA as EMA
+    from manyhands.training.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
+    from manyhands.training.callbacks.progress import Progress as Progress
     from manyhands.training.commands.recipes import one_cycle as one_cycle
     from manyhands.training.loss_sum import LossSum as LossSum
     from manyhands.training.options import Checkpoints as Checkpoints

@@ -7,7 +7,7 @@ several (PyTorch; all of them on many machines).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,8 @@ NAN_HINT = (
     "batch may be 0: give at least 1. Else a smaller learning rate or gradient_clip_val may help; "
     "step=mh.Step(on_nan='continue') goes on without the batch"
 )
-Say = Callable[[dict[str, Any]], None]  # takes the events that a display shows
+# Takes the events of a job; gives the callbacks' answer to one that asks for it.
+Say = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 class Data(Protocol):
@@ -36,6 +37,11 @@ class Data(Protocol):
 
     @property
     def shuffle(self) -> bool: ...
+
+
+def named_rates(rates: Sequence[float]) -> dict[str, float]:
+    """Learning rates by name: ``lr``, and of further groups of parameters ``lr_1``, ``lr_2``, ..."""
+    return {f"lr_{number}" if number else "lr": float(rate) for number, rate in enumerate(rates)}
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,18 @@ class Learner(Protocol):
 
     def reset(self) -> None:
         """All sums to zero: an epoch begins."""
+
+    def send_figures(self, step: int) -> None:
+        """Send the sums of this moment, over all processes, on their way to the host; never waits."""
+
+    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
+        """What of it has arrived since the last call, with its step, oldest first; ``wait``: all of it."""
+
+    def learning_rates(self) -> dict[str, float]:
+        """The rates of the last step by name: ``lr``, of further groups of parameters ``lr_1``, ...; never waits.
+
+        Nothing where the framework does not tell.
+        """
 
     def evaluate(self, alive: Callable[[], None]) -> Figures | None:
         """The figures over the test set, every sample counted once (None: there is none); says ``alive()`` often."""

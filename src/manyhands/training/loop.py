@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import BadSettings, LossIsNotANumber
+from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
+from manyhands.training.callbacks.reporter import Reporter
+from manyhands.training.callbacks.step_means import named
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data import loader_batches
@@ -41,10 +44,12 @@ class Loop:
         schedule: Schedule | None = None,
         run: RunPlan | None = None,
         resume: Path | None = None,
+        callbacks: CallbackPlan = NO_CALLBACKS,
     ) -> None:
         """``resume`` is a checkpoint, or a folder of them, that the first process can read."""
         self.learner, self.settings, self.say, self.schedule = learner, settings, say, schedule
         self.result = Result()
+        self.report = Reporter(self, callbacks)
         self.cursor = Cursor()
         self.batches_before: int | None = None  # that a loader gave in the epoch before
         self.keeps_checkpoints = run is not None
@@ -62,7 +67,7 @@ class Loop:
         """Restore, and only then begin a run: a job that is refused leaves its folder as it was."""
         if self.run is not None and self.run.path.is_dir():
             self.run.lock()  # also for reading: nobody shall write meanwhile
-        resumed = saving.restore(self, resume, run.announced if run is not None else ())
+        self.report.resumed = resumed = saving.restore(self, resume, run.announced if run is not None else ())
         self._check_schedule()
         if (note := loader_batches.unseeded(self.learner.data)) is not None:
             self.learner.notes.append(note)
@@ -103,13 +108,16 @@ class Loop:
                     self.run.restore_config()
             else:
                 self._check_repeats()
-            while self.cursor.epoch < self.settings.max_epochs:
+            self.report.begin()
+            while self.cursor.epoch < self.settings.max_epochs and self.report.stop is None:
+                self.report.epoch_start()
                 whole = self.cursor.sample == 0
                 start = time.perf_counter()
                 self._train_epoch()
                 figures = self._read_figures()
                 seconds = time.perf_counter() - start
                 self._end_epoch(figures, seconds, whole=whole)
+            self._say_stop()
             self.result.notes = self.learner.notes
             self.result.shares = self.learner.shares
             self.result.unsaved = self._unsaved()
@@ -121,6 +129,15 @@ class Loop:
         finally:
             self._close()
 
+    def _say_stop(self) -> None:
+        """Why the training ends before its last epoch, if it does."""
+        if self.report.stop is None:
+            return
+        self.result.stopped = self.report.stop
+        text = f"stopped after epoch {self.cursor.epoch}: {self.report.stop}"
+        self.learner.notes.append(text)
+        self.say({"kind": "note", "text": text})
+
     def _train_epoch(self) -> None:
         first = self.cursor.step
         loader = getattr(self.learner.data, "loader", None)
@@ -128,8 +145,9 @@ class Loop:
             self.learner.step(window, batch, self._factor())
             self._commit()
             self.cursor = self.cursor.after(window)
+            self.report.step()
             self._look(window)
-            if self.cursor.batch == loader_batches.MANY and self._batches() is None:
+            if self.cursor.batch == loader_batches.MANY and self.batches_of_epoch() is None:
                 batches = loader_batches.MANY
                 self._warn(f"epoch {window.epoch + 1} has not ended after {batches} batches. {loader_batches.END_IT}")
             every = self.settings.checkpoints.every
@@ -140,11 +158,11 @@ class Loop:
         """The learning rate's factor at the next batch; None where there is no schedule."""
         if self.schedule is None:
             return None
-        batches = self._batches()
+        batches = self.batches_of_epoch()
         done = min(self.cursor.batch / batches, 1.0) if batches else 0.0
         return _factor_at(self.schedule, (self.cursor.epoch + done) / self.settings.max_epochs)
 
-    def _batches(self) -> int | None:
+    def batches_of_epoch(self) -> int | None:
         """The batches of an epoch; of a loader those of the epoch before, or what its ``len`` says; None: not known."""
         count = self.learner.data.count
         if count is not None:
@@ -153,7 +171,11 @@ class Loop:
 
     def _check_schedule(self) -> None:
         """A schedule has to know how far an epoch is."""
-        if self.schedule is None or self._batches() is not None or self.cursor.epoch >= self.settings.max_epochs:
+        if (
+            self.schedule is None
+            or self.batches_of_epoch() is not None
+            or self.cursor.epoch >= self.settings.max_epochs
+        ):
             return
         if self.settings.max_epochs == 1:
             raise BadSettings(
@@ -192,10 +214,10 @@ class Loop:
         self.say(
             {
                 "kind": "progress",
-                "epoch": window.epoch,
+                "epoch": window.epoch + 1,
                 "step": self.cursor.step,
                 "batch": self.cursor.batch,
-                "batches": self._batches(),
+                "batches": self.batches_of_epoch(),
                 "samples": self.cursor.sample,
                 "loss": figures.loss if figures and figures.count else None,
                 "accuracy": or_none(figures.accuracy) if figures else None,
@@ -258,6 +280,7 @@ class Loop:
     def _read_figures(self) -> Figures:
         """The epoch's figures over all processes; waits."""
         figures = together(self.learner.read())
+        self.report.hand_on(wait=True)
         self.check_numbers(figures)
         if figures.bad_step is not None and self.first:
             self._warn(f"{self._bad_step_in_words(figures.bad_step)}; going on, as asked")
@@ -269,6 +292,8 @@ class Loop:
         self.say_alive()
         tested = self.learner.evaluate(self._say_alive_now_and_then)
         self.say_alive()
+        if tested is not None:
+            self.report.evaluated(named(tested, "val"))
         if self.learner.data.count is None:
             self._count_batches()
         self.cursor = self.cursor.next_epoch()
@@ -283,13 +308,15 @@ class Loop:
             "samples": int(figures.count),
             "seconds": seconds,
             "whole": whole,
+            **self.report.rates(),
         }
         self.result.rows.append(row)
         if self.run is not None:
             self._write_row(self.run, row)
-        self.say({"kind": "epoch", **row})
-        if not self.settings.checkpoints.every or self.cursor.epoch == self.settings.max_epochs:
-            saving.save(self)
+        self.report.epoch_end(row, figures)
+        is_last = self.cursor.epoch == self.settings.max_epochs or self.report.stop is not None
+        regular = ["checkpoints"] if is_last or not self.settings.checkpoints.every else []
+        saving.save(self, [*self.report.take_wanted(), *regular])
 
     def _write_row(self, run: RunFolder, row: dict[str, Any]) -> None:
         """Append to metrics.jsonl. Rows that a full disk refuses are tried again at the end of the next epoch."""

@@ -41,6 +41,8 @@ _CALLED = {
     "keep": "keep_checkpoints save_total_limit save_top_k max_to_keep",
     "per_device": "ranks_per_device num_processes nproc nprocs num_proc world_size n_procs",
     "quiet": "disable_tqdm silent",
+    "callbacks": "callback cbs",
+    "loggers": "logger report_to",
     "compile": "jit jit_compile torch_compile",
     "fast": "run_eagerly eager",
     "fused_norms": "own_kernels",
@@ -50,20 +52,19 @@ _MEANT = {name: option for option, names in _CALLED.items() for name in names.sp
 _OF_OPTIMIZER = "it belongs to the optimizer: give optimizer= a finished one, or a function that makes it"
 _OF_FIT = "data are given to fit: trainer.fit(model, train, validation), each (X, y) arrays, a dataset or a loader"
 _NO_STEPS = "a training has a number of epochs: give max_epochs"
-_NO_CALLBACKS = "there are none. result.rows and metrics.jsonl of the run have the figures of every epoch"
 _EXPLAINED = {
     **dict.fromkeys(("weight_decay", "momentum", "betas", "nesterov", "eps"), _OF_OPTIMIZER),
     **dict.fromkeys(("data", "train_data", "validation_data", "val_data", "train_dataset", "eval_dataset"), _OF_FIT),
     **dict.fromkeys(("dls", "train_dataloaders", "val_dataloaders", "datamodule", "test_data", "x", "y"), _OF_FIT),
     **dict.fromkeys(("max_steps", "num_steps", "steps", "steps_per_epoch", "max_iter", "max_time"), _NO_STEPS),
-    **dict.fromkeys(("callbacks", "callback", "cbs", "logger", "loggers", "log_every_n_steps"), _NO_CALLBACKS),
+    "log_every_n_steps": "loggers have it: Trainer(loggers=[mh.CSVLogger(every=50)])",
     "model": "the model is given to fit: trainer.fit(model, data)",
     "metrics": "the loss and, for classes, the accuracy are computed by default; there are no others",
     "num_workers": "workers belong to the loader: DataLoader(dataset, num_workers=...)",
     "shuffle": "(X, y) arrays are shuffled; for another order give a loader",
     "num_nodes": "start the script with torchrun, which gives every process its place",
     **dict.fromkeys(("verbose", "progress_bar", "enable_progress_bar"), "progress is shown; quiet=True shows none"),
-    "early_stopping": "there is none. Train with run=..., and go on with resume='auto' and more epochs",
+    "early_stopping": "it is a callback: Trainer(callbacks=[mh.EarlyStopping('val_loss', patience=3)])",
 }
 _EXPLAINED["patience"] = _EXPLAINED["early_stopping"]
 # An option that belongs to a topic: the trainer's argument, and the class of its value.

@@ -15,6 +15,8 @@ class Result:
     notes: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     shares: list[float] | None = None
+    # Why the training ended before its last epoch; None: it did not.
+    stopped: str | None = None
     run: str | None = None
     # What could not be written to the run's folder (a full disk); empty: all is there.
     unsaved: list[str] = field(default_factory=list)

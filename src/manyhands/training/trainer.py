@@ -17,11 +17,13 @@ from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, NoCheckpoi
 from manyhands.placement.moves import Placement
 from manyhands.training import device_choice, launcher, option_names, options
 from manyhands.training.book.vocabulary import HyperParameters
+from manyhands.training.callbacks import plan
+from manyhands.training.callbacks.callback import Callback
+from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import loader_batches
 from manyhands.training.data.sources import is_array, not_finite
-from manyhands.training.display.display import Display
 from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Schedule
 from manyhands.training.options import BatchStats, Checkpoints, Step, Workers
 from manyhands.training.result import Result
@@ -66,6 +68,9 @@ class BaseTrainer(HyperParameters, abc.ABC):
         resume: Continue from a run's last checkpoint: ``"auto"`` from the one in ``run`` if there is one, or the folder
             of a run or checkpoint. Default: None, start anew.
         quiet: Show no progress. Default: False.
+        callbacks: What is called at certain moments, as ``[mh.EarlyStopping("val_loss", patience=3)]``. See
+            ``help(mh.Callback)`` for the moments. Default: none.
+        loggers: Where figures are written besides the run's own files, as ``[mh.CSVLogger(every=50)]``. Default: none.
         step: How a step is run, and how its batch is divided: ``mh.Step(accumulate=4)``. See ``help(mh.Step)``.
         checkpoints: When checkpoints are written: ``mh.Checkpoints(every=100)``. See ``help(mh.Checkpoints)``.
         workers: The worker processes, in PyTorch: ``mh.Workers(hang_seconds=300)``. See ``help(mh.Workers)``.
@@ -96,6 +101,8 @@ class BaseTrainer(HyperParameters, abc.ABC):
         run: str | Path | None = None,
         resume: str | Path | Literal["auto"] | None = None,
         quiet: bool = False,
+        callbacks: Sequence[Callback] = (),
+        loggers: Sequence[Callback] = (),
         step: Step = Step(),
         checkpoints: Checkpoints = Checkpoints(),
         workers: Workers = Workers(),
@@ -168,6 +175,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
     def _check_settings(self) -> None:
         """Refuse what no job can have, whatever its model and data."""
         self._settings_with(self._option("batch_size"))
+        plan.plan_of(self._callbacks(), has_run=self._option("run") is not None)
         for name in ("run", "resume"):
             path = self._option(name)
             if path is not None and not isinstance(path, (str, os.PathLike)):
@@ -237,18 +245,31 @@ class BaseTrainer(HyperParameters, abc.ABC):
             if run is not None:
                 run.check()
             resume = _resume(self._option("resume"), run)  # it is sent to the other processes
-        with Display(settings.max_epochs, quiet=self._option("quiet") or not launcher.is_first()) as display:
+        with self._dispatcher(settings.max_epochs, run) as dispatcher:
             try:
-                result = self._train(model, settings, display, run=run, resume=resume)
+                result = self._train(model, settings, dispatcher, run=run, resume=resume)
             except LossIsNotANumber as error:
                 words = not_finite(self.train_source)
                 if words is None:
                     raise
                 raise LossIsNotANumber(f"{str(error).removesuffix(NAN_HINT)}{words}") from error
-        result.run = str(run.path) if run else None
-        result.notes += [] if self._device_note is None else [self._device_note]
-        self.result = result
+            result.run = str(run.path) if run else None
+            result.notes += [] if self._device_note is None else [self._device_note]
+            self.result = result
+            dispatcher.end(result)
         return result
+
+    def _dispatcher(self, max_epochs: int, run: RunPlan | None) -> Dispatcher:
+        first, path = launcher.is_first(), None if run is None else run.path
+        quiet = self._option("quiet") or not first
+        return dispatcher_for(self._callbacks(), max_epochs, path, quiet=quiet, first=first)
+
+    def _callbacks(self) -> list[Callback]:
+        """The user's callbacks and loggers; refuse what is none."""
+        return [
+            *plan.checked("callbacks", self._option("callbacks"), Callback),
+            *plan.checked("loggers", self._option("loggers"), Callback),
+        ]
 
     def _check_step(self, model: Any) -> None:
         """A training_step of the user's own computes its loss itself; the book's Module has one that does not count."""
@@ -288,7 +309,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
 
     @abc.abstractmethod
     def _train(
-        self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
+        self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         """Train on the devices; the result's ``devices`` are named."""
 

@@ -184,6 +184,10 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def folders_of_checkpoints(self) -> list[Path]:
+        """The folders of the run that have checkpoints: the newest ones, and those that callbacks asked for."""
+        return [path for path in self.path.iterdir() if path.is_dir() and store.latest(path) is not None]
+
     @property
     def plot_path(self) -> Path:
         return self.path / "curves.png"

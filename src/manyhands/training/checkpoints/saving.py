@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,17 @@ _ANNOUNCED = {
 }
 
 
-def save(loop: Loop) -> None:
-    """Write a checkpoint of this moment; every process takes part, the first one writes."""
-    if not loop.keeps_checkpoints:
+def save(loop: Loop, folders: Sequence[str] = ("checkpoints",)) -> None:
+    """Write a checkpoint of this moment into these folders of the run; every process takes part, the first one writes.
+
+    Only in ``checkpoints`` older ones are deleted; of others, those who asked for them take care.
+    """
+    if not loop.keeps_checkpoints or not folders:
         return
     learner = loop.learner
     figures = learner.read()
     loop.check_numbers(together(figures))
+    loop.report.hand_on(wait=True)
     saved = learner.save()
     if loop.run is None or saved is None:
         return
@@ -53,10 +57,18 @@ def save(loop: Loop) -> None:
         "figures": [one.as_json() for one in figures],
         "shares": learner.shares,
         "batches_before": loop.batches_before,
+        "callbacks": loop.report.states(),
     }
+    for name in folders:
+        _write(loop, loop.run.path / name, content, saved.blobs)
+
+
+def _write(loop: Loop, path: Path, content: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
     loop.say_alive()
+    is_regular = loop.run is not None and path == loop.run.checkpoints
+    keep = loop.settings.checkpoints.keep if is_regular else None
     try:
-        store.save(loop.run.checkpoints, loop.cursor.step, content, saved.blobs, keep=loop.settings.checkpoints.keep)
+        loop.report.checkpoint(store.save(path, loop.cursor.step, content, blobs, keep=keep))
     except CheckpointNotWritten as error:
         loop.say({"kind": "warning", "text": f"{error} The training goes on"})
     loop.say_alive()
@@ -80,6 +92,7 @@ def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> b
     learner.restore(state, blobs, of_one(figures, learner.rank, learner.size))
     loop.cursor = Cursor(**state["cursor"])
     loop.batches_before = state.get("batches_before")
+    loop.report.states_before = state.get("callbacks")
     if loop.first:
         _announce(loop, state, announced)
     return True
@@ -127,7 +140,8 @@ def rows_before(run: RunFolder, begun: Cursor) -> list[dict[str, Any]]:
 def rewind(run: RunFolder, begun: Cursor) -> None:
     """Drop what a run's folder holds of later steps than the one that the job begins at."""
     run.truncate_metrics(_last_row(begun))
-    store.drop_after(run.checkpoints, begun.step)
+    for folder_of_checkpoints in run.folders_of_checkpoints():
+        store.drop_after(folder_of_checkpoints, begun.step)
 
 
 def _last_row(begun: Cursor) -> int:

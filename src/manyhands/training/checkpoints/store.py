@@ -42,8 +42,10 @@ class Checkpoint:
     step: int
 
 
-def save(folder: Path, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes], *, keep: int = 3) -> Path:
-    """Write the checkpoint of a step, then delete all but the last `keep` up to this step.
+def save(
+    folder: Path, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes], *, keep: int | None = 3
+) -> Path:
+    """Write the checkpoint of a step, then delete all but the last `keep` up to this step (None: delete none).
 
     A disk that refuses is `CheckpointNotWritten`: nothing of the new checkpoint stays, and the older
     ones do. Checkpoints of later steps are left alone; see `drop_after`.
@@ -65,7 +67,7 @@ def save(folder: Path, step: int, state: Mapping[str, Any], blobs: Mapping[str, 
         refused.errno = error.errno
         raise refused from error
     upto = [path for other, path in checkpoint_folder.checkpoints(folder) if other <= step]
-    for path in upto[keep:]:
+    for path in upto[keep:] if keep is not None else ():
         checkpoint_folder.delete(path)
     return target
 
@@ -97,10 +99,10 @@ def _what_is_left(folder: Path) -> str:
     return f"The last one that is there is of step {checkpoint_folder.step_of(newest)}."
 
 
-def _check_arguments(step: int, blobs: Mapping[str, bytes], keep: int) -> None:
+def _check_arguments(step: int, blobs: Mapping[str, bytes], keep: int | None) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
         raise BadCheckpoint(f"step={step!r} is no step: use an integer from 0 on.")
-    if type(keep) is not int or keep < 1:
+    if keep is not None and (type(keep) is not int or keep < 1):
         raise BadCheckpoint(f"keep={keep!r} would delete the checkpoint just written: keep at least 1.")
     for name, blob in blobs.items():
         if not isinstance(name, str) or not _BLOB.fullmatch(name):

@@ -27,7 +27,7 @@ from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import State, Steps
 from manyhands.training.jax.world import World
-from manyhands.training.learner import Saved
+from manyhands.training.learner import Saved, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
@@ -49,6 +49,7 @@ class Job:
     settings: Settings
     dtype: Any  # what layers compute in; None: in that of their parameters
     labels: ClassLabels | None
+    rate: float | None = None  # the learning rate, where it is known
 
 
 class JaxLearner:
@@ -78,6 +79,7 @@ class JaxLearner:
         self._under_way: collections.deque[Sums] = collections.deque()
         self._shown: Figures | None = None
         self._looked_at: Sums | None = None
+        self._sent: collections.deque[tuple[int, Sums]] = collections.deque()
         self.arrays = feed.resident(job.train, world) if job.settings.step.fast else None
         self.test_arrays = feed.resident(job.test, world) if job.settings.step.fast else None
         self._order: jax.Array | None = None
@@ -177,6 +179,23 @@ class JaxLearner:
         if self._looked_at is None:
             self._looked_at = self.sums
         return self._shown
+
+    def send_figures(self, step: int) -> None:
+        for leaf in self.sums.values():
+            leaf.copy_to_host_async()
+        self._sent.append((step, self.sums))
+
+    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
+        found = []
+        while self._sent and (wait or running_sums.is_there(self._sent[0][1])):
+            step, sums = self._sent.popleft()
+            found.append((step, self._own(sums)))
+        return found
+
+    def learning_rates(self) -> dict[str, float]:
+        """Optax keeps its rates inside functions: known are one that the trainer has given, and injected ones."""
+        factor = self._rate[0] if self._rate is not None else 1.0
+        return {} if self.job.rate is None else named_rates([self.job.rate * factor])
 
     def read(self) -> list[Figures]:
         everything = running_sums.figures(self.sums, counted=self.steps.counts_right)

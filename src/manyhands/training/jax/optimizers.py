@@ -75,6 +75,18 @@ def optimizer_for(
     return made, "+".join(parts) or "sgd"
 
 
+def rate_of(model: Any, optimizer: Any, lr: float | None, made: optax.GradientTransformation) -> float | None:
+    """The learning rate of an optimizer, as far as it can be known: Optax keeps it inside functions."""
+    state = jax.eval_shape(made.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)})
+    if hasattr(state, "hyperparams"):  # of optax.inject_hyperparams
+        rate = made.init({"one": jnp.zeros(1)}).hyperparams.get("learning_rate")
+        return None if rate is None else float(rate)
+    if isinstance(optimizer, optax.GradientTransformation) or OPTIMIZERS.configured_by(model, lr):
+        return None
+    _, rate_option = OPTIMIZERS.maker(model, optimizer, lr)
+    return next((float(rate) for rate in rate_option.values()), None)
+
+
 def _state_names(state: Any, found: list[str]) -> None:
     """The names of all parts of an optimizer's state that hold something, as TraceState or ScaleByAdamState."""
     if not isinstance(state, tuple):

@@ -20,9 +20,9 @@ from manyhands import tree
 from manyhands.backends.jax import devices as backend
 from manyhands.errors import BadBatch
 from manyhands.training import launcher
+from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.sources import Source, source
-from manyhands.training.display.display import Display
 from manyhands.training.jax import checks, optimizers, world
 from manyhands.training.jax.book.datasets import load_data_fashion_mnist
 from manyhands.training.jax.book.module import cross_entropy
@@ -93,7 +93,7 @@ class Trainer(BaseTrainer):
         return source(data, shuffle=shuffle)
 
     def _train(
-        self, model: nnx.Module, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
+        self, model: nnx.Module, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         world.check()
         double = settings.precision == "fp64"
@@ -101,7 +101,15 @@ class Trainer(BaseTrainer):
             here = world.World(self._natives())
             settings.check_devices(len(here.devices))
             learner = JaxLearner(self._job(model, settings, here), here)
-            loop = Loop(learner, settings, display.event, schedule=self._option("schedule"), run=run, resume=resume)
+            loop = Loop(
+                learner,
+                settings,
+                dispatcher.event,
+                schedule=self._option("schedule"),
+                run=run,
+                resume=resume,
+                callbacks=dispatcher.plan,
+            )
             if run is not None and loop.first and settings.precision == "auto":
                 RunFolder(run.path).record_precision(*_chosen(learner.job.dtype))
             result = loop.fit()
@@ -129,6 +137,7 @@ class Trainer(BaseTrainer):
             settings=settings,
             dtype=_dtype(settings, here.devices[0]),
             labels=labels,
+            rate=optimizers.rate_of(model, self._option("optimizer"), settings.lr, optimizer),
         )
 
 

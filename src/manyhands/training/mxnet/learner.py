@@ -18,7 +18,7 @@ from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints import tensors as _blobs
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
-from manyhands.training.learner import Saved
+from manyhands.training.learner import Saved, named_rates
 from manyhands.training.mxnet import replicas, state
 from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Feed, Look, Shards
@@ -115,6 +115,15 @@ class GluonLearner:
 
     def peek(self) -> Figures | None:
         return self.metrics.peek()
+
+    def send_figures(self, step: int) -> None:
+        self.metrics.send(step)
+
+    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
+        return self.metrics.arrived(wait=wait)
+
+    def learning_rates(self) -> dict[str, float]:
+        return named_rates([float(self.trainer.learning_rate)])
 
     def read(self) -> list[Figures]:
         return [self.metrics.read()]

@@ -57,6 +57,7 @@ class Metrics:
         self._shards: list[Loss] = []
         self._coming: deque[tuple[int, Any]] = deque()
         self._arrived: tuple[int, Any] | None = None
+        self._sent: deque[tuple[int, int, Any]] = deque()
 
     def add(self, loss: Loss) -> None:
         """A part of the step."""
@@ -98,6 +99,19 @@ class Metrics:
     def peek(self) -> Figures | None:
         """The figures of two steps ago, which are on the host already."""
         return None if self._arrived is None else self._figures(*self._arrived)
+
+    def send(self, step: int) -> None:
+        """Remember to hand out the sums that have just set out, once they are there."""
+        self._sent.append((step, *self._coming[-1]))
+
+    def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
+        """What was sent and is on the host, with its step; ``wait``: all of it."""
+        under_way = {id(sums) for _, sums in self._coming}
+        found = []
+        while self._sent and (wait or id(self._sent[0][2]) not in under_way):
+            step, count, sums = self._sent.popleft()
+            found.append((step, self._figures(count, sums)))
+        return found
 
     def read(self) -> Figures:
         """The figures of all that was issued; waits."""

@@ -14,10 +14,10 @@ from mxnet import gluon
 
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings
+from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
 from manyhands.training.data.sources import Source
-from manyhands.training.display.display import Display
 from manyhands.training.loop import Loop
 from manyhands.training.mxnet import checks, modes, optimizers, replicas
 from manyhands.training.mxnet.learner import GluonLearner
@@ -84,7 +84,7 @@ class Trainer(BaseTrainer):
         return _source(data, shuffle=shuffle)
 
     def _train(
-        self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
+        self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         checks.refuse_launcher()
         devices = self._natives()
@@ -102,7 +102,8 @@ class Trainer(BaseTrainer):
             trainer = optimizers.trainer_for(model, given, settings.lr, scheduled=schedule is not None, devices=devices)
             learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
             learner.notes += [] if note is None else [note]
-            result = Loop(learner, settings, display.event, schedule=schedule, run=run, resume=resume).fit()
+            how: Any = {"schedule": schedule, "run": run, "resume": resume, "callbacks": dispatcher.plan}
+            result = Loop(learner, settings, dispatcher.event, **how).fit()
         result.devices = self.device_names
         return result
 

@@ -6,6 +6,8 @@ by what CUDA's queue holds. What is shown of it is read by a thread of its own, 
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +15,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from manyhands.backends.tensorflow import devices as backend
 from manyhands.placement.moves import Placement
@@ -21,7 +24,7 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Array, Source
-from manyhands.training.learner import Saved
+from manyhands.training.learner import Saved, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import naming, optimizers
 from manyhands.training.tensorflow.feed import Feed, Given
@@ -70,7 +73,11 @@ class KerasLearner:
         self._coming: Future[Figures] | None = None
         self._shown: Figures | None = None
         self._counted = False
+        self._sent: collections.deque[tuple[int, Future[Figures]]] = collections.deque()
+        self._last = 0, 1.0  # the last step, and its factor of the learning rate
         self._share_weights()
+        rate = self.step_of.rate
+        self._base_rate = None if rate is None else float(self._memory()[rate])
 
     def _first_notes(self) -> list[str]:
         notes = self.job.notes + compiled_settings.notes(self.job.model)
@@ -107,6 +114,7 @@ class KerasLearner:
 
     def step(self, window: Window, batch: Given, factor: float | None) -> None:
         rate = np.float64(1.0 if factor is None else factor)
+        self._last = window.step, float(rate)
         self._train(batch.data, batch.order, batch.bounds, np.int64(window.step), rate)
 
     # Figures
@@ -119,6 +127,27 @@ class KerasLearner:
             snapshot = [one.read_value() for one in self.step_of.on_each(self.step_of.sums)]
             self._coming = self._reader.submit(self._figures, snapshot)
         return self._shown
+
+    def send_figures(self, step: int) -> None:
+        """Read by another thread, like those that are shown; of several processes they are added up in a step."""
+        sums = self.step_of.sums_together() if self.size > 1 else self.step_of.sums
+        snapshot = [tf.identity(one) for one in self.step_of.on_each(sums)]
+        self._sent.append((step, self._reader.submit(self._figures, snapshot[:1] if self.size > 1 else snapshot)))
+
+    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
+        found = []
+        while self._sent and (wait or self._sent[0][1].done()):
+            step, figures = self._sent.popleft()
+            found.append((step, dataclasses.replace(figures.result(), bad_step=None)))
+        return found
+
+    def learning_rates(self) -> dict[str, float]:
+        """What the host knows: the optimizer's rate at the beginning times the factor, or a schedule at this step."""
+        schedule = self.job.optimizer._learning_rate
+        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            with tf.device("/device:CPU:0"):
+                return named_rates([float(schedule(self._last[0]))])
+        return {} if self._base_rate is None else named_rates([self._base_rate * self._last[1]])
 
     def read(self) -> list[Figures]:
         return self._of_all(self.step_of.sums)

@@ -55,6 +55,7 @@ class Step:
         self.sums_of_loss = 0
         self._terms = 1  # of the loss: its mean over samples, and the sums; known when it was traced
         self.share_kept = _compiled(self._share_kept)
+        self.sums_together = _compiled(self._sums_together)
 
     def _own(self, value: Array) -> Any:
         """A variable of which every replica has one, read and written without the others."""
@@ -207,6 +208,16 @@ class Step:
         pairs += [(zero, zero)] * (MOST_SUMS - len(pairs))
         totals, counts = (tf.stack(column) for column in zip(*pairs, strict=True))
         return [tf.where(size > 0, one, tf.zeros_like(one)) for one in (plain, totals, counts)]
+
+    def _sums_together(self) -> Any:
+        """The sums over all replicas of all processes, on each of them; without the first bad step."""
+
+        def add_up() -> Any:
+            own = tf.convert_to_tensor(self.sums)
+            none_bad = tf.constant([_NONE_BAD], tf.float64)
+            return tf.concat([_over_replicas([own[:BAD_STEP]])[0], none_bad], 0)
+
+        return self.strategy.run(add_up)
 
     def _share_kept(self, source: Any) -> None:
         """Every replica gets the statistics of one of them."""

@@ -13,9 +13,9 @@ import tensorflow as tf
 from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training import launcher
+from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.sources import Source, is_dataset, source
-from manyhands.training.display.display import Display
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
@@ -76,7 +76,7 @@ class Trainer(BaseTrainer):
         return self._source(data, shuffle=shuffle) if is_dataset(data) else data
 
     def _train(
-        self, model: Any, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
+        self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         settings.check_devices(here.replicas)
@@ -85,7 +85,7 @@ class Trainer(BaseTrainer):
             note = checks.check_loss(job.layers, job.objective, job.train)
             job.notes += [] if note is None else [note]
         with _statistics_over(job.layers, settings.step.batch_stats):
-            result = _fit(job, here, display)
+            result = _fit(job, here, dispatcher)
         if here.size > 1:
             result.devices = launcher.device_names(backend.neutral(here.devices[0]).kind)
         else:
@@ -130,10 +130,18 @@ def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int =
     return result
 
 
-def _fit(job: Job, here: world.World, display: Display) -> Result:
+def _fit(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     try:
         learner = KerasLearner(job, here)
-        loop = Loop(learner, job.settings, display.event, schedule=job.schedule, run=job.run, resume=job.resume)
+        loop = Loop(
+            learner,
+            job.settings,
+            dispatcher.event,
+            schedule=job.schedule,
+            run=job.run,
+            resume=job.resume,
+            callbacks=dispatcher.plan,
+        )
         result = loop.fit()
     except _LOST as error:
         if here.size == 1:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import BadSettings
+from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.learner import Schedule
 from manyhands.training.settings import Settings
@@ -31,6 +32,7 @@ class Job:
     schedule: Schedule | None = None
     run: RunPlan | None = None
     resume: Path | None = None
+    callbacks: CallbackPlan = NO_CALLBACKS
     # What was found out before the job began, for its result.
     notes: list[str] = field(default_factory=list)
 

@@ -20,7 +20,7 @@ from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import bad_numbers
-from manyhands.training.learner import Saved, Say
+from manyhands.training.learner import Saved, Say, named_rates
 from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Figures, together
 from manyhands.training.torch import running_sums
@@ -48,7 +48,8 @@ _MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
 def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
     """The loop that does this rank's part of a job, and the learner that it drives."""
     rank = Rank(job, world)
-    return Loop(rank, job.settings, say, schedule=job.schedule, run=job.run, resume=job.resume), rank
+    how: Any = {"schedule": job.schedule, "run": job.run, "resume": job.resume, "callbacks": job.callbacks}
+    return Loop(rank, job.settings, say, **how), rank
 
 
 class Rank:
@@ -84,6 +85,7 @@ class Rank:
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
         self._first_step = 0  # of the epoch
+        self._factor = 1.0  # of the learning rates
         self._unproven = False  # whether it is still to be seen that the model can compute in bfloat16
 
     def _first_shares(self) -> list[float] | None:
@@ -277,6 +279,7 @@ class Rank:
     def _set_rate(self, factor: float | None) -> None:
         if factor is None:
             return
+        self._factor = factor
         for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(base * factor)
@@ -299,6 +302,16 @@ class Rank:
 
     def peek(self) -> Figures | None:
         return self.metrics.peek()
+
+    def send_figures(self, step: int) -> None:
+        self.metrics.send(step, self.world)
+
+    def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
+        return self.metrics.arrived(wait=wait)
+
+    def learning_rates(self) -> dict[str, float]:
+        """As the host set them: a captured step keeps its rates on the device."""
+        return named_rates([base * self._factor for base in self.base_rates])
 
     def read(self) -> list[Figures]:
         return self._of_all_ranks(self.metrics)

@@ -7,12 +7,15 @@ arrived; :meth:`Metrics.read` waits, and is for the end of an epoch.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import torch
+import torch.distributed as dist
 
 from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.training.running_sums import Figures
+from manyhands.training.torch.ranks.world import World
 
 _LOSS, _RIGHT, _COUNT, _BAD_STEP = range(4)
 
@@ -25,12 +28,14 @@ class Metrics:
         self.counts_right = False
         self._arrival: Arrival[torch.Tensor] | None = None
         self._shown: Figures | None = None
+        self._sent: deque[_Sent] = deque()
         self.reset()
 
     def reset(self) -> None:
         self.sums.zero_()
         self.sums[_BAD_STEP:].fill_(math.inf)
         self._arrival, self._shown = None, None
+        self._sent.clear()
 
     def add(
         self, loss: torch.Tensor, right: torch.Tensor | None, count: int, step: torch.Tensor | int, weight: float = 1.0
@@ -59,6 +64,19 @@ class Metrics:
             self._arrival = backend.start_move(self.sums.clone(), torch.device("cpu"))
         return self._shown
 
+    def send(self, step: int, world: World) -> None:
+        """Send the sums over all ranks on their way to the host; never waits."""
+        self._sent.append(_Sent(step, self.sums[:_BAD_STEP].clone(), world))
+
+    def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
+        """What was sent and is on the host, with its step; ``wait``: all of it."""
+        found = []
+        while self._sent and (wait or self._sent[0].is_there()):
+            sent = self._sent.popleft()
+            loss, right, count = sent.sums()
+            found.append((sent.step, Figures(loss, right, count, None, self.counts_right)))
+        return found
+
     def read(self) -> Figures:
         return self._figures(self.sums.cpu())
 
@@ -70,6 +88,31 @@ class Metrics:
     def _figures(self, sums: torch.Tensor) -> Figures:
         loss, right, count, bad = sums.tolist()
         return Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)
+
+
+class _Sent:
+    """Sums on their way: first they are added up over the ranks, then they go to the host. Nobody waits for either."""
+
+    def __init__(self, step: int, sums: torch.Tensor, world: World) -> None:
+        self.step, self._sums = step, sums
+        self._added_up = dist.all_reduce(sums, async_op=True) if world.size > 1 else None
+        self._arrival = self._set_out() if self._added_up is None else None
+
+    def _set_out(self) -> Arrival[torch.Tensor]:
+        return backend.start_move(self._sums, torch.device("cpu"))
+
+    def is_there(self) -> bool:
+        if self._arrival is None and self._added_up is not None and self._added_up.is_completed():
+            self._added_up.wait()
+            self._arrival = self._set_out()
+        return self._arrival is not None and self._arrival.ready()
+
+    def sums(self) -> list[float]:
+        """Waits, where it is not there yet."""
+        if self._arrival is None and self._added_up is not None:
+            self._added_up.wait()
+        arrival = self._arrival or self._set_out()
+        return arrival.result().tolist()
 
 
 def as_tensor(own: Figures) -> torch.Tensor:

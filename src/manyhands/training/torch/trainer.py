@@ -20,8 +20,8 @@ import torch
 from manyhands.backends.torch import devices as backend
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher, options, refusals
+from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
-from manyhands.training.display.display import Display
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
@@ -91,32 +91,39 @@ class Trainer(BaseTrainer):
         return isinstance(part, torch.Tensor | np.ndarray)
 
     def _train(
-        self, model: torch.nn.Module, settings: Settings, display: Display, *, run: RunPlan | None, resume: Path | None
+        self,
+        model: torch.nn.Module,
+        settings: Settings,
+        dispatcher: Dispatcher,
+        *,
+        run: RunPlan | None,
+        resume: Path | None,
     ) -> Result:
         _check_model(model)
         before = copy.deepcopy(model) if checks.is_lazy(model) else model
         job = self._job(model, settings, run, resume)
+        job.callbacks = dispatcher.plan
         try:
             with modes_kept(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
                 checks.check_loss(model, job, launcher.size() or len(self.ranks))
-            return self._fit(job, display)
+            return self._fit(job, dispatcher)
         except Exception as error:
             lesson = diagnose.of(dataclasses.replace(job, model=before), error) if _may_be_the_data(error) else None
             if lesson is None:
                 raise
             raise BadBatch(lesson) from error
 
-    def _fit(self, job: Job, display: Display) -> Result:
+    def _fit(self, job: Job, dispatcher: Dispatcher) -> Result:
         if launcher.is_there():
-            return self._fit_as_rank(job, display)
+            return self._fit_as_rank(job, dispatcher)
         ranks = self.ranks
         job.settings.check_devices(len(ranks))
         if len(ranks) == 1:
-            result = _fit_here(job, world.World(0, 1, ranks[0]), display)
+            result = _fit_here(job, world.World(0, 1, ranks[0]), dispatcher)
         else:
-            result = self._fit_with_workers(job, display)
+            result = self._fit_with_workers(job, dispatcher)
         result.devices = self.device_names
         return result
 
@@ -133,10 +140,10 @@ class Trainer(BaseTrainer):
             resume=resume,
         )
 
-    def _fit_with_workers(self, job: Job, display: Display) -> Result:
+    def _fit_with_workers(self, job: Job, dispatcher: Dispatcher) -> Result:
         sent = _on_host(job)
         try:
-            home = pool.pool_for(self.ranks).run(sent, display.event)
+            home = pool.pool_for(self.ranks).run(sent, dispatcher.event)
         except pool.Interrupted as interrupted:
             if interrupted.home is None:
                 interrupted.add_note("The workers did not answer in time: the model is as it was before.")
@@ -149,21 +156,21 @@ class Trainer(BaseTrainer):
         result: Result = home["result"]
         return result
 
-    def _fit_as_rank(self, job: Job, display: Display) -> Result:
+    def _fit_as_rank(self, job: Job, dispatcher: Dispatcher) -> Result:
         """This process is one rank of several, as torchrun's environment says."""
         place = launcher.place()
         on_cpu = self._option("devices") is not None and not self.gpus
         gpus = 0 if on_cpu else torch.cuda.device_count()
         own_gpu = gpus >= place.local_size
         if gpus and not own_gpu and place.rank == 0:
-            display.event({"kind": "warning", "text": _too_few(gpus, place.local_size)})
+            dispatcher.event({"kind": "warning", "text": _too_few(gpus, place.local_size)})
         device = torch.device("cuda", place.local_rank) if own_gpu else torch.device("cpu")
         job.settings.check_devices(place.size)
         name = "nccl" if own_gpu else "gloo"
         seconds = world.PATIENCE_UNDER_LAUNCHER * job.settings.workers.hang_seconds
         here = world.join(place.rank, place.size, device, name, address=None, seconds=seconds)
         try:
-            result = _fit_here(job, here, display)
+            result = _fit_here(job, here, dispatcher)
             result.devices = launcher.device_names("gpu" if own_gpu else "cpu")
             return result
         except RuntimeError as error:
@@ -194,13 +201,13 @@ def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_e
     return result
 
 
-def _fit_here(job: Job, here: world.World, display: Display) -> Result:
+def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     """Train in this process; leave the model, and the caller's random numbers, where they were."""
     device = next(job.model.parameters()).device
     dtypes = {name: tensor.dtype for name, tensor in _own_tensors(job.model)}
     try:
         with randomness.kept(here.device), modes_kept(job.model):
-            return loop_of(job, here, display.event)[0].fit()
+            return loop_of(job, here, dispatcher.event)[0].fit()
     finally:
         job.model.to(device)
         job.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]

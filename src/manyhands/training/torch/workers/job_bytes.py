@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from manyhands.errors import NotSendable
 from manyhands.training.torch.job import Job
 
+ANSWER = b"answer "  # to the first rank: what callbacks say to an event of it; JSON follows
 COME_HOME = b"come home"  # to a rank: end the job between two steps, and send the weights
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import pickle
 import secrets
@@ -19,7 +20,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -29,6 +29,7 @@ import torch
 
 from manyhands import errors, machine
 from manyhands.errors import ManyhandsError, WorkerFailed
+from manyhands.training.learner import Say
 from manyhands.training.torch.job import Job, torch_settings
 from manyhands.training.torch.ranks import gradient_sum, world
 from manyhands.training.torch.workers import job_bytes as sending
@@ -138,7 +139,7 @@ class Pool:
         self.files = {**files, **self.files}
         return changed
 
-    def run(self, job: Job, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def run(self, job: Job, say: Say) -> dict[str, Any]:
         """Do a job; gives what the first rank sends home: its result, the weights, and the state of the optimizer."""
         self.jobs += 1
         job_bytes = sending.pickled(job)
@@ -202,7 +203,7 @@ class Pool:
             "seconds": world.PATIENCE_IN_POOL * job.settings.workers.hang_seconds,
         }
 
-    def _listen(self, say: Callable[[dict[str, Any]], None]) -> None:
+    def _listen(self, say: Say) -> None:
         by_connection = {id(worker.connection): worker for worker in self.workers}
         for connection in wait([worker.connection for worker in self.workers if worker.answer is None], timeout=0.2):
             worker = by_connection[id(connection)]
@@ -219,7 +220,16 @@ class Pool:
             elif message["kind"] == "done":
                 worker.answer = message
             elif worker.rank == 0 or message["kind"] == "warning":
-                say(message)
+                self._pass_on(worker, message, say)
+
+    def _pass_on(self, worker: _Worker, message: dict[str, Any], say: Say) -> None:
+        """Hand an event to the callbacks, and their answer back. The time that they take is nobody's silence."""
+        begun = time.monotonic()
+        answer = say(message)
+        if message.get("asks"):
+            self._send(worker, sending.ANSWER + json.dumps(answer).encode())
+        for one in self.workers:
+            one.heard += time.monotonic() - begun
 
     def _check(self, hang_seconds: float) -> None:
         for worker in self.workers:

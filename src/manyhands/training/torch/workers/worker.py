@@ -8,7 +8,9 @@ weights: it ends its job between two steps and sends them home.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import json
 import os
 import queue
 import signal
@@ -27,7 +29,9 @@ from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.state.outer_variables import Outside
-from manyhands.training.torch.workers.job_bytes import COME_HOME
+from manyhands.training.torch.workers.job_bytes import ANSWER, COME_HOME
+
+_ANSWER_SECONDS = 0.5  # between two looks whether the caller was interrupted while a callback runs
 
 
 def main(address: str, rank: int) -> None:
@@ -38,33 +42,43 @@ def main(address: str, rank: int) -> None:
     connection.send(rank)
     jobs: queue.Queue[bytes] = queue.Queue()
     asked_home = threading.Event()
-    threading.Thread(target=_listen, args=(connection, jobs, asked_home), daemon=True).start()
+    answers: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=_listen, args=(connection, jobs, answers, asked_home), daemon=True).start()
     while True:
-        _do(jobs.get(), connection, asked_home)
+        _do(jobs.get(), connection, answers, asked_home)
 
 
 class _AskedHome(BaseException):
     """Ends a job between two steps."""
 
 
-def _listen(connection: Any, jobs: queue.Queue[bytes], asked_home: threading.Event) -> None:
+def _listen(
+    connection: Any, jobs: queue.Queue[bytes], answers: queue.Queue[bytes], asked_home: threading.Event
+) -> None:
     try:
         while True:
             message = connection.recv_bytes()
             if message == COME_HOME:
                 asked_home.set()
+            elif message.startswith(ANSWER):
+                answers.put(message.removeprefix(ANSWER))
             else:
                 jobs.put(message)
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _do(message: bytes, connection: Connection, asked_home: threading.Event) -> None:
-    def say(event: dict[str, Any]) -> None:
+def _do(message: bytes, connection: Connection, answers: queue.Queue[bytes], asked_home: threading.Event) -> None:
+    def say(event: dict[str, Any]) -> dict[str, Any] | None:
         # Things are said between steps only: model and optimizer are those after a whole step.
         connection.send(event)
+        answer = None
+        while event.get("asks") and answer is None and not asked_home.is_set():
+            with contextlib.suppress(queue.Empty):
+                answer = answers.get(timeout=_ANSWER_SECONDS)
         if asked_home.is_set():
             raise _AskedHome
+        return None if answer is None else json.loads(answer)
 
     try:
         job, place = cloudpickle.loads(message)

@@ -1,0 +1,118 @@
+"""``Callback``: code of the user's own that is called at certain moments of a training.
+
+::
+
+    class Remember(mh.Callback):
+        every = 10  # steps between two calls of on_steps
+
+        def __init__(self):
+            self.losses = {}
+
+        def on_steps(self, training, figures):
+            self.losses[training.step] = figures["train_loss"]
+
+        def on_evaluation(self, training, figures):
+            if figures["val_loss"] < 0.1:
+                training.stop("the validation loss is below 0.1")
+
+    remember = Remember()
+    mh.Trainer(max_epochs=10, callbacks=[remember]).fit(model, data)
+
+Callbacks run in the process that called ``fit``, also where the training runs in worker processes; under a launcher
+(torchrun) in the first rank's. They see figures over all devices, and never the model: it may be in another process.
+No step waits for them. Figures of steps come when the device has sent them, some steps later than they were made.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from manyhands.training.result import Result
+
+Values = dict[str, float]
+Row = dict[str, Any]
+
+
+class Training:
+    """A training as its callbacks see it."""
+
+    def __init__(self, max_epochs: int, run: Path | None = None) -> None:
+        self.max_epochs = max_epochs
+        # The run's folder; None: nothing is written.
+        self.run = run
+        # The epoch that is trained, from 1 on; and the steps that were made when the figures of this moment were.
+        self.epoch = 0
+        self.step = 0
+        # Batches of an epoch, where that is known; and whether the job continues from a checkpoint.
+        self.batches: int | None = None
+        self.resumed = False
+        # The rows of all epochs so far, as in ``result.rows``.
+        self.rows: list[Row] = []
+        # At the end: what came of it, or the error that ended it.
+        self.result: Result | None = None
+        self.error: BaseException | None = None
+        self.stopped: str | None = None
+        self.wanted: list[str] = []
+
+    def stop(self, reason: str) -> None:
+        """End the training after the epoch or evaluation that is under way; ``result.stopped`` will be the reason."""
+        self.stopped = self.stopped or str(reason)
+
+    def save(self, folder: str) -> None:
+        """Write a checkpoint of this moment into a folder of the run; for ``on_evaluation`` and ``on_epoch_end``."""
+        if folder not in self.wanted:
+            self.wanted.append(folder)
+
+
+class Callback:
+    """Code that is called at certain moments of a training: override the methods that you need.
+
+    An exception in one of them ends the training: ``CallbackFailed`` names the callback and the moment.
+    """
+
+    # Steps between two calls of on_steps; None: it is not called.
+    every: int | None = None
+
+    # What the callbacks that come with manyhands want of a training besides: a run's folder, the learning rates, an
+    # average of the weights with this decay.
+    needs_run: ClassVar[bool] = False
+    wants_rates: ClassVar[bool] = False
+    average_decay: float | None = None
+
+    def on_fit_start(self, training: Training) -> None:
+        """The training begins; a resumed one has its state already."""
+
+    def on_epoch_start(self, training: Training) -> None:
+        """``training.epoch`` begins, or continues after a resume."""
+
+    def on_progress(self, training: Training, figures: Values) -> None:
+        """A few times a second: how far the training is, and the newest figures of the epoch that have arrived.
+
+        ``batch`` and ``samples`` count this epoch's; ``loss`` and ``accuracy`` are those of the first process alone.
+        """
+
+    def on_steps(self, training: Training, figures: Values) -> None:
+        """Every ``every`` steps, late: means over the steps since the last call; ``training.step`` is the last of them.
+
+        ``train_loss``; ``train_acc`` where answers can be right; ``lr`` where ``LearningRateMonitor`` is a callback.
+        """
+
+    def on_evaluation(self, training: Training, figures: Values) -> None:
+        """The model was evaluated on the validation data: ``val_loss``, ``val_acc`` and your own metrics."""
+
+    def on_epoch_end(self, training: Training, row: Row) -> None:
+        """An epoch is over; ``row`` is what ``result.rows`` has of it."""
+
+    def on_checkpoint(self, training: Training, path: Path) -> None:
+        """A checkpoint was written to this path."""
+
+    def on_fit_end(self, training: Training) -> None:
+        """The training is over; ``training.error`` is the error that ended it, or None. Always called after a start."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint shall keep of this callback, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` gave; called before :meth:`on_fit_start`."""

@@ -1,0 +1,178 @@
+"""The caller's end of a training: events of the first process become calls of callbacks, and what they want its answer.
+
+An event is a dictionary with a ``kind``. One that ``asks`` gets an answer: whether to stop and why, and into which
+folders to write a checkpoint; or the callbacks' states.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from manyhands.errors import CallbackFailed, ManyhandsError
+from manyhands.training.callbacks.callback import Callback, Training
+from manyhands.training.callbacks.plan import CallbackPlan, names, plan_of
+from manyhands.training.callbacks.progress import Progress
+from manyhands.training.callbacks.step_means import StepMeans
+from manyhands.training.checkpoints import atomic_files
+from manyhands.training.result import Result
+from manyhands.training.running_sums import Figures
+
+Event = dict[str, Any]
+
+
+def dispatcher_for(
+    callbacks: Sequence[Callback], max_epochs: int, run: Path | None, *, quiet: bool, first: bool
+) -> Dispatcher:
+    """The dispatcher of a training; it shows its progress unless one of the callbacks does, or it is to be quiet."""
+    plan = plan_of(callbacks, has_run=run is not None)  # of all: it is the same in every process, also in quiet ones
+    called = [callback for callback in callbacks if not (quiet and isinstance(callback, Progress))]
+    if not quiet and not any(isinstance(callback, Progress) for callback in called):
+        called.append(Progress())
+    return Dispatcher(called, plan, Training(max_epochs, run), first=first)
+
+
+class Dispatcher:
+    """Calls the callbacks of one training, in their order; a context manager."""
+
+    def __init__(self, callbacks: Sequence[Callback], plan: CallbackPlan, training: Training, *, first: bool) -> None:
+        """``first``: whether this is the job's first process; in others nobody is called."""
+        self.plan, self.training = plan, training
+        self._callbacks = dict(zip(names(callbacks), callbacks, strict=True)) if first else {}
+        self._means = {name: StepMeans() for name, callback in self._callbacks.items() if callback.every}
+        self._handlers: dict[str, Callable[[Event], None]] = {
+            "begin": self._begin,
+            "epoch_start": self._epoch_start,
+            "progress": self._progress,
+            "steps": self._steps,
+            "evaluation": self._evaluation,
+            "epoch": self._epoch,
+            "checkpoint": self._checkpoint,
+            "note": self._note,
+        }
+        self._begun: list[str] = []
+        self._notes: list[str] = []  # that came before the start
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.training.error = error
+        for name in self._begun:
+            try:
+                self._call(name, "on_fit_end", self.training)
+            except Exception as another:
+                if error is None:
+                    raise
+                error.add_note(f"And then: {another}")
+
+    def end(self, result: Result) -> None:
+        """What came of the training, for the callbacks' last moment."""
+        self.training.result = result
+
+    def event(self, event: Event) -> Event | None:
+        """Call those whom the event concerns; the answer where the event asks for one."""
+        if event["kind"] == "states":
+            return self._states()
+        if event["kind"] == "warning":
+            warnings.warn(event["text"], stacklevel=2)
+        elif (handle := self._handlers.get(event["kind"])) is not None:
+            handle(event)
+        if not event.get("asks"):
+            return None
+        wanted, self.training.wanted = self.training.wanted, []
+        return {"stop": self.training.stopped, "save": wanted}
+
+    # One method for each kind of event
+
+    def _begin(self, event: Event) -> None:
+        training = self.training
+        training.rows, training.resumed = list(event["rows"]), event["resumed"]
+        self._place(event)
+        if event["states"] is not None:
+            self._restore(event["states"])
+        for name in self._callbacks:
+            self._begun.append(name)
+            self._call(name, "on_fit_start", training)
+        for text in self._notes:
+            self._note({"text": text})
+
+    def _epoch_start(self, event: Event) -> None:
+        self._place(event)
+        self._call_all("on_epoch_start", self.training)
+
+    def _progress(self, event: Event) -> None:
+        self._place(event)
+        figures = {name: event[name] for name in ("batch", "samples", "loss", "accuracy") if event[name] is not None}
+        self._call_all("on_progress", self.training, figures)
+
+    def _steps(self, event: Event) -> None:
+        self._place(event)
+        sums = Figures.from_json(event["sums"])
+        for name, means in self._means.items():
+            if event["step"] % (self._callbacks[name].every or 1) == 0:
+                self._call(name, "on_steps", self.training, {**means.take(sums), **event["rates"]})
+
+    def _evaluation(self, event: Event) -> None:
+        self._place(event)
+        self._call_all("on_evaluation", self.training, event["figures"])
+
+    def _epoch(self, event: Event) -> None:
+        self._place(event)
+        for means in self._means.values():
+            means.end_epoch(Figures.from_json(event["sums"]))
+        self.training.rows.append(event["row"])
+        self._call_all("on_epoch_end", self.training, event["row"])
+
+    def _checkpoint(self, event: Event) -> None:
+        self._call_all("on_checkpoint", self.training, Path(event["path"]))
+
+    def _note(self, event: Event) -> None:
+        if not self._begun:
+            self._notes.append(event["text"])
+            return
+        for name, callback in self._callbacks.items():
+            if isinstance(callback, Progress):
+                self._call(name, "on_note", self.training, event["text"])
+
+    def _place(self, event: Event) -> None:
+        self.training.epoch, self.training.step = event["epoch"], event["step"]
+        self.training.batches = event.get("batches", self.training.batches)
+
+    # State
+
+    def _states(self) -> Event:
+        states = {}
+        for name in self._callbacks:
+            state = self._call(name, "state_dict")
+            atomic_files.exact_json(state, f"{name}.state_dict()")
+            states[name] = state
+        return {"states": states, "means": {name: means.state() for name, means in self._means.items()}}
+
+    def _restore(self, saved: Event) -> None:
+        for name in self._callbacks:
+            if name in saved["states"]:
+                self._call(name, "load_state_dict", saved["states"][name])
+            if name in self._means and name in saved["means"]:
+                self._means[name].restore(saved["means"][name])
+
+    # Calls
+
+    def _call_all(self, moment: str, *args: Any) -> None:
+        for name in self._callbacks:
+            self._call(name, moment, *args)
+
+    def _call(self, name: str, moment: str, *args: Any) -> Any:
+        """Call one; an error names the callback and the moment. Errors of our own say enough themselves."""
+        try:
+            return getattr(self._callbacks[name], moment)(*args)
+        except ManyhandsError:
+            raise
+        except Exception as error:
+            step = self.training.step
+            raise CallbackFailed(
+                f"the callback {name} failed in {moment} (epoch {self.training.epoch}, step {step}): "
+                f"{type(error).__name__}: {error}"
+            ) from error

@@ -1,0 +1,25 @@
+"""``EMA``: an exponential moving average of the weights."""
+
+from __future__ import annotations
+
+from manyhands.errors import BadSettings
+from manyhands.training.callbacks.callback import Callback
+from manyhands.training.options import is_from_zero
+
+
+class EMA(Callback):
+    """Keep an exponential moving average of the weights, evaluate with it, and leave it in the model.
+
+    ``Trainer(callbacks=[mh.EMA(0.999)])``. After each step every device computes
+    ``average = decay * average + (1 - decay) * weights``, beginning with the weights at the start. Evaluations use the
+    average, and after ``fit`` the model has it. Checkpoints hold both: training continues from the weights, and
+    ``mh.load_weights`` gives the average. Statistics of BatchNorm are the training's own, which are averages already.
+
+    Args:
+        decay: How much of the average stays in each step, between 0 and 1. Default: 0.999.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not is_from_zero(decay) or not 0 < decay < 1:
+            raise BadSettings(f"EMA(decay={decay!r}): give a number between 0 and 1, as 0.999")
+        self.average_decay = float(decay)

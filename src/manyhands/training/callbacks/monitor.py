@@ -1,0 +1,62 @@
+"""A figure that a callback follows, and whether less or more of it is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from manyhands.errors import BadSettings
+from manyhands.training.callbacks.callback import Row, Training, Values
+
+Mode = Literal["min", "max"]
+# Of a row, what is no figure of the model.
+_NO_FIGURES = ("epoch", "step", "samples", "seconds", "whole")
+
+
+class Monitor:
+    """Finds its figure where it appears: ``val_...`` after each evaluation, others at the end of each epoch."""
+
+    def __init__(self, name: str, mode: Mode | None, who: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise BadSettings(f"{who}({name!r}): give the name of a figure, as 'val_loss'")
+        if mode not in ("min", "max", None):
+            raise BadSettings(f"{who}(mode={mode!r}): choose one of min, max; None is max for accuracies, else min")
+        self.name, self._who = name, who
+        self.mode: Mode = mode or ("max" if name.endswith(("_acc", "_accuracy")) else "min")
+        self._was_there = False
+
+    def after_evaluation(self, figures: Values) -> float | None:
+        """The figure of this evaluation; None where it is one of an epoch."""
+        if self.name in figures:
+            self._was_there = True
+            return figures[self.name]
+        if self.name.startswith("val_"):
+            raise self._unknown(figures)
+        return None
+
+    def at_epoch_end(self, training: Training, row: Row) -> float | None:
+        """The figure of this epoch; None where evaluations have it."""
+        if self.name.startswith("val_"):
+            if not self._was_there and row.get(self.name) is None and row.get("val_loss") is None:
+                raise self._unknown(_figures_of(row), " There was no evaluation: give validation data to fit")
+            return None
+        if self.name in _NO_FIGURES or row.get(self.name) is None:
+            raise self._unknown(_figures_of(row))
+        return float(row[self.name])
+
+    def _unknown(self, names: Iterable[str], why: str = ".") -> BadSettings:
+        known = ", ".join(sorted(names))
+        return BadSettings(f"{self._who}: there is no figure {self.name!r}{why}. There are {known}".replace("..", "."))
+
+    def is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
+        """NaN is never better; a number is better than none."""
+        if math.isnan(value):
+            return False
+        if than is None:
+            return True
+        return value < than - min_delta if self.mode == "min" else value > than + min_delta
+
+
+def _figures_of(row: Row) -> list[str]:
+    return [name for name, value in row.items() if name not in _NO_FIGURES and value is not None]

@@ -1,0 +1,75 @@
+"""What callbacks want of the steps: the part of them that travels to the processes that train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.errors import BadSettings
+from manyhands.training.callbacks.best_checkpoint import BestCheckpoint
+from manyhands.training.callbacks.callback import Callback
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackPlan:
+    """The same in every process of a job, so that all of them take part in what is shared."""
+
+    asks: bool = False  # whether somebody may stop the training or have a state
+    every: tuple[int, ...] = ()  # after every so many steps figures are sent
+    rates: bool = False  # whether the learning rate is reported
+    average: float | None = None  # the decay of the weights' moving average
+
+
+NO_CALLBACKS = CallbackPlan()
+
+
+def plan_of(callbacks: Sequence[Callback], *, has_run: bool) -> CallbackPlan:
+    """What these callbacks want together; refuse what does not go together."""
+    for callback in callbacks:
+        if callback.needs_run and not has_run:
+            name = type(callback).__name__
+            raise BadSettings(f"{name} writes into the run's folder, and there is none: give run=, as run='runs/mine'")
+    folders = [callback.folder for callback in callbacks if isinstance(callback, BestCheckpoint)]
+    if len(set(folders)) < len(folders):
+        raise BadSettings(
+            f"BestCheckpoint: two of them write to one folder of the run, of {folders}: give each folder="
+        )
+    decays = [callback.average_decay for callback in callbacks if callback.average_decay is not None]
+    if len(decays) > 1:
+        raise BadSettings(f"{len(decays)} callbacks average the weights, with decays {decays}: give one EMA")
+    return CallbackPlan(
+        asks=bool(callbacks),
+        every=tuple(sorted({callback.every for callback in callbacks if callback.every is not None})),
+        rates=any(callback.wants_rates for callback in callbacks),
+        average=decays[0] if decays else None,
+    )
+
+
+def checked(option: str, values: Any, kind: type[Callback]) -> list[Any]:
+    """The user's callbacks or loggers as a list; refuse what is none."""
+    listed = [values] if isinstance(values, Callback) or not isinstance(values, Iterable) else list(values)
+    for value in listed:
+        name = kind.__name__
+        if isinstance(value, type) and issubclass(value, Callback):
+            raise BadSettings(f"{option}=[{value.__name__}]: this is the class; make one, {value.__name__}(...)")
+        if not isinstance(value, Callback):
+            raise BadSettings(
+                f"{option}=[{value!r}]: a {type(value).__name__} is no {name}; derive your class from mh.{name}"
+                + (" (callbacks of Keras and Lightning have other moments)" if name == "Callback" else "")
+            )
+        every = value.every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise BadSettings(f"{type(value).__name__}: every={every!r}, give a number of steps of at least 1, or None")
+    return listed
+
+
+def names(callbacks: Iterable[Callback]) -> list[str]:
+    """A name for each, by which a checkpoint keeps its state: EarlyStopping, BestCheckpoint, BestCheckpoint.2."""
+    seen: dict[str, int] = {}
+    found = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name}.{seen[name]}")
+    return found

@@ -1,0 +1,99 @@
+"""The loop's end of the line to the callbacks: what happens becomes events, and what they answer reaches all processes.
+
+Only the first process says something. Where an answer is asked for (may the training go on? is a checkpoint wanted?),
+it waits for it and shares it with the others, so that all of them do the same.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from manyhands.training.callbacks.plan import CallbackPlan
+from manyhands.training.running_sums import Figures
+
+if TYPE_CHECKING:
+    from manyhands.training.loop import Loop
+
+Event = dict[str, Any]
+
+
+class Reporter:
+    """Reports on one loop."""
+
+    def __init__(self, loop: Loop, plan: CallbackPlan) -> None:
+        self._loop, self.plan = loop, plan
+        self.stop: str | None = None  # why the training shall end
+        self.wanted: list[str] = []  # folders of the run that a checkpoint is wanted in
+        self.states_before: Event | None = None  # the callbacks' states in the checkpoint that the job goes on from
+        self.resumed = False
+        self._rates: dict[int, dict[str, float]] = {}  # by step, of the figures under way
+
+    def begin(self) -> None:
+        """The job is restored and makes its first step next."""
+        event = {"kind": "begin", "rows": self._loop.result.rows, "resumed": self.resumed, "states": self.states_before}
+        self._ask({**event, "batches": self._loop.batches_of_epoch()})
+
+    def epoch_start(self) -> None:
+        self._say({"kind": "epoch_start"})
+
+    def step(self) -> None:
+        """A step was issued: send its figures on their way if they are wanted, hand on those that have arrived."""
+        if not self.plan.every:
+            return
+        step = self._loop.cursor.step
+        if any(step % every == 0 for every in self.plan.every):
+            self._rates[step] = self.rates()
+            self._loop.learner.send_figures(step)
+        self.hand_on()
+
+    def hand_on(self, *, wait: bool = False) -> None:
+        """Hand on the figures of steps that are on the host; with ``wait`` all that are on their way."""
+        if not self._rates:
+            return
+        for step, figures in self._loop.learner.arrived_figures(wait=wait):
+            rates = self._rates.pop(step, {})
+            self._say({"kind": "steps", "sums": figures.as_json(), "rates": rates}, step=step)
+
+    def rates(self) -> dict[str, float]:
+        return self._loop.learner.learning_rates() if self.plan.rates else {}
+
+    def evaluated(self, figures: dict[str, float]) -> None:
+        """The model was evaluated; ``figures`` by name (val_loss, ...), NaN where it is none."""
+        self._ask({"kind": "evaluation", "figures": figures})
+
+    def epoch_end(self, row: dict[str, Any], sums: Figures) -> None:
+        """``row`` is the epoch's; its cursor stands at the next one already."""
+        self._ask({"kind": "epoch", "row": row, "sums": sums.as_json()}, epoch=row["epoch"])
+
+    def checkpoint(self, path: Any) -> None:
+        self._say({"kind": "checkpoint", "path": str(path)})
+
+    def states(self) -> Event | None:
+        """The callbacks' states of this moment; for the first process."""
+        if not self.plan.asks:
+            return None
+        states: Event | None = self._loop.say(self._place({"kind": "states", "asks": True}))
+        return states
+
+    def take_wanted(self) -> list[str]:
+        """The folders that a checkpoint is wanted in."""
+        wanted, self.wanted = self.wanted, []
+        return wanted
+
+    def _ask(self, event: Event, **place: int) -> None:
+        answer = None
+        if self._loop.first:
+            answer = self._loop.say({**self._place(event), **place, "asks": self.plan.asks})
+        if self.plan.asks:
+            shared = json.loads(self._loop.learner.from_first(json.dumps(answer or {}).encode()))
+            self.stop = self.stop or shared.get("stop")
+            self.wanted += [folder for folder in shared.get("save", ()) if folder not in self.wanted]
+
+    def _say(self, event: Event, **place: int) -> None:
+        if self._loop.first:
+            self._loop.say({**self._place(event), **place})
+
+    def _place(self, event: Event) -> Event:
+        cursor = self._loop.cursor
+        return {**event, "epoch": cursor.epoch + 1, "step": cursor.step}

@@ -1,0 +1,58 @@
+"""Figures of steps as each callback gets them: means over the steps since it last got some.
+
+A device counts sums over an epoch. Two callbacks ask for them after every 2 and every 3 steps; an epoch has 4::
+
+    step        1     2     3     4   |  5     6
+    every=2          1-2         3-4  |       5-6
+    every=3                1-3        |       4-6      step 4 is carried over the end of the epoch
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from manyhands.training.running_sums import Figures, or_none
+
+
+class StepMeans:
+    """What one callback has not got yet."""
+
+    def __init__(self) -> None:
+        self._carried = Figures()  # of the epochs before
+        self._given = Figures()  # of this epoch's sums
+
+    def take(self, sums: Figures) -> dict[str, float]:
+        """The means up to these sums of the epoch."""
+        rest = _sum(self._carried, sums, self._given)
+        self._carried, self._given = Figures(), sums
+        return named(rest, "train")
+
+    def end_epoch(self, sums: Figures) -> None:
+        self._carried, self._given = _sum(self._carried, sums, self._given), Figures()
+
+    def state(self) -> list[Any]:
+        return [one.as_json() for one in (self._carried, self._given)]
+
+    def restore(self, state: list[Any]) -> None:
+        self._carried, self._given = (Figures.from_json(one) for one in state)
+
+
+def named(figures: Figures, part: str) -> dict[str, float]:
+    """Loss and, where answers can be right, accuracy by name: train_loss, train_acc."""
+    found = {f"{part}_loss": figures.loss}
+    return {**found, f"{part}_acc": figures.accuracy} if figures.counted else found
+
+
+def for_json(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: or_none(value) if isinstance(value, float) else value for name, value in figures.items()}
+
+
+def _sum(carried: Figures, sums: Figures, given: Figures) -> Figures:
+    loss = carried.loss_sum + sums.loss_sum - given.loss_sum
+    return Figures(
+        loss if math.isfinite(loss) else math.nan,
+        carried.right + sums.right - given.right,
+        carried.count + sums.count - given.count,
+        counted=sums.counted or carried.counted,
+    )

@@ -1,0 +1,145 @@
+"""Callbacks mean the same in every framework: their moments, their figures, how they stop a training and continue."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_bench import Bench, StopAt, Stopped, same
+
+from manyhands.errors import BadSettings, CallbackFailed, WorkerFailed
+from manyhands.training.callbacks.callback import Callback, Training
+from manyhands.training.options import Checkpoints
+
+# 50 samples in batches of 16: four steps an epoch.
+
+
+class Diary(Callback):
+    """Writes down every moment."""
+
+    def __init__(self, every: int | None = None) -> None:
+        self.every = every
+        self.moments: list[str] = []
+        self.figures: dict[int, dict[str, float]] = {}
+        self.kept = 0
+
+    def on_fit_start(self, training: Training) -> None:
+        self.moments.append(f"fit start {training.step}")
+
+    def on_epoch_start(self, training: Training) -> None:
+        self.moments.append(f"epoch start {training.epoch}")
+
+    def on_steps(self, training: Training, figures: dict[str, float]) -> None:
+        self.figures[training.step] = figures
+
+    def on_evaluation(self, training: Training, figures: dict[str, float]) -> None:
+        self.moments.append(f"evaluation {training.step} {sorted(figures)}")
+
+    def on_epoch_end(self, training: Training, row: dict[str, Any]) -> None:
+        self.moments.append(f"epoch end {row['epoch']}")
+        assert training.rows[-1] is row
+        self.kept += 1
+
+    def on_checkpoint(self, training: Training, path: Path) -> None:
+        self.moments.append(f"checkpoint {path.name}")
+
+    def on_fit_end(self, training: Training) -> None:
+        self.moments.append(f"fit end {training.error!r}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
+
+
+def test_moments_figures_and_state(bench: Bench) -> None:
+    diary = Diary(every=3)
+    sgd: dict[str, Any] = {"optimizer": None, "lr": 0.05}
+    result = bench.fit(2, epochs=2, callbacks=[diary], loggers=[bench.mh.LearningRateMonitor()], **sgd)
+    names = "['val_acc', 'val_loss']"
+    assert diary.moments == [
+        "fit start 0",
+        *("epoch start 1", f"evaluation 4 {names}", "epoch end 1", "checkpoint step-00000004"),
+        *("epoch start 2", f"evaluation 8 {names}", "epoch end 2", "checkpoint step-00000008"),
+        "fit end None",
+    ]
+    # The means of steps 1-3 and 4-6 have the samples 48 and 2 + 32; those of 7 and 8 are the second epoch's rest.
+    assert sorted(diary.figures) == [3, 6]
+    first, second = diary.figures[3], diary.figures[6]
+    last_of_epoch = (result.rows[0]["train_loss"] * 50 - first["train_loss"] * 48) / 2
+    assert 0 < last_of_epoch < 10
+    assert 0 < second["train_loss"] < 10
+    assert 0 <= second["train_acc"] <= 1
+    assert result.rows[0]["lr"] == pytest.approx(0.05)
+    kept = json.loads((Path(result.run) / "checkpoints" / "step-00000008" / "state.json").read_text())
+    assert kept["state"]["callbacks"]["states"]["Diary"] == {"kept": 2}
+
+
+def test_a_resumed_job_calls_as_one_that_was_not_stopped(bench: Bench) -> None:
+    whole, before, after = Diary(every=3), Diary(every=3), Diary(every=3)
+    how: dict[str, Any] = {"epochs": 2, "checkpoints": Checkpoints(every=2)}
+    bench.fit(callbacks=[whole], schedule=same, **how)
+    run = bench.new_run()
+    with pytest.raises((Stopped, WorkerFailed)):
+        bench.fit(callbacks=[before], run=run, schedule=StopAt(5), **how)
+    assert before.moments[-1].startswith("fit end Stopped")
+    bench.fit(callbacks=[after], run=run, resume="auto", schedule=same, **how)
+    assert after.moments[0] == "fit start 4"
+    assert {**before.figures, **after.figures} == whole.figures
+    assert after.kept == whole.kept == 2
+
+
+class StopIn(Callback):
+    def __init__(self, epoch: int, error: Exception | None = None) -> None:
+        self.epoch, self.error = epoch, error
+
+    def on_evaluation(self, training: Training, figures: dict[str, float]) -> None:
+        if training.epoch == self.epoch:
+            if self.error is not None:
+                raise self.error
+            training.stop("it is enough")
+
+
+def test_a_callback_stops_all_devices(bench: Bench) -> None:
+    result = bench.fit(2, epochs=5, callbacks=[StopIn(2)], checkpoints=Checkpoints(every=3))
+    assert [row["epoch"] for row in result.rows] == [1, 2]
+    assert result.stopped == "it is enough"
+    assert (Path(result.run) / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_an_error_names_callback_and_moment(bench: Bench) -> None:
+    with pytest.raises(CallbackFailed, match=r"StopIn failed in on_evaluation \(epoch 1, step 4\): KeyError") as caught:
+        bench.fit(2, callbacks=[StopIn(1, KeyError("nothing"))])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_early_stopping_and_best_checkpoints(bench: Bench) -> None:
+    """No improvement is enough: the best is that of the first epoch. A resumed job knows that it was stopped."""
+    mh, run = bench.mh, bench.new_run()
+    how: dict[str, Any] = {"epochs": 6, "run": run}
+    stopping, best = mh.EarlyStopping("val_loss", patience=2, min_delta=100), mh.BestCheckpoint("val_loss", "max")
+    result = bench.fit(callbacks=[stopping, best], **how)
+    assert len(result.rows) == 3
+    assert "val_loss has not improved 2 times in a row" in result.stopped
+    losses = [row["val_loss"] for row in result.rows]
+    assert best.best_value == pytest.approx(max(losses))
+    assert best.best_path == run / "best" / f"step-{4 * (1 + losses.index(max(losses))):08d}"
+    assert list((run / "best").iterdir()) == [best.best_path]
+    mh.load_weights(bench.recipes.model("mlp", 1), best.best_path)
+    again = bench.fit(callbacks=[mh.EarlyStopping("val_loss", patience=2, min_delta=100)], resume="auto", **how)
+    assert [row["val_loss"] for row in again.rows] == losses
+    assert "has not improved" in again.stopped
+
+
+def test_unknown_monitors_list_what_there_is(bench: Bench) -> None:
+    with pytest.raises(BadSettings, match=r"no figure 'val_f2'.* There are val_acc, val_loss"):
+        bench.fit(callbacks=[bench.mh.EarlyStopping("val_f2")])
+    with pytest.raises(BadSettings, match=r"no figure 'loss'.*train_acc, train_loss, val_acc, val_loss"):
+        bench.fit(callbacks=[bench.mh.BestCheckpoint("loss")])
+    with pytest.raises(BadSettings, match=r"BestCheckpoint writes into the run's folder.*give run="):
+        bench.mh.Trainer(callbacks=[bench.mh.BestCheckpoint("val_loss")])
+    with pytest.raises(BadSettings, match=r"this is the class; make one, EMA"):
+        bench.mh.Trainer(callbacks=[bench.mh.EMA])
