@@ -49,6 +49,10 @@ class Step(_Topic):
             so they are always global there.
         on_nan: What to do when the loss is NaN or infinite: ``"stop"`` ends the job and names the step and its samples,
             ``"continue"`` skips that batch. Default: ``"stop"``.
+        activation_checkpointing: Keep the inputs of blocks only, and compute the rest again in the backward pass: less
+            memory, the same bits. True takes the model's blocks (children of a ModuleList or a Sequential that have
+            several layers), a function picks modules: ``lambda module: isinstance(module, Block)``. PyTorch only.
+            Default: False.
         fast: Allow faster ways to run the step: one CUDA graph, data kept on the device, and what the options below
             choose. False runs plain steps, as you would write them; ``precision="auto"`` is the weights' own then.
             Default: True.
@@ -63,6 +67,7 @@ class Step(_Topic):
     accumulate: int = 1
     batch_stats: BatchStats | None = None
     on_nan: Literal["stop", "continue"] = "stop"
+    activation_checkpointing: bool | Callable[[Any], bool] = False
     fast: bool = True
     compile: bool | None = None
     parallel: bool | None = None
@@ -81,6 +86,14 @@ class Step(_Topic):
             check_choice(self, name, (True, False, None))
             if getattr(self, name) and not self.fast:
                 raise BadSettings(f"{name}=True is a faster way to run a step, fast=False allows none: choose one")
+        if not callable(self.activation_checkpointing):
+            check_choice(self, "activation_checkpointing", (True, False), ", or a function that picks modules")
+        if self.activation_checkpointing and (self.compile or self.parallel):
+            name = "compile" if self.compile else "parallel"
+            raise BadSettings(
+                f"activation_checkpointing and {name}=True: a step that is {'compiled' if self.compile else 'planned'} "
+                "decides itself what to keep. Choose one"
+            )
         if self.compile and self.parallel:
             raise BadSettings(
                 "compile=True hands the step to a compiler, parallel=True plans its operations as they are: choose one"

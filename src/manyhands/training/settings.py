@@ -66,6 +66,8 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """As JSON keeps it: the options of a topic are one object."""
         plain = asdict(self)
+        if callable(pick := self.step.activation_checkpointing):
+            plain["step"]["activation_checkpointing"] = getattr(pick, "__qualname__", type(pick).__name__)
         if self.step.shares is not None and not isinstance(self.step.shares, str):
             plain["step"]["shares"] = [float(share) for share in self.step.shares]
         return plain

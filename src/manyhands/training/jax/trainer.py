@@ -69,6 +69,7 @@ class Trainer(BaseTrainer):
         "bce_with_logits": _per_sample(optax.sigmoid_binary_cross_entropy),
     }
     refused: ClassVar[dict[str, str]] = {
+        "activation_checkpointing": "in JAX the model says it itself: wrap its blocks in jax.checkpoint (nnx.remat)",
         "per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes several of the CPU",
         "hang_seconds": "in JAX one process drives all devices, there are no workers to watch",
         "accumulate": "a step is one compiled program over the whole batch here; give a smaller batch_size",

@@ -42,6 +42,7 @@ class Trainer(BaseTrainer):
     }
     loss_kinds: ClassVar[tuple[type, ...]] = (str, dict, list, tuple)  # names, and losses of several outputs
     refused: ClassVar[dict[str, str]] = {
+        "activation_checkpointing": "in Keras the layers say it themselves: build the model in a keras.RematScope",
         "per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
         "hang_seconds": "TensorFlow's replicas share one process, there are no workers to watch",
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",

@@ -39,6 +39,7 @@ from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
+from manyhands.training.torch.step import activation_checkpoints
 from manyhands.training.torch.step.eager import EagerStep, evaluate
 from manyhands.training.torch.step.skip_nan import Spared
 
@@ -71,6 +72,8 @@ class Rank:
         self.all_take_part = job.settings.step.batch_stats == "global" and world.size > 1
         self.model = self._place_model(job.model)
         self.least = 2 if world.size > 1 and not self.all_take_part and captured_step.normalises(self.model) else 1
+        statistics, pick = job.settings.step.batch_stats, job.settings.step.activation_checkpointing
+        self.checkpointed = activation_checkpoints.of(self.model, pick, statistics=statistics)
         self.objective = placed(job.objective, world.device, self.numbers.dtype)
         self.optimizer = job.make_optimizer(self.model)
         job_state.settle(self.optimizer)
@@ -167,7 +170,8 @@ class Rank:
             )
 
     def _fast_step(self, data: Arrays) -> GraphStep:
-        return fast_step(self.plain_step, data, self.settings, changing_rate=self.job.schedule is not None)
+        changing = self.job.schedule is not None
+        return fast_step(self.plain_step, data, self.settings, changing_rate=changing, checkpointed=self.checkpointed)
 
     def close(self) -> None:
         """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
@@ -181,6 +185,8 @@ class Rank:
         if self.plain_step.gradients is not None:
             self.plain_step.gradients.close()
         global_batch_norm.localise(self.model)
+        if self.checkpointed is not None:
+            self.checkpointed.close()
         job_state.restore_ways(self.optimizer, self.ways, self.base_rates)
 
     # Steps

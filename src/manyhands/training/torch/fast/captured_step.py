@@ -42,6 +42,7 @@ from manyhands.training.torch.fast.lanes.lanes import Beside
 from manyhands.training.torch.fast.planned_step import PlannedStep, as_written, forward
 from manyhands.training.torch.fast.position import Progress
 from manyhands.training.torch.fast.redundant_biases import IdleBiases, Search, may_be_idle
+from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
 from manyhands.training.torch.step.eager import EagerStep
 
 _COMPILE_PAYS = 40_000  # steps: compiling takes about 20 seconds, and saves about half a millisecond a step
@@ -62,7 +63,14 @@ class _Sized:
     told: list[str] = field(default_factory=list)  # what is done in other ways than the model says, in words
 
 
-def fast_step(eager: EagerStep, data: Arrays, settings: Settings, *, changing_rate: bool) -> GraphStep:
+def fast_step(
+    eager: EagerStep,
+    data: Arrays,
+    settings: Settings,
+    *,
+    changing_rate: bool,
+    checkpointed: ActivationCheckpoints | None = None,
+) -> GraphStep:
     """The fast step of a job; compiled if that is asked for, or likely to pay.
 
     It is not where our own kernels do what a compiler would gain most by: there it was 5% slower (ResNet-18).
@@ -75,8 +83,10 @@ def fast_step(eager: EagerStep, data: Arrays, settings: Settings, *, changing_ra
     if parallel is None:
         parallel = steps >= _PLAN_PAYS and not compiled and not normalises(eager.model)
     lanes, norms = settings.step.side_lanes, settings.step.fused_norms
+    if checkpointed is not None:  # the backward pass computes the forward pass again, which none of these expects
+        compiled = parallel = lanes = norms = False
     how: Any = {"compiled": compiled, "changing_rate": changing_rate, "side_lanes": lanes, "fused_norms": norms}
-    return GraphStep(eager, data, settings.batch_size, **how, parallel=parallel)
+    return GraphStep(eager, data, settings.batch_size, **how, parallel=parallel, checkpointed=checkpointed)
 
 
 class _NothingDone(Exception):
@@ -97,6 +107,7 @@ class GraphStep:
         side_lanes: bool = False,
         fused_norms: bool = False,
         parallel: bool = False,
+        checkpointed: ActivationCheckpoints | None = None,
     ) -> None:
         self._eager, self._data, self._size, self.compiled = eager, data, batch_size, compiled
         self._progress = Progress(data.count, eager.device)
@@ -113,8 +124,9 @@ class GraphStep:
         self.planned: PlannedStep | None = None  # the usual size of batch as a plan of the whole step
         self._norms = self._fused_norms() if fused_norms else None
         # A compiler leaves what is called in a dispatch mode as it is, now and from then on.
-        self._at_once = AtOnce() if not is_compiled(eager.model) else None
-        self._searching = may_be_idle(eager.model, eager.optimizer)
+        self._at_once = AtOnce() if not is_compiled(eager.model) and checkpointed is None else None
+        self._searching = checkpointed is None and may_be_idle(eager.model, eager.optimizer)
+        self._checkpointed = checkpointed
         self._sized: dict[int, _Sized] = {}
         # Why there will be no more graphs, from this step on.
         self.ended: str | None = python_state.hooks(eager.model, eager.optimizer)
@@ -240,6 +252,8 @@ class GraphStep:
             raise _NothingDone from error
         sized.warm += 1
         self.ended = self._watch.after()
+        if self._checkpointed is not None and self._checkpointed.drew:
+            self.ended = self.ended or "blocks that are computed again draw random numbers, whose state a graph has not"
 
     def _captured(self, sized: _Sized) -> torch.cuda.CUDAGraph:
         self._eager.optimizer.zero_grad(set_to_none=True)
