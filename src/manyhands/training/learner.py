@@ -26,6 +26,7 @@ NAN_HINT = (
 )
 # Takes the events of a job; gives the callbacks' answer to one that asks for it.
 Say = Callable[[dict[str, Any]], dict[str, Any] | None]
+Take = Callable[[Any, Any], None]  # takes the outputs and targets of the next samples: trees of arrays on the host
 
 
 class Data(Protocol):
@@ -100,8 +101,12 @@ class Learner(Protocol):
         Nothing where the framework does not tell.
         """
 
-    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
-        """The figures over the test set, every sample counted once (None: there is none); says ``alive()`` often."""
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
+        """The figures over the validation data, every sample counted once (None: there are none).
+
+        Says ``alive()`` often. In the first process ``take``, if it is given, gets what the model answered and the
+        targets, of all processes together: every sample once, in order, piece by piece.
+        """
 
     def save(self) -> Saved | None:
         """The state of this moment; only the first process needs to have it."""

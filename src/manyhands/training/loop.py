@@ -23,6 +23,8 @@ from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, epoch_order
+from manyhands.training.evaluation import evaluate
+from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Learner, Say, Schedule
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, or_none, together
@@ -45,9 +47,11 @@ class Loop:
         run: RunPlan | None = None,
         resume: Path | None = None,
         callbacks: CallbackPlan = NO_CALLBACKS,
+        metrics: Metrics | None = None,
     ) -> None:
         """``resume`` is a checkpoint, or a folder of them, that the first process can read."""
         self.learner, self.settings, self.say, self.schedule = learner, settings, say, schedule
+        self.metrics = metrics or Metrics()
         self.result = Result()
         self.report = Reporter(self, callbacks)
         self.cursor = Cursor()
@@ -290,10 +294,13 @@ class Loop:
         epoch = self.cursor.epoch
         self._commit()
         self.say_alive()
-        tested = self.learner.evaluate(self._say_alive_now_and_then)
+        tested, values = evaluate.figures_of(self.learner, self.metrics, self._say_alive_now_and_then)
+        metrics = {f"val_{name}": value for name, value in values.items()}
         self.say_alive()
         if tested is not None:
-            self.report.evaluated(named(tested, "val"))
+            self.report.evaluated(
+                {**named(tested, "val"), **{name: value for name, value in metrics.items() if value is not None}}
+            )
         if self.learner.data.count is None:
             self._count_batches()
         self.cursor = self.cursor.next_epoch()
@@ -305,6 +312,7 @@ class Loop:
             "train_acc": or_none(figures.accuracy),
             "val_loss": or_none(tested.loss) if tested else None,
             "val_acc": or_none(tested.accuracy) if tested else None,
+            **metrics,
             "samples": int(figures.count),
             "seconds": seconds,
             "whole": whole,

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement.moves import Placement
 from manyhands.training import device_choice, launcher, option_names, options
@@ -24,6 +26,7 @@ from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import loader_batches
 from manyhands.training.data.sources import is_array, not_finite
+from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
 from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Schedule
 from manyhands.training.options import BatchStats, Checkpoints, Step, Workers
 from manyhands.training.result import Result
@@ -56,6 +59,10 @@ class BaseTrainer(HyperParameters, abc.ABC):
             Of several numbers per sample, shape (n, k), the sum counts (in Keras the mean, as in ``model.fit``).
             Default: None, the model's own (``training_step``, or what a Keras model was compiled with), else
             cross-entropy.
+        metrics: Further figures of the validation data, by name (``{"mae": mae}``) or in a list: functions
+            ``f(outputs, targets)`` that give a number, or the framework's metric objects (torchmetrics,
+            ``keras.metrics``, ``mx.metric``). Each is computed over every sample exactly once, on any number of
+            devices, and is ``val_<name>`` in the rows. Default: None, loss and (for classes) accuracy alone.
         optimizer: A name (``"adamw"``), a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``), a function that
             takes a rate (``optax.adamw``) or a finished optimizer. Default: None, the model's own
             (``configure_optimizers``, or what a Keras model was compiled with), else SGD.
@@ -94,6 +101,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         batch_size: int | None = None,
         lr: float | None = None,
         loss: Any = None,
+        metrics: Any = None,
         optimizer: Any = None,
         schedule: Schedule | None = None,
         precision: Precision = "auto",
@@ -115,6 +123,7 @@ class BaseTrainer(HyperParameters, abc.ABC):
         if schedule is not None and (isinstance(schedule, type) or not callable(schedule)):
             raise BadSettings(f"schedule={schedule!r}: {SCHEDULE_HINT}")
         self._check_options()
+        self._metrics()
         self._check_settings()
         if isinstance(num_gpus, bool) or not isinstance(num_gpus, Integral) or num_gpus < 0:
             raise BadSettings(f"num_gpus={num_gpus!r}: give a whole number, 0 for the CPU")
@@ -160,6 +169,19 @@ class BaseTrainer(HyperParameters, abc.ABC):
             return loss()
         except TypeError as error:
             raise BadSettings(f"loss={loss.__name__} is a class: make one, {loss.__name__}(...) ({error})") from error
+
+    def _metrics(self) -> Metrics:
+        """The metrics of a job."""
+        return metrics_of(self._option("metrics"), self._own_meter, self._joined)
+
+    def _own_meter(self, metric: Any) -> Meter | None:
+        """A meter of a metric of the framework's own kind; None for any other."""
+        return None
+
+    @staticmethod
+    def _joined(arrays: list[Any]) -> Any:
+        """Arrays on the host as one, along the first axis."""
+        return np.concatenate(arrays)
 
     def _check_topics(self) -> None:
         """Refuse what is no option object, and options that the framework does not have."""
@@ -235,6 +257,8 @@ class BaseTrainer(HyperParameters, abc.ABC):
         """
         self._check_step(model)
         self.train_source, self.test_source = self._sources(data, validation)
+        if self._option("metrics") is not None and self.test_source is None:
+            raise BadSettings("metrics= are computed over validation data: give some, fit(model, train, validation)")
         settings = self._settings()
         if self.train_source.count is None and self.train_source.batch_size is None:
             self.train_source = dataclasses.replace(self.train_source, required_size=self._option("batch_size"))

@@ -16,22 +16,21 @@ from flax import nnx
 
 from manyhands.training import python_attributes
 from manyhands.training.checkpoints import saving, tensors
-from manyhands.training.data import loader_batches
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
-from manyhands.training.data.sources import Arrays, Source, Stream
+from manyhands.training.data.sources import Source, Stream
 from manyhands.training.jax import feed, linen, running_sums
 from manyhands.training.jax.division import Division, division
+from manyhands.training.jax.evaluation import Evaluation, prepared_by
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import State, Steps
 from manyhands.training.jax.world import World
-from manyhands.training.learner import Saved, named_rates
+from manyhands.training.learner import Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
-_TEST_BATCH = 512
 _IN_A_VARIABLE = "Keep it in a variable: self.count = nnx.Variable(jnp.zeros(())), then self.count[...] += 1"
 
 
@@ -144,7 +143,7 @@ class JaxLearner:
     def step(self, window: Window, batch: Any, factor: float | None) -> None:
         self._wait_for_an_old_one()
         rate = self._factor(1.0 if factor is None else factor)
-        how = self._divided(window.size), self._prepare(self.job.train)
+        how = self._divided(window.size), prepared_by(self.job.train)
         if batch is None:
             self.state, self.sums = self.steps.train(self.state, self.sums, rate, (self.arrays, self._order), *how)
         else:
@@ -166,9 +165,6 @@ class JaxLearner:
         if size not in self._divisions:
             self._divisions[size] = division(size, len(self.world.devices), self.shares)
         return self._divisions[size]
-
-    def _prepare(self, source: Source) -> Callable[[Any], Any]:
-        return source.prepare if isinstance(source, Arrays) else _as_it_is
 
     # Figures: every process has those of all
 
@@ -208,35 +204,11 @@ class JaxLearner:
         self.sums = self.world.put_anew(running_sums.from_figures(Figures()))
         self._looked_at, self._shown = None, None
 
-    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
-        data = self.job.test
-        if data is None:
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
+        if self.job.test is None:
             return None
-        total = self.world.put_anew(running_sums.from_figures(Figures()))
-        prepare, state = self._prepare(data), self.state
-        if isinstance(data, Stream):
-            batches = data.windows(Cursor(), self.settings.seed)
-            for window, parts in loader_batches.agreed(batches, self.all_have, data.loader):
-                how = division(window.size, len(self.world.devices), None)
-                total = self.steps.test_on(state, total, feed.sent(parts, how, self.world), how, prepare)
-                self._evaluated(total, alive)
-        else:
-            order = np.arange(data.count)
-            size = _even(data.count, max(self.settings.batch_size, _TEST_BATCH))
-            for window in windows(Cursor(), data.count, size):
-                how = division(window.size, len(self.world.devices), None)
-                if self.test_arrays is not None:
-                    total = self.steps.test(state, total, self.test_arrays, window.start, how, prepare)
-                else:
-                    rows = feed.rows_of(data, order, window, how, self.world)
-                    total = self.steps.test_on(state, total, rows, how, prepare)
-                self._evaluated(total, alive)
-        return running_sums.mean_of(total, counted=self.steps.counts_right)
-
-    def _evaluated(self, total: Sums, alive: Callable[[], None]) -> None:
-        self._under_way.append(total)
-        self._wait_for_an_old_one()
-        alive()
+        evaluation = Evaluation(self.steps, self.world, self.settings.batch_size, self.settings.seed)
+        return evaluation.figures(self.state, self.job.test, self.test_arrays, alive, take)
 
     # Checkpoints
 
@@ -303,10 +275,6 @@ def _home(array: jax.Array, like: Any) -> Any:
     return jax.device_put(host, like.sharding) if kept else jax.device_put(host)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _as_floats(shares: Any) -> list[float] | None:
     return [float(share) for share in shares] if isinstance(shares, Sequence) else None
 
@@ -314,11 +282,6 @@ def _as_floats(shares: Any) -> list[float] | None:
 def _doubled(leaf: Any) -> Any:
     floating = jnp.issubdtype(leaf.dtype, jnp.floating)
     return np.asarray(leaf).astype(np.float64) if floating else leaf
-
-
-def _even(count: int, size: int) -> int:
-    """A size of batches near that one, so that the last is hardly shorter: each size is compiled for itself."""
-    return -(-count // -(-count // size))
 
 
 def _injected(state: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
+from manyhands.training.evaluation.inputs import input_count
 from manyhands.training.jax.book.module import Module, cross_entropy
 from manyhands.training.loss_sum import LossSum
 
@@ -36,6 +37,7 @@ class Value:
     loss: jax.Array
     count: jax.Array | None
     right: jax.Array | None
+    answer: Any = None  # the model's, where the objective knows it
 
     @property
     def mean(self) -> jax.Array:
@@ -75,7 +77,7 @@ class Supervised:
             self.labels.learn(answer.shape)
         if samples is not None:
             answer, target = _only(samples, answer), target[np.flatnonzero(samples)]
-        return _value(loss(answer, target), "the loss", _right(answer, target))
+        return replace(_value(loss(answer, target), "the loss", _right(answer, target)), answer=answer)
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ def check_shares(objective: Objective) -> None:
             "show which of the model's answers belong to them: leave shares away, or give the trainer a "
             "loss(answer, target), which may return the mean or mh.LossSum(total, count)"
         )
+
+
+def predicted(model: nnx.Module, batch: Batch) -> Any:
+    """The model's answer to a batch with or without a target, in full precision."""
+    return _widened(_answer(model, batch[: input_count(type(model).__call__.__get__(model), len(batch))]))
 
 
 def _answer(model: nnx.Module, inputs: Batch) -> Any:

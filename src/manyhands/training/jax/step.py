@@ -27,7 +27,7 @@ from manyhands.training.jax import running_sums
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.division import Division
 from manyhands.training.jax.masking import counting_only
-from manyhands.training.jax.objective import Batch, Objective, Rows
+from manyhands.training.jax.objective import Batch, Objective, Rows, predicted
 from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
@@ -50,6 +50,7 @@ class Steps:
     clip: float
     spares: bool  # a step whose loss is NaN changes nothing
     counts_right: bool = False  # whether answers can be right; known once a program is traced
+    tests_right: bool = False  # the same of evaluations
 
     changed: set[str] = field(default_factory=set)  # Python attributes that the model's code changes when it is traced
 
@@ -68,15 +69,26 @@ class Steps:
         program = self._program("train_on", division, prepare, donated=True)
         return program(state, so_far, factor, rows)
 
-    def test(self, state: State, so_far: Sums, data: Any, start: int, division: Division, prepare: Any) -> Sums:
-        """The sums with the figures of some samples of a test set that lives on the devices."""
-        numbers = {part: state[part] for part in models.PARTS}
-        place = self.world.number(start, np.int32)
-        return self._program("test", division, prepare)(numbers, so_far, place, data)  # type: ignore[no-any-return]
+    def test(
+        self, state: State, so_far: Sums, data: Any, start: int, division: Division, prepare: Any, *, answers: bool
+    ) -> Any:
+        """The sums with the figures of some samples of a test set that lives on the devices.
 
-    def test_on(self, state: State, so_far: Sums, rows: Batch, division: Division, prepare: Any) -> Sums:
-        numbers = {part: state[part] for part in models.PARTS}
-        return self._program("test_on", division, prepare)(numbers, so_far, rows)  # type: ignore[no-any-return]
+        With ``answers`` also what the model answered, and the targets.
+        """
+        place = self.world.number(start, np.int32)
+        name = "test_with_answers" if answers else "test"
+        return self._program(name, division, prepare)(_numbers(state), so_far, place, data)
+
+    def test_on(
+        self, state: State, so_far: Sums, rows: Batch, division: Division, prepare: Any, *, answers: bool
+    ) -> Any:
+        name = "test_on_with_answers" if answers else "test_on"
+        return self._program(name, division, prepare)(_numbers(state), so_far, rows)
+
+    def predict_on(self, state: State, rows: Batch, division: Division, prepare: Any) -> Any:
+        """What the model answers to rows that were sent to the devices."""
+        return self._program("predict_on", division, prepare)(_numbers(state), rows)
 
     def _program(self, name: str, division: Division, prepare: Any, *, donated: bool = False) -> Callable[..., Any]:
         key = (name, division.size, len(division.places), prepare)
@@ -103,11 +115,29 @@ class Steps:
         return self._update(state, so_far, factor, prepare(self._real(rows, division)), division)
 
     def _test(self, numbers: Any, so_far: Sums, start: Any, data: Any, *, division: Division, prepare: Any) -> Sums:
-        rows = tuple(jax.lax.dynamic_slice_in_dim(array, start, division.size) for array in data)
-        return self._tested(numbers, so_far, prepare(self.world.divided(rows)), division)
+        return self._tested(numbers, so_far, self._slice(data, start, division, prepare), division)[0]
+
+    def _test_with_answers(
+        self, numbers: Any, so_far: Sums, start: Any, data: Any, *, division: Division, prepare: Any
+    ) -> Any:
+        return self._answered(numbers, so_far, self._slice(data, start, division, prepare), division)
 
     def _test_on(self, numbers: Any, so_far: Sums, rows: Any, *, division: Division, prepare: Any) -> Sums:
-        return self._tested(numbers, so_far, prepare(self._real(rows, division)), division)
+        return self._tested(numbers, so_far, prepare(self._real(rows, division)), division)[0]
+
+    def _test_on_with_answers(self, numbers: Any, so_far: Sums, rows: Any, *, division: Division, prepare: Any) -> Any:
+        return self._answered(numbers, so_far, prepare(self._real(rows, division)), division)
+
+    def _predict_on(self, numbers: Any, rows: Any, *, division: Division, prepare: Any) -> Any:
+        batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
+        model = self._evaluating(numbers)
+        with self._watched(model):
+            return predicted(model, batch)
+
+    def _slice(self, data: Any, start: Any, division: Division, prepare: Any) -> Batch:
+        rows = tuple(jax.lax.dynamic_slice_in_dim(array, start, division.size) for array in data)
+        batch: Batch = prepare(self.world.divided(rows))
+        return batch
 
     def _real(self, rows: Batch, division: Division) -> Batch:
         """Without the rows at the end that only fill up the last device's part."""
@@ -154,14 +184,31 @@ class Steps:
         yield
         self.changed |= set(attributes.rewritten())
 
-    def _tested(self, numbers: Any, so_far: Sums, batch: Batch, division: Division) -> Sums:
-        model = models.evaluating(self.skeleton.model(numbers))
-        if self.dtype is not None:
-            models.computing_in(model, self.dtype, statistics=False)
+    def _tested(self, numbers: Any, so_far: Sums, batch: Batch, division: Division) -> tuple[Sums, Any]:
+        """The sums with this batch's figures, and the model's answer where the objective has it."""
+        model = self._evaluating(numbers)
         batch = _as_parameters(batch, numbers["parameters"])
         with self._watched(model):
             value = self.objective(model, batch, None, training=False)
-        return running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
+        self.tests_right = value.right is not None
+        return running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count), value.answer
+
+    def _answered(self, numbers: Any, so_far: Sums, batch: Batch, division: Division) -> Any:
+        """The sums, and the model's answer with the targets; a step of the model's own keeps its answer to itself."""
+        so_far, answer = self._tested(numbers, so_far, batch, division)
+        batch = _as_parameters(batch, numbers["parameters"])
+        if answer is None:
+            answer = predicted(self._evaluating(numbers), batch)
+        return so_far, (answer, batch[-1] if len(batch) > 1 else None)
+
+    def _evaluating(self, numbers: Any) -> Any:
+        model = models.evaluating(self.skeleton.model(numbers))
+        return model if self.dtype is None else models.computing_in(model, self.dtype, statistics=False)
+
+
+def _numbers(state: State) -> State:
+    """The model's numbers in the state of a job."""
+    return {part: state[part] for part in models.PARTS}
 
 
 def _gathered(arrays: Batch, numbers: jax.Array) -> Batch:

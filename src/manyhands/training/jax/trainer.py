@@ -110,6 +110,7 @@ class Trainer(BaseTrainer):
                 run=run,
                 resume=resume,
                 callbacks=dispatcher.plan,
+                metrics=self._metrics(),
             )
             if run is not None and loop.first and settings.precision == "auto":
                 RunFolder(run.path).record_precision(*_chosen(learner.job.dtype))

@@ -18,9 +18,10 @@ from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints import tensors as _blobs
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
-from manyhands.training.learner import Saved, named_rates
+from manyhands.training.learner import Saved, Take, named_rates
 from manyhands.training.mxnet import replicas, state
 from manyhands.training.mxnet.batch_norm import Together
+from manyhands.training.mxnet.evaluation import Outputs
 from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.objective import Objective
 from manyhands.training.mxnet.running_sums import Metrics
@@ -131,8 +132,8 @@ class GluonLearner:
     def reset(self) -> None:
         self.metrics.reset()
 
-    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
-        """Loss and accuracy on the test set, each sample counted once, on all devices."""
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
+        """Loss and accuracy on the validation data, each sample counted once, on all devices."""
         self._share_statistics()
         if self.test_feed is None:
             return None
@@ -142,9 +143,11 @@ class GluonLearner:
         else:
             size = max(self.settings.batch_size, _TEST_BATCH)
             batches = self.test_feed.shards(list(windows(Cursor(), source.count, size)), None, None)
+        outputs = Outputs(self.model, take)
         for _, shards in batches:
-            evaluate(self.objective, shards, sums, self.plain_step.attributes)
+            outputs.add(shards, evaluate(self.objective, shards, sums, self.plain_step.attributes))
             alive()
+        outputs.finish()
         return sums.read()
 
     # Checkpoints

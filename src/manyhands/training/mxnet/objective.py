@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mxnet as mx
@@ -33,6 +33,7 @@ class Loss:
     total: Any
     count: Any | None = None
     right: Any | None = None
+    answer: Any | None = None  # the model's, where the objective knows it
 
 
 @dataclass
@@ -68,7 +69,8 @@ class Objective:
                 f"{type(self.loss).__name__} cannot compare answers of shape {answer.shape} with targets of shape "
                 f"{batch[-1].shape}: {_reason(error)}"
             ) from error
-        return _loss(value, size, "loss", right_answers(answer, batch[-1], anyhow=self.of_classes))
+        right = right_answers(answer, batch[-1], anyhow=self.of_classes)
+        return replace(_loss(value, size, "loss", right), answer=answer)
 
     @property
     def of_classes(self) -> bool:

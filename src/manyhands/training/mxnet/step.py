@@ -124,7 +124,7 @@ class Step:
         with autograd.record():
             loss = self.objective(batch, training=True)
             minimised = loss.total / whole if loss.count is None else loss.total
-        return replace(loss, total=loss.total.detach()), minimised
+        return replace(loss, total=loss.total.detach(), answer=None), minimised
 
     def _fill_gaps(self) -> None:
         """Zeros where a device did not use a parameter that another one used."""
@@ -189,12 +189,16 @@ def _backward(losses: list[Any]) -> None:
         ) from error
 
 
-def evaluate(objective: Objective, shards: Shards, metrics: Metrics, attributes: Attributes) -> None:
-    """Add a batch to the metrics; outside of ``record`` layers are in their way of predicting."""
+def evaluate(objective: Objective, shards: Shards, metrics: Metrics, attributes: Attributes) -> list[Any]:
+    """Add a batch to the metrics; outside of ``record`` layers are in their way of predicting.
+
+    Gives what the model answered to each shard; None where the objective keeps it to itself.
+    """
     works = [partial(objective, shard, training=False) for shard in shards if shard is not None]
     losses = attributes.of_first(works)
     check_same_kind(losses)
     for loss in losses:
-        metrics.add(loss)
+        metrics.add(replace(loss, answer=None))
     metrics.add_up(step=0, count=sum(len(shard[0]) for shard in shards if shard is not None))
     metrics.set_out()
+    return [loss.answer for loss in losses]

@@ -19,7 +19,7 @@ from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
 from manyhands.training.data.sources import Source
 from manyhands.training.loop import Loop
-from manyhands.training.mxnet import checks, modes, optimizers, replicas
+from manyhands.training.mxnet import checks, evaluation, modes, optimizers, replicas
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
 from manyhands.training.result import Result
@@ -84,6 +84,13 @@ class Trainer(BaseTrainer):
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return _source(data, shuffle=shuffle)
 
+    def _own_meter(self, metric: Any) -> evaluation.OfMxnet | None:
+        return evaluation.own_meter(metric)
+
+    @staticmethod
+    def _joined(arrays: list[Any]) -> Any:
+        return evaluation.joined(arrays)
+
     def _train(
         self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
@@ -103,7 +110,13 @@ class Trainer(BaseTrainer):
             trainer = optimizers.trainer_for(model, given, settings.lr, scheduled=schedule is not None, devices=devices)
             learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
             learner.notes += [] if note is None else [note]
-            how: Any = {"schedule": schedule, "run": run, "resume": resume, "callbacks": dispatcher.plan}
+            how: Any = {
+                "schedule": schedule,
+                "run": run,
+                "resume": resume,
+                "callbacks": dispatcher.plan,
+                "metrics": self._metrics(),
+            }
             result = Loop(learner, settings, dispatcher.event, **how).fit()
         result.devices = self.device_names
         return result

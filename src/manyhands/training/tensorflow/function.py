@@ -26,8 +26,9 @@ from tensorflow.python.distribute import distribute_lib
 
 from manyhands.training.data.sources import Batch
 from manyhands.training.python_attributes import Attributes
+from manyhands.training.tensorflow.loss import batch_parts
 from manyhands.training.tensorflow.loss.keras_losses import Losses
-from manyhands.training.tensorflow.objective import Objective
+from manyhands.training.tensorflow.objective import Objective, widened
 
 _OF_EVERY_MODEL = frozenset(vars(keras.Model())) | frozenset(vars(keras.Layer()))
 
@@ -57,14 +58,26 @@ class Function:
 
         ``numbers`` (of the step, the replica and the like) tell one draw of random numbers from another.
         """
-        mapping = [*zip(self.trained, weights, strict=True), *zip(self.kept, kept, strict=True)]
-        mapping += zip(self._generators, self._seeds(numbers), strict=True)
-        scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
-        with self._own_generator(), self._as_it_was(), _as_one_replica(), scope:
+        with self._within(weights, kept, numbers) as scope:
             losses = self.objective(self.model, batch, training=training)
             if not losses.complete:
                 losses = sum((Losses(_penalty(one)) for one in self.model.losses), losses)
         return losses, [scope.get_current_value(variable) for variable in self.kept]
+
+    def answer(self, weights: Sequence[Any], kept: Sequence[Any], numbers: Sequence[Any], batch: Batch) -> Any:
+        """What the model says to a batch with or without targets, in evaluation mode and full precision."""
+        with self._within(weights, kept, numbers):
+            inputs = batch_parts.inputs_of(self.model, batch)
+            return widened(batch_parts.checked_answer(self.model, batch_parts.Parts(inputs, ()), training=False))
+
+    @contextlib.contextmanager
+    def _within(self, weights: Sequence[Any], kept: Sequence[Any], numbers: Sequence[Any]) -> Iterator[Any]:
+        """The model has these values, and random numbers of its own."""
+        mapping = [*zip(self.trained, weights, strict=True), *zip(self.kept, kept, strict=True)]
+        mapping += zip(self._generators, self._seeds(numbers), strict=True)
+        scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
+        with self._own_generator(), self._as_it_was(), _as_one_replica(), scope:
+            yield scope
 
     def _seeds(self, numbers: Sequence[Any]) -> Iterator[Any]:
         for key, generator in zip(self._keys, self._generators, strict=True):

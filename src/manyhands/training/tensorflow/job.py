@@ -8,6 +8,7 @@ from typing import Any
 
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.sources import Source
+from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.learner import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.tensorflow.checks import LabelCheck
@@ -27,4 +28,5 @@ class Job:
     schedule: Schedule | None = None
     run: RunPlan | None = None
     resume: Path | None = None
+    metrics: Metrics = field(default_factory=Metrics)
     notes: list[str] = field(default_factory=list)

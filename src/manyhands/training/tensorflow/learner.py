@@ -24,9 +24,10 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Array, Source
-from manyhands.training.learner import Saved, named_rates
+from manyhands.training.learner import Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import naming, optimizers
+from manyhands.training.tensorflow.evaluation import Outputs
 from manyhands.training.tensorflow.feed import Feed, Given
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.job import Job
@@ -66,9 +67,7 @@ class KerasLearner:
         self.feed = self._feed(job.train)
         self.test_feed = None if job.test is None else self._feed(job.test)
         self._train = self.step_of.trainer(_prepare(job.train), on_host=self.feed.on_host)
-        self._test: Any = None
-        if self.test_feed is not None:
-            self._test = self.step_of.tester(_prepare(self.test_feed.source), on_host=self.test_feed.on_host)
+        self._tests: dict[bool, Any] = {}  # with and without the model's answers
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="manyhands-figures")
         self._coming: Future[Figures] | None = None
         self._shown: Figures | None = None
@@ -177,8 +176,8 @@ class KerasLearner:
         for other in others:
             other.assign([0, 0, 0, math.inf, *rest])
 
-    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
-        """Loss and accuracy on the test set, each sample counted once, whatever the number of devices."""
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
+        """Loss and accuracy on the validation data, each sample counted once, whatever the number of devices."""
         self._share_statistics()
         if self.test_feed is None:
             return None
@@ -186,10 +185,19 @@ class KerasLearner:
         sums = isinstance(self.job.objective, Supervised) and self.job.objective.is_sum
         size = self.settings.batch_size if sums else max(self.settings.batch_size, _TEST_BATCH)
         batches = self.test_feed.batches(Cursor(), size, 0, None, 1)
-        for _, batch in loader_batches.agreed(batches, self.all_have, getattr(self.test_feed.source, "loader", None)):
-            self._test(batch.data, batch.order, batch.bounds)
+        test, outputs = self._test(self.test_feed, answers=take is not None), Outputs(self.world, take)
+        loader = getattr(self.test_feed.source, "loader", None)
+        for window, batch in loader_batches.agreed(batches, self.all_have, loader):
+            outputs.add(test(batch.data, batch.order, batch.bounds), window.size)
             alive()
+        outputs.finish()
         return self._tested()
+
+    def _test(self, feed: Feed, *, answers: bool) -> Any:
+        if answers not in self._tests:
+            how: Any = {"on_host": feed.on_host, "answers": answers, "gathered": answers and self.size > 1}
+            self._tests[answers] = self.step_of.tester(_prepare(feed.source), **how)
+        return self._tests[answers]
 
     def _tested(self) -> Figures:
         """The figures of a test over all processes; sums with a count of their own are divided now."""

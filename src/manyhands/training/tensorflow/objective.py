@@ -134,7 +134,7 @@ def _with_right(losses: Losses, answer: Any, parts: Parts, accuracy: Accuracy | 
     right = None
     if tf.is_tensor(answer) and parts.has_one_target:
         right = right_answers(answer, parts.target) if accuracy is None else accuracy(parts.target, answer)
-    return replace(losses, right=right)
+    return replace(losses, right=right, answer=answer, targets=parts.target)
 
 
 def right_answers(answer: Any, target: Any) -> Any:

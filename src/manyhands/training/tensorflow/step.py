@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,15 +82,20 @@ class Step:
 
         return _compiled(work)
 
-    def tester(self, prepare: Prepare, *, on_host: bool) -> Any:
-        """Adds a batch to the sums of a test: ``(data, order, bounds)``."""
+    def tester(self, prepare: Prepare, *, on_host: bool, answers: bool = False, gathered: bool = False) -> Any:
+        """Adds a batch to the sums of a test: ``(data, order, bounds)``.
 
-        replica = functools.partial(self._test_replica, prepare, on_host)
+        With ``answers`` it gives what the model answered and the targets, of each replica; ``gathered``: each has
+        those of all replicas, also of other processes.
+        """
 
-        def work(*given: Any) -> None:
-            self.strategy.run(replica, args=given)
+        replica = functools.partial(self._test_replica, prepare, on_host, answers, gathered)
+        return _compiled(lambda *given: self.strategy.run(replica, args=given))
 
-        return _compiled(work)
+    def predictor(self, prepare: Prepare, *, on_host: bool, gathered: bool) -> Any:
+        """What the model answers, of each replica: ``(data, order, bounds)``."""
+        replica = functools.partial(self._predict_replica, prepare, on_host, gathered)
+        return _compiled(lambda *given: self.strategy.run(replica, args=given))
 
     # What one replica does
 
@@ -178,18 +184,43 @@ class Step:
         for variable, value in zip([*self.weights, *self.memory, *self.kept], new, strict=True):
             variable.assign(value)
 
-    def _test_replica(self, prepare: Prepare, on_host: bool, data: Batch, order: Any, bounds: Any) -> None:
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        begin, end = bounds[replica], bounds[replica + 1]
+    def _test_replica(
+        self, prepare: Prepare, on_host: bool, answers: bool, gathered: bool, data: Batch, order: Any, bounds: Any
+    ) -> Any:
+        replica, begin, end = _place(bounds)
+        pairs: list[Any] = []
 
         def work() -> Any:
-            weights, kept = ([tf.convert_to_tensor(one) for one in part] for part in (self.weights, self.kept))
+            weights, kept = self._values()
             batch = prepare(_gathered(data, order[begin:end], on_host))
             losses, _ = self.function(weights, kept, (0, replica), batch, training=False)
-            return self._figures(losses, end - begin, bounds[-1] - bounds[0])
+            if answers and losses.answer is None:  # a step of the model's own keeps it to itself
+                answer = self.function.answer(weights, kept, (0, replica), batch)
+                losses = replace(losses, answer=answer, targets=batch[-1] if len(batch) > 1 else ())
+            pairs.append((losses.answer, losses.targets) if answers else ())
+            return self._figures(losses, end - begin, bounds[-1] - bounds[0]), pairs[0]
 
-        figures, totals, counts = tf.cond(end > begin, work, _no_figures)
+        (figures, totals, counts), pair = tf.cond(end > begin, work, lambda: (_no_figures(), _no_rows(pairs[0])))
         _add(self.test_sums, figures, tf.constant(_NONE_BAD, tf.float64), [totals, counts])
+        return _from_all(pair) if gathered else pair
+
+    def _predict_replica(
+        self, prepare: Prepare, on_host: bool, gathered: bool, data: Batch, order: Any, bounds: Any
+    ) -> Any:
+        replica, begin, end = _place(bounds)
+        answers: list[Any] = []
+
+        def work() -> Any:
+            batch = prepare(_gathered(data, order[begin:end], on_host))
+            answers.append(self.function.answer(*self._values(), (0, replica), batch))
+            return answers[0]
+
+        answer = tf.cond(end > begin, work, lambda: _no_rows(answers[0]))
+        return _from_all(answer) if gathered else answer
+
+    def _values(self) -> tuple[list[Any], list[Any]]:
+        """This replica's weights and statistics."""
+        return [tf.convert_to_tensor(one) for one in self.weights], [tf.convert_to_tensor(one) for one in self.kept]
 
     def _figures(self, losses: Losses, size: Any, whole: Any) -> list[Any]:
         """The three figures, and the totals and counts of the sums; without samples all are nothing."""
@@ -231,6 +262,26 @@ class Step:
 
         if self.kept and self.replicas > 1:
             self.strategy.run(share, args=(source,))
+
+
+def _place(bounds: Any) -> tuple[Any, Any, Any]:
+    """This replica's number, and where its shard begins and ends."""
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return replica, bounds[replica], bounds[replica + 1]
+
+
+def _no_rows(like: Any) -> Any:
+    """Tensors of the same kinds without a row, for a replica without samples."""
+
+    def none(tensor: Any) -> Any:
+        return tf.zeros([0, *(size or 0 for size in tensor.shape[1:])], tensor.dtype)
+
+    return tf.nest.map_structure(none, like)
+
+
+def _from_all(rows: Any) -> Any:
+    """The rows of all replicas, one after the other."""
+    return tf.nest.map_structure(lambda part: tf.distribute.get_replica_context().all_gather(part, 0), rows)
 
 
 def _compiled(work: Callable[..., Any]) -> Any:

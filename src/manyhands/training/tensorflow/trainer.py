@@ -19,7 +19,7 @@ from manyhands.training.data.sources import Source, is_dataset, source
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.tensorflow import checks, meeting, optimizers, precision, world
+from manyhands.training.tensorflow import checks, evaluation, meeting, optimizers, precision, world
 from manyhands.training.tensorflow.dataset import repeatable
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
@@ -118,7 +118,11 @@ class Trainer(BaseTrainer):
             schedule=schedule,
             run=run,
             resume=resume,
+            metrics=self._metrics(),
         )
+
+    def _own_meter(self, metric: Any) -> evaluation.OfKeras | None:
+        return evaluation.own_meter(metric)
 
 
 def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10) -> Result:
@@ -142,6 +146,7 @@ def _fit(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
             run=job.run,
             resume=job.resume,
             callbacks=dispatcher.plan,
+            metrics=job.metrics,
         )
         result = loop.fit()
     except _LOST as error:

@@ -11,6 +11,7 @@ import torch
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.learner import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Source
@@ -33,6 +34,7 @@ class Job:
     run: RunPlan | None = None
     resume: Path | None = None
     callbacks: CallbackPlan = NO_CALLBACKS
+    metrics: Metrics = field(default_factory=Metrics)
     # What was found out before the job began, for its result.
     notes: list[str] = field(default_factory=list)
 

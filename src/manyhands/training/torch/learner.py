@@ -17,17 +17,16 @@ from manyhands import tree
 from manyhands.errors import ManyhandsError
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import bad_numbers
-from manyhands.training.learner import Saved, Say, named_rates
+from manyhands.training.learner import Saved, Say, Take, named_rates
 from manyhands.training.loop import Loop
-from manyhands.training.running_sums import Figures, together
+from manyhands.training.running_sums import Figures
 from manyhands.training.torch import running_sums
-from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data import feed, samples
 from manyhands.training.torch.data.drawn_samples import generator_of
-from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
+from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
+from manyhands.training.torch.evaluation import Evaluation
 from manyhands.training.torch.fast import capturable, capture_stream, captured_step
 from manyhands.training.torch.fast.captured_step import GraphStep, fast_step
 from manyhands.training.torch.job import Job, numbers_for
@@ -40,7 +39,7 @@ from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step import activation_checkpoints
-from manyhands.training.torch.step.eager import EagerStep, evaluate
+from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.skip_nan import Spared
 
 _MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
@@ -49,7 +48,13 @@ _MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
 def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
     """The loop that does this rank's part of a job, and the learner that it drives."""
     rank = Rank(job, world)
-    how: Any = {"schedule": job.schedule, "run": job.run, "resume": job.resume, "callbacks": job.callbacks}
+    how: Any = {
+        "schedule": job.schedule,
+        "run": job.run,
+        "resume": job.resume,
+        "callbacks": job.callbacks,
+        "metrics": job.metrics,
+    }
     return Loop(rank, job.settings, say, **how), rank
 
 
@@ -328,25 +333,13 @@ class Rank:
     def _of_all_ranks(self, own: Metrics) -> list[Figures]:
         return [running_sums.from_tensor(one) for one in self.world.gather(running_sums.as_tensor(own.read()))]
 
-    def evaluate(self, alive: Callable[[], None]) -> Figures | None:
-        """Loss and accuracy on the test set, each sample counted once, whatever the number of ranks."""
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
+        """Loss and accuracy on the validation data, each sample counted once, whatever the number of ranks."""
         self._share_buffers()
         if self.test is None:
             return None
-        sums = Metrics(self.world.device)
-        batches: Iterator[Batch | None]
-        if isinstance(self.test, Stream):
-            whole = feed.stream_windows(self.test, Cursor())
-            shards = feed.stream_shards(whole, self.world)
-            batches = (batch for _, batch in loader_batches.agreed(shards, self.all_have, self.test.loader))
-        else:
-            size = max(self.settings.batch_size, 512)
-            all_of_them = list(windows(Cursor(), self.test.count, size))
-            batches = feed.shards(self.test, np.arange(self.test.count), all_of_them, self.world)
-        with modes_kept(self.model):
-            count = evaluate(self.model, self.objective, _watched(batches, alive), sums, self.numbers)
-        figures = together(self._of_all_ranks(sums))
-        return figures.weighed(sum(float(one) for one in self.world.gather(count)))
+        evaluation = Evaluation(self.model, self.world, self.numbers, self.settings.batch_size)
+        return evaluation.figures(self.objective, self.test, alive, take)
 
     def bad_samples(self, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> str | None:
         """Which of these samples of a dataset have NaN or infinity, in words."""
@@ -441,13 +434,6 @@ class Rank:
         if self.settings.step.batch_stats == "per_device":
             largest = self.shares.index(max(self.shares)) if self.shares else 0
             self.world.broadcast_([*self.model.buffers()], largest)
-
-
-def _watched(batches: Iterator[Batch | None], alive: Callable[[], None]) -> Iterator[Batch | None]:
-    """The same batches; after each it may be said that this rank is at work."""
-    for batch in batches:
-        yield batch
-        alive()
 
 
 def _was_double(saved: Mapping[str, Any]) -> bool:

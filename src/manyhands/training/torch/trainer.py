@@ -24,7 +24,7 @@ from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.torch import optimizers
+from manyhands.training.torch import evaluation, optimizers
 from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data.sources import Source, source
 from manyhands.training.torch.job import Job
@@ -138,7 +138,15 @@ class Trainer(BaseTrainer):
             schedule=self._option("schedule"),
             run=run,
             resume=resume,
+            metrics=self._metrics(),
         )
+
+    def _own_meter(self, metric: Any) -> evaluation.OfObject | None:
+        return evaluation.own_meter(metric)
+
+    @staticmethod
+    def _joined(arrays: list[Any]) -> Any:
+        return evaluation.joined(arrays)
 
     def _fit_with_workers(self, job: Job, dispatcher: Dispatcher) -> Result:
         sent = _on_host(job)

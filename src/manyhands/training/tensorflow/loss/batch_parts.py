@@ -63,6 +63,14 @@ def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
     )
 
 
+def inputs_of(model: Any, batch: Sequence[Any]) -> tuple[Any, ...]:
+    """The model's inputs in a batch for prediction, which may have targets or not."""
+    fewest, most = _inputs(model)
+    outputs, count = _outputs(model), len(batch)
+    labelled = any(fewest <= count - behind <= most for behind in (outputs, outputs + 1, 1))
+    return tuple(batch) if not labelled and fewest <= count <= most else parts_of(model, batch).inputs
+
+
 def _inputs(model: Any) -> tuple[int, float]:
     """The fewest and the most inputs that a model takes."""
     if isinstance(model, Functional):

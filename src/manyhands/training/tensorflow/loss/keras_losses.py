@@ -72,6 +72,8 @@ class Losses:
     right: Any = None  # how many samples were answered rightly, where that has a meaning
     complete: bool = False  # whether regularizers and add_loss are in it already
     by_user: bool = False
+    answer: Any = None  # the model's, and the targets, where the objective knows them
+    targets: Any = None
 
     def __add__(self, other: Losses) -> Losses:
         _check_reductions(self, other)

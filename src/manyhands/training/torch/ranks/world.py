@@ -80,10 +80,25 @@ class World:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of each rank, of any length."""
+        lengths, padded = self._padded(data)
+        return [bytes(one[:length].numpy()) for one, length in zip(self.gather(padded), lengths, strict=True)]
+
+    def bytes_to_first(self, data: bytes) -> list[bytes]:
+        """The bytes of each rank, of any length, at the first; an empty list elsewhere."""
+        if self.size == 1:
+            return [data]
+        lengths, padded = self._padded(data)
+        staged = padded if dist.get_backend() == "gloo" else padded.to(self.device)
+        gathered = [torch.empty_like(staged) for _ in range(self.size)] if self.first else None
+        dist.gather(staged, gathered)
+        return [bytes(one[:length].cpu().numpy()) for one, length in zip(gathered or (), lengths, strict=False)]
+
+    def _padded(self, data: bytes) -> tuple[list[int], torch.Tensor]:
+        """How many bytes each rank has, and this rank's with as many behind them as the longest needs."""
         lengths = [int(one) for one in self.gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return [bytes(one[:length].numpy()) for one, length in zip(self.gather(padded), lengths, strict=True)]
+        return lengths, padded
 
 
 def join(rank: int, size: int, device: torch.device, backend: str, *, address: str | None, seconds: float) -> World:

@@ -233,36 +233,3 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None
             "SparseAdam takes sparse gradients only, and those that are summed over several devices are dense: give "
             "Adam, or train on one device"
         )
-
-
-@torch.no_grad()
-def evaluate(
-    model: torch.nn.Module, objective: Objective, batches: Iterator[Batch | None], metrics: Metrics, numbers: Numbers
-) -> torch.Tensor:
-    """Add the sum of every batch's losses to the metrics, in evaluation mode; gives what they are to be divided by.
-
-    That is the number of samples, or what a loss counts instead: tokens, say.
-    """
-    device = metrics.sums.device
-    counts = metrics.sums.new_zeros(())
-    training = model.training
-    watched = objective.sums is not False
-    model.eval()
-    try:
-        for number, batch in enumerate(batches):
-            objective.batch_idx = number
-            if batch is None or not (size := sources.rows(batch)):
-                continue
-            laid, both = numbers.lay(batch), None
-            with numbers.scope(device):
-                if watched:
-                    both, loss, right = objective.as_sum(model, laid)
-                    watched = both is not None  # a loss that is not known now will not be later
-                else:
-                    loss, right = objective(model, laid)
-            both = both or LossSum(loss.double() * size, size)
-            counts += both.count
-            metrics.add(both.total, right, size, 0, weight=1 / size)
-    finally:
-        model.train(training)
-    return counts

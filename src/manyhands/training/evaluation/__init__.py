@@ -1,0 +1,1 @@
+"""Evaluation and prediction: metrics, and outputs that come to the host in pieces."""

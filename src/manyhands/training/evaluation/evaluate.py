@@ -1,0 +1,43 @@
+"""The figures of a model over a data set: its loss, its accuracy and the metrics of the job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from manyhands.training.evaluation.metrics import Metrics
+from manyhands.training.learner import Take
+from manyhands.training.running_sums import Figures, or_none
+
+
+class Evaluates(Protocol):
+    """The part of a learner that computes figures of data that are not trained on."""
+
+    rank: int
+
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None: ...
+
+    def from_first(self, data: bytes) -> bytes: ...
+
+
+def figures_of(
+    learner: Evaluates, metrics: Metrics, alive: Callable[[], None]
+) -> tuple[Figures | None, dict[str, Any]]:
+    """Loss and accuracy, and the value of each metric, the same in every process.
+
+    The first process computes the metrics: it has the outputs and targets of all devices.
+    """
+    if not metrics:
+        return learner.evaluate(alive), {}
+    if learner.rank == 0:
+        metrics.reset()
+    figures = learner.evaluate(alive, metrics.update)
+    values = metrics.figures() if learner.rank == 0 and figures is not None else {}
+    return figures, json.loads(learner.from_first(json.dumps(values).encode()))
+
+
+def as_dict(figures: Figures, values: dict[str, Any]) -> dict[str, Any]:
+    """What ``Trainer.evaluate`` gives: no accuracy where right answers have no meaning."""
+    accuracy = {"acc": or_none(figures.accuracy)} if figures.counted else {}
+    return {"loss": or_none(figures.loss), **accuracy, **values}

@@ -1,0 +1,170 @@
+"""Metrics over validation data: what a user gives, and how it is computed over every sample exactly once.
+
+The outputs and targets of all devices come together on the host, in the order of the data and in pieces that do not
+depend on the number of devices. A metric object (of torchmetrics, Keras or MXNet) is updated with every piece. A plain
+function gets everything at once: a mean of means over batches is not the mean, and a median has no parts at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from manyhands.errors import BadSettings
+from manyhands.training.evaluation.pieces import Join, Pieces
+
+_RESERVED = ("loss", "acc")
+_HOW = 'metrics={"mae": function} or a list: functions f(outputs, targets), or metric objects of the framework'
+
+
+class Meter(Protocol):
+    """One metric while it is computed."""
+
+    def reset(self) -> None: ...
+
+    def update(self, outputs: Any, targets: Any) -> None: ...
+
+    def result(self) -> Any:
+        """A number, several (a list or an array), or a dict of such."""
+
+
+class OfFunction:
+    """A plain function of all outputs and all targets.
+
+    Called as ``function(outputs, targets)``; one whose first parameter is called ``y_true`` gets the targets first, as
+    scikit-learn and Keras have it.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], join: Join) -> None:
+        self.function, self._join = function, join
+        self.targets_first = _first_parameter(function) == "y_true"
+        self.reset()
+
+    def reset(self) -> None:
+        self._outputs, self._targets = Pieces(self._join), Pieces(self._join)
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self._outputs.add(outputs)
+        self._targets.add(targets)
+
+    def result(self) -> Any:
+        outputs, targets = self._outputs.whole(), self._targets.whole()
+        self.reset()
+        return self.function(targets, outputs) if self.targets_first else self.function(outputs, targets)
+
+
+@dataclass
+class Metrics:
+    """All metrics of a job, by name."""
+
+    meters: dict[str, Meter] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.meters)
+
+    def reset(self) -> None:
+        for meter in self.meters.values():
+            meter.reset()
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """The next samples, on the host and in order."""
+        for name, meter in self.meters.items():
+            _explained(name, meter.update, outputs, targets)
+
+    def figures(self) -> dict[str, Any]:
+        """The value of each metric, as JSON has it. A metric with several named values gives as many figures."""
+        found: dict[str, Any] = {}
+        for name, meter in self.meters.items():
+            value = _explained(name, meter.result)
+            if isinstance(value, Mapping):
+                found |= {f"{name}_{key}": _plain(part, name) for key, part in value.items()}
+            else:
+                found[name] = _plain(value, name)
+        return found
+
+
+def metrics_of(given: Any, own: Callable[[Any], Meter | None], join: Join) -> Metrics:
+    """The metrics that are meant by a dict, a list, or a single one.
+
+    ``own`` makes a meter of the framework's own kinds of metrics, and gives None for what is none of them.
+    """
+    if given is None:
+        return Metrics()
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    else:
+        several = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        pairs = [(name_of(metric), metric) for metric in several]
+    meters: dict[str, Meter] = {}
+    for name, metric in pairs:
+        _check_name(name, meters)
+        meters[name] = own(metric) or _of_function(name, metric, join)
+    return Metrics(meters)
+
+
+def name_of(metric: Any) -> str:
+    """What a metric of a list is called: its own name, that of the function, or that of the class.
+
+    >>> class F1Score: ...
+    >>> name_of(F1Score())
+    'f1_score'
+    """
+    if isinstance(metric, str):
+        return metric.lower()
+    name = getattr(metric, "name", None)
+    if isinstance(name, str):
+        return name
+    if hasattr(metric, "func"):  # a functools.partial
+        return name_of(metric.func)
+    name = getattr(metric, "__name__", type(metric).__name__).strip("<>")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _check_name(name: Any, others: Mapping[str, Meter]) -> None:
+    if not isinstance(name, str) or not name:
+        raise BadSettings(f"the metric name {name!r} is not text: give {_HOW}")
+    if name in _RESERVED:
+        raise BadSettings(f"a metric cannot be called {name!r}, which the trainer computes itself: give another name")
+    if name in others:
+        raise BadSettings(f"two metrics are called {name!r}: give them names, metrics={{'first': ..., 'second': ...}}")
+
+
+def _of_function(name: str, metric: Any, join: Join) -> Meter:
+    if isinstance(metric, type):
+        raise BadSettings(f"metric {name!r} is a class: make one, {metric.__name__}(...)")
+    if not callable(metric):
+        raise BadSettings(f"metric {name!r} is of type {type(metric).__name__}: give {_HOW}")
+    return OfFunction(metric, join)
+
+
+def _first_parameter(function: Any) -> str | None:
+    try:
+        return next(iter(inspect.signature(function).parameters), None)
+    except (TypeError, ValueError):  # of some functions in C nothing is known
+        return None
+
+
+def _explained(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return work(*arguments)
+    except Exception as error:
+        error.add_note(f"This happened in the metric {name!r}, which gets the outputs and targets on the host.")
+        raise
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A number of any framework, or several, as JSON holds them; what is NaN or infinite becomes None."""
+    for method in ("asnumpy", "numpy"):
+        if hasattr(value, method) and not hasattr(value, "tolist"):
+            value = getattr(value, method)()
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, (list, tuple)):
+        values = [_plain(one, name) for one in value]
+        return values[0] if len(values) == 1 else values
+    if isinstance(value, (bool, int, float)):
+        return float(value) if math.isfinite(value) else None
+    raise BadSettings(f"metric {name!r} gave a {type(value).__name__}: return a number, or an array of numbers")

@@ -1,0 +1,140 @@
+"""Evaluation and prediction: one compiled program per size of batch, over all devices.
+
+The programs are those of :class:`.step.Steps`. What the model answers lies on every device after each of them; it is
+read one batch late, so that the devices have the next one already. Every process has all outputs; the first one's
+count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from manyhands.training.data import loader_batches
+from manyhands.training.data.order import Cursor, Window, windows
+from manyhands.training.data.sources import Arrays, Source, Stream
+from manyhands.training.evaluation.pieces import check_rows
+from manyhands.training.jax import feed, running_sums
+from manyhands.training.jax.division import Division, division
+from manyhands.training.jax.step import State, Steps
+from manyhands.training.jax.world import World
+from manyhands.training.learner import Take
+from manyhands.training.running_sums import Figures
+
+_BATCH = 512  # samples of a batch, at least: evaluation needs no memory for gradients
+
+
+@dataclass
+class Evaluation:
+    """The programs of a job, and the devices that they run on."""
+
+    steps: Steps
+    world: World
+    batch_size: int = _BATCH
+    seed: int = 0
+    _under_way: deque[Any] = field(default_factory=deque)
+
+    def figures(
+        self,
+        state: State,
+        data: Source,
+        arrays: tuple[jax.Array, ...] | None,
+        alive: Callable[[], None],
+        take: Take | None = None,
+    ) -> Figures:
+        """Loss and accuracy; ``arrays`` are the data on the devices, where they live there."""
+        total, outputs = self.world.put_anew(running_sums.from_figures(Figures())), _Outputs(take)
+        prepare = prepared_by(data)
+        for window, rows, how in self._batches(data, arrays):
+            if rows is None:
+                found = self.steps.test(state, total, arrays, window.start, how, prepare, answers=take is not None)
+            else:
+                found = self.steps.test_on(state, total, rows, how, prepare, answers=take is not None)
+            total, pair = found if take is not None else (found, None)
+            self._wait_for_an_old_one(total)
+            outputs.add(pair, window.size)
+            alive()
+        outputs.finish()
+        return running_sums.mean_of(total, counted=self.steps.tests_right)
+
+    def predict(self, state: State, data: Source, alive: Callable[[], None], take: Take) -> None:
+        """What the model answers to all samples."""
+        outputs = _Outputs(take)
+        for window, rows, how in self._batches(data, None):
+            assert rows is not None
+            found = self.steps.predict_on(state, rows, how, prepared_by(data))
+            self._wait_for_an_old_one(found)
+            outputs.add((found, None), window.size)
+            alive()
+        outputs.finish()
+
+    def _batches(
+        self, data: Source, arrays: tuple[jax.Array, ...] | None
+    ) -> Iterator[tuple[Window, Any | None, Division]]:
+        """Every batch in the order of the data: its rows in parts on the devices, or None where they live there."""
+        devices = len(self.world.devices)
+        if isinstance(data, Stream):
+            batches = data.windows(Cursor(), self.seed)
+            for window, parts in loader_batches.agreed(batches, self._all_have, data.loader):
+                how = division(window.size, devices, None)
+                yield window, feed.sent(parts, how, self.world), how
+            return
+        order = np.arange(data.count)
+        for window in windows(Cursor(), data.count, _even(data.count, max(self.batch_size, _BATCH))):
+            how = division(window.size, devices, None)
+            yield window, None if arrays is not None else feed.rows_of(data, order, window, how, self.world), how
+
+    def _all_have(self, number: int) -> bool:
+        if self.world.size == 1:
+            return True
+        while self._under_way:  # on CPU devices, batches under way could take the threads that this one needs
+            jax.block_until_ready(self._under_way.popleft())
+        return self.world.all_have(number)
+
+    def _wait_for_an_old_one(self, newest: Any) -> None:
+        """Not for the newest batch, but for one before it: else batches would be queued without end."""
+        self._under_way.append(newest)
+        while len(self._under_way) >= self.world.in_flight:
+            jax.block_until_ready(self._under_way.popleft())
+
+
+class _Outputs:
+    """Outputs and targets on their way to ``take``, as NumPy's arrays; those of the newest batch are not waited for."""
+
+    def __init__(self, take: Take | None) -> None:
+        self.take_pair = take if jax.process_index() == 0 else None
+        self._coming: deque[Any] = deque()
+
+    def add(self, pair: Any, size: int) -> None:
+        if self.take_pair is None:
+            return
+        check_rows(pair[0], size)
+        self._coming.append(pair)
+        if len(self._coming) > 1:
+            self._arrive()
+
+    def finish(self) -> None:
+        while self._coming:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        assert self.take_pair is not None
+        self.take_pair(*jax.tree.map(np.asarray, self._coming.popleft()))
+
+
+def prepared_by(source: Source) -> Callable[[Any], Any]:
+    return source.prepare if isinstance(source, Arrays) else _as_it_is
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _even(count: int, size: int) -> int:
+    """A size of batches near that one, so that the last is hardly shorter: each size is compiled for itself."""
+    return -(-count // -(-count // size))

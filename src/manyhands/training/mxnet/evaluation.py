@@ -1,0 +1,104 @@
+"""Outputs of a Gluon model, device by device, on their way to the host; and MXNet's own metrics."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+
+from manyhands import tree
+from manyhands.training.data.sources import Batch
+from manyhands.training.evaluation.inputs import input_count
+from manyhands.training.evaluation.pieces import Pieces, check_rows
+from manyhands.training.learner import Take
+from manyhands.training.mxnet.objective import checked_answer
+
+_AHEAD = 2  # batches whose outputs may be on their way: MXNet would queue copies without end
+
+
+class Outputs:
+    """Outputs and targets of every batch, as MXNet's arrays in the host's memory, in the order of the samples."""
+
+    def __init__(self, model: Any, take: Take | None) -> None:
+        self.model, self.take_pair = model, take
+        self._coming: deque[Any] = deque()
+
+    def add(self, shards: Sequence[Batch | None], answers: Sequence[Any] | None = None) -> None:
+        """The next batch: its shards, and what the model has answered to them (where that is known)."""
+        if self.take_pair is None:
+            return
+        present = [shard for shard in shards if shard is not None]
+        pieces = Pieces(joined)
+        for number, shard in enumerate(present):
+            answer = answers[number] if answers is not None else None
+            outputs = predicted(self.model, shard) if answer is None else answer
+            check_rows(outputs, len(shard[0]))
+            pieces.add(tree.map_leaves(_to_host, (outputs, target_of(self.model, shard))))
+        self._coming.append(pieces)
+        if len(self._coming) > _AHEAD:
+            self._arrive()
+
+    def finish(self) -> None:
+        while self._coming:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        assert self.take_pair is not None
+        pair = self._coming.popleft().whole()
+        for leaf in tree.flatten(pair)[0]:
+            leaf.wait_to_read()
+        self.take_pair(*pair)
+
+
+def predicted(model: Any, batch: Batch) -> Any:
+    """The model's answer to a batch with or without a target."""
+    return checked_answer(model, batch[: input_count(_call(model), len(batch))])
+
+
+def target_of(model: Any, batch: Batch) -> Any:
+    """The last part of a batch, unless it is an input; None where there is none."""
+    return batch[-1] if input_count(_call(model), len(batch)) < len(batch) else None
+
+
+def _call(model: Any) -> Any:
+    """How a block is called; what a hybrid block is written with gets MXNet's operations first."""
+    own = type(model)
+    if isinstance(model, mx.gluon.HybridBlock) and own.forward is mx.gluon.HybridBlock.forward:
+        return lambda x, *args: None  # MXNet says only then how many it takes
+    return model.forward
+
+
+def _to_host(leaf: Any) -> Any:
+    return leaf.as_in_context(mx.cpu())
+
+
+def joined(arrays: list[Any]) -> Any:
+    """Arrays of either of MXNet's kinds as one."""
+    if isinstance(arrays[0], mx.np.ndarray):
+        return mx.np.concatenate(arrays, axis=0)
+    return mx.nd.concat(*arrays, dim=0)
+
+
+class OfMxnet:
+    """A metric of MXNet's: ``update(labels, preds)`` of lists, ``get()``, ``reset()``."""
+
+    def __init__(self, metric: mx.metric.EvalMetric) -> None:
+        self.metric = metric
+
+    def reset(self) -> None:
+        self.metric.reset()
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.metric.update([targets], [outputs])
+
+    def result(self) -> Any:
+        name, value = self.metric.get()
+        return dict(zip(name, value, strict=True)) if isinstance(name, list) else value
+
+
+def own_meter(metric: Any) -> OfMxnet | None:
+    if isinstance(metric, str):
+        metric = mx.metric.create(metric)
+    return OfMxnet(metric) if isinstance(metric, mx.metric.EvalMetric) else None

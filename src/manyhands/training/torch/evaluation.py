@@ -1,0 +1,285 @@
+"""Evaluation and prediction: what one rank computes of data that are not trained on.
+
+Each rank works on its shard of every batch, in evaluation mode. Losses are summed on the device and read at the end.
+Outputs, where somebody wants them (:data:`~manyhands.training.learner.Take`), set out for the host as soon as they are
+computed and are waited for one batch later. The first rank puts the shards of a batch together, so that it has every
+sample once and in order::
+
+    batch 0   rank 0: rows 0-255   rank 1: rows 256-511   ->  take(outputs of 0-511, targets of 0-511)
+    batch 1   rank 0: rows 512-600 rank 1: rows 601-689   ->  take(outputs of 512-689, ...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands import tree
+from manyhands.backends.protocol import Arrival
+from manyhands.backends.torch import devices as backend
+from manyhands.training.data import loader_batches
+from manyhands.training.data.order import Cursor, windows
+from manyhands.training.evaluation.inputs import input_count
+from manyhands.training.evaluation.pieces import Pieces, check_rows
+from manyhands.training.learner import Take
+from manyhands.training.loss_sum import LossSum
+from manyhands.training.running_sums import Figures, together
+from manyhands.training.torch import dict_batches, running_sums
+from manyhands.training.torch.book.accuracy import modes_kept
+from manyhands.training.torch.data import feed, sources
+from manyhands.training.torch.data.sources import Batch, Source, Stream
+from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.running_sums import Metrics
+from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.workers import job_bytes
+
+_BATCH = 512  # samples of a batch, at least: evaluation needs no memory for gradients
+_AHEAD = 1  # batches whose outputs may still be on their way to the host
+_HOST = torch.device("cpu")
+_LABELS = ("labels", "label", "targets", "target")
+
+
+@dataclass
+class Evaluation:
+    """A model on this rank's device, and how its numbers are held."""
+
+    model: torch.nn.Module
+    world: World
+    numbers: Numbers = field(default_factory=Numbers)
+    batch_size: int = _BATCH
+
+    @torch.no_grad()
+    def figures(
+        self, objective: Objective, data: Source, alive: Callable[[], None], take: Take | None = None
+    ) -> Figures:
+        """Loss and accuracy over all ranks; every sample counts once, and ``take`` gets what was answered."""
+        sums, device = Metrics(self.world.device), self.world.device
+        counts = sums.sums.new_zeros(())
+        watched = objective.sums is not False
+        answers = None if take is None else _Answers(self.model)
+        outputs = _Outputs(self.world, take)
+        with _evaluating(self.model), answers or contextlib.nullcontext():
+            for number, batch in enumerate(self._batches(data)):
+                objective.batch_idx = number
+                if batch is None or not (size := sources.rows(batch)):
+                    outputs.add(None)
+                    continue
+                laid, both = self.numbers.lay(batch), None
+                with self.numbers.scope(device):
+                    if watched:
+                        both, loss, right = objective.as_sum(self.model, laid)
+                        watched = both is not None  # a loss that is not known now will not be later
+                    else:
+                        loss, right = objective(self.model, laid)
+                    if answers is not None:
+                        outputs.add((self._rounded(answers.take(laid)), target_of(self.model, laid)), size)
+                both = both or LossSum(loss.double() * size, size)
+                counts += both.count
+                sums.add(both.total, right, size, 0, weight=1 / size)
+                alive()
+        outputs.finish()
+        parts = self.world.gather(running_sums.as_tensor(sums.read()))
+        whole = together([running_sums.from_tensor(part) for part in parts])
+        return whole.weighed(sum(float(part) for part in self.world.gather(counts)))
+
+    @torch.no_grad()
+    def predict(self, data: Source, alive: Callable[[], None], take: Take) -> None:
+        """The model's outputs for all samples; of targets that the data may have nothing is used."""
+        outputs = _Outputs(self.world, take)
+        with _evaluating(self.model):
+            for batch in self._batches(data):
+                if batch is None or not (size := sources.rows(batch)):
+                    outputs.add(None)
+                    continue
+                laid = self.numbers.lay(batch)
+                with self.numbers.scope(self.world.device):
+                    outputs.add((self._rounded(answer(self.model, laid)), None), size)
+                alive()
+        outputs.finish()
+
+    def _batches(self, data: Source) -> Iterator[Batch | None]:
+        """This rank's shard of every batch, in the order of the data."""
+        if isinstance(data, Stream):
+            shards = feed.stream_shards(feed.stream_windows(data, Cursor()), self.world)
+            return (batch for _, batch in loader_batches.agreed(shards, self._all_have, data.loader))
+        assert data.count is not None
+        every = list(windows(Cursor(), data.count, max(self.batch_size, _BATCH)))
+        return feed.shards(data, np.arange(data.count), every, self.world)
+
+    def _all_have(self, number: int) -> bool:
+        return self.world.size == 1 or all(int(one) == number for one in self.world.gather(torch.tensor([number])))
+
+    def _rounded(self, outputs: Any) -> Any:
+        """Outputs that are in half precision only because the trainer computes in it, as float32."""
+        if self.numbers.autocast is None:
+            return outputs
+        return tree.map_leaves(lambda leaf: leaf.float() if _is_half(leaf) else leaf, outputs)
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    with modes_kept(model):
+        model.eval()
+        yield
+
+
+class _Answers:
+    """What the model answers while an objective calls it; a model that is called several times is called once more."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self._seen = model, list[Any]()
+
+    def __enter__(self) -> None:
+        self._hook = self.model.register_forward_hook(lambda _, __, output: self._seen.append(output))
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def take(self, batch: Batch) -> Any:
+        """The answer to the batch that the objective has just seen."""
+        seen = list(self._seen)
+        found = _without_loss(seen[0]) if len(seen) == 1 else answer(self.model, batch)
+        self._seen.clear()
+        return found
+
+
+class _Outputs:
+    """Outputs and targets of every batch, on their way to ``take`` of the first rank (None: nobody wants them)."""
+
+    def __init__(self, world: World, take: Take | None) -> None:
+        self.world, self.take_pair = world, take
+        self._coming: deque[Any] = deque()
+
+    def add(self, pair: tuple[Any, Any] | None, size: int = 0) -> None:
+        """This rank's part of the next batch: outputs and targets, or None where it has no samples."""
+        if self.take_pair is None:
+            return
+        if pair is not None:
+            check_rows(pair[0], size)
+        leaves, structure = tree.flatten(pair)
+        self._coming.append(([_started(leaf) for leaf in leaves], structure))
+        while len(self._coming) > _AHEAD:
+            self._arrive()
+
+    def finish(self) -> None:
+        while self._coming:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        moving, structure = self._coming.popleft()
+        pair = structure.unflatten(one.result() if isinstance(one, Arrival) else one for one in moving)
+        if self.world.size > 1:
+            parts = self.world.bytes_to_first(job_bytes.dumps(tree.map_leaves(_compact, pair)))
+            pair = _joined([pickle.loads(part) for part in parts]) if self.world.first else None
+        if pair is not None and self.take_pair is not None:
+            self.take_pair(*pair)
+
+
+def _started(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
+        return backend.start_move(leaf.detach(), _HOST)
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _compact(leaf: Any) -> Any:
+    """A tensor that does not take along memory that it only shows a part of."""
+    whole = isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() > leaf.numel() * leaf.element_size()
+    return leaf.clone() if whole else leaf
+
+
+def _joined(parts: list[tuple[Any, Any] | None]) -> Any:
+    pieces = Pieces(joined)
+    for part in parts:
+        if part is not None:
+            pieces.add(part)
+    return pieces.whole()
+
+
+def joined(arrays: list[Any]) -> Any:
+    """Tensors, or NumPy's arrays, as one."""
+    return torch.cat(arrays) if isinstance(arrays[0], torch.Tensor) else np.concatenate(arrays)
+
+
+def _without_loss(output: Any) -> Any:
+    """An output in which the model has put the loss of the batch, as Hugging Face's do, without it."""
+    if isinstance(output, Mapping) and _is_number(output.get("loss")):
+        return {name: part for name, part in output.items() if name != "loss"}
+    if dataclasses.is_dataclass(output) and not isinstance(output, type) and _is_number(getattr(output, "loss", None)):
+        return dataclasses.replace(output, loss=None)
+    return output
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()
+
+
+def _is_half(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+
+
+# Batches
+
+
+def answer(model: torch.nn.Module, batch: Batch) -> Any:
+    """What the model says to a batch: ``model(*inputs)``, or ``model(**inputs)`` for a dict."""
+    if isinstance(batch, Mapping):
+        inputs = {name: part for name, part in batch.items() if name not in _LABELS}
+        return _without_loss(dict_batches.answer(model, inputs))
+    return model(*batch[: _inputs(model, batch)]) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def target_of(model: torch.nn.Module, batch: Batch) -> Any:
+    """The part of a batch that metrics compare the outputs with; None where there is none."""
+    if isinstance(batch, Mapping):
+        return next((batch[name] for name in _LABELS if name in batch), None)
+    return batch[-1] if isinstance(batch, (tuple, list)) and _inputs(model, batch) < len(batch) else None
+
+
+def _inputs(model: torch.nn.Module, batch: Any) -> int:
+    return input_count(model.forward, len(batch))
+
+
+# Metrics
+
+
+class OfObject:
+    """A metric with ``update(outputs, targets)``, ``compute()`` and ``reset()``, as torchmetrics has them.
+
+    It is a copy in the host's memory, and sums nothing over processes by itself: it sees every sample already.
+    """
+
+    def __init__(self, metric: Any) -> None:
+        self.metric = copy.deepcopy(metric)
+        if isinstance(self.metric, torch.nn.Module):
+            self.metric = self.metric.cpu()
+            for part in self.metric.modules():
+                if hasattr(part, "distributed_available_fn"):
+                    part.distributed_available_fn = _alone
+
+    def reset(self) -> None:
+        self.metric.reset()
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.metric.update(outputs, targets)
+
+    def result(self) -> Any:
+        return self.metric.compute()
+
+
+def _alone() -> bool:
+    return False
+
+
+def own_meter(metric: Any) -> OfObject | None:
+    is_object = not isinstance(metric, type) and all(hasattr(metric, name) for name in ("update", "compute", "reset"))
+    return OfObject(metric) if is_object else None

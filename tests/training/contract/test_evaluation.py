@@ -1,0 +1,85 @@
+"""Metrics, evaluation and prediction: every sample once and in order, the same on any number of devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training_bench import Bench
+
+from manyhands.errors import BadSettings
+from manyhands.training.data.sources import as_numpy
+
+
+def top_three(outputs: Any, targets: Any) -> float:
+    """How often the target is among the three highest scores."""
+    scores, labels = as_numpy(outputs), as_numpy(targets)
+    return float((np.argsort(-scores, axis=1)[:, :3] == labels[:, None]).any(1).mean())
+
+
+def order(outputs: Any, targets: Any) -> list[float]:
+    """What tells one order of samples from another, and how many there are."""
+    labels = as_numpy(targets).astype(np.float64)
+    return [len(as_numpy(outputs)), len(labels), float((labels * np.arange(len(labels))).sum())]
+
+
+def y_true_first(y_true: Any, y_pred: Any) -> float:
+    return float(as_numpy(y_pred).ndim - as_numpy(y_true).ndim)
+
+
+def own_metric(bench: Bench) -> Any:
+    """The accuracy, as a metric object of the framework's own kind."""
+    if bench.framework == "torch":
+        import torchmetrics
+
+        return torchmetrics.Accuracy("multiclass", num_classes=10, average="micro")
+    if bench.framework == "tensorflow":
+        import keras
+
+        return keras.metrics.SparseCategoricalAccuracy()
+    if bench.framework == "mxnet":
+        import mxnet
+
+        return mxnet.metric.Accuracy()
+    return None
+
+
+# Metrics
+
+
+def test_metrics_see_every_sample_once_on_any_number_of_devices(bench: Bench) -> None:
+    metrics: dict[str, Any] = {"top_three": top_three, "order": order, "difference": y_true_first}
+    if (own := own_metric(bench)) is not None:
+        metrics["own"] = own
+    data = bench.data(samples=32, tested=530)
+    rows = [bench.fit(count, epochs=1, data=data, metrics=metrics).rows[-1] for count in (1, 3)]
+    for row in rows:
+        assert row["val_top_three"] == pytest.approx(rows[0]["val_top_three"], abs=1e-6)
+        assert row["val_order"] == rows[0]["val_order"]
+        assert row["val_order"][:2] == [530, 530]
+        assert row["val_difference"] == 1
+        assert row.get("val_own", row["val_acc"]) == pytest.approx(row["val_acc"])
+    assert rows[0]["val_acc"] < rows[0]["val_top_three"] < 1
+
+
+def test_metrics_are_logged(bench: Bench) -> None:
+    result = bench.fit(epochs=2, metrics=[top_three])
+    logged = [json.loads(line) for line in (Path(result.run) / "metrics.jsonl").read_text().splitlines()]
+    assert [row["val_top_three"] for row in logged] == [row["val_top_three"] for row in result.rows]
+    assert all(0 < row["val_top_three"] <= 1 for row in logged)
+
+
+def test_metrics_that_are_none(bench: Bench) -> None:
+    for metrics, said in (
+        ({"loss": top_three}, "cannot be called 'loss'"),
+        ([top_three, top_three], "two metrics are called 'top_three'"),
+        ({"mine": 3}, "metric 'mine' is of type int: give metrics="),
+        ({"mine": Bench}, r"metric 'mine' is a class: make one, Bench\(\.\.\.\)"),
+    ):
+        with pytest.raises(BadSettings, match=said):
+            bench.mh.Trainer(1, metrics=metrics)
+    with pytest.raises(BadSettings, match="metrics= are computed over validation data: give some"):
+        bench.fit(metrics=[top_three], data=bench.data()[0])
