@@ -77,6 +77,8 @@ class FakeBackend:
     CAPABILITIES = Capabilities(
         host_beside_virtual=True,
         virtual_at_any_time=True,
+        virtual_can_end=True,
+        virtual_as_cuda=False,
         refuses_mixed_devices=True,
         moves_models=True,
         pins_memory=False,
@@ -119,8 +121,11 @@ class FakeBackend:
     def describe(self, device: FakeDevice) -> DeviceRecord:
         return DeviceRecord(self.neutral(device), "Fake device", f"FAKE-{device.index}", Memory(1000, 600), "1.0")
 
-    def virtual_devices(self, count: int) -> None:
+    def virtual_devices(self, count: int, as_cuda: bool | None = None) -> None:
         self.virtual = count
+
+    def end_virtual_devices(self) -> None:
+        self.virtual = 0
 
     def virtual_count(self) -> int:
         return self.virtual

@@ -28,6 +28,10 @@ class Capabilities:
     host_beside_virtual: bool
     # Virtual devices may be asked for at any time, not only before the runtime starts.
     virtual_at_any_time: bool
+    # Virtual devices can be undone: `with virtual_devices(2):`.
+    virtual_can_end: bool
+    # The framework's own names for GPUs (torch.cuda) can mean virtual devices.
+    virtual_as_cuda: bool
     # The framework itself refuses to compute with tensors of different devices.
     refuses_mixed_devices: bool
     # A model that exists can be moved (elsewhere it is built where it shall live).
@@ -115,8 +119,11 @@ class Backend(Protocol[T, D]):
 
     def describe(self, device: D, /) -> DeviceRecord: ...
 
-    def virtual_devices(self, count: int, /) -> None:
-        """Make them; called once per process."""
+    def virtual_devices(self, count: int, /, as_cuda: bool | None = None) -> None:
+        """Make them, where there are none; ``as_cuda`` is None but for a framework with ``virtual_as_cuda``."""
+
+    def end_virtual_devices(self) -> None:
+        """Undo it; only where ``virtual_can_end``."""
 
     def virtual_count(self) -> int:
         """How many there are; 0 where GPUs are GPUs."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -21,6 +20,7 @@ from manyhands.backends.protocol import Arrival, Backend, D, T
 from manyhands.device import Device, DeviceRecord, Memory, check_index
 from manyhands.errors import BadBatch, DeviceError, DeviceMismatch, NotATensor, SeveralDevices, VirtualDevicesError
 from manyhands.placement.moves import VIRTUAL_DEVICES, Placement, once_each
+from manyhands.placement.virtual_devices import VirtualDeviceHolders, VirtualDevices
 
 X = TypeVar("X")
 
@@ -31,6 +31,7 @@ class Verbs(Generic[T, D]):
     def __init__(self, backend: Backend[T, D]) -> None:
         self._backend = backend
         self._place = Placement(backend)
+        self._virtual = VirtualDeviceHolders(backend)
         wanted = os.environ.get(VIRTUAL_DEVICES, "").strip()
         if wanted:
             if not wanted.isdecimal():
@@ -81,27 +82,22 @@ class Verbs(Generic[T, D]):
             )
         return record.memory
 
-    def virtual_devices(self, n: int) -> list[D]:
-        """Make ``n`` devices out of the host's CPU; they stand in for GPUs from now on.
+    def virtual_devices(self, n: int, *, as_cuda: bool | None = None) -> VirtualDevices[D]:
+        """Make ``n`` devices out of the host's CPU; they stand in for GPUs from now on, or within a ``with``.
 
-        The same as ``MANYHANDS_VIRTUAL_DEVICES=n`` in the environment. Most frameworks need to hear
-        of it before their runtime starts, that is before the first tensor.
+        The same as ``MANYHANDS_VIRTUAL_DEVICES=n`` in the environment. JAX and TensorFlow need to hear
+        of it before their runtime starts, that is before the first tensor, and cannot undo it.
+
+        In PyTorch its own names mean these devices too: ``x.cuda(1)``, ``torch.device("cuda:1")``, ``torch.cuda.*``,
+        ``nn.DataParallel``. So code written for GPUs runs as it stands (docs/virtual-devices.md). Where PyTorch has a
+        real GPU those names are left alone, unless ``as_cuda=True`` asks for it; ``as_cuda=False`` leaves them alone
+        everywhere, and the devices are called ``cpu:0``, ``cpu:1``.
         """
         if isinstance(n, bool) or not hasattr(n, "__index__") or not 1 <= n.__index__() <= 64:
             raise VirtualDevicesError(f"{n!r} virtual devices cannot be made: ask for 1 to 64")
-        count, have = n.__index__(), self._backend.virtual_count()
-        if have not in (0, count):
-            raise VirtualDevicesError(
-                f"this process has {have} virtual devices already, their number cannot change to {count}: "
-                "start a new process"
-            )
-        if not have:
-            self._backend.virtual_devices(count)
-            print(
-                f"manyhands: {count} virtual devices made of the CPU stand in for GPUs in {self._backend.name}",
-                file=sys.stderr,
-            )
-        return self.try_all_gpus()
+        if as_cuda is not None and not self._backend.CAPABILITIES.virtual_as_cuda:
+            raise VirtualDevicesError(f"as_cuda={as_cuda} is for PyTorch: {self._backend.name} has no torch.cuda")
+        return self._virtual.ask(n.__index__(), as_cuda)
 
     # Placement
 

@@ -24,6 +24,8 @@ name = "jax"
 CAPABILITIES = Capabilities(
     host_beside_virtual=False,
     virtual_at_any_time=False,
+    virtual_can_end=False,
+    virtual_as_cuda=False,
     refuses_mixed_devices=True,
     moves_models=True,
     pins_memory=False,
@@ -89,7 +91,7 @@ def describe(device: jax.Device) -> DeviceRecord:
     )
 
 
-def virtual_devices(count: int) -> None:
+def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
     global _virtual
     try:
         # JAX takes a number that it has already at any time, so it is changed twice: one of the two is refused
@@ -110,6 +112,10 @@ def virtual_devices(count: int) -> None:
     have = int(threads) if threads.isdecimal() else machine.usable_cores()
     os.environ["NPROC"] = str(max(have, 4 * count))
     _virtual = count
+
+
+def end_virtual_devices() -> None:
+    raise VirtualDevicesError("JAX keeps its devices as long as the process lives")
 
 
 def virtual_count() -> int:

@@ -24,6 +24,8 @@ name = "mxnet"
 CAPABILITIES = Capabilities(
     host_beside_virtual=False,
     virtual_at_any_time=True,
+    virtual_can_end=True,
+    virtual_as_cuda=False,
     refuses_mixed_devices=False,
     moves_models=True,
     # Without CUDA a pinned context is ordinary memory.
@@ -90,9 +92,14 @@ def describe(device: mx.Context) -> DeviceRecord:
     )
 
 
-def virtual_devices(count: int) -> None:
+def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
     global _virtual_count
     _virtual_count = count
+
+
+def end_virtual_devices() -> None:
+    global _virtual_count
+    _virtual_count = 0
 
 
 def virtual_count() -> int:

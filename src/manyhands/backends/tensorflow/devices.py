@@ -40,6 +40,8 @@ name = "tensorflow"
 CAPABILITIES = Capabilities(
     host_beside_virtual=False,
     virtual_at_any_time=False,
+    virtual_can_end=False,
+    virtual_as_cuda=False,
     refuses_mixed_devices=False,
     moves_models=False,
     pins_memory=False,
@@ -139,7 +141,7 @@ def describe(device: TensorFlowDevice) -> DeviceRecord:
     )
 
 
-def virtual_devices(count: int) -> None:
+def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
     """Logical CPUs. GPUs are hidden from TensorFlow, which would put new tensors there of its own accord."""
     global _virtual_count
     host = tf.config.list_physical_devices("CPU")[0]
@@ -153,6 +155,10 @@ def virtual_devices(count: int) -> None:
                 f"starts it). Call mh.virtual_devices({count}) before, or set MANYHANDS_VIRTUAL_DEVICES={count}"
             ) from None
     _virtual_count = count
+
+
+def end_virtual_devices() -> None:
+    raise VirtualDevicesError("TensorFlow keeps its devices as long as the process lives")
 
 
 def virtual_count() -> int:

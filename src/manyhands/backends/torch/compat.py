@@ -22,8 +22,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn.parallel import _functions as parallel_functions
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._device import _device_constructors as device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
@@ -68,6 +70,9 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_zero_ = torch._foreach_zero_
+
+# What PyTorch calls before it uses CUDA; virtual devices replace it.
+LAZY_INIT = "_lazy_init"
 
 # Which function of the backward pass runs: there is no public way to ask.
 current_autograd_node = torch._C._current_autograd_node
@@ -160,6 +165,35 @@ def is_dynamo_loaded() -> bool:
     return "torch._dynamo.backends.registry" in sys.modules
 
 
+class DispatchModeWithoutDynamo(TorchDispatchMode):
+    """A dispatch mode that Dynamo leaves alone, without loading Dynamo, as PyTorch's own does at the first operation.
+
+    Loading it takes seconds. A subclass defines ``dispatch``.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_dynamo_loaded():
+            self.leave_to_dynamo()
+        return self.dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def leave_to_dynamo(cls) -> None:
+        """Dynamo is loaded: let it skip this mode from now on, in PyTorch's own way."""
+
+        def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return mode.dispatch(func, args, kwargs or {})
+
+        if "__torch_dispatch__" not in vars(cls):
+            cls.__torch_dispatch__ = torch.compiler.disable(dispatch)  # type: ignore[method-assign]
+
+    def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
 def register_dynamo_backend(name: str, backend: Any) -> None:
     """Let torch.compile know a backend, once; the public register_backend fails at the second time."""
     from torch._dynamo.backends import registry
@@ -190,14 +224,17 @@ __all__ = [
     "SUPPORTED_NODES",
     "DataDependentOutputException",
     "DeviceContext",
+    "DispatchModeWithoutDynamo",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "device_constructors",
     "dispatch_mode_stack",
     "function_mode_stack",
     "no_dispatch_modes",
+    "parallel_functions",
     "register_pytree_node",
     "tree_flatten",
     "tree_iter",

@@ -7,7 +7,9 @@ whole, as a model is: PyTorch keeps a part of it on the host, so only its own ``
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -22,6 +24,8 @@ name = "torch"
 CAPABILITIES = Capabilities(
     host_beside_virtual=True,
     virtual_at_any_time=True,
+    virtual_can_end=True,
+    virtual_as_cuda=True,
     refuses_mixed_devices=True,
     moves_models=True,
     pins_memory=True,
@@ -47,7 +51,7 @@ def cpu() -> torch.device:
 
 
 def gpu(index: int) -> torch.device:
-    return torch.device("cpu" if virtual.count() else "cuda", index)
+    return virtual.device(index) if virtual.count() else torch.device("cuda", index)
 
 
 def num_gpus() -> int:
@@ -68,12 +72,12 @@ def neutral(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device("cpu") if device.index is None else Device("virtual", device.index)
     if device.type == "cuda":
-        return Device("gpu", device.index)
+        return Device("virtual" if virtual.stands_in() else "gpu", device.index)
     raise BadDevice(f"{str(device)!r} is neither the CPU nor a GPU of CUDA or ROCm: those are known here")
 
 
 def describe(device: torch.device) -> DeviceRecord:
-    if device.type == "cpu":
+    if device.type == "cpu" or virtual.stands_in():
         capability = torch.backends.cpu.get_cpu_capability()
         return DeviceRecord(neutral(device), machine.host_name(), None, machine.host_memory(), capability)
     properties = torch.cuda.get_device_properties(device)
@@ -87,8 +91,23 @@ def describe(device: torch.device) -> DeviceRecord:
     )
 
 
-def virtual_devices(count: int) -> None:
-    virtual.start(count)
+def virtual_devices(count: int, as_cuda: bool | None = None) -> None:
+    """``as_cuda`` None: they stand in for GPUs also in PyTorch's own names where there is no GPU."""
+    stand_in = not torch.cuda.is_available() if as_cuda is None else as_cuda
+    virtual.start(count, as_cuda=stand_in)
+    if stand_in:
+        cuda_stand_in().start()
+
+
+def end_virtual_devices() -> None:
+    if virtual.stands_in():
+        cuda_stand_in().stop()
+    virtual.stop()
+
+
+def cuda_stand_in() -> ModuleType:
+    """Loaded where it is needed: most programs do without."""
+    return importlib.import_module("manyhands.backends.torch.cuda_stand_in.replaced")
 
 
 def virtual_count() -> int:
@@ -96,7 +115,7 @@ def virtual_count() -> int:
 
 
 def virtual_device(index: int) -> torch.device | None:
-    return torch.device("cpu", index) if index < virtual.count() else None
+    return virtual.device(index) if index < virtual.count() else None
 
 
 # Tensors
@@ -121,12 +140,12 @@ def all_on(values: Sequence[object], device: torch.device) -> bool:
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     device = _numbered(device)
-    return virtual.place(tensor, device) if device.type == "cpu" else tensor.to(device)
+    return virtual.place(tensor, device) if device.type == "cpu" or virtual.stands_in() else tensor.to(device)
 
 
 def copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     device = _numbered(device)
-    if device.type == "cpu" and tensor.device.type == "cpu":
+    if virtual.stands_in() or device.type == tensor.device.type == "cpu":
         return virtual.place(tensor.clone(), device)
     return tensor.to(device, copy=True)
 
@@ -208,7 +227,7 @@ def _start_move(tensor: torch.Tensor, device: torch.device, *, kept: bool) -> Ar
     device = _numbered(device)
     # Sparse and nested tensors are several pieces of memory, for which PyTorch has no page-locked form.
     in_pieces = tensor.layout != torch.strided or tensor.is_nested
-    if in_pieces or tensor.device.type == device.type == "cpu":
+    if in_pieces or virtual.stands_in() or tensor.device.type == device.type == "cpu":
         moved = move(tensor, device)
         return Arrival(lambda: moved, lambda: True)
     if device.type == "cpu":
@@ -293,4 +312,6 @@ def _numbered(device: torch.device) -> torch.device:
     there are no virtual devices."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", 0)
-    return _CPU if device.type == "cpu" and device.index == 0 and not virtual.count() else device
+    if device.type == "cpu" and device.index is not None:
+        return virtual.shown(device) if virtual.count() or device.index else _CPU
+    return device

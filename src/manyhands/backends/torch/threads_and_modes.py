@@ -261,8 +261,9 @@ def _changed(there: _Modes, wanted: _Modes) -> Iterator[None]:
         if there[0] != inference:
             modes.enter_context(torch.inference_mode(inference))
         if there[1:5] != wanted[1:5]:
-            modes.enter_context(torch.autocast("cpu", cpu_dtype, on_cpu, cached))
+            # In this order: where virtual devices stand in for GPUs, the first sets the CPU too.
             modes.enter_context(torch.autocast("cuda", gpu_dtype, on_gpu, cached))
+            modes.enter_context(torch.autocast("cpu", cpu_dtype, on_cpu, cached))
         if there[5] != device:
             modes.enter_context(device)
         yield

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from manyhands.backends.torch import devices as backend
+from manyhands.backends.torch import virtual
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher, options, refusals
 from manyhands.training.callbacks.dispatcher import Dispatcher
@@ -81,7 +82,10 @@ class Trainer(BaseTrainer):
     @functools.cached_property
     def ranks(self) -> list[torch.device]:
         """The device of each rank. Virtual ones are made of the CPU; a rank is a process, so plain CPU tensors do."""
-        return [device if device.type == "cuda" else torch.device("cpu") for device in self._natives()]
+        return [
+            torch.device("cpu") if virtual.stands_in() or device.type != "cuda" else device
+            for device in self._natives()
+        ]
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return source(data, shuffle=shuffle)
@@ -168,7 +172,7 @@ class Trainer(BaseTrainer):
         """This process is one rank of several, as torchrun's environment says."""
         place = launcher.place()
         on_cpu = self._option("devices") is not None and not self.gpus
-        gpus = 0 if on_cpu else torch.cuda.device_count()
+        gpus = 0 if on_cpu or virtual.stands_in() else torch.cuda.device_count()
         own_gpu = gpus >= place.local_size
         if gpus and not own_gpu and place.rank == 0:
             dispatcher.event({"kind": "warning", "text": _too_few(gpus, place.local_size)})

@@ -40,7 +40,7 @@ from manyhands.backends.torch.compat import FakeTensor, FakeTensorMode
 from manyhands.backends.torch.guards.state import Outside
 from manyhands.backends.torch.passes.split import split
 from manyhands.backends.torch.run.result_copies import has_no_gaps
-from manyhands.backends.torch.virtual import VirtualTensor, no_hooks, only_hooks, only_known_functions
+from manyhands.backends.torch.virtual import VirtualTensor, home, no_hooks, only_hooks, only_known_functions
 from manyhands.errors import CannotTrace
 from manyhands.generated import function
 
@@ -331,7 +331,7 @@ def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 made = nn.Parameter(made, requires_grad=False)
         elif isinstance(tensor, VirtualTensor):
             form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            made = FakeTensor(mode, form, tensor.device)
+            made = FakeTensor(mode, form, home(tensor))
         else:
             made = mode.from_tensor(tensor.detach())
         found.append(made.requires_grad_(tensor.requires_grad))

@@ -41,6 +41,7 @@ from manyhands.backends.torch.capture import call
 from manyhands.backends.torch.capture.call import Call
 from manyhands.backends.torch.capture.refusals import BY_VALUE
 from manyhands.backends.torch.compat import TensorGuards
+from manyhands.backends.torch.virtual import home
 from manyhands.generated import function
 
 Fits = Callable[[tuple[Any, ...], dict[str, Any]], "list[torch.Tensor] | None"]
@@ -80,7 +81,9 @@ class _Writer:
         self._gradients: list[str] = []  # what tensors that want gradients are asked: the function may look at theirs
         self._fixed: list[str] = []  # what parameters are asked: they stay where they are
         self._names: dict[str, Any] = {**call.MODE_NAMES, "Given": Given, "seen": [None], "apart": _apart}
-        if any(tensor.is_cuda for tensor in one.tensors):  # then it need not be asked whether CUDA is there at all
+        if any(
+            home(tensor).type == "cuda" for tensor in one.tensors
+        ):  # then it need not be asked whether CUDA is there at all
             self._names["capturing"] = compat.is_current_stream_capturing
         self._count = 0
 

@@ -1,99 +1,25 @@
-"""Numbered CPU devices for PyTorch, so that code for several GPUs runs, and fails, as it would there.
-
-PyTorch knows ``torch.device("cpu", 1)`` as a name, but a tensor made there is on plain ``cpu``. Here a
-:class:`VirtualTensor` is a tensor that says it is on ``cpu:1`` and holds a plain tensor inside; every
-operation is computed on what is inside, and its results are wrapped again. Operands on different
-devices are refused in PyTorch's own words, as with GPUs (a scalar from the host may join anywhere).
-
-Two hooks, set when virtual devices are asked for, let tensors come into being: a dispatch mode
-sees every ``torch.ones(..., device="cpu:1")``, ``x.to("cpu:1")`` and ``Module.to``, also in a backward
-pass; a function mode sees ``torch.tensor([...], device="cpu:1")``, which never reaches the dispatcher
-with its device. Both hold for the thread that set them; :func:`place` works in every thread, and so does what is
-done within :func:`hooks`.
-
-``torch.device("cpu:0")`` is then virtual device 0; as a *name* for our verbs, ``"cpu:0"`` is the host, as everywhere.
-
-What it is not: fast (an operation costs some microseconds more). A tensor keeps the shape that it was born with:
-``x.t_()``, ``x.resize_(...)`` and an ``out=`` of another size are refused. A lazy module is moved after its first call.
-``torch.load(map_location="cpu:1")`` is refused by PyTorch: load to ``"cpu"``, then ``mh.to``.
-"""
+"""A tensor on a virtual device, and how one comes there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.overrides import TorchFunctionMode
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.compat import (
-    DeviceContext,
-    TorchDispatchMode,
-    dispatch_mode_stack,
-    function_mode_stack,
-    no_dispatch_modes,
-    tree_iter,
-    tree_map_only,
-)
-
-_count = 0
-_HOST = torch.device("cpu")
+from manyhands.backends.torch.virtual.names import HOST, actual, check_exists, is_virtual, shown, stands_in
 
 _aten = torch.ops.aten
 # Operations that take tensors of two devices on GPUs too.
 _ACROSS_DEVICES = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 
 
-def start(number: int) -> None:
-    """Make the devices ``cpu:0`` to ``cpu:<number - 1>``."""
-    global _count
-    _count = number
-    torch.utils.swap_tensors = _swap_tensors  # Module.to() calls it by this name
-    for hook in (_Births(), _FromData()):  # type: ignore[no-untyped-call]
-        hook.__enter__()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def hooks() -> Iterator[None]:
-    """Let tensors come into being on virtual devices in this thread too; nothing where there are none."""
-    if not _count:
-        yield
-        return
-    with _Births(), _FromData():  # type: ignore[no-untyped-call]
-        yield
-
-
-def count() -> int:
-    return _count
-
-
-@contextmanager
-def no_hooks() -> Iterator[None]:
-    """Leave the hooks out, so that operations see plain tensors; nothing where there are no virtual devices."""
-    if not _count:
-        yield
-        return
-    with no_dispatch_modes():
-        yield
-
-
-def only_hooks() -> bool:
-    """Whether no dispatch mode but ours is active in this thread."""
-    return all(isinstance(mode, _Births) for mode in dispatch_mode_stack())
-
-
-def only_known_functions() -> bool:
-    """Whether no function mode is active in this thread but ours and PyTorch's own for the default device."""
-    return all(isinstance(mode, (_FromData, DeviceContext)) for mode in function_mode_stack())
-
-
-def is_virtual(device: torch.device) -> bool:
-    return device.type == "cpu" and device.index is not None
+def home(tensor: torch.Tensor) -> torch.device:
+    """The device of a tensor as the dispatcher knows it."""
+    return tensor._home if isinstance(tensor, VirtualTensor) else tensor.device
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,8 +29,9 @@ def inside(tensor: torch.Tensor) -> torch.Tensor:
 
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor's content on another device, with gradients that flow back; works in every thread."""
-    if tensor.device.type == "cpu" and device.type == "cpu":
-        return tensor if tensor.device == device else _Place.apply(tensor, device)  # type: ignore[no-untyped-call]
+    device = actual(device)
+    if device.type == "cpu" and (is_virtual(device) or home(tensor).type == "cpu"):
+        return tensor if home(tensor) == device else _Place.apply(tensor, device)  # type: ignore[no-untyped-call]
     return tensor.to(device)
 
 
@@ -112,9 +39,11 @@ class VirtualTensor(torch.Tensor):
     """A tensor on a virtual device: its metadata here, its numbers in ``_inner`` on the host."""
 
     _inner: torch.Tensor
+    _home: torch.device
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device) -> VirtualTensor:
+        device = actual(device)
         made: VirtualTensor = compat.make_wrapper_subclass(
             cls,
             inner.shape,
@@ -126,13 +55,32 @@ class VirtualTensor(torch.Tensor):
             requires_grad=False,
         )
         made._inner = inner
+        made._home = device
         return made
 
     def __init__(self, inner: torch.Tensor, device: torch.device) -> None:
         super().__init__()
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return shown(self._home)
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return stands_in()
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return not stands_in()
+
+    def get_device(self) -> int:
+        return self._home.index
+
+    def record_stream(self, stream: object) -> None:
+        """There is no second stream that could use the memory later."""
+
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
-        return ["_inner"], self.device
+        return ["_inner"], self._home
 
     @staticmethod
     def __tensor_unflatten__(
@@ -142,7 +90,7 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return _compute(func, args, kwargs or {})
+        return compute(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = f"{self._inner!r}"[:-1] + f", device='{self.device}'"
@@ -165,13 +113,13 @@ class VirtualTensor(torch.Tensor):
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
             self._inner = value._inner
         else:
-            _become(self, value)
+            become(self, value)
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
     ) -> torch.Tensor:
-        made = torch.tensor(data, dtype=dtype or self.dtype, device=_HOST)
-        return place(made, self.device if device is None else torch.device(device)).requires_grad_(requires_grad)
+        made = torch.tensor(data, dtype=dtype or self.dtype, device=HOST)
+        return place(made, self._home if device is None else actual(device)).requires_grad_(requires_grad)
 
     def tolist(self) -> Any:
         return self._inner.tolist()
@@ -190,7 +138,7 @@ class VirtualTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             with torch.no_grad():
-                made: torch.Tensor = VirtualTensor(self._inner.clone(), self.device)
+                made: torch.Tensor = VirtualTensor(self._inner.clone(), self._home)
             if isinstance(self, torch.nn.Parameter):
                 made = torch.nn.Parameter(made, self.requires_grad)
             else:
@@ -200,11 +148,18 @@ class VirtualTensor(torch.Tensor):
             memo[id(self)] = made
         return memo[id(self)]  # type: ignore[no-any-return]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as a tensor of the host: the file can be read where there are no virtual devices."""
+        inner = self._inner.detach()
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(inner, self.requires_grad).__reduce_ex__(protocol)
+        return inner.requires_grad_(self.requires_grad and self.is_leaf).__reduce_ex__(protocol)
+
 
 _swap_plain_tensors = torch.utils.swap_tensors
 
 
-def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     """``torch.utils.swap_tensors`` that also swaps virtual tensors with weak references to them or views of them.
 
     PyTorch refuses those. But ``Module.to`` swaps parameters on their way to a virtual device, and on their way to a
@@ -226,7 +181,7 @@ def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
 
 def _end_graph(leaf: torch.Tensor, device: torch.device) -> None:
     """Let a backward pass through what was computed from this parameter fail: its gradient would reach nobody."""
-    if not (leaf.requires_grad and leaf.is_leaf):
+    if not (leaf.requires_grad and leaf.is_leaf) or isinstance(leaf, UninitializedTensorMixin):
         return
     source, shape = leaf.device, tuple(leaf.shape)
 
@@ -239,7 +194,7 @@ def _end_graph(leaf: torch.Tensor, device: torch.device) -> None:
     torch.autograd.graph.get_gradient_edge(leaf).node.register_prehook(refuse)
 
 
-def _become(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor other contents, perhaps on another device; its gradient goes with it where that is possible."""
     gradient, requires_grad = tensor.grad, tensor.requires_grad
     if gradient is not None and gradient.shape != value.shape:
@@ -248,12 +203,12 @@ def _become(tensor: torch.Tensor, value: torch.Tensor) -> None:
             "x.grad = None before"
         )
     made = value.detach()
-    _swap_tensors(tensor, torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made)
+    swap_tensors(tensor, torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made)
     tensor.requires_grad_(requires_grad)
     if gradient is None:
         return
     if (gradient.device, gradient.dtype) != (tensor.device, tensor.dtype):
-        _swap_tensors(gradient, place(gradient.detach(), tensor.device).to(tensor.dtype))
+        swap_tensors(gradient, place(gradient.detach(), tensor.device).to(tensor.dtype))
     tensor.grad = gradient
 
 
@@ -262,62 +217,50 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        ctx.source = tensor.device
-        inner = tensor._inner if isinstance(tensor, VirtualTensor) else tensor
-        return _wrapped(inner.clone(), device)
+        ctx.source = home(tensor)
+        return _wrapped(inside(tensor).to(HOST, copy=True), device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return place(gradients[0], ctx.source), None
 
 
-class _Births(TorchDispatchMode):
-    """Sees operations without a virtual operand that shall give a tensor on a virtual device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if device is None or device.type != "cpu" or device.index is None:
-            return func(*args, **kwargs)
-        if args and isinstance(args[0], UninitializedTensorMixin):
-            raise RuntimeError(
-                f"a lazy module has no weights yet that could go to {device}: call it once on the host, then move it"
-            )
-        return _compute(func, args, kwargs)
-
-
-class _FromData(TorchFunctionMode):
-    """Sees ``torch.tensor(data, device=...)``: made on the host, then placed; and ``x.data = y`` of a host's x."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _FROM_DATA:
-            wanted = kwargs.get("device")
-            # PyTorch adds its default device only below this hook.
-            device = torch.get_default_device() if wanted is None else torch.device(wanted)
-            if device.type == "cpu" and device.index is not None:
-                requires_grad = kwargs.pop("requires_grad", False)
-                made = place(func(*args, **{**kwargs, "device": _HOST}), device)
-                return made.detach().requires_grad_() if requires_grad else made
-        elif func == _SET_DATA and isinstance(args[1], VirtualTensor) and not isinstance(args[0], VirtualTensor):
-            return _become(*args)
-        return func(*args, **kwargs)
-
-
-def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one operation on what is inside, and wrap what comes out."""
     wanted = kwargs.get("device")
     if wanted is not None:
-        _check_exists(wanted)
-        kwargs = {**kwargs, "device": _HOST if wanted.type == "cpu" else wanted}
-    target = wanted if wanted is not None else _common_device(func, args, kwargs)
-    inner_args, inner_kwargs = tree_map_only(VirtualTensor, _inner, (args, kwargs))
+        check_exists(wanted)
+        kwargs = {**kwargs, "device": HOST if wanted.type == "cpu" else wanted}
+    tensors = list(_tensors((*args, *kwargs.values())))
+    target = wanted if wanted is not None else _common_device(func, tensors)
+    inner_args = _mapped(inside, tuple(args))
+    inner_kwargs = {name: _mapped(inside, value) for name, value in kwargs.items()}
     result = func(*inner_args, **inner_kwargs)
     # What an operation gives back of its own arguments (in-place, out=) is the argument, not a new tensor.
-    given = {id(value): value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)}
+    given = {id(value): value for value in tensors}
     _refuse_new_shapes(func, given.values())
-    given |= {id(value._inner): value for value in given.values() if isinstance(value, VirtualTensor)}
-    return tree_map_only(torch.Tensor, lambda t: given[id(t)] if id(t) in given else _wrapped(t, target), result)
+    given |= {id(value._inner): value for value in tensors if isinstance(value, VirtualTensor)}
+    return _mapped(lambda t: given[id(t)] if id(t) in given else _wrapped(t, target), result)
+
+
+# Operations have tensors and lists of tensors as arguments and results: PyTorch's pytrees, which know more, take longer
+# here than the operations themselves.
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
+
+
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) is list:
+        return [_mapped(function, one) for one in value]
+    return tuple([_mapped(function, one) for one in value]) if type(value) is tuple else value
 
 
 def _refuse_new_shapes(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
@@ -333,31 +276,21 @@ def _refuse_new_shapes(func: Callable[..., Any], tensors: Iterable[torch.Tensor]
         )
 
 
-def _inner(tensor: VirtualTensor) -> torch.Tensor:
-    return tensor._inner
-
-
 def _wrapped(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu" or device.index is None or isinstance(tensor, VirtualTensor):
         return tensor
     return VirtualTensor(tensor, device)
 
 
-def _common_device(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.device:
+def _common_device(func: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> torch.device:
     """The device that the result is on; operands on several are refused as with GPUs."""
-    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
-    virtual = dict.fromkeys(tensor.device for tensor in tensors if isinstance(tensor, VirtualTensor))
+    virtual = dict.fromkeys(tensor._home for tensor in tensors if isinstance(tensor, VirtualTensor))
     if func in _ACROSS_DEVICES:
-        return tensors[0].device
+        return home(tensors[0])
     host = any(not isinstance(tensor, VirtualTensor) and tensor.dim() > 0 for tensor in tensors)
     if len(virtual) > 1 or host:
-        found = [str(device) for device in virtual] + (["cpu"] if host else [])
+        found = [str(shown(device)) for device in virtual] + (["cpu"] if host else [])
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(found[:2])}!"
         )
     return next(iter(virtual))
-
-
-def _check_exists(device: torch.device) -> None:
-    if device.type == "cpu" and device.index is not None and device.index >= _count:
-        raise RuntimeError(f"there is no virtual device {device}: this process has {_count} of them")

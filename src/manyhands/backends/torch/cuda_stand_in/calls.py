@@ -1,0 +1,118 @@
+"""Calls that mean a GPU: ``x.cuda(1)``, ``x.pin_memory()``, ``autocast("cuda")``, ``torch.load``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from manyhands.backends.torch import virtual
+from manyhands.backends.torch.compat import tree_map_only
+
+
+def cuda(
+    tensor: torch.Tensor,
+    device: Any = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> torch.Tensor:
+    """``x.cuda(1)``: x itself where it is there already."""
+    target = virtual.actual("cuda" if device is None else device)
+    if not virtual.is_virtual(target):
+        raise ValueError(f"Invalid device, must be cuda device, not {target}")
+    with virtual.translating():
+        return tensor.to(target, non_blocking=non_blocking, memory_format=memory_format)
+
+
+def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """A copy that says it is page-locked: host and virtual devices have the same memory, so nothing is gained."""
+    if isinstance(tensor, virtual.VirtualTensor):
+        raise RuntimeError(f"cannot pin a tensor of {tensor.device}: only dense CPU tensors can be pinned")
+    if is_pinned(tensor):
+        return tensor
+    made = tensor.clone()
+    virtual.mark_pinned(made)
+    return made
+
+
+def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+    return virtual.is_marked_pinned(tensor)
+
+
+def type_name(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **more: Any) -> Any:
+    """``x.type()`` and ``x.type("torch.cuda.FloatTensor")``."""
+    if dtype is None:
+        name = str(virtual.inside(tensor).type())
+        return name.replace("torch.", "torch.cuda.", 1) if tensor.is_cuda else name
+    if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+        return cuda(tensor).type(dtype.replace("torch.cuda.", "torch.", 1))
+    if isinstance(dtype, str):  # a type of the host
+        return tensor.cpu().type(dtype)
+    return tensor.type(dtype)
+
+
+def on_cpu_too(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``autocast("cuda")`` also casts what virtual devices compute, which the dispatcher knows as CPU operations."""
+
+    def enter_both(context: Any) -> Any:
+        if context.device == "cuda" and virtual.stands_in():
+            # An unbound call: `enter` is what is replaced here.
+            beside = torch.autocast("cpu", context.fast_dtype, context._enabled, context._cache_enabled)
+            enter(beside)
+            vars(context).setdefault("_beside", []).append(beside)
+        return enter(context)
+
+    return enter_both
+
+
+def off_cpu_too(leave: Callable[..., Any]) -> Callable[..., Any]:
+    def leave_both(context: Any, *error: Any) -> Any:
+        result = leave(context, *error)
+        if vars(context).get("_beside"):
+            leave(context._beside.pop(), *error)
+        return result
+
+    return leave_both
+
+
+def loading(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.load(file, map_location="cuda:1")``: a file is read on the host, then its tensors are moved."""
+
+    def load_here(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if map_location is None:  # saved on a GPU, perhaps: PyTorch would look for it
+            return load(f, "cpu", *args, **kwargs)
+        target = virtual.actual(map_location) if isinstance(map_location, (str, torch.device)) else None
+        if target is None or not virtual.is_virtual(target):
+            return load(f, map_location, *args, **kwargs)
+        kinds = (torch.Tensor, torch.nn.Module)
+        return tree_map_only(kinds, lambda one: one.to(target), load(f, "cpu", *args, **kwargs))
+
+    return load_here
+
+
+class _GeneratorType(type):
+    """So that ``isinstance(g, torch.Generator)`` goes on working."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _PlainGenerator)
+
+
+_PlainGenerator = torch.Generator
+
+
+class Generator(metaclass=_GeneratorType):
+    """``torch.Generator(device="cuda")``: random numbers of virtual devices are drawn on the host."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        target = virtual.actual(device)
+        return _PlainGenerator("cpu" if virtual.is_virtual(target) else target)
+
+
+def no_cuda() -> NoReturn:
+    """``torch.cuda.init()``, which PyTorch calls when an operation reaches CUDA itself."""
+    raise RuntimeError(
+        "this operation asks CUDA itself for a GPU, and there are only virtual devices. If it runs in a thread that "
+        "was started before the virtual devices were made, start the thread later; else it is one that they cannot "
+        "do (docs/virtual-devices.md)"
+    )

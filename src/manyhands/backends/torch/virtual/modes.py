@@ -1,0 +1,179 @@
+"""The modes through which tensors come into being on virtual devices, in every thread."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
+
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.compat import (
+    DeviceContext,
+    DispatchModeWithoutDynamo,
+    dispatch_mode_stack,
+    function_mode_stack,
+    no_dispatch_modes,
+)
+from manyhands.backends.torch.replacements import Replacements
+from manyhands.backends.torch.virtual import lazy
+from manyhands.backends.torch.virtual.names import HOST, actual, count, is_virtual, of_thread, set_devices, stands_in
+from manyhands.backends.torch.virtual.tensor import VirtualTensor, become, compute, place, swap_tensors
+
+_changes = Replacements()
+# Calls that something else answers while virtual devices stand in for GPUs; :mod:`..cuda_stand_in` fills it.
+instead: dict[Any, Callable[..., Any]] = {}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+
+
+def start(number: int, *, as_cuda: bool) -> None:
+    """Make the devices ``cpu:0`` to ``cpu:<number - 1>``; Python sees ``cuda:0`` and so on where ``as_cuda``."""
+    set_devices(number, as_cuda=as_cuda)
+    _changes.replace(torch.utils, "swap_tensors", swap_tensors)  # Module.to() calls it by this name
+    for owner, name, value in lazy.replaced():
+        _changes.replace(owner, name, value)
+    _changes.replace(threading.Thread, "start", _start_thread)  # modes hold for one thread
+    _changes.replace(torch, "compile", _compiling(torch.compile))  # Dynamo would trace our hook
+    of_thread.hooks = (_Births(), _Names())  # type: ignore[no-untyped-call]
+    for hook in of_thread.hooks:
+        hook.__enter__()  # type: ignore[no-untyped-call]
+
+
+def stop() -> None:
+    """Undo it. Tensors that are still there stay usable; hooks of other threads do nothing any more."""
+    _changes.undo()
+    set_devices(0, as_cuda=False)
+    if of_thread.hooks:
+        births, names = of_thread.hooks
+        of_thread.hooks = ()
+        if dispatch_mode_stack()[-1:] == [births] and function_mode_stack()[-1:] == [names]:
+            names.__exit__(None, None, None)
+            births.__exit__(None, None, None)
+
+
+@contextmanager
+def hooks() -> Iterator[None]:
+    """Let tensors come into being on virtual devices in this thread too; nothing where there are none."""
+    if not count():
+        yield
+        return
+    with _Births(), _Names():  # type: ignore[no-untyped-call]
+        yield
+
+
+@contextmanager
+def translating() -> Iterator[None]:
+    """Go on translating names within what answers a call instead of PyTorch."""
+    with _Names():
+        yield
+
+
+_start_plain_thread = threading.Thread.start
+
+
+def _start_thread(thread: threading.Thread) -> None:
+    """``Thread.start`` with our hooks in the new thread; lanes compute with what is inside and need none."""
+    run = thread.run
+
+    def run_with_hooks() -> None:
+        try:
+            with hooks():
+                run()
+        finally:
+            thread.__dict__.pop("run", None)  # else the thread would hold itself
+
+    if not thread.name.startswith("manyhands lane"):
+        thread.run = run_with_hooks  # type: ignore[method-assign]
+    _start_plain_thread(thread)
+
+
+@contextmanager
+def no_hooks() -> Iterator[None]:
+    """Leave the hooks out, so that operations see plain tensors; nothing where there are no virtual devices."""
+    if not count():
+        yield
+        return
+    with no_dispatch_modes():
+        yield
+
+
+def only_hooks() -> bool:
+    """Whether no dispatch mode but ours is active in this thread."""
+    return all(isinstance(mode, _Births) for mode in dispatch_mode_stack())
+
+
+def only_known_functions() -> bool:
+    """Whether no function mode is active in this thread but ours and PyTorch's own for the default device."""
+    return all(isinstance(mode, (_Names, DeviceContext)) for mode in function_mode_stack())
+
+
+class _Births(DispatchModeWithoutDynamo):
+    """Sees operations without a virtual operand that shall give a tensor on a virtual device."""
+
+    def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device")
+        if device is None or device.type != "cpu" or device.index is None or not count():
+            return func(*args, **kwargs)
+        return compute(func, args, kwargs)
+
+
+def _compiling(compile: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_without_hooks(*args: Any, **kwargs: Any) -> Any:
+        _Births.leave_to_dynamo()
+        return compile(*args, **kwargs)
+
+    return functools.wraps(compile)(compile_without_hooks)
+
+
+class _Names(TorchFunctionMode):
+    """Sees the calls that name a device, before PyTorch asks whether it exists; and ``x.data = y`` of a host's x."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not count():
+            return func(*args, **kwargs)
+        if stands_in() and func in instead:
+            return instead[func](*args, **kwargs)
+        args, device = _translated(func, args, kwargs)
+        if device is not None:
+            kwargs = {**kwargs, "device": device}
+        if stands_in() and kwargs.get("pin_memory"):  # PyTorch would ask CUDA for the memory
+            return mark_pinned(func(*args, **{**kwargs, "pin_memory": False}))
+        if func in _FROM_DATA and device is not None and is_virtual(device):
+            requires_grad = kwargs.pop("requires_grad", False)
+            made = place(func(*args, **{**kwargs, "device": HOST}), device)
+            return made.detach().requires_grad_() if requires_grad else made
+        if args and isinstance(args[0], UninitializedTensorMixin):
+            return lazy.call(func, args, kwargs)
+        if func == _SET_DATA and isinstance(args[1], VirtualTensor) and not isinstance(args[0], VirtualTensor):
+            return become(*args)
+        return func(*args, **kwargs)
+
+
+def _translated(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.device | None]:
+    """The arguments of a call, and its ``device=``, by the names that the dispatcher knows."""
+    named = kwargs.get("device")
+    if named is not None:
+        return args, actual(named)
+    if func in compat.device_constructors():
+        default = lazy.default_device()
+        return args, None if default is None else actual(default)
+    if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], (torch.device, str, int)):
+        args = (args[0], actual(args[1]), *args[2:])
+    return args, None
+
+
+def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Let a tensor of the host say that it is page-locked, where virtual devices stand in for GPUs."""
+    tensor.__dict__["_manyhands_pinned"] = True
+    return tensor
+
+
+def is_marked_pinned(tensor: torch.Tensor) -> bool:
+    return "_manyhands_pinned" in tensor.__dict__

@@ -1,0 +1,84 @@
+"""Who holds the virtual devices of a process: asked for once and kept, or held by ``with`` blocks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+from manyhands.backends.protocol import Backend, D
+from manyhands.errors import VirtualDevicesError
+
+X = TypeVar("X")
+
+
+class VirtualDevices(list[X]):
+    """The virtual devices, a list. ``with`` undoes at its end what the call has made.
+
+    >>> with mh.virtual_devices(2) as devices: ...     # doctest: +SKIP
+    """
+
+    def __init__(self, devices: Iterable[X], holders: VirtualDeviceHolders[X], *, made: bool) -> None:
+        super().__init__(devices)
+        self._holders, self._made = holders, made
+
+    def __enter__(self) -> VirtualDevices[X]:
+        self._holders.enter(made=self._made)
+        self._made = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._holders.leave()
+
+
+class VirtualDeviceHolders(Generic[D]):
+    """Makes virtual devices when they are first asked for, and undoes it when the last ``with`` block ends.
+
+    Blocks may be nested and may overlap in several threads. Devices that were asked for without a ``with`` stay.
+    """
+
+    def __init__(self, backend: Backend[Any, D]) -> None:
+        self._backend = backend
+        self._lock = threading.RLock()
+        self._blocks = 0
+        self._kept = False
+
+    def ask(self, count: int, as_cuda: bool | None) -> VirtualDevices[D]:
+        with self._lock:
+            have = self._backend.virtual_count()
+            if have not in (0, count):
+                raise VirtualDevicesError(
+                    f"this process has {have} virtual devices already, their number cannot change to {count}: "
+                    f"{'leave the with block first' if self._blocks and not self._kept else 'start a new process'}"
+                )
+            if not have:
+                self._backend.virtual_devices(count, as_cuda=as_cuda)
+                self._kept = True
+                print(
+                    f"manyhands: {count} virtual devices made of the CPU stand in for GPUs in {self._backend.name}",
+                    file=sys.stderr,
+                )
+            return VirtualDevices(map(self._backend.gpu, range(count)), self, made=not have)
+
+    def enter(self, *, made: bool) -> None:
+        """A block begins; ``made``: its own call has made the devices, so that they end with the last block."""
+        if made and not self._backend.CAPABILITIES.virtual_can_end:
+            raise VirtualDevicesError(
+                f"{self._backend.name} cannot undo virtual devices, so they cannot be held by a with block: call "
+                "mh.virtual_devices(n) without 'with'"
+            )
+        with self._lock:
+            if not self._backend.virtual_count():
+                raise VirtualDevicesError(
+                    "these virtual devices are gone: call mh.virtual_devices(n) for the new block"
+                )
+            self._blocks += 1
+            if made:
+                self._kept = False
+
+    def leave(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks and not self._kept:
+                self._backend.end_virtual_devices()

@@ -1,0 +1,341 @@
+"""The programs of a textbook's chapters on GPUs, as they are written for two of them, on a machine that has none."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from manyhands import torch as mh
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(autouse=True)
+def two_gpus() -> Iterator[None]:
+    torch.manual_seed(0)
+    with mh.virtual_devices(2, as_cuda=True):
+        yield
+
+
+def gpu(i: int = 0) -> torch.device:
+    return torch.device(f"cuda:{i}")
+
+
+def try_gpu(i: int = 0) -> torch.device:
+    return gpu(i) if torch.cuda.device_count() >= i + 1 else torch.device("cpu")
+
+
+def all_gpus() -> list[torch.device]:
+    return [gpu(i) for i in range(torch.cuda.device_count())]
+
+
+# Devices, tensors and a net
+
+
+def test_devices_are_named_and_counted() -> None:
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == mh.num_gpus() == 2
+    assert all_gpus() == mh.try_all_gpus() == [gpu(0), gpu(1)]
+    assert (try_gpu(), try_gpu(10)) == (mh.try_gpu(), torch.device("cpu"))
+    assert mh.gpu(1) == gpu(1)
+
+
+def test_tensors_are_stored_on_several_devices() -> None:
+    assert torch.tensor([1, 2, 3]).device == torch.device("cpu")
+    X = torch.ones(2, 3, device=try_gpu())
+    Y = torch.rand(2, 3, device=try_gpu(1))
+    assert (str(X.device), str(Y.device)) == ("cuda:0", "cuda:1")
+    assert "device='cuda:0'" in repr(X)
+    with pytest.raises(RuntimeError, match=r"on the same device.*cuda:0 and cuda:1"):
+        X + Y
+    Z = X.cuda(1)
+    assert torch.equal((Y + Z).cpu(), Y.cpu() + 1)
+    assert Z.cuda(1) is Z  # already there: nothing is copied
+    assert Z.to("cuda:1") is Z
+    assert mh.to(Z, mh.gpu(1)) is Z
+    assert X.cuda() is X
+    assert (X.is_cuda, X.cpu().is_cuda, X.get_device(), Z.get_device()) == (True, False, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_net_on_a_device() -> None:
+    net = nn.Sequential(nn.LazyLinear(1)).to(device=try_gpu())
+    X = torch.ones(2, 3, device=try_gpu())
+    assert net(X).device == net[0].weight.data.device == gpu(0)
+    assert nn.Linear(3, 1).cuda()(X).device == gpu(0)
+    assert nn.Linear(3, 1).cuda(1).weight.device == gpu(1)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_net_is_trained_where_it_is() -> None:
+    net = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)).to(try_gpu())
+    X, y = torch.randn(16, 1, 6, 6), torch.randint(2, (16,))
+    net(X[:1].to(try_gpu()))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(X.to(try_gpu())), y.to(try_gpu()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+# Computing on two devices at once, and copying while computing
+
+
+def run(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.mm(x) for _ in range(50)]
+
+
+class Clock:
+    """A timer that the chapters print; here it only has to work."""
+
+    def __enter__(self) -> Clock:
+        self.start = time.time()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.time() - self.start
+
+
+def test_two_loops_of_products() -> None:
+    devices = all_gpus()
+    x_gpu1 = torch.rand(size=(20, 20), device=devices[0])
+    x_gpu2 = torch.rand(size=(20, 20), device=devices[1])
+    for x, device in zip((x_gpu1, x_gpu2), devices, strict=True):  # warm-up
+        run(x)
+        torch.cuda.synchronize(device)
+    with Clock() as first:
+        run(x_gpu1)
+        torch.cuda.synchronize(devices[0])
+    with Clock() as second:
+        run(x_gpu2)
+        torch.cuda.synchronize(devices[1])
+    with Clock() as both:
+        one, two = run(x_gpu1), run(x_gpu2)
+        torch.cuda.synchronize()
+    assert min(first.seconds, second.seconds, both.seconds) >= 0
+    assert {y.device for y in one} == {gpu(0)}
+    assert torch.equal(two[-1].cpu(), x_gpu2.cpu() @ x_gpu2.cpu())
+    with pytest.raises(RuntimeError, match="no device cuda:2"):
+        torch.cuda.synchronize(2)
+
+
+def test_copies_to_the_host_while_computing() -> None:
+    def copy_to_cpu(x: list[torch.Tensor], non_blocking: bool = False) -> list[torch.Tensor]:
+        return [y.to("cpu", non_blocking=non_blocking) for y in x]
+
+    x = torch.rand(20, 20, device=gpu(0))
+    y = run(x)
+    torch.cuda.synchronize()
+    waited = copy_to_cpu(y)
+    torch.cuda.synchronize()
+    y = run(x)
+    beside = copy_to_cpu(y, True)
+    torch.cuda.synchronize()
+    assert {one.device for one in (*waited, *beside)} == {torch.device("cpu")}
+    assert all(torch.equal(one, other) for one, other in zip(waited, beside, strict=True))
+    waited[0].zero_()  # a copy, not the device's memory
+    assert y[0].abs().sum().item() > 0
+
+
+# Training on several devices, from scratch
+
+
+def lenet(X: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
+    h1 = F.avg_pool2d(F.relu(F.conv2d(X, params[0], params[1])), (2, 2), (2, 2))
+    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, params[2], params[3])), (2, 2), (2, 2))
+    h3 = F.relu(h2.reshape(h2.shape[0], -1) @ params[4] + params[5])
+    return h3 @ params[6] + params[7]
+
+
+def initial() -> list[torch.Tensor]:
+    shapes = [(4, 1, 3, 3), (4,), (6, 4, 3, 3), (6,), (54, 16), (16,), (16, 10), (10,)]
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2 for shape in shapes]
+
+
+def get_params(params: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    new_params = [p.to(device) for p in params]
+    for p in new_params:
+        p.requires_grad_()
+    return new_params
+
+
+def allreduce(data: list[torch.Tensor]) -> None:
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+def split_batch(
+    X: torch.Tensor, y: torch.Tensor, devices: list[torch.device]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    return nn.parallel.scatter(X, devices), nn.parallel.scatter(y, devices)
+
+
+def train_batch(
+    X: torch.Tensor, y: torch.Tensor, device_params: list[list[torch.Tensor]], devices: list[torch.device], lr: float
+) -> None:
+    X_shards, y_shards = split_batch(X, y, devices)
+    losses = [
+        F.cross_entropy(lenet(X_shard, weights), y_shard, reduction="sum")
+        for X_shard, y_shard, weights in zip(X_shards, y_shards, device_params, strict=True)
+    ]
+    for loss in losses:
+        loss.backward()
+    with torch.no_grad():
+        for i in range(len(device_params[0])):
+            allreduce([weights[i].grad for weights in device_params])
+    with torch.no_grad():
+        for weights in device_params:
+            for p in weights:
+                p -= lr * p.grad / X.shape[0]
+                p.grad.zero_()
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    for rows in (8, 8, 7):
+        yield (
+            torch.randn(rows, 1, 18, 18, generator=generator, dtype=torch.float64),
+            torch.randint(10, (rows,), generator=generator),
+        )
+
+
+def test_parameters_get_gradients_on_each_device() -> None:
+    new_params = get_params(initial(), gpu(1))
+    assert (new_params[1].device, new_params[1].grad, new_params[1].requires_grad) == (gpu(1), None, True)
+    assert new_params[1].is_leaf
+    data = [torch.ones((1, 2), device=gpu(i)) * (i + 1) for i in range(2)]
+    allreduce(data)
+    assert [(one.device, one.tolist()) for one in data] == [(gpu(0), [[3.0, 3.0]]), (gpu(1), [[3.0, 3.0]])]
+    split = nn.parallel.scatter(torch.arange(20).reshape(4, 5), all_gpus())
+    assert [(one.device, len(one)) for one in split] == [(gpu(0), 2), (gpu(1), 2)]
+
+
+def test_a_loop_by_hand_trains_as_one_device_does() -> None:
+    trained = []
+    for devices in ([gpu(0)], all_gpus()):
+        device_params = [get_params(initial(), device) for device in devices]
+        for X, y in batches():
+            train_batch(X, y, device_params, devices, 0.2)
+            torch.cuda.synchronize()
+        assert {p.device for p in device_params[-1]} == {devices[-1]}
+        for p, q in zip(device_params[0], device_params[-1], strict=True):
+            assert torch.equal(p.cpu(), q.cpu())
+        trained.append(device_params[0])
+    for alone, together, before in zip(*trained, initial(), strict=True):
+        torch.testing.assert_close(alone, together, rtol=1e-12, atol=1e-12)
+        assert not torch.equal(alone.detach().cpu(), before)
+
+
+# Training on several devices, with DataParallel
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, *, strides: int = 1, reshape: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.LazyConv2d(channels, kernel_size=3, padding=1, stride=strides)
+        self.conv2 = nn.LazyConv2d(channels, kernel_size=3, padding=1)
+        self.conv3 = nn.LazyConv2d(channels, kernel_size=1, stride=strides) if reshape else None
+        self.bn1, self.bn2 = nn.LazyBatchNorm2d(), nn.LazyBatchNorm2d()
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        Y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(X)))))
+        return F.relu(Y + (X if self.conv3 is None else self.conv3(X)))
+
+
+def resnet18(classes: int) -> nn.Module:
+    """The chapter's net, with an eighth of its channels."""
+
+    def stage(channels: int, first: bool = False) -> nn.Sequential:
+        begin = Residual(channels) if first else Residual(channels, strides=2, reshape=True)
+        return nn.Sequential(begin, Residual(channels))
+
+    net = nn.Sequential(nn.LazyConv2d(8, kernel_size=3, stride=1, padding=1), nn.LazyBatchNorm2d(), nn.ReLU())
+    for i, channels in enumerate((8, 16, 32, 64)):
+        net.add_module(f"stage{i}", stage(channels, first=i == 0))
+    net.add_module("pool", nn.AdaptiveAvgPool2d((1, 1)))
+    net.add_module("fc", nn.Sequential(nn.Flatten(), nn.LazyLinear(classes)))
+    return net
+
+
+def evaluate_accuracy(net: nn.Module, data: DataLoader[tuple[torch.Tensor, ...]]) -> float:
+    net.eval()
+    device = next(iter(net.parameters())).device
+    right, seen = 0, 0
+    with torch.no_grad():
+        for X, y in data:
+            right += int((net(X.to(device)).argmax(1) == y.to(device)).sum())
+            seen += y.numel()
+    return right / seen
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_data_parallel_trains_a_resnet() -> None:
+    labels = torch.arange(24) % 2
+    images = torch.randn(24, 1, 8, 8) + 3 * labels[:, None, None, None]
+    data = DataLoader(TensorDataset(images, labels), batch_size=12, pin_memory=True)
+    devices = all_gpus()
+    net = resnet18(2)
+
+    def init_weights(module: nn.Module) -> None:
+        if type(module) in (nn.Linear, nn.Conv2d):
+            nn.init.normal_(module.weight, std=0.1)
+
+    net(images[:2])
+    net.apply(init_weights)
+    net = nn.DataParallel(net, device_ids=devices)
+    net.to(devices[0])
+    trainer = torch.optim.SGD(net.parameters(), 0.05)
+    for _ in range(3):
+        net.train()
+        for X, y in data:
+            trainer.zero_grad()
+            X, y = X.to(devices[0]), y.to(devices[0])
+            loss = F.cross_entropy(net(X), y)
+            loss.backward()
+            trainer.step()
+    accuracy = evaluate_accuracy(net, data)
+    assert accuracy > 0.9
+    assert mh.evaluate_accuracy_gpu(net.module, data) == accuracy
+    assert {one.device for one in net.parameters()} == {gpu(0)}
+
+
+def small() -> nn.Module:
+    torch.manual_seed(1)
+    layers = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    return nn.Sequential(*layers).double()
+
+
+def test_data_parallel_equals_one_device() -> None:
+    """Each replica normalises its own shard, so one device does the same shard by shard."""
+    X, y = torch.randn(7, 1, 6, 6, dtype=torch.float64), torch.randint(3, (7,))
+    one, many = small(), nn.DataParallel(small().cuda(), device_ids=[0, 1])
+    statistics = copy.deepcopy(one)
+    expected = torch.cat([one(part) for part in X.chunk(2)])
+    F.cross_entropy(expected, y).backward()
+    out = many(X.cuda())
+    assert (out.device, out.shape) == (gpu(0), expected.shape)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-12, atol=1e-12)
+    F.cross_entropy(out, y.cuda()).backward()
+    for p, q in zip(many.module.parameters(), one.parameters(), strict=True):
+        assert (p.device, p.grad.device) == (gpu(0), gpu(0))
+        torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-12, atol=1e-12)
+    statistics(X.chunk(2)[0])  # the first replica's statistics are the model's
+    assert torch.equal(many.module[1].running_mean.cpu(), statistics[1].running_mean)
+    one.eval(), many.eval()
+    one.load_state_dict({name: value.cpu() for name, value in many.module.state_dict().items()})
+    with torch.no_grad():
+        torch.testing.assert_close(many(X).cpu(), one(X), rtol=1e-12, atol=1e-12)
