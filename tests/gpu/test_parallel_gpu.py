@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -382,3 +383,37 @@ def test_inside_a_graph_of_the_callers_own_it_is_run_as_it_is_written() -> None:
     torch.cuda.synchronize()
     assert_same([found], [expected])
     assert "captured" in fast.explain()
+
+
+def _returns_its_loss(net: Any) -> Callable[..., Any]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+    def step(x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        loss = cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_step_that_returns_its_loss(reuse: bool) -> None:
+    """Its graph is used up: the loss of a plan refuses a second backward pass as PyTorch's does."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)]
+    plain = torch.nn.Sequential(*layers).to("cuda")
+    nets = [plain, copy.deepcopy(plain)]
+    steps = [_returns_its_loss(net) for net in nets]
+    fast = Parallel(steps[1], planning, reuse_outputs=reuse)
+    x, y = torch.randn(32, 64, device="cuda"), torch.arange(32, device="cuda") % 10
+    for _ in range(40):
+        expected, ours = steps[0](x, y), fast(x, y)
+        assert torch.equal(ours.detach(), expected.detach())
+        assert ours.requires_grad
+        with pytest.raises(RuntimeError, match="second time"):
+            ours.backward()
+    assert "one graph" in fast.explain().splitlines()[0]
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(one, other)

@@ -1,17 +1,21 @@
-"""Results that are dataclasses, or shapes, made anew at every call.
+"""Results that are dataclasses, shapes, or losses whose backward pass is done, made anew at every call.
 
 PyTorch's trees end at a dataclass, and a ``torch.Size`` comes out of them as a tuple. So where a function gives one, it
 is taken for the time of tracing as its parts, which are a branch of the tree; what is put together from that branch is
 a dataclass again, made without ``__init__``, so that a ``__post_init__`` does not run twice.
 
 ``Pair(x + 1, 2)`` becomes ``Parts(Pair, ("first", "second"), (x + 1, 2))``; put together from other values, a ``Pair``.
+
+``loss.backward(); optimizer.step(); return loss`` is how people write a step. Such a loss still requires gradients, but
+its graph is used up: a second backward pass is an error. It is traced as its value, ``UsedUp(value)``; what is put
+together from another value requires gradients, and refuses a backward pass with PyTorch's own words.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,6 +31,13 @@ class Parts:
     values: tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class UsedUp:
+    """A tensor through whose graph a backward pass has gone; its value."""
+
+    value: torch.Tensor
+
+
 def opened(result: Any) -> Any:
     """The result with such objects taken apart; the rest of the tree is a copy."""
     return tree_map(_taken_apart, result, is_leaf=_can_be_opened)
@@ -35,7 +46,13 @@ def opened(result: Any) -> Any:
 def _can_be_opened(value: Any) -> bool:
     if isinstance(value, torch.Size):
         return True
-    if not dataclasses.is_dataclass(value) or isinstance(value, (type, Parts)) or type(value) in SUPPORTED_NODES:
+    if isinstance(value, torch.Tensor):
+        return value.grad_fn is not None and _is_used_up(value.grad_fn)
+    if (
+        not dataclasses.is_dataclass(value)
+        or isinstance(value, (type, Parts, UsedUp))
+        or type(value) in SUPPORTED_NODES
+    ):
         return False
     names = {field.name for field in dataclasses.fields(value)}
     return set(getattr(value, "__dict__", names)) == names and all(hasattr(value, name) for name in names)
@@ -46,6 +63,8 @@ def _taken_apart(value: Any) -> Any:
         return value
     if isinstance(value, torch.Size):
         return Parts(torch.Size, (), tuple(value))
+    if isinstance(value, torch.Tensor):
+        return UsedUp(value.detach())
     names = tuple(field.name for field in dataclasses.fields(value))
     return Parts(type(value), names, tuple(opened(getattr(value, name)) for name in names))
 
@@ -61,3 +80,74 @@ def _put_together(values: Iterable[Any], known: tuple[type, tuple[str, ...]]) ->
 
 
 register_pytree_node(Parts, lambda one: (list(one.values), (one.kind, one.names)), _put_together)
+
+
+# Graphs that are used up
+
+_FREED = "after they have already been freed"
+# As PyTorch says it where a saved tensor is asked for.
+_SECOND_TIME = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+    "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
+    "after calling backward."
+)
+
+
+def _is_used_up(node: Any) -> bool:
+    """Whether a backward pass from here would come to an operation whose saved tensors are freed."""
+    seen, left = {node}, [node]
+    while left:
+        node = left.pop()
+        if _is_freed(node):
+            return True
+        following = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= following
+        left += following
+    return False
+
+
+def _is_freed(node: Any) -> bool:
+    names = ["saved_tensors"] if hasattr(type(node), "saved_tensors") else []
+    for name in names + [name for name in dir(node) if name.startswith("_saved_")]:
+        try:
+            getattr(node, name)
+        except RuntimeError as error:
+            if _FREED in str(error):
+                return True
+        except Exception:  # a saved value that Python cannot show says nothing
+            continue
+    return False
+
+
+class _Refuses(torch.autograd.Function):
+    """Makes a tensor require gradients that nobody can compute any more."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(value)  # the value itself gets the graph: it is no view of another tensor
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(_SECOND_TIME)
+
+
+def used_up(value: torch.Tensor) -> torch.Tensor:
+    """The value as a tensor that requires gradients and refuses a backward pass."""
+    # With reuse_outputs the same tensor comes again and again, and must not collect graphs.
+    if type(value) is torch.Tensor:
+        own = torch.empty(0, dtype=value.dtype, device=value.device)
+        own.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    else:  # on a virtual device: a wrapper, made anew at every call
+        own = value.detach()
+    with torch.enable_grad():
+        return cast(torch.Tensor, _Refuses.apply(torch.zeros((), requires_grad=True), own))  # type: ignore[no-untyped-call]
+
+
+def _marked_again(values: Iterable[Any], _: None) -> Any:
+    (value,) = values
+    return used_up(value) if isinstance(value, torch.Tensor) else UsedUp(value)
+
+
+register_pytree_node(UsedUp, lambda one: ([one.value], None), _marked_again)
