@@ -8,6 +8,7 @@ several (PyTorch; all of them on many machines).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ SCHEDULE_HINT = (
     "a schedule is a function from how much of the training is done (0 to 1) to a factor of the learning rate, as "
     "mh.one_cycle or lambda done: 1 - done. The frameworks' own schedulers are not supported"
 )
+NO_AVERAGE = "the checkpoint has no average of the weights (EMA): it begins with the weights of the checkpoint"
 NAN_HINT = (
     "If the loss is divided by a count (mh.LossSum, or a mean over the labels that are not ignored), the count of this "
     "batch may be 0: give at least 1. Else a smaller learning rate or gradient_clip_val may help; "
@@ -100,6 +102,15 @@ class Learner(Protocol):
 
         Nothing where the framework does not tell.
         """
+
+    def keep_average(self, decay: float) -> None:
+        """From now on keep an exponential moving average of the weights; asked for before :meth:`restore`.
+
+        It is part of :meth:`save` (the blob ``average``), and after :meth:`close` the model has it.
+        """
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the model's weights are their average, where one is kept."""
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
         """The figures over the validation data, every sample counted once (None: there are none).

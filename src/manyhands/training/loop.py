@@ -71,6 +71,8 @@ class Loop:
         """Restore, and only then begin a run: a job that is refused leaves its folder as it was."""
         if self.run is not None and self.run.path.is_dir():
             self.run.lock()  # also for reading: nobody shall write meanwhile
+        if self.report.plan.average is not None:
+            self.learner.keep_average(self.report.plan.average)
         self.report.resumed = resumed = saving.restore(self, resume, run.announced if run is not None else ())
         self._check_schedule()
         if (note := loader_batches.unseeded(self.learner.data)) is not None:
@@ -294,7 +296,8 @@ class Loop:
         epoch = self.cursor.epoch
         self._commit()
         self.say_alive()
-        tested, values = evaluate.figures_of(self.learner, self.metrics, self._say_alive_now_and_then)
+        with self.learner.averaged():
+            tested, values = evaluate.figures_of(self.learner, self.metrics, self._say_alive_now_and_then)
         metrics = {f"val_{name}": value for name, value in values.items()}
         self.say_alive()
         if tested is not None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_bench import Bench, StopAt, Stopped, same
+from safetensors.numpy import load
+from training_bench import Bench, StopAt, Stopped, same, small_set
 
 from manyhands.errors import BadSettings, CallbackFailed, WorkerFailed
 from manyhands.training.callbacks.callback import Callback, Training
+from manyhands.training.checkpoints import store
+from manyhands.training.commands.parity import largest_difference
 from manyhands.training.options import Checkpoints
 
 # 50 samples in batches of 16: four steps an epoch.
@@ -143,3 +146,43 @@ def test_unknown_monitors_list_what_there_is(bench: Bench) -> None:
         bench.mh.Trainer(callbacks=[bench.mh.BestCheckpoint("val_loss")])
     with pytest.raises(BadSettings, match=r"this is the class; make one, EMA"):
         bench.mh.Trainer(callbacks=[bench.mh.EMA])
+
+
+def test_an_average_of_the_weights(bench: Bench) -> None:
+    """Exact on two devices, continued to the bit, used for evaluation, and what load_weights gives."""
+    mh, how = bench.mh, {"epochs": 2, "checkpoints": Checkpoints(every=2)}
+
+    def trained(devices: int, run: Path, **options: Any) -> Any:
+        return bench.fit(devices, run=run, callbacks=[mh.EMA(0.5)], **{**how, **options})
+
+    one, two, resumed, plain = (bench.new_run() for _ in range(4))
+    result = trained(1, one, schedule=same)
+    with pytest.raises((Stopped, WorkerFailed)):
+        trained(1, resumed, schedule=StopAt(5))
+    again = trained(1, resumed, resume="auto", schedule=same)
+    trained(2, two)
+    without = bench.fit(run=plain, **how)
+    averages = [average(run) for run in (one, two, resumed)]
+    assert largest_difference(averages[0], averages[1]) < 1e-5
+    assert largest_difference(averages[0], averages[2]) == 0
+    assert [row["val_loss"] for row in again.rows] == [row["val_loss"] for row in result.rows]
+    assert [row["val_loss"] for row in without.rows] != [row["val_loss"] for row in result.rows]
+    assert [row["train_loss"] for row in without.rows] == [row["train_loss"] for row in result.rows]
+    # The weights go their way as without an average; each of them is the mean of the average and what it was before.
+    weights = [load(store.load(one / "checkpoints" / f"step-{step:08d}").blobs["model"]) for step in (6, 8)]
+    assert largest_difference(weights[1], bench.weights(plain)) == 0
+    assert 1e-5 < largest_difference(weights[1], averages[0]) < largest_difference(*weights) * 2
+
+
+def average(run: Path) -> dict[str, Any]:
+    return dict(load(store.load(run / "checkpoints").blobs["average"]))
+
+
+def test_an_average_is_in_the_model_after_fit(bench: Bench) -> None:
+    images = small_set().test.images[:8]
+    model, loaded = bench.recipes.model("mlp", 0), bench.recipes.model("mlp", 1)
+    run = bench.new_run()
+    trainer = bench.mh.Trainer(1, quiet=True, run=run, callbacks=[bench.mh.EMA(0.5)], **bench.on(1))
+    trainer.fit(model, bench.data())
+    bench.mh.load_weights(loaded, run)
+    assert (bench.answers(model, images) == bench.answers(loaded, images)).all()

@@ -71,7 +71,7 @@ def model_and_weights(run: str | Path, framework: str) -> tuple[str, bytes]:
 
 
 def weights_of(run: str | Path, framework: str) -> bytes:
-    """The weights in a run's last checkpoint, or in the one checkpoint that is named."""
+    """The weights in a run's last checkpoint, or in the one checkpoint that is named; their average if it is kept."""
     path = Path(run).expanduser()
     if not path.is_dir():
         raise BadRunFolder(f"there is no run in {run}: no such folder")
@@ -82,7 +82,7 @@ def weights_of(run: str | Path, framework: str) -> bytes:
             f"the weights in {run} are {made_by}'s: make a run for {framework} of it with "
             f"manyhands convert {run} --to {framework}"
         )
-    return found.blobs["model"]
+    return found.blobs.get("average", found.blobs["model"])
 
 
 def one_cycle(done: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import State, Steps
 from manyhands.training.jax.world import World
-from manyhands.training.learner import Saved, Take, named_rates
+from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
@@ -176,6 +177,31 @@ class JaxLearner:
             self._looked_at = self.sums
         return self._shown
 
+    def keep_average(self, decay: float) -> None:
+        self.steps.decay = decay
+        self._start_average()
+
+    def _start_average(self) -> None:
+        self.state["average"] = self.world.put_anew(jax.tree.map(_wide, self.state["parameters"]))
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        if "average" not in self.state:
+            yield
+            return
+        weights = self.state["parameters"]
+        self.state["parameters"] = self._average_as_weights()
+        try:
+            yield
+        finally:
+            self.state["parameters"] = weights
+
+    def _average_as_weights(self) -> Any:
+        """In the weights' own kind of numbers."""
+        return jax.tree.map(
+            lambda one, weight: one.astype(weight.dtype), self.state["average"], self.state["parameters"]
+        )
+
     def send_figures(self, step: int) -> None:
         for leaf in self.sums.values():
             leaf.copy_to_host_async()
@@ -222,8 +248,22 @@ class JaxLearner:
                 "model": tensors.pack(model),
                 "optimizer": tensors.pack(named(self.state["optimizer"])),
                 "random": tensors.pack(named(self.state["random"])),
+                **self._packed_average(),
             },
         )
+
+    def _packed_average(self) -> dict[str, bytes]:
+        if "average" not in self.state:
+            return {}
+        return {"average": tensors.pack({**named(self.state["average"]), **named(self.state["rest"])})}
+
+    def _restore_average(self, found: Mapping[str, bytes]) -> None:
+        self._start_average()
+        if "average" not in found:
+            self.notes.append(NO_AVERAGE)
+            return
+        own = {**named(self.state["average"]), **named(self.state["rest"])}
+        self._refill("average", tensors.fitting(found["average"], own, "an average of another model's weights"))
 
     def restore(self, saved: Mapping[str, Any], found: Mapping[str, bytes], figures: Figures) -> None:
         own = {**named(self.state["parameters"]), **named(self.state["rest"])}
@@ -239,6 +279,8 @@ class JaxLearner:
                 saved_part = tensors.fitting(found[part], own, what)
                 kept = [name for name in own if saving.is_kept(name, self.optimizer_options, saved)]
                 self._refill(part, {**saved_part, **{name: own[name] for name in kept}})
+        if "average" in self.state:
+            self._restore_average(found)
         # All processes have the same sums: those of the first.
         first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
         self.steps.counts_right = first.counted
@@ -261,6 +303,8 @@ class JaxLearner:
         self.notes += python_attributes.notes(self.steps.changed, "JAX", _IN_A_VARIABLE)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):  # a step broke off that had taken them
             return
+        if "average" in self.state:
+            self.state["parameters"] = self._average_as_weights()
         before = self.job.skeleton.numbers(self.job.model)
         after = {part: jax.tree.map(_home, self.state[part], before[part]) for part in PARTS}
         self.job.skeleton.put_into(self.job.model, after)
@@ -277,6 +321,12 @@ def _home(array: jax.Array, like: Any) -> Any:
 
 def _as_floats(shares: Any) -> list[float] | None:
     return [float(share) for share in shares] if isinstance(shares, Sequence) else None
+
+
+def _wide(leaf: Any) -> Any:
+    """Numbers of an average: of half precision in float32, where small changes are not rounded away."""
+    small = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+    return np.asarray(leaf).astype(np.float32) if small else np.asarray(leaf)
 
 
 def _doubled(leaf: Any) -> Any:

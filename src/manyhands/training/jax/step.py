@@ -33,8 +33,8 @@ from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
 from manyhands.training.python_attributes import Attributes
 
-# A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", and "at": where in the epoch's order the
-# job stands, and the number of the step.
+# A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", "average" of the parameters where one is
+# kept, and "at": where in the epoch's order the job stands, and the number of the step.
 State = dict[str, Any]
 
 
@@ -51,6 +51,8 @@ class Steps:
     spares: bool  # a step whose loss is NaN changes nothing
     counts_right: bool = False  # whether answers can be right; known once a program is traced
     tests_right: bool = False  # the same of evaluations
+
+    decay: float | None = None  # of the moving average of the weights; None: there is none
 
     changed: set[str] = field(default_factory=set)  # Python attributes that the model's code changes when it is traced
 
@@ -156,12 +158,19 @@ class Steps:
         # The whole update is multiplied, weight decay too where it is part of it: as if the rate were another one.
         updates = jax.tree.map(lambda one: (one * factor).astype(one.dtype), updates)
         after = {**numbers, "parameters": optax.apply_updates(before, updates), "optimizer": optimizer}
+        if self.decay is not None:
+            after["average"] = jax.tree.map(self._averaged, state["average"], after["parameters"])
         if self.spares:
             good = jnp.isfinite(loss)
             after = {name: _chosen(good, after[name], state[name]) for name in after}
         position, step = state["at"]
         so_far = running_sums.add(so_far, loss, right, division.size, step)
         return {**after, "at": jnp.stack([position + division.size, step + 1])}, so_far
+
+    def _averaged(self, average: jax.Array, weight: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(average.dtype, jnp.inexact):
+            return weight
+        return average + (weight.astype(average.dtype) - average) * (1 - self.decay)  # type: ignore[operator]
 
     def _loss(
         self, parameters: Any, random: Any, rest: Any, batch: Batch, samples: Rows | None

@@ -6,6 +6,7 @@ at once. The one wait is for the sums of two steps ago, see :mod:`.running_sums`
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints import tensors as _blobs
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
-from manyhands.training.learner import Saved, Take, named_rates
+from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet.average import Average
 from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.evaluation import Outputs
 from manyhands.training.mxnet.feed import Feed, Look, Shards
@@ -82,6 +84,8 @@ class GluonLearner:
                 for path, name in self.plain_step.attributes.changed()
             )
         self._share_statistics()
+        if self.plain_step.average is not None:
+            self.plain_step.average.put_into_model()
         self.plain_step.close()
 
     def _note(self, notes: Iterable[str]) -> None:
@@ -116,6 +120,13 @@ class GluonLearner:
 
     def peek(self) -> Figures | None:
         return self.metrics.peek()
+
+    def keep_average(self, decay: float) -> None:
+        self.plain_step.average = Average(self.model, decay)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        average = self.plain_step.average
+        return contextlib.nullcontext() if average is None else average.in_model()
 
     def send_figures(self, step: int) -> None:
         self.metrics.send(step)
@@ -166,6 +177,7 @@ class GluonLearner:
             blobs={
                 "model": _blobs.pack(state.model_tensors(self.model)),
                 "optimizer": _blobs.pack(state.optimizer_tensors(self.trainer)),
+                **({} if self.plain_step.average is None else {"average": self.plain_step.average.saved()}),
             },
         )
 
@@ -179,6 +191,8 @@ class GluonLearner:
                 saved["optimizer"],
                 lambda name: saving.is_kept(name, self.optimizer_options, saved),
             )
+        if self.plain_step.average is not None and not self.plain_step.average.restore(blobs):
+            self.notes.append(NO_AVERAGE)
         self.metrics.restore(figures)
 
     def from_first(self, data: bytes) -> bytes:

@@ -15,6 +15,7 @@ import mxnet as mx
 from mxnet import gluon
 
 from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet.average import Average
 from manyhands.training.mxnet.modes import numpy_like
 
 
@@ -24,9 +25,11 @@ class Spared:
     def __init__(self, model: Any, trainer: gluon.Trainer) -> None:
         self._model, self._trainer = model, trainer
         self._kept: list[Any] = []
+        self._average: Average | None = None
 
-    def keep(self) -> None:
-        """To be called before a step."""
+    def keep(self, average: Average | None = None) -> None:
+        """To be called before a step; an average of the weights is part of what it changes."""
+        self._average = average
         state.make_optimizer_states(self._trainer)  # what did not exist could not be put back
         self._kept = [array.copy() for array in self._arrays()]
 
@@ -41,6 +44,8 @@ class Spared:
     def _arrays(self) -> Iterator[Any]:
         for parameter in [*self._trainer._params, *replicas.statistics(self._model)]:
             yield from parameter.list_data()
+        if self._average is not None:
+            yield from self._average.arrays()
         for updater in self._trainer._updaters:
             for index, of_parameter in updater.states.items():
                 for _, array in state.arrays_of(of_parameter, str(index)):

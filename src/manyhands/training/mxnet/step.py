@@ -28,6 +28,7 @@ from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch
 from manyhands.training.mxnet import replicas
+from manyhands.training.mxnet.average import Average
 from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Shards
 from manyhands.training.mxnet.modes import numpy_like
@@ -57,6 +58,7 @@ class Step:
         """``together``: layers normalise over all devices; ``spared``: a batch with a bad loss is left out."""
         self.trainer, self.objective, self.metrics = trainer, objective, metrics
         self.clip, self.accumulate, self.together, self.spared = clip, accumulate, together, spared
+        self.average: Average | None = None
         self.parameters: list[gluon.Parameter] = list(trainer._params)
         self.attributes = replicas.attributes(objective.model)
         self._written = [one for one in self.parameters if one.grad_req == "write" and accumulate > 1]
@@ -76,7 +78,7 @@ class Step:
     def __call__(self, shards: Shards, whole: int, step: int) -> None:
         """Make the update of a batch of ``whole`` samples."""
         if self.spared is not None:
-            self.spared.keep()
+            self.spared.keep(self.average)
         for parameter in self._added_to:
             parameter.zero_grad()
         present = [shard for shard in shards if shard is not None]
@@ -97,6 +99,8 @@ class Step:
         gradients = self._finite()
         # Stale: no device used it, so it has no gradient. Not zero, for weight decay and momentum would move it.
         self.trainer.update(1, ignore_stale_grad=True)
+        if self.average is not None:
+            self.average.update()
         good = self.metrics.add_up(step, whole, gradients)
         if self.spared is not None:
             self.spared.put_back(good)

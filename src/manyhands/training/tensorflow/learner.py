@@ -7,6 +7,7 @@ by what CUDA's queue holds. What is shown of it is read by a thread of its own, 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Array, Source
-from manyhands.training.learner import Saved, Take, named_rates
+from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import naming, optimizers
 from manyhands.training.tensorflow.evaluation import Outputs
@@ -127,6 +128,25 @@ class KerasLearner:
             self._coming = self._reader.submit(self._figures, snapshot)
         return self._shown
 
+    def keep_average(self, decay: float) -> None:
+        self.step_of.keep_average(decay)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        pairs = [
+            (weight, average)
+            for both in zip(self.step_of.weights, self.step_of.average, strict=bool(self.step_of.average))
+            for weight, average in zip(*map(self.step_of.on_each, both), strict=True)
+        ]
+        kept = [weight.read_value() for weight, _ in pairs]
+        for weight, average in pairs:
+            weight.assign(tf.cast(average.read_value(), weight.dtype))
+        try:
+            yield
+        finally:
+            for (weight, _), value in zip(pairs, kept, strict=True):
+                weight.assign(value)
+
     def send_figures(self, step: int) -> None:
         """Read by another thread, like those that are shown; of several processes they are added up in a step."""
         sums = self.step_of.sums_together() if self.size > 1 else self.step_of.sums
@@ -218,13 +238,39 @@ class KerasLearner:
             return None
         return Saved(
             state={"world": self.world.replicas, "devices": Placement(backend).names(self.world.devices)},
-            blobs={"model": self._packed_weights(), "optimizer": self._packed_memory()},
+            blobs={"model": self._packed_weights(), "optimizer": self._packed_memory(), **self._packed_average()},
         )
+
+    def _packed_average(self) -> dict[str, bytes]:
+        if not self.step_of.average:
+            return {}
+        return {"average": tensors.pack(self._average_by_name())}
+
+    def _average_by_name(self) -> dict[str, Array]:
+        """As weights of the model, with the rest of what it holds."""
+        by_weight = {
+            id(weight): average for weight, average in zip(self.step_of.weights, self.step_of.average, strict=True)
+        }
+        chosen = [by_weight.get(id(variable), variable) for variable in self._variables()]
+        values = [self.step_of.on_each(variable)[0].numpy() for variable in chosen]
+        return dict(zip(self.names, values, strict=True))
+
+    def _restore_average(self, parts: Mapping[str, bytes]) -> None:
+        """Where the checkpoint has none, it begins with the checkpoint's weights."""
+        if "average" not in parts:
+            self.notes.append(NO_AVERAGE)
+        saved = tensors.fitting(parts.get("average", parts["model"]), self._average_by_name(), "an average")
+        numbers = {id(weight): number for number, weight in enumerate(self.step_of.weights)}
+        for variable, value in zip(self._variables(), saved.values(), strict=True):
+            if id(variable) in numbers:
+                self._set([self.step_of.average[numbers[id(variable)]]], [value])
 
     def restore(self, state: Mapping[str, Any], parts: Mapping[str, bytes], figures: Figures) -> None:
         self._set_weights(parts["model"])
         if "optimizer" in parts:  # weights from another framework come alone
             self._set_memory(parts["optimizer"])
+        if self.step_of.average:
+            self._restore_average(parts)
         self._set_sums(self.step_of.sums, figures)
         self._counted = figures.counted
 
@@ -286,8 +332,9 @@ class KerasLearner:
         self._reader.shutdown()
         self._share_statistics()
         self.notes += self._last_notes()
-        for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
-            variable.assign(value)
+        with self.averaged():
+            for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
+                variable.assign(value)
         optimizer = self.job.optimizer
         if not optimizer.built:
             optimizer.build(self.job.model.trainable_variables)

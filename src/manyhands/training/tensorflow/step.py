@@ -48,6 +48,8 @@ class Step:
         self.sums = self._own(np.array([0, 0, 0, _NONE_BAD]))
         # After the four figures: the totals of sums with a count of their own, and the counts.
         self.test_sums = self._own(np.array([0, 0, 0, _NONE_BAD, *[0] * 2 * MOST_SUMS]))
+        self.average: list[Any] = []  # of the weights, where one is kept
+        self._decay = 0.0
         self.replicas: int = strategy.num_replicas_in_sync
         # Statistics over the whole batch need every replica in every layer, also one without samples.
         self.all_take_part = settings.step.batch_stats == "global" and self.replicas > 1
@@ -67,6 +69,12 @@ class Step:
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
             )
+
+    def keep_average(self, decay: float) -> None:
+        """Before the first step: keep a moving average of the weights, in float32 at least."""
+        first = [self.on_each(one)[0].numpy() for one in self.weights]
+        self.average = [self._own(one.astype(np.promote_types(one.dtype, np.float32))) for one in first]
+        self._decay = decay
 
     def on_each(self, variable: Any) -> list[Any]:
         """The variables of this process's replicas."""
@@ -177,12 +185,19 @@ class Step:
         new_weights, new_memory = self.optimizer.stateless_apply(used, gradients, weights)
         if self.rate is not None:
             new_memory[self.rate] = memory[self.rate]
-        old = [*weights, *memory, *map(tf.convert_to_tensor, self.kept)]
-        new = [*new_weights, *new_memory, *kept]
+        average = [tf.convert_to_tensor(one) for one in self.average]
+        old = [*weights, *memory, *map(tf.convert_to_tensor, self.kept), *average]
+        new = [*new_weights, *new_memory, *kept, *self._moved(average, new_weights)]
         if self.settings.step.on_nan == "continue":  # a batch without a loss shall leave no trace
             new = [tf.where(tf.math.is_finite(loss), a, b) for a, b in zip(new, old, strict=True)]
-        for variable, value in zip([*self.weights, *self.memory, *self.kept], new, strict=True):
+        for variable, value in zip([*self.weights, *self.memory, *self.kept, *self.average], new, strict=True):
             variable.assign(value)
+
+    def _moved(self, average: list[Any], weights: list[Any]) -> list[Any]:
+        """The moving average with the weights of this step."""
+        if not average:
+            return []
+        return [a + (tf.cast(b, a.dtype) - a) * (1 - self._decay) for a, b in zip(average, weights, strict=True)]
 
     def _test_replica(
         self, prepare: Prepare, on_host: bool, answers: bool, gathered: bool, data: Batch, order: Any, bounds: Any

@@ -19,7 +19,7 @@ from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import bad_numbers
-from manyhands.training.learner import Saved, Say, Take, named_rates
+from manyhands.training.learner import NO_AVERAGE, Saved, Say, Take, named_rates
 from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Figures
 from manyhands.training.torch import running_sums
@@ -39,6 +39,7 @@ from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step import activation_checkpoints
+from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.skip_nan import Spared
 
@@ -88,6 +89,7 @@ class Rank:
         self.optimizer_options = job_state.optimizer_options(self.optimizer)
         self.data = feed.resident(job.train, world.device)
         self.test = feed.resident(job.test, world.device) if job.test is not None else None
+        self.average: Average | None = None
         self.plain_step = self._make_step()
         self.graph: GraphStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
@@ -127,6 +129,7 @@ class Rank:
             gradients=GradientSum(self.model.parameters()) if several else None,
             clock=measured_shares.Clock(self.world.device) if is_measured else None,
             spared=Spared(self.model, self.optimizer) if options.on_nan == "continue" else None,
+            average=self.average,
         )
 
     def _choose_precision(self) -> None:
@@ -160,6 +163,8 @@ class Rank:
         # What tries steps out does so on the stream that they will be on: cuBLAS keeps memory for every other one, too.
         with capture_stream.on(capture_stream.stream_of(device) if reason is None else None, device):
             self._choose_precision()
+        if self.average is not None:
+            self.average.settle()
         if reason is None and isinstance(self.data, Arrays):
             self.graph = self._fast_step(self.data)
             kernels = "compiled" if self.graph.compiled else "as they are"
@@ -187,6 +192,8 @@ class Rank:
         if self.graph is not None and self.job.run is not None:
             with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
                 RunFolder(self.job.run.path).write_step(self.graph.explain())
+        if self.average is not None:
+            self.average.put_into_model()
         if self.plain_step.gradients is not None:
             self.plain_step.gradients.close()
         global_batch_norm.localise(self.model)
@@ -314,6 +321,12 @@ class Rank:
     def peek(self) -> Figures | None:
         return self.metrics.peek()
 
+    def keep_average(self, decay: float) -> None:
+        self.average = self.plain_step.average = Average(self.model, decay)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.average is None else self.average.in_model()
+
     def send_figures(self, step: int) -> None:
         self.metrics.send(step, self.world)
 
@@ -379,6 +392,7 @@ class Rank:
                 "optimizer": job_state.pack(tensors),
                 "random": job_state.pack(random),
                 "module_state": job_state.pack(held_tensors),
+                **({} if self.average is None else {"average": self.average.saved()}),
             },
         )
 
@@ -396,6 +410,8 @@ class Rank:
                 saved.get("optimizer_groups", ()),
                 lambda name: saving.is_kept(name, self.optimizer_options, saved),
             )
+        if self.average is not None and not self.average.restore(blobs):
+            self.notes.append(NO_AVERAGE)
         devices, before, here = self._device_types(), saved.get("devices", []), self.world
         if before[here.rank : here.rank + 1] == [here.device.type] and saved["world"] == here.size:
             own, generators = f"{here.rank}.", job_state.unpack(blobs["random"])

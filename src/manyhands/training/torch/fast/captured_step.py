@@ -286,6 +286,8 @@ class GraphStep:
             why = "batch normalisation is done in another way than it is written, which is faster"
         elif self._eager.spared is not None:
             why = "on_nan='continue' keeps copies of the weights"
+        elif self._eager.average is not None:
+            why = "an average of the weights is kept (EMA)"
         else:
             return None
         return f"no plan of the whole step: {why}"
@@ -293,13 +295,15 @@ class GraphStep:
     def _work(self, sized: _Sized) -> None:
         eager = self._eager
         if eager.spared is not None:
-            eager.spared.keep()
+            eager.spared.keep(eager.average)
         eager.optimizer.zero_grad(set_to_none=True)
         # Up to the update only: what fails behind it cannot be made in the plain way any more.
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             loss, right = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
             eager.clip_gradients()
         eager.optimizer.step()
+        if eager.average is not None:
+            eager.average.update()
         if eager.spared is not None:
             eager.spared.put_back(torch.isfinite(loss.detach()))
         eager.metrics.add(loss, right, len(sized.window), self._progress.step)

@@ -27,6 +27,7 @@ from manyhands.training.torch.objective import Objective, Supervised
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.running_sums import Metrics
+from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.skip_nan import Spared
 
 
@@ -87,12 +88,13 @@ class EagerStep:
         gradients: GradientSum | None = None,
         clock: Clock | None = None,
         spared: Spared | None = None,
+        average: Average | None = None,
     ) -> None:
         _check_optimizer(optimizer, several=gradients is not None)
         self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
         self.device, self.numbers = device, numbers
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
-        self.clock, self.spared = clock, spared
+        self.clock, self.spared, self.average = clock, spared, average
         self._losses: list[torch.Tensor] = []
         # The sum and count of each part, its right answers and its samples.
         self._sums: list[tuple[LossSum, torch.Tensor | None, int]] = []
@@ -105,7 +107,7 @@ class EagerStep:
         in_sums = self.in_parts and self.objective.sums is True
         self._sums, self._losses = [], []
         if self.spared is not None:
-            self.spared.keep()
+            self.spared.keep(self.average)
         if self.gradients is None:
             self.optimizer.zero_grad(set_to_none=True)
         else:
@@ -125,6 +127,8 @@ class EagerStep:
             self._divide(whole, step)
         self.clip_gradients()
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
         if self.spared is not None:
             self.spared.put_back(self._is_good())
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch import compat
+from manyhands.training.torch.step.average import Average
 
 Key = tuple[Any, ...]
 
@@ -31,10 +32,12 @@ class Spared:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._kept: dict[Key, torch.Tensor] = {}
+        self._average: Average | None = None
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """To be called before a step."""
+    def keep(self, average: Average | None = None) -> None:
+        """To be called before a step; an average of the weights is part of what it changes."""
+        self._average = average
         live = dict(self._tensors())
         if [_place(one) for one in live.values()] == [_place(one) for one in self._kept.values()]:
             self._kept = dict(zip(live, self._kept.values(), strict=True))  # the same memory as in the step before
@@ -62,6 +65,8 @@ class Spared:
                 for name, value in self._optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
                         yield ("state", parameter, name), value
+        for number, tensor in enumerate(self._average.tensors if self._average is not None else ()):
+            yield ("average", number), tensor
         for name, buffer in self._model.named_buffers():
             if 0 not in buffer.stride() or buffer.numel() < 2:  # an expanded one cannot be written to
                 yield ("statistics", name), buffer

@@ -1,0 +1,81 @@
+"""An exponential moving average of the weights, on every device: see :class:`manyhands.training.callbacks.ema.EMA`.
+
+All devices have the same weights after each step, and so the same average; none of them waits for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mxnet as mx
+from numpy.typing import NDArray
+
+from manyhands.training.checkpoints import tensors
+from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet.modes import numpy_like
+
+
+class Average:
+    """The average of all parameters that have gradients."""
+
+    def __init__(self, model: Any, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with the weights as they are."""
+        kept = {id(one) for one in replicas.statistics(self._model)}
+        self._parameters = [one for one in replicas.distinct(self._model) if id(one) not in kept]
+        self._average = [[array.copy() for array in one.list_data()] for one in self._parameters]
+
+    def arrays(self) -> Iterator[Any]:
+        for of_parameter in self._average:
+            yield from of_parameter
+
+    def update(self) -> None:
+        """A step was issued; nothing waits."""
+        with numpy_like():
+            for average, weight in self._pairs():
+                mean = average.as_np_ndarray()
+                mean[:] = mean + (weight.as_np_ndarray() - mean) * (1 - self._decay)
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """The average and the weights of each parameter on each device."""
+        for of_parameter, parameter in zip(self._average, self._parameters, strict=True):
+            yield from zip(of_parameter, parameter.list_data(), strict=True)
+
+    @contextlib.contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Within it the model's weights are the average."""
+        kept = [weight.copy() for _, weight in self._pairs()]
+        self.put_into_model()
+        try:
+            yield
+        finally:
+            for before, (_, weight) in zip(kept, self._pairs(), strict=True):
+                before.copyto(weight)
+
+    def put_into_model(self) -> None:
+        for average, weight in self._pairs():
+            average.copyto(weight)
+
+    def saved(self) -> bytes:
+        """As weights of the model, with the rest of what it holds; waits."""
+        with self.in_model():
+            return tensors.pack(state.model_tensors(self._model))
+
+    def restore(self, blobs: Mapping[str, bytes]) -> bool:
+        """Continue from a checkpoint; False where it has no average: then this one begins with the weights."""
+        self.restart()
+        if "average" not in blobs:
+            return False
+        own = replicas.parameters(self._model)
+        values = tensors.fitting(blobs["average"], {n: one.list_data()[0] for n, one in own.items()}, "an average")
+        by_parameter: dict[int, NDArray[Any]] = {id(own[name]): value for name, value in values.items()}
+        for parameter, of_parameter in zip(self._parameters, self._average, strict=True):
+            for array in of_parameter:
+                module = mx.np if isinstance(array, mx.np.ndarray) else mx.nd
+                module.array(by_parameter[id(parameter)], dtype=array.dtype, ctx=array.ctx).copyto(array)
+        return True
