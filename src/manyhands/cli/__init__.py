@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import convert, devices, flags, parallel, parity, train
+from manyhands.cli import convert, devices, flags, parallel, parity, run, train
 from manyhands.errors import ManyhandsError
 
-_COMMANDS = (devices, train, parity, convert, parallel)
+_COMMANDS = (devices, train, parity, convert, parallel, run)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -46,7 +46,7 @@ def type_name(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = Fals
         name = str(virtual.inside(tensor).type())
         return name.replace("torch.", "torch.cuda.", 1) if tensor.is_cuda else name
     if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-        return cuda(tensor).type(dtype.replace("torch.cuda.", "torch.", 1))
+        return cuda(tensor).to(getattr(torch, dtype.rpartition(".")[2]).dtype)
     if isinstance(dtype, str):  # a type of the host
         return tensor.cpu().type(dtype)
     return tensor.type(dtype)

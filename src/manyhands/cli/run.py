@@ -1,0 +1,53 @@
+"""``manyhands run``: a script written for several GPUs, unchanged, on virtual devices."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from manyhands.cli import flags
+from manyhands.errors import BadSettings
+from manyhands.placement.moves import VIRTUAL_DEVICES
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a PyTorch script written for several GPUs on virtual devices made of the CPU",
+        description="Runs a script as 'python script.py' would, with virtual devices in the place of its GPUs: "
+        "x.cuda(1), device='cuda:1', torch.cuda and nn.DataParallel mean them (docs/virtual-devices.md).",
+    )
+    parser.add_argument(
+        "--devices",
+        type=flags.whole_number(1),
+        metavar="N",
+        help=f"how many there are; default: {VIRTUAL_DEVICES} in the environment, or 2",
+    )
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a file, as train.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is given")
+    parser.set_defaults(run_command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if not options.script.is_file():
+        raise BadSettings(f"{options.script}: there is no such file")
+    asked = os.environ.get(VIRTUAL_DEVICES, "").strip()
+    if options.devices is not None and asked:
+        os.environ[VIRTUAL_DEVICES] = str(options.devices)
+    from manyhands import torch as mh
+
+    # The command asks for it, so also where there is a GPU.
+    count = options.devices or int(asked or 0) or 2
+    arguments, path = sys.argv, list(sys.path)
+    with mh.virtual_devices(count, as_cuda=True):
+        sys.argv = [str(options.script), *options.arguments]
+        sys.path.insert(0, str(options.script.parent.resolve()))
+        try:
+            runpy.run_path(str(options.script), run_name="__main__")
+        finally:
+            sys.argv, sys.path[:] = arguments, path
+    return 0

@@ -1,0 +1,153 @@
+"""Programs of the kind that tutorials for GPUs show, none of them written for virtual devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from manyhands import cli
+from manyhands import torch as mh
+
+pytestmark = pytest.mark.once
+PAGE = Path(__file__).parents[3] / "docs" / "virtual-devices.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture
+def two_gpus() -> Iterator[None]:
+    torch.manual_seed(0)
+    with mh.virtual_devices(2, as_cuda=True):
+        yield
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_layers_on_two_devices() -> None:
+    """Model parallelism: the halves of a net on two devices, and what goes between them."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 16).to("cuda:0")
+            self.second = nn.Linear(16, 3).to("cuda:1")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = F.relu(self.first(x.to("cuda:0")))
+            return self.second(x.to("cuda:1"))
+
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    inputs, labels = torch.randn(12, 8), torch.randint(3, (12,))
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        outputs = net(inputs)
+        loss = nn.CrossEntropyLoss()(outputs, labels.to(outputs.device))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    assert str(net.first.weight.grad.device) == "cuda:0"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_pipeline_of_chunks() -> None:
+    first, second = nn.Linear(8, 16).double().to("cuda:0"), nn.Linear(16, 3).double().to("cuda:1")
+    batch = torch.randn(10, 8, dtype=torch.float64)
+    chunks = iter(batch.to("cuda:0").split(4))
+    previous, results = first(next(chunks)).to("cuda:1"), []
+    for chunk in chunks:
+        results.append(second(previous))
+        previous = first(chunk).to("cuda:1")
+    results.append(second(previous))
+    whole = torch.cat(results)
+    expected = second(first(batch.cuda(0)).to("cuda:1"))
+    torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_mixed_precision_with_a_scaler_and_pinned_batches() -> None:
+    data = TensorDataset(torch.randn(12, 8), torch.randint(3, (12,)))
+    net = nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
+    for workers in (0, 1):
+        for inputs, labels in DataLoader(data, batch_size=4, pin_memory=True, num_workers=workers):
+            assert inputs.is_pinned()
+            inputs, labels = inputs.cuda(non_blocking=True), labels.cuda(non_blocking=True)
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device_type="cuda", dtype=torch.float16):
+                outputs = net(inputs)
+                assert outputs.dtype == torch.float16
+                with torch.autocast("cuda", enabled=False):
+                    assert (inputs @ inputs.T).dtype == torch.float32
+                loss = F.cross_entropy(outputs, labels)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.is_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_older_names_of_mixed_precision() -> None:
+    with torch.cuda.amp.autocast():
+        assert torch.mm(torch.ones(2, 2).cuda(), torch.ones(2, 2).cuda()).dtype == torch.float16
+    assert torch.cuda.amp.GradScaler().is_enabled()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_device_agnostic_program() -> None:
+    device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    assert device == "cuda"
+    net = nn.LSTM(4, 5, batch_first=True).to(device)
+    out, _ = net(torch.randn(2, 3, 4, device=device))
+    out.sum().backward()
+    attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).to(device)
+    x = torch.randn(2, 3, 8, device=device, requires_grad=True)
+    checkpoint(attention, x, use_reentrant=False).sum().backward()
+    assert x.grad.device == x.device
+    print(f"{torch.cuda.get_device_name(0)}: {torch.cuda.memory_allocated(0) / 2**20:.1f} MiB")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_replicas_by_hand() -> None:
+    net = nn.Linear(2, 3).cuda()
+    inputs = nn.parallel.scatter({"input": torch.ones(5, 2)}, ["cuda:0", "cuda:1"])
+    replicas = nn.parallel.replicate(net, [0, 1])
+    outputs = nn.parallel.parallel_apply(replicas, [()] * 2, inputs)
+    nn.parallel.gather(outputs, "cuda:0").sum().backward()
+    assert net.bias.grad.tolist() == [5.0] * 3
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["names", "by hand"])
+def test_the_examples_of_the_page_run(example: str) -> None:
+    exec(compile(example.replace("virtual_devices(2)", "virtual_devices(2, as_cuda=True)"), str(PAGE), "exec"), {})
+
+
+def test_the_command_runs_a_script_as_it_is(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MANYHANDS_VIRTUAL_DEVICES", raising=False)
+    (tmp_path / "helper.py").write_text("def last(): import torch; return torch.cuda.device_count() - 1\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, helper\n"
+        "if __name__ == '__main__':\n"
+        "    print(torch.ones(1).cuda(helper.last()), sys.argv[1:])\n"
+        "    sys.exit(3)\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "--devices", "3", str(script), "--epochs", "2"])
+    assert ended.value.code == 3
+    assert capsys.readouterr().out == "tensor([1.], device='cuda:2') ['--epochs', '2']\n"
+    assert cli.main(["run", str(tmp_path / "no.py")]) == 1
