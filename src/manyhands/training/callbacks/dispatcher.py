@@ -96,7 +96,7 @@ class Dispatcher:
         for name in self._callbacks:
             self._begun.append(name)
             self._call(name, "on_fit_start", training)
-        for text in self._notes:
+        for text in tuple(self._notes):  # without callbacks none of them is told, and each is kept again
             self._note({"text": text})
 
     def _epoch_start(self, event: Event) -> None:

@@ -15,9 +15,11 @@ from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.learner import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Source
-from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.objective import Objective, OwnStep, takes_optimizer
 from manyhands.training.torch.optimizers import MakeOptimizer
+from manyhands.training.torch.step import several_optimizers
 from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.step.several_optimizers import Several
 
 
 @dataclass
@@ -41,12 +43,36 @@ class Job:
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """The optimizer of this model: the one that the user has, or a new one."""
         made: Any = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
+        if (several := several_optimizers.together(made)) is not None:
+            self._check_several(several)
+            return several
         if not isinstance(made, torch.optim.Optimizer):
             raise BadSettings(
                 f"the function for the optimizer (or the model's configure_optimizers) gave a {type(made).__name__}: "
-                "it must give one torch.optim.Optimizer; a schedule is the trainer's: schedule=function of (0 to 1)"
+                "it must give a torch.optim.Optimizer, or a list or dict of them; a schedule is the trainer's: "
+                "schedule=function of (0 to 1)"
             )
         return made
+
+    def _check_several(self, several: Several) -> None:
+        model: Any = self.model
+        step = getattr(model, "training_step", None)
+        if not isinstance(self.objective, OwnStep) or step is None or not takes_optimizer(step):
+            raise BadSettings(
+                f"configure_optimizers of {type(model).__name__} gave {len(several.entries)} optimizers: then it needs "
+                "a training_step(self, batch, batch_idx, optimizer_idx) that returns the loss of one of them "
+                f"(optimizer_idx is {', '.join(map(repr, several.entries))})"
+            )
+        if self.test is not None and not hasattr(model, "validation_step"):
+            raise BadSettings(
+                f"{type(model).__name__} has several optimizers, each with a loss, and there are data to test with: "
+                "give it a validation_step(self, batch) that returns the loss to show"
+            )
+        if self.settings.step.on_nan == "continue":
+            raise BadSettings(
+                "Step(on_nan='continue') with several optimizers: a batch that is skipped would have to take back the "
+                "updates of all of them. Leave it out"
+            )
 
 
 def numbers_for(job: Job, device: torch.device) -> Numbers:

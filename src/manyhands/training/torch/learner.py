@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from manyhands.training.torch.evaluation import Evaluation
 from manyhands.training.torch.fast import capturable, capture_stream, captured_step
 from manyhands.training.torch.fast.captured_step import GraphStep, fast_step
 from manyhands.training.torch.job import Job, numbers_for
-from manyhands.training.torch.objective import placed
+from manyhands.training.torch.objective import Objective, OwnStep, placed
 from manyhands.training.torch.preflight import precision
 from manyhands.training.torch.ranks import global_batch_norm, measured_shares
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
@@ -41,6 +41,7 @@ from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step import activation_checkpoints
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
+from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
 from manyhands.training.torch.step.skip_nan import Spared
 
 _MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
@@ -85,7 +86,8 @@ class Rank:
         job_state.settle(self.optimizer)
         self.ways = job_state.optimizer_ways(self.optimizer)
         self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.optimizer_name = type(self.optimizer).__name__
+        one = self.optimizer
+        self.optimizer_name = one.name if isinstance(one, Several) else type(one).__name__
         self.optimizer_options = job_state.optimizer_options(self.optimizer)
         self.data = feed.resident(job.train, world.device)
         self.test = feed.resident(job.test, world.device) if job.test is not None else None
@@ -114,22 +116,44 @@ class Rank:
             global_batch_norm.globalise(model)
         return model if model.training else model.train()  # layers that the caller has frozen stay so
 
-    def _make_step(self) -> EagerStep:
-        several, options = self.world.size > 1, self.settings.step
-        is_measured = several and options.shares == "measured"
+    def _make_step(self) -> EagerStep | EachOptimizer:
+        clock = None
+        if self.world.size > 1 and self.settings.step.shares == "measured":
+            clock = measured_shares.Clock(self.world.device)
+        if not isinstance(self.optimizer, Several):
+            return self._step_of(self.optimizer, self.objective, clock, self.model.parameters())
+        assert isinstance(self.objective, OwnStep)
+        steps: list[tuple[EagerStep, int]] = []
+        for key, entry in self.optimizer.entries.items():
+            own = [parameter for group in entry.optimizer.param_groups for parameter in group["params"]]
+            objective = self.objective.of_optimizer(key)
+            steps.append((self._step_of(entry.optimizer, objective, clock, own, counts=not steps), entry.every))
+        return EachOptimizer(steps, self.optimizer, self.model, self.average)
+
+    def _step_of(
+        self,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        clock: measured_shares.Clock | None,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        counts: bool = True,
+    ) -> EagerStep:
+        options = self.settings.step
         return EagerStep(
             self.model,
-            self.optimizer,
-            self.objective,
+            optimizer,
+            objective,
             self.metrics,
             self.world.device,
             self.numbers,
             clip=self.settings.gradient_clip_val,
             accumulate=options.accumulate,
-            gradients=GradientSum(self.model.parameters()) if several else None,
-            clock=measured_shares.Clock(self.world.device) if is_measured else None,
-            spared=Spared(self.model, self.optimizer) if options.on_nan == "continue" else None,
-            average=self.average,
+            gradients=GradientSum(parameters) if self.world.size > 1 else None,
+            clock=clock,
+            spared=Spared(self.model, optimizer) if options.on_nan == "continue" else None,
+            average=None if isinstance(self.optimizer, Several) else self.average,
+            counts=counts,
         )
 
     def _choose_precision(self) -> None:
@@ -180,6 +204,7 @@ class Rank:
             )
 
     def _fast_step(self, data: Arrays) -> GraphStep:
+        assert isinstance(self.plain_step, EagerStep)
         changing = self.job.schedule is not None
         return fast_step(self.plain_step, data, self.settings, changing_rate=changing, checkpointed=self.checkpointed)
 
@@ -194,8 +219,7 @@ class Rank:
                 RunFolder(self.job.run.path).write_step(self.graph.explain())
         if self.average is not None:
             self.average.put_into_model()
-        if self.plain_step.gradients is not None:
-            self.plain_step.gradients.close()
+        self.plain_step.close()
         global_batch_norm.localise(self.model)
         if self.checkpointed is not None:
             self.checkpointed.close()
@@ -431,8 +455,7 @@ class Rank:
         self.model.double()
         self.objective = placed(self.job.objective, self.world.device, self.numbers.dtype)
         job_state.settle(self.optimizer)
-        if self.plain_step.gradients is not None:
-            self.plain_step.gradients.close()
+        self.plain_step.close()
         self.plain_step = self._make_step()
 
     def from_first(self, data: bytes) -> bytes:

@@ -154,12 +154,17 @@ class Supervised(Objective):
 class OwnStep(Objective):
     """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a ``LossSum``.
 
-    ``training_step(batch, batch_idx)`` also gets the number of the batch in its epoch.
+    ``training_step(batch, batch_idx)`` also gets the number of the batch in its epoch, and a third argument the
+    optimizer whose loss is wanted, where there are several.
     """
 
     sums: bool | None = None
     dtype: torch.dtype | None = None
     batch_idx: int = 0
+    # Of several optimizers, the one whose loss this is: its number or its name. And how each one's parts are put
+    # together, as ``sums`` says it of one.
+    optimizer: int | str = 0
+    sums_of: dict[int | str, bool] = dataclasses.field(default_factory=dict)
     # Whether it is to be training_step, or validation_step; None: as the model's mode says.
     training: bool | None = None
 
@@ -182,7 +187,13 @@ class OwnStep(Objective):
             raise BadSettings(f"{who} gave a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()")
         return value if isinstance(value, LossSum) else _loss_from(value, who), None
 
+    def of_optimizer(self, key: int | str) -> OwnStep:
+        """The same for one of several optimizers."""
+        return dataclasses.replace(self, optimizer=key, sums=self.sums_of.get(key, self.sums))
+
     def _called(self, step: Callable[..., Any], batch: Batch) -> Any:
+        if takes_optimizer(step):
+            return step(batch, self.batch_idx, self.optimizer)
         return step(batch, self.batch_idx) if takes_number(step) else step(batch)
 
     def why_not_captured(self, model: torch.nn.Module) -> str | None:
@@ -192,11 +203,20 @@ class OwnStep(Objective):
 
 def takes_number(step: Callable[..., Any]) -> bool:
     """Whether a step takes the number of the batch as its second argument."""
+    return _takes(step, "batch_idx", 2)
+
+
+def takes_optimizer(step: Callable[..., Any]) -> bool:
+    """Whether a step takes the optimizer whose loss is wanted as its third argument."""
+    return _takes(step, "optimizer_idx", 3)
+
+
+def _takes(step: Callable[..., Any], name: str, number: int) -> bool:
     parameters = list(inspect.signature(step).parameters.values())
-    if any(parameter.name == "batch_idx" for parameter in parameters):
+    if any(parameter.name == name for parameter in parameters):
         return True
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in positional and one.default is one.empty for one in parameters) > 1
+    return sum(one.kind in positional and one.default is one.empty for one in parameters) >= number
 
 
 def _loss_from(value: Any, who: str) -> torch.Tensor:

@@ -38,15 +38,25 @@ class Metrics:
         self._sent.clear()
 
     def add(
-        self, loss: torch.Tensor, right: torch.Tensor | None, count: int, step: torch.Tensor | int, weight: float = 1.0
+        self,
+        loss: torch.Tensor,
+        right: torch.Tensor | None,
+        count: int,
+        step: torch.Tensor | int,
+        weight: float = 1.0,
+        *,
+        counted: bool = True,
     ) -> None:
-        """Add a batch: the mean loss over its samples, and the right answers among them."""
+        """Add a batch: the mean loss over its samples, and the right answers among them.
+
+        ``counted``: its samples are to be counted; they are not for a second loss of the same samples.
+        """
         loss = loss.detach().double()
         self.sums[_LOSS] += loss * (count * weight)
         if right is not None:
             self.counts_right = True
             self.sums[_RIGHT] += right
-        self.sums[_COUNT] += count
+        self.sums[_COUNT] += count if counted else 0
         self.mark(loss, step)
 
     def mark(self, loss: torch.Tensor, step: torch.Tensor | int) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.state import job_state
+from manyhands.training.torch.step.several_optimizers import Several
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, changing_rate: bool) -> None:
@@ -38,6 +39,8 @@ def why_not(
         return "the batch is worked off in parts"
     if not isinstance(data, Arrays) or data.tensors[0].device != device:
         return "the data do not live on the GPU, they come from a loader or do not fit"
+    if isinstance(optimizer, Several):
+        return "several optimizers, each with a step of its own"
     if not ("capturable" in optimizer.defaults or _is_sgd(optimizer)):
         return f"{type(optimizer).__name__} reads its state on the host in every step (it is not capturable)"
     return None

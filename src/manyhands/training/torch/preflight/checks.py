@@ -17,10 +17,11 @@ from manyhands.training.torch import dict_batches
 from manyhands.training.torch.data.samples import as_the_model, few_samples, first_batches
 from manyhands.training.torch.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Supervised
+from manyhands.training.torch.objective import OwnStep, Supervised, takes_optimizer
 from manyhands.training.torch.preflight import loss_trial
 from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
+from manyhands.training.torch.step.several_optimizers import Several
 
 _FEW = 2  # normalisation over a batch wants more than one
 
@@ -92,9 +93,22 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
         job.notes.append(_MEAN_OF_SUM)
     if isinstance(objective, Supervised) and is_mean_of_classes(objective.loss) and not _loss_of_model(job, parts):
         objective.sums = any(_weighs(objective.loss, data) for data in (job.train, job.test) if data is not None)
+    elif parts and isinstance(objective, OwnStep) and (keys := _several(model, job)):
+        for key in keys:
+            own = dataclasses.replace(job, objective=objective.of_optimizer(key))
+            objective.sums_of[key], note = loss_trial.sums(model, own)
+            job.notes += [note] if note is not None and note not in job.notes else []
     elif parts:
         objective.sums, note = loss_trial.sums(model, job)
         job.notes += [note] if note is not None else []
+
+
+def _several(model: torch.nn.Module, job: Job) -> list[int | str]:
+    """The optimizers of a model that has several, as its training_step knows them."""
+    if isinstance(job.optimizer, torch.optim.Optimizer) or not takes_optimizer(model.training_step):  # type: ignore[arg-type]
+        return []
+    made = job.make_optimizer(copy.deepcopy(model))
+    return list(made.entries) if isinstance(made, Several) else []
 
 
 def _loss_of_model(job: Job, parts: bool) -> bool:

@@ -89,12 +89,14 @@ class EagerStep:
         clock: Clock | None = None,
         spared: Spared | None = None,
         average: Average | None = None,
+        counts: bool = True,
     ) -> None:
         _check_optimizer(optimizer, several=gradients is not None)
         self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
         self.device, self.numbers = device, numbers
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
         self.clock, self.spared, self.average = clock, spared, average
+        self._counts = counts  # whether this step counts its samples: of several optimizers' steps the first does
         self._losses: list[torch.Tensor] = []
         # The sum and count of each part, its right answers and its samples.
         self._sums: list[tuple[LossSum, torch.Tensor | None, int]] = []
@@ -132,6 +134,11 @@ class EagerStep:
         if self.spared is not None:
             self.spared.put_back(self._is_good())
 
+    def close(self) -> None:
+        """Leave the parameters without our hooks."""
+        if self.gradients is not None:
+            self.gradients.close()
+
     def versions(self) -> list[int]:
         """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
         kept = [value for values in self.optimizer.state.values() for value in values.values()]
@@ -163,7 +170,7 @@ class EagerStep:
             self._note(loss)
             (loss * ((stop - start) / whole)).backward()
             if stop > start:
-                self.metrics.add(loss, right, stop - start, step)
+                self.metrics.add(loss, right, stop - start, step, counted=self._counts)
 
     def _work_in_sums(self, part: Batch, size: int, *, last: bool) -> None:
         """A part whose loss is a sum and a count: its sum now, the division when all counts are known."""
@@ -203,7 +210,7 @@ class EagerStep:
         self.metrics.mark(1 / count, step)  # of a batch in which nothing counts there is no mean
         for both, right, size in self._sums:
             if size:
-                self.metrics.add(both.total / count, right, size, step, weight=whole / size)
+                self.metrics.add(both.total / count, right, size, step, weight=whole / size, counted=self._counts)
 
     def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if size:

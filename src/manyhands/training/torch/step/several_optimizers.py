@@ -1,0 +1,192 @@
+"""A model with several optimizers, as a GAN has them: each batch is a step of every optimizer, one after the other.
+
+``configure_optimizers`` gives a list or a dict of optimizers, and ``training_step(batch, batch_idx, optimizer_idx)``
+the loss of one of them (``optimizer_idx`` is its number, or its name in the dict). For each batch, and each optimizer
+in order: forward, backward, sum over the ranks, clip, update. Only that optimizer's parameters get gradients meanwhile;
+the others are frozen, and what they compute still leads gradients through. For example a generator and a
+discriminator::
+
+    batch 0   d: loss of real and generated samples -> update of d;   g: loss through d -> update of g
+    batch 1   ...
+
+``{"d": d, "g": {"optimizer": g, "every": 5}}`` makes a step of g in every fifth batch only: 0, 5, 10, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.errors import BadSettings
+from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.step.average import Average
+from manyhands.training.torch.step.eager import EagerStep
+
+Key = int | str
+_WHAT = "give a list of optimizers, or a dict as {'d': optimizer, 'g': {'optimizer': optimizer, 'every': 5}}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of several optimizers, and in which batches it makes a step."""
+
+    optimizer: torch.optim.Optimizer
+    every: int = 1
+
+
+class _States(ChainMap[Any, Any]):
+    """The states of all optimizers as one mapping; each parameter is in one of them."""
+
+    def __getitem__(self, parameter: Any) -> Any:
+        for state in self.maps:  # each makes an entry for whatever it is asked
+            if parameter in state:
+                return state[parameter]
+        raise KeyError(parameter)
+
+    def __delitem__(self, parameter: Any) -> None:
+        for state in self.maps:
+            state.pop(parameter, None)
+
+
+class Several(torch.optim.Optimizer):
+    """Several optimizers as one, for all that is not a step: states, groups, rates and checkpoints."""
+
+    def __init__(self, entries: Mapping[Key, Entry]) -> None:
+        self.entries = dict(entries)
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [entry.optimizer for entry in self.entries.values()]
+
+    @property
+    def name(self) -> str:
+        return "+".join(type(one).__name__ for one in self.optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return _States(*(one.state for one in self.optimizers))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of one optimizer of all parameters."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        first = 0
+        for one in self.optimizers:
+            own = one.state_dict()
+            state |= {first + number: value for number, value in own["state"].items()}
+            for group in own["param_groups"]:
+                groups.append(group | {"params": [first + number for number in group["params"]]})
+            first += _count(one)
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups, first = list(state_dict["param_groups"]), 0
+        for one in self.optimizers:
+            last = first + _count(one)
+            own, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
+            one.load_state_dict(
+                {
+                    "state": {n - first: value for n, value in state_dict["state"].items() if first <= n < last},
+                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in own],
+                }
+            )
+            first = last
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.optimizers:
+            one.step()
+
+    def __repr__(self) -> str:
+        return f"Several({', '.join(f'{key}: {type(one.optimizer).__name__}' for key, one in self.entries.items())})"
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def together(made: Any) -> Several | None:
+    """Several optimizers as one, if that is what ``configure_optimizers`` gave; None for anything else."""
+    if isinstance(made, Mapping) and "optimizer" not in made:
+        entries = {key: _entry(one) for key, one in made.items()}
+    elif isinstance(made, (list, tuple)) and made and not all(isinstance(one, (list, tuple)) for one in made):
+        entries = {key: _entry(one) for key, one in enumerate(made)}
+    else:
+        return None
+    seen: set[int] = set()
+    for key, entry in entries.items():
+        own = {id(parameter) for group in entry.optimizer.param_groups for parameter in group["params"]}
+        if own & seen:
+            raise BadSettings(f"optimizer {key!r} of configure_optimizers has parameters that another one has, too")
+        seen |= own
+    return Several(entries)
+
+
+def _entry(one: Any) -> Entry:
+    if isinstance(one, Mapping) and "optimizer" in one and one.keys() <= {"optimizer", "every"}:
+        every = one.get("every", 1)
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise BadSettings(f"configure_optimizers gave 'every': {every!r}: give a whole number of at least 1")
+        return Entry(_entry(one["optimizer"]).optimizer, every)
+    if isinstance(one, torch.optim.Optimizer):
+        return Entry(one)
+    raise BadSettings(f"configure_optimizers gave a {type(one).__name__} among its optimizers: {_WHAT}")
+
+
+class EachOptimizer:
+    """The step of a batch: that of each optimizer, in order."""
+
+    spared = None  # a batch that is skipped would have to take back all updates: refused
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[EagerStep, int]],
+        optimizer: Several,
+        model: torch.nn.Module,
+        average: Average | None = None,
+    ) -> None:
+        self._steps, self.optimizer, self.model, self.average = list(steps), optimizer, model, average
+        first = self._steps[0][0]
+        self.device, self.metrics, self.clock = first.device, first.metrics, first.clock
+
+    def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
+        for one, every in self._steps:
+            if step % every == 0:
+                with _only(one.parameters, self.model):
+                    one(batch, whole, step, batch_idx)
+        if self.average is not None:
+            self.average.update()
+
+    def versions(self) -> list[int]:
+        return [version for one, _ in self._steps for version in one.versions()]
+
+    def close(self) -> None:
+        for one, _ in self._steps:
+            one.close()
+
+
+@contextlib.contextmanager
+def _only(parameters: Sequence[torch.Tensor], model: torch.nn.Module) -> Iterator[None]:
+    """Only these parameters get gradients."""
+    own = {id(parameter) for parameter in parameters}
+    others = [one for one in model.parameters() if one.requires_grad and id(one) not in own]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)

@@ -1,0 +1,128 @@
+"""A GAN: two optimizers, each with its own loss, exact on two ranks and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from training_cases import difference, fit, mlp, rows, vectors
+
+from manyhands.errors import BadSettings
+from manyhands.training.options import Step
+from manyhands.training.torch.trainer import Trainer
+
+CLOSE = 1e-12
+
+
+class Stopped(Exception):
+    pass
+
+
+class GAN(nn.Module):
+    """The noise is a part of the data, so that one device and two have the same."""
+
+    def __init__(self, kind: str = "dict", every: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+        self.critic = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.kind, self.every, self.stop_at = kind, every, -1
+
+    def configure_optimizers(self) -> Any:
+        critic = torch.optim.Adam(self.critic.parameters(), lr=0.02)
+        generator = torch.optim.SGD(self.generator.parameters(), lr=0.1, momentum=0.9)
+        if self.kind == "list":
+            return [critic, generator]
+        return {"critic": critic, "generator": {"optimizer": generator, "every": self.every}}
+
+    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: Any) -> torch.Tensor:
+        if batch_idx == self.stop_at:
+            raise Stopped
+        X, noise, _ = batch
+        if optimizer_idx in (0, "critic"):
+            assert not any(parameter.requires_grad for parameter in self.generator.parameters())
+            real, generated = self.critic(X), self.critic(self.generator(noise))
+            return functional.softplus(-real).mean() + functional.softplus(generated).mean()
+        assert not any(parameter.requires_grad for parameter in self.critic.parameters())
+        return functional.softplus(-self.critic(self.generator(noise))).mean()
+
+
+def data() -> tuple[torch.Tensor, ...]:
+    X, y = vectors()
+    return X, torch.randn(len(X), 2, generator=torch.Generator().manual_seed(9), dtype=torch.float64), y
+
+
+def fit_gan(model: nn.Module, samples: Any, ranks: int, **options: Any) -> Any:
+    return fit(model, samples, ranks, lr=None, **options)
+
+
+def by_hand(model: GAN, order: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same training without the trainer."""
+    made = model.configure_optimizers()
+    critic, generator = made if isinstance(made, list) else (made["critic"], made["generator"]["optimizer"])
+    every = 1 if isinstance(made, list) else model.every
+    for number, samples in enumerate(order):
+        X, noise = (part[samples] for part in data()[:2])
+        critic.zero_grad()
+        loss = functional.softplus(-model.critic(X)).mean()
+        (loss + functional.softplus(model.critic(model.generator(noise).detach())).mean()).backward()
+        critic.step()
+        if number % every == 0:
+            generator.zero_grad()
+            functional.softplus(-model.critic(model.generator(noise))).mean().backward()
+            generator.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_it_is_the_loop_written_by_hand(kind: str) -> None:
+    from manyhands.training.data.order import epoch_order
+
+    numbers = torch.from_numpy(epoch_order(0, 0, 90))
+    model = GAN(kind)
+    result = Trainer(1, batch_size=30, quiet=True).fit(model, data())
+    assert difference(by_hand(GAN(kind), list(numbers.split(30))), model.state_dict()) <= CLOSE
+    assert result.rows[-1]["samples"] == 90
+
+
+def test_two_ranks_are_one_device() -> None:
+    how: dict[str, Any] = {"batch_size": 30, "gradient_clip_val": 0.3}
+    alone, figures = fit_gan(GAN(), data(), 1, **how, step=Step(batch_stats="global"))
+    together, shared = fit_gan(GAN(), data(), 2, **how, step=Step(batch_stats="global", shares=[0.6, 0.4]))
+    assert difference(alone, together) <= CLOSE
+    assert [row["train_loss"] for row in rows(figures)] == pytest.approx([row["train_loss"] for row in rows(shared)])
+
+
+def test_a_resumed_job_ends_with_the_same_bits(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"batch_size": 30, "quiet": True, "schedule": lambda done: 1 - done / 2}
+    whole = GAN()
+    Trainer(3, **how).fit(whole, data())
+    stopped = GAN()
+    Trainer(2, run=tmp_path / "run", **(how | {"schedule": lambda done: 1 - done / 3})).fit(stopped, data())
+    resumed = GAN()
+    Trainer(3, run=tmp_path / "run", resume="auto", **how).fit(resumed, data())
+    assert difference(whole.state_dict(), resumed.state_dict()) == 0
+
+
+def test_what_cannot_be() -> None:
+    class Plain(GAN):
+        def training_step(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+            return functional.softplus(self.critic(batch[0])).mean()
+
+    with pytest.raises(BadSettings, match=r"gave 2 optimizers: then it needs a training_step\(self, batch, "):
+        fit_gan(Plain(), data(), 1)
+    with pytest.raises(BadSettings, match=r"data to test with: give it a validation_step\(self, batch\)"):
+        fit_gan(GAN(), (data(), data()), 1)
+    with pytest.raises(BadSettings, match="with several optimizers: a batch that is skipped"):
+        fit_gan(GAN(), data(), 1, step=Step(on_nan="continue"))
+    model = GAN()
+    model.configure_optimizers = lambda: [torch.optim.SGD(model.parameters(), 0.1)] * 2  # type: ignore[method-assign]
+    with pytest.raises(BadSettings, match="optimizer 1 of configure_optimizers has parameters that another one has"):
+        fit_gan(model, data(), 1)
+    model.configure_optimizers = lambda: [mlp()]  # type: ignore[method-assign]
+    with pytest.raises(BadSettings, match="gave a Sequential among its optimizers: give a list of optimizers, or a di"):
+        fit_gan(model, data(), 1)
