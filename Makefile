@@ -6,7 +6,7 @@ FRAMEWORKS := torch jax tensorflow mxnet
 TORCH := $(VENVS)/torch/bin
 VIRTUAL := 3
 CORE := tests/test_structure.py tests/test_words.py tests/test_generated.py tests/test_benchmark_limits.py tests/backends/test_exactness.py \
-	tests/schedule tests/predict tests/tasks tests/parallel tests/placement tests/training/neutral tests/cli
+	tests/schedule tests/predict tests/tasks tests/parallel tests/placement tests/training/neutral tests/cli tests/audit/neutral
 
 # MXNet 1.9.1 stops at Python 3.11, TensorFlow 2.21 at 3.13; what cannot be installed here is named and skipped.
 SKIPPED := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
@@ -20,7 +20,7 @@ export MANYHANDS_VIRTUAL_DEVICES :=
 test-mxnet test-training-mxnet bench-mxnet: export OPENBLAS_NUM_THREADS := 1
 test-tensorflow test-training-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
 
-.PHONY: run test lint types test-core test-gpu $(addprefix test-,$(FRAMEWORKS)) \
+.PHONY: run test lint types test-core test-gpu test-audit-torch $(addprefix test-,$(FRAMEWORKS)) \
 	$(addprefix test-training-,$(FRAMEWORKS)) skipped bench $(addprefix bench-,$(FRAMEWORKS)) clean
 
 run: $(VENVS)/torch/.ready
@@ -44,11 +44,15 @@ test-core: $(VENVS)/torch/.ready
 test-gpu: $(VENVS)/torch/.ready
 	$(TORCH)/pytest tests/gpu -rs
 
-test-torch: test-core test-gpu
+test-torch: test-core test-gpu test-audit-torch
+
+# Guards and the command on PyTorch's virtual devices, each in processes of its own.
+test-audit-torch: $(VENVS)/torch/.ready
+	$(TORCH)/pytest tests/audit/torch
 
 # The contract suite, and what is each framework's own: with the devices that are there, then with virtual ones.
 $(addprefix test-,$(FRAMEWORKS)): test-%: $(VENVS)/%/.ready
-	$(VENVS)/$*/bin/pytest tests/contract tests/backends/$* --framework $*
+	$(VENVS)/$*/bin/pytest tests/contract tests/backends/$* tests/audit/frameworks --framework $*
 	MANYHANDS_VIRTUAL_DEVICES=$(VIRTUAL) $(VENVS)/$*/bin/pytest tests/contract tests/backends/$* --framework $*
 
 # Training makes its devices itself. The contract suite, then what is each framework's own.

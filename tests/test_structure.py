@@ -26,6 +26,7 @@ LAYERS = [
     ["placement"],
     ["parallel"],
     ["training"],
+    ["audit"],
     ["door", *FRAMEWORKS],
     ["cli"],
     ["__main__"],
@@ -73,7 +74,7 @@ def test_only_a_frameworks_own_rooms_import_it(path: Path) -> None:
     for name in _imports(path):
         root = name.split(".")[0]
         if root in FRAMEWORKS:
-            assert relative.parts[0] in ("backends", "training"), f"{relative} imports {root}"
+            assert relative.parts[0] in ("backends", "training", "audit"), f"{relative} imports {root}"
             assert relative.parts[1] == root, f"{relative} imports {root}"
 
 
@@ -115,8 +116,8 @@ def test_a_door_shows_type_checkers_what_it_has(framework: str) -> None:
     assert sorted(at_once | for_types) == door.names(framework)
 
 
-def test_only_pytorch_has_a_backend_for_torch_compile() -> None:
-    assert set(door.names("torch")) - set(door.names("jax")) == {"compile_backend"}
+def test_what_only_pytorchs_door_has() -> None:
+    assert set(door.names("torch")) - set(door.names("jax")) == {"assert_no_stalls", "compile_backend", "guard"}
     assert door.names("jax") == door.names("tensorflow") == door.names("mxnet")
 
 

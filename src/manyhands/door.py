@@ -62,7 +62,9 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
 OF_TORCH: Mapping[str, str] = MappingProxyType(
     {
         "Parallel": "manyhands.parallel.function",
+        "assert_no_stalls": "manyhands.audit.guard",
         "compile_backend": "manyhands.parallel.torch_entry",
+        "guard": "manyhands.audit.guard",
         "parallel": "manyhands.parallel.torch_entry",
     }
 )

@@ -37,6 +37,7 @@
      |   +- NotSendable          something that cannot be sent to a worker         (TypeError)
      |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
      |   +- CallbackFailed       a callback of the user's raised an error          (RuntimeError)
+     +- HiddenWait               the host waited for a device where that is forbidden  (RuntimeError)
      +- EngineError
      |   +- CannotTrace          a function whose operations depend on values      (RuntimeError)
      |   |   +- NotYet           one that can perhaps be traced at its next call
@@ -196,6 +197,10 @@ class WorkerFailed(TrainingError, RuntimeError):
 
 class CallbackFailed(TrainingError, RuntimeError):
     """A callback raised an error; the message names it and the moment, ``__cause__`` is the error itself."""
+
+
+class HiddenWait(ManyhandsError, RuntimeError):
+    """The host waited for a device in a block that forbids it."""
 
 
 class EngineError(ManyhandsError):

@@ -37,6 +37,8 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
+    from manyhands.audit.guard import assert_no_stalls as assert_no_stalls
+    from manyhands.audit.guard import guard as guard
     from manyhands.parallel.function import Parallel as Parallel
     from manyhands.parallel.torch_entry import compile_backend as compile_backend
     from manyhands.parallel.torch_entry import parallel as parallel

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli import convert, devices, flags, parallel, parity, run, train
+from manyhands.cli import audit, convert, devices, flags, parallel, parity, run, train
 from manyhands.errors import ManyhandsError
 
-_COMMANDS = (devices, train, parity, convert, parallel, run)
+_COMMANDS = (devices, train, parity, convert, parallel, run, audit)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +31,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     top = parser()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    program: list[str] = []
+    if arguments[:1] == ["audit"]:
+        arguments, program = audit.divide(arguments)
     options, unknown = top.parse_known_args(arguments)
+    options.program = program
     if unknown:
         flags.refuse(top, options.command, unknown)
     if options.command is None:

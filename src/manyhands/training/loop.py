@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ from manyhands.training.settings import Settings
 
 _SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
 _NAMED = 8  # samples of a batch that an error lists
+
+# Called after each step of any job of this process: the auditor counts by them.
+step_listeners: list[Callable[[], None]] = []
 
 
 class Loop:
@@ -149,6 +152,8 @@ class Loop:
         loader = getattr(self.learner.data, "loader", None)
         for window, batch in loader_batches.agreed(self.learner.batches(self.cursor), self.learner.all_have, loader):
             self.learner.step(window, batch, self._factor())
+            for listener in step_listeners:
+                listener()
             self._commit()
             self.cursor = self.cursor.after(window)
             self.report.step()

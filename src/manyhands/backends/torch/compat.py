@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -84,6 +85,27 @@ BINDINGS = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
 TensorGuards = _guards.TensorGuards
 # Allocates without the overhead of torch.empty_strided; None in a build without it.
 empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
+
+
+# Whether a profiler runs in this thread: a second one would be an error.
+profiler_enabled = torch._C._autograd._profiler_enabled
+
+
+def data_loader_iterator() -> Any:
+    """The class of what a DataLoader iterates with: its ``__next__`` gives every batch."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    return _BaseDataLoaderIter
+
+
+def skip_code(code: CodeType) -> None:
+    """Let Dynamo run a function, and what it calls, as it is; where a caller is traced it still inlines the function.
+
+    As ``torch._dynamo.eval_frame.skip_code``, without the seconds that importing it takes.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 # What torch.compile and DTensor make their wrappers of tensors with.

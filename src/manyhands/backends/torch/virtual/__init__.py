@@ -42,7 +42,7 @@ from manyhands.backends.torch.virtual.names import (
     shown,
     stands_in,
 )
-from manyhands.backends.torch.virtual.tensor import VirtualTensor, home, inside, place
+from manyhands.backends.torch.virtual.tensor import VirtualTensor, home, inside, observers, place
 
 __all__ = [
     "VirtualTensor",
@@ -57,6 +57,7 @@ __all__ = [
     "is_virtual",
     "mark_pinned",
     "no_hooks",
+    "observers",
     "of_thread",
     "only_hooks",
     "only_known_functions",

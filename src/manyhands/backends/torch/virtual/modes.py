@@ -176,4 +176,6 @@ def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_marked_pinned(tensor: torch.Tensor) -> bool:
-    return "_manyhands_pinned" in tensor.__dict__
+    if "_manyhands_pinned" in tensor.__dict__:
+        return True
+    return tensor._base is not None and "_manyhands_pinned" in tensor._base.__dict__

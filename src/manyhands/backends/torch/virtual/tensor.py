@@ -12,9 +12,13 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.virtual.names import HOST, actual, check_exists, is_virtual, shown, stands_in
 
+# Told of every operation on a virtual device: the operation, its arguments and its result, as plain tensors.
+observers: list[Callable[[Any, Any, Any, Any], None]] = []
+
 _aten = torch.ops.aten
 # Operations that take tensors of two devices on GPUs too.
 _ACROSS_DEVICES = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
 def home(tensor: torch.Tensor) -> torch.device:
@@ -232,10 +236,13 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         check_exists(wanted)
         kwargs = {**kwargs, "device": HOST if wanted.type == "cpu" else wanted}
     tensors = list(_tensors((*args, *kwargs.values())))
-    target = wanted if wanted is not None else _common_device(func, tensors)
+    operands = _operands(args) if func in _INDEXED else tensors
+    target = wanted if wanted is not None else _common_device(func, operands)
     inner_args = _mapped(inside, tuple(args))
     inner_kwargs = {name: _mapped(inside, value) for name, value in kwargs.items()}
     result = func(*inner_args, **inner_kwargs)
+    for observe in observers:
+        observe(func, inner_args, inner_kwargs, result)
     # What an operation gives back of its own arguments (in-place, out=) is the argument, not a new tensor.
     given = {id(value): value for value in tensors}
     _refuse_new_shapes(func, given.values())
@@ -280,6 +287,11 @@ def _wrapped(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu" or device.index is None or isinstance(tensor, VirtualTensor):
         return tensor
     return VirtualTensor(tensor, device)
+
+
+def _operands(args: Sequence[Any]) -> list[torch.Tensor]:
+    """What of an indexing has to be together: indices may be on the host, they are copied, as with GPUs."""
+    return [args[0], *(value for value in args[2:] if isinstance(value, torch.Tensor))]
 
 
 def _common_device(func: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> torch.device:

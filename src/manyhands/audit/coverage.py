@@ -1,0 +1,44 @@
+"""What the hooks of each framework see, and what they cannot: the table of docs/audit.md, held by a test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from manyhands.audit.kinds import Kind
+
+# What of a kind a framework's hooks see. A kind that is not listed does not exist there, or is not seen.
+SEEN: Mapping[str, Mapping[Kind, str]] = MappingProxyType(
+    {
+        "torch": MappingProxyType(
+            {
+                Kind.READ: "`.item()`, `.tolist()`, `float`, `int`, an index that is a tensor",
+                Kind.PRINT: "`print(tensor)`, f-strings, `format`, `repr`",
+                Kind.CONTROL_FLOW: "`if tensor`, `bool`, `torch.equal`, `torch.allclose`, `in`",
+                Kind.SHAPE: "`nonzero`, `argwhere`, `unique`, `masked_select`, `x[mask]`, `torch.where(mask)`, "
+                "`bincount`, `repeat_interleave`, `one_hot` without a number of classes",
+                Kind.TO_HOST: '`.cpu()`, `.to("cpu")`, `.numpy(force=True)`, `copy_`',
+                Kind.TO_DEVICE: "`.to(device)`, `.cuda()`, `copy_`, `torch.as_tensor(array, device=...)`, also with "
+                "`non_blocking=True`",
+                Kind.BLOCKING: "the same from pinned memory without `non_blocking=True`",
+                Kind.DATA: "`torch.tensor(data, device=...)`, `new_tensor`, `x[0] = 1.0`",
+                Kind.IMPLICIT: "indices and values on the host in `x[...]` and `x[...] = y`",
+                Kind.SYNCHRONIZE: "`torch.cuda.synchronize`, `Stream.synchronize`, `Event.synchronize`",
+                Kind.CHECK: "`torch.linalg.cholesky`, `inv`, `solve`, `eigh`, `det`, `slogdet`",
+                Kind.COLLECTIVE: "`torch.distributed.barrier`; other collectives on Gloo, without `async_op=True`",
+                Kind.LOADER: "`DataLoader`; predicted only from 20 ms a batch on",
+                Kind.LAUNCHES: "predicted only (`--as-if-gpu`)",
+            }
+        ),
+    }
+)
+# What waits or copies without being seen.
+NOT_SEEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torch": (
+            "waits inside C++ that no call of the table leads to (extensions, `torch.save` of a GPU tensor)",
+            "other processes: data loader workers, ranks",
+            "tiny operations on a real GPU, line by line; how busy it is says whether the host is the limit",
+        ),
+    }
+)

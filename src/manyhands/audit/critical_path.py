@@ -1,0 +1,86 @@
+"""What a step would take without some of its waits: the host and the device, simulated.
+
+A timeline is what the host did: it launched work (:class:`Work`), and it waited (:class:`Wait`). The device works
+off what was launched, in order. Without a wait the host launches earlier; whether that helps depends on what comes
+next: a wait whose device work is waited for again in the next line gains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Work:
+    """The host computes and launches for ``host`` seconds what keeps the device busy for ``device`` seconds.
+
+    The device's first work is launched after ``lead`` seconds.
+    """
+
+    host: float
+    device: float = 0.0
+    lead: float = 0.0
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The host waits for a finding: ``host`` seconds in any case, and, if it ``drains``, until the device is done.
+
+    ``device`` seconds of the wait are the device's own work (a copy), which stays when the wait goes.
+    """
+
+    finding: int
+    host: float = 0.0
+    drains: bool = True
+    device: float = 0.0
+
+
+@dataclass
+class Length:
+    """How long a timeline takes: in all, the device busy, and waited for each finding; seconds."""
+
+    total: float = 0.0
+    busy: float = 0.0
+    waited: dict[int, float] = field(default_factory=dict)
+
+
+def simulate(timeline: Iterable[Work | Wait], without: Collection[int] = ()) -> Length:
+    """Run a timeline, leaving out the waits of some findings.
+
+    >>> steps = [Work(2.0, 5.0), Wait(1), Work(1.0, 1.0), Wait(2)]
+    >>> simulate(steps).total, simulate(steps, {1}).total, simulate(steps, {2}).waited
+    (6.0, 6.0, {1: 3.0})
+    >>> simulate([Work(2.0, 2.0), Wait(1), Work(3.0, 0.0)] * 2, {1}).total
+    10.0
+    """
+    length = Length()
+    host = device = 0.0
+    for item in timeline:
+        if isinstance(item, Work):
+            if item.device:
+                device = max(device, host + item.lead) + item.device
+                device = max(device, host + item.host)
+                length.busy += item.device
+            host += item.host
+            continue
+        if item.device:
+            device = max(device, host) + item.device
+            length.busy += item.device
+        if item.finding in without:
+            continue
+        begin = host
+        host += item.host
+        if item.drains:
+            host = max(host, device)
+        length.waited[item.finding] = length.waited.get(item.finding, 0.0) + host - begin
+    length.total = max(host, device)
+    return length
+
+
+def gains(timeline: Sequence[Work | Wait], findings: Collection[int]) -> tuple[Length, dict[int, float], float]:
+    """The timeline as it is; the seconds gained by removing each finding alone; and by removing all of them."""
+    whole = simulate(timeline)
+    alone = {finding: max(0.0, whole.total - simulate(timeline, {finding}).total) for finding in findings}
+    together = max(0.0, whole.total - simulate(timeline, set(findings)).total)
+    return whole, alone, together

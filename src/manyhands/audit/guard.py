@@ -1,0 +1,126 @@
+"""Guards in code: forbid, warn of or count the hidden waits of a block.
+
+A guard sees the waits of its own thread or asyncio task only. Moves by ``mh.to`` and ``mh.copy`` are asked for and
+therefore silent; so is a line with the comment ``# manyhands: wait-ok <reason>``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from manyhands.audit import cures, watch
+from manyhands.audit.kinds import Kind
+from manyhands.audit.sites import Site
+from manyhands.errors import BadSettings, HiddenWait
+
+Mode = Literal["forbid", "warn", "count"]
+HOOKED = ("torch",)  # the frameworks that have hooks
+
+
+class HiddenWaitWarning(UserWarning):
+    """The host waited for a device within ``mh.guard("warn")``."""
+
+
+@dataclass(frozen=True)
+class Stall:
+    """One hidden wait: what was called where."""
+
+    kind: Kind
+    call: str
+    site: Site
+
+    @property
+    def line(self) -> str:
+        """``file:line`` of the user's code."""
+        return str(self.site.user)
+
+    @property
+    def cure(self) -> str:
+        library = self.site.library.file if self.site.library is not None else ""
+        return cures.cure(self.kind, self.call, self.site.user.code, library)
+
+    def __str__(self) -> str:
+        beside = f" (in {self.site.library})" if self.site.library is not None else ""
+        return f"{self.line}{beside}: {self.kind.title} ({self.call}): {self.site.user.code}. Cure: {self.cure}"
+
+
+class Seen:
+    """The hidden waits of a guarded block: ``len(seen)`` of them, each once in ``for stall in seen``."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+        self._counts: Counter[Stall] = Counter()
+        self.allowed = 0  # waits that a comment allows
+
+    def __len__(self) -> int:
+        return self._counts.total()
+
+    def __iter__(self) -> Iterator[Stall]:
+        return iter(self._counts)
+
+    def times(self, stall: Stall) -> int:
+        """How often it happened."""
+        return self._counts[stall]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{count} x {stall}" for stall, count in self._counts.most_common())
+
+    # The sink
+
+    def before(self, kind: Kind, call: str, site: Site) -> None:
+        if self._mode == "forbid" and site.allowed is None:
+            stall = Stall(kind, call, site)
+            self._counts[stall] += 1
+            raise HiddenWait(f"mh.guard('forbid'): {stall}")
+
+    def after(self, event: watch.Event) -> None:
+        if event.site.allowed is not None:
+            self.allowed += 1
+            return
+        stall = Stall(event.kind, event.call, event.site)
+        self._counts[stall] += 1
+        if self._mode == "warn":
+            line = event.site.user
+            warnings.warn_explicit(str(stall), HiddenWaitWarning, line.file, line.number)
+
+
+@contextmanager
+def guard(mode: Mode = "count") -> Iterator[Seen]:
+    """Watch a block for hidden waits and copies.
+
+    ``"forbid"`` raises :class:`~manyhands.errors.HiddenWait` before the host waits, ``"warn"`` warns at the line, and
+    ``"count"`` only counts: ``with mh.guard("count") as seen: ...; print(len(seen), seen)``. Tensors on a GPU and on
+    virtual devices are watched.
+    """
+    if mode not in ("forbid", "warn", "count"):
+        raise BadSettings(f"guard({mode!r}): give 'forbid', 'warn' or 'count'")
+    install_hooks()
+    seen = Seen(mode)
+    with watch.here(seen):
+        yield seen
+
+
+@contextmanager
+def assert_no_stalls() -> Iterator[Seen]:
+    """Raise :class:`~manyhands.errors.HiddenWait` at the end of a block in which the host waited, with all its lines.
+
+    ``with mh.assert_no_stalls(): step(batch)``; also a decorator of a test: ``@mh.assert_no_stalls()``.
+    """
+    with guard("count") as seen:
+        yield seen
+    if seen:
+        raise HiddenWait(f"the host waited {len(seen)} times:\n{seen}")
+
+
+def install_hooks() -> None:
+    """Hook the frameworks that are imported."""
+    for framework in HOOKED:
+        if framework in sys.modules:
+            importlib.import_module(f"manyhands.audit.{framework}.hooks").install()

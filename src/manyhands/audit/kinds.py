@@ -1,0 +1,68 @@
+"""The kinds of hidden waits and copies: their stable names, what they say, and the general cure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Kind(Enum):
+    """What happened. The value is the name in ``--json`` and ``--sarif``, and never changes."""
+
+    READ = "read"
+    PRINT = "print"
+    CONTROL_FLOW = "control-flow"
+    SHAPE = "data-dependent-shape"
+    TO_HOST = "copy-to-host"
+    TO_DEVICE = "pageable-copy"
+    BLOCKING = "blocking-copy"
+    DATA = "python-data"
+    IMPLICIT = "implicit-copy"
+    SYNCHRONIZE = "synchronize"
+    CHECK = "error-check"
+    COLLECTIVE = "blocking-collective"
+    LOADER = "data-loader"
+    LAUNCHES = "tiny-launches"
+
+    @property
+    def title(self) -> str:
+        """What happened, in a few words."""
+        return _TITLES[self]
+
+    @property
+    def general_cure(self) -> str:
+        """What to do where no cure can be made from the line itself."""
+        return _CURES[self]
+
+
+_TITLES = {
+    Kind.READ: "the host waits for a value of the device",
+    Kind.PRINT: "printing waits for a value of the device",
+    Kind.CONTROL_FLOW: "a decision in Python waits for a value of the device",
+    Kind.SHAPE: "the host waits for the size of a result",
+    Kind.TO_HOST: "a copy to the host waits for the device",
+    Kind.TO_DEVICE: "a copy from or to pageable memory blocks the host",
+    Kind.BLOCKING: "a copy from pinned memory blocks, as it lacks non_blocking=True",
+    Kind.DATA: "Python numbers are sent to the device, one blocking copy each time",
+    Kind.IMPLICIT: "an operand on another device is copied without being asked for",
+    Kind.SYNCHRONIZE: "the host waits until the device has done everything",
+    Kind.CHECK: "an operation waits for the device to check for errors",
+    Kind.COLLECTIVE: "the host waits for the other processes",
+    Kind.LOADER: "the data loader is slower than the device",
+    Kind.LAUNCHES: "many tiny operations are launched one by one",
+}
+_CURES = {
+    Kind.READ: "keep the value on the device (.detach()) and read it every 100 steps, or once at the end",
+    Kind.PRINT: "print every 100 steps only, or collect .detach()ed values and print them at the end",
+    Kind.CONTROL_FLOW: "decide on the device (torch.where), or look only every 100 steps",
+    Kind.SHAPE: "use a result of fixed size: torch.where(mask, x, 0) instead of x[mask]",
+    Kind.TO_HOST: "copy with non_blocking=True and read it a step later, or copy once at the end",
+    Kind.TO_DEVICE: "take pinned memory (DataLoader(pin_memory=True) or .pin_memory()) and non_blocking=True",
+    Kind.BLOCKING: "add non_blocking=True",
+    Kind.DATA: "make the tensor once, before the loop, or with torch.full/torch.arange on the device",
+    Kind.IMPLICIT: "move the operand to the device once, before the loop",
+    Kind.SYNCHRONIZE: "remove it: PyTorch orders the device's work by itself",
+    Kind.CHECK: "use the form that does not check (torch.linalg.cholesky_ex, inv_ex, solve_ex), and check now and then",
+    Kind.COLLECTIVE: "start it with async_op=True and wait where its result is needed; remove barriers from the loop",
+    Kind.LOADER: "give the DataLoader more num_workers, persistent_workers=True, or keep the data on the device",
+    Kind.LAUNCHES: "work on the whole tensor at once instead of a Python loop over its parts (torch.vmap, batched ops)",
+}

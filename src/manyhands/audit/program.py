@@ -1,0 +1,204 @@
+"""Run a user's program as Python would, with the hooks in place: what ``manyhands audit`` starts in a child process.
+
+The program is ``__main__`` of this process, with its own ``sys.argv`` and ``sys.path``; its output, its exit code, its
+traceback and what it does with signals are those of ``python script.py``. What was recorded is written to a file when
+it ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.audit import profile, report, sites, watch
+from manyhands.audit.recorder import Recorder
+
+FRAMEWORKS = ("torch",)  # those that have hooks
+
+
+class Enough(BaseException):
+    """As many steps were made as ``--steps`` wants: the program ends here."""
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function when a framework has been imported by the program; the auditor imports none itself."""
+
+    def __init__(self, then: Callable[[str], None]) -> None:
+        self._then, self._waiting = then, set(FRAMEWORKS)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in self._waiting:
+            return None
+        self._waiting.discard(name)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        loader, then = spec.loader, self._then
+        execute = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            then(name)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
+    """Run a program to its end, write the record, and give its exit code."""
+    target = profile.Profile(**settings["profile"]) if settings["profile"] else None
+    limit = settings["warmup"] + settings["steps"] if settings["steps"] else None
+
+    def on_step(steps: int) -> None:
+        for step in at_step:
+            step(steps)
+        if limit is not None and steps >= limit:
+            raise Enough
+
+    at_step: list[Callable[[int], None]] = []
+    recorder = Recorder(profile=target, on_step=on_step)
+    process = os.getpid()
+    os.register_at_fork(before=lambda: _count_fork(recorder, process))
+
+    def imported(framework: str) -> None:
+        recorder.frameworks.add(framework)
+        try:
+            hooks = importlib.import_module(f"manyhands.audit.{framework}.listen")
+            hooks.listen(recorder, settings["warmup"], at_step)
+        except Exception as error:  # the program shall run all the same
+            recorder.remarks.append(f"{framework} could not be watched: {type(error).__name__}: {error}")
+
+    for framework in FRAMEWORKS:
+        if framework in sys.modules:
+            imported(framework)
+    finder = _AfterImport(imported)
+    sys.meta_path.insert(0, finder)
+    code, ended = 1, "killed"
+    try:
+        with watch.everywhere(recorder):
+            code, ended = _run_as_main(settings["module"], arguments)
+    finally:
+        sys.meta_path.remove(finder)
+        if os.getpid() == process:
+            _write(recorder, settings, ended)
+    return code
+
+
+def _count_fork(recorder: Recorder, process: int) -> None:
+    if os.getpid() == process:
+        recorder.forks += 1
+
+
+def _write(recorder: Recorder, settings: dict[str, Any], ended: str) -> None:
+    for framework in recorder.frameworks:
+        importlib.import_module(f"manyhands.audit.{framework}.listen").finish(recorder)
+    made = report.make(recorder, program=settings["program"], warmup=settings["warmup"])
+    made.ended = ended
+    path = Path(settings["result"])
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(made.as_data()))
+    part.replace(path)
+
+
+def _run_as_main(module: bool, arguments: Sequence[str]) -> tuple[int, str]:
+    """Do what ``python [-m] arguments`` does; gives its exit code, and how it ended."""
+    loaded = False
+    try:
+        main, code = _load_module(arguments) if module else _load_script(arguments)
+        loaded = True
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+    except Enough:
+        return 0, "enough"
+    except SystemExit as end:
+        number = _exit_code(end)
+        return number, f"exit {number}" if number else "normally"
+    except BaseException as error:
+        _show(error)
+        ended = "syntax-error" if isinstance(error, SyntaxError) and not loaded else f"exception {type(error).__name__}"
+        return 130 if isinstance(error, KeyboardInterrupt) else 1, ended
+    return 0, "normally"
+
+
+def _load_script(arguments: Sequence[str]) -> tuple[types.ModuleType, types.CodeType]:
+    script = arguments[0]
+    sys.argv = list(arguments)
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    with open(script, "rb") as file:
+        source = file.read()
+    loader = importlib.machinery.SourceFileLoader("__main__", script)
+    main.__loader__ = loader
+    return main, compile(source, os.path.abspath(script), "exec", dont_inherit=True)
+
+
+def _load_module(arguments: Sequence[str]) -> tuple[types.ModuleType, types.CodeType]:
+    name = arguments[0]
+    sys.path[0] = os.getcwd()
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or spec.origin is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
+        raise ImportError(f"No module named {name}")
+    code = spec.loader.get_code(spec.name)
+    if code is None:
+        raise ImportError(f"No code object available for {name}")
+    sys.argv = [spec.origin, *arguments[1:]]
+    sites.set_user_roots(_root(spec))
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=spec.origin, __spec__=spec, __package__=spec.parent, __builtins__=__builtins__)
+    main.__loader__ = spec.loader
+    return main, code
+
+
+def _root(spec: importlib.machinery.ModuleSpec) -> str:
+    """The folder of the program: that of its topmost package, or its own."""
+    folder = Path(spec.origin or ".").resolve().parent
+    for _ in spec.name.split(".")[2:]:
+        folder = folder.parent
+    return str(folder)
+
+
+def _exit_code(end: SystemExit) -> int:
+    """As the interpreter takes it: a number, nothing, or a text for stderr."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    """The traceback, beginning in the program, through the program's own hook."""
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+        shown = shown.tb_next
+    error.__traceback__ = shown
+    if isinstance(error, SyntaxError) and shown is None:
+        traceback.print_exception(error)
+    else:
+        sys.excepthook(type(error), error, shown)
+
+
+def main() -> int:
+    settings = json.loads(sys.argv[1])
+    arguments = sys.argv[2:]
+    return run(settings, arguments)
+
+
+if __name__ == "__main__":
+    # The interpreter's own end (threads, atexit) follows, as in any program.
+    sys.exit(importlib.import_module("manyhands.audit.program").main())

@@ -1,0 +1,29 @@
+"""The pytest plugin: ``@pytest.mark.no_stalls`` fails a test in which the host waited for a device.
+
+It comes with the package; pytest finds it by itself. What is read to be asserted belongs behind
+``# manyhands: wait-ok <reason>``, or into ``mh.to(x, "cpu")``, which is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "no_stalls: fail if the host waits for a device in this test (manyhands)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    if item.get_closest_marker("no_stalls") is None:
+        return (yield)
+    from manyhands.audit.guard import guard
+
+    with guard("count") as seen:
+        result = yield
+    if len(seen):
+        pytest.fail(f"no_stalls: the host waited {len(seen)} times:\n{seen}", pytrace=False)
+    return result

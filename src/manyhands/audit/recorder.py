@@ -1,0 +1,174 @@
+"""What a program did: its waits and, between them, its work, cut into steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manyhands.audit.critical_path import Wait, Work
+from manyhands.audit.kinds import Kind
+from manyhands.audit.profile import Profile
+from manyhands.audit.sites import Line, Site
+from manyhands.audit.watch import Event
+
+_MOST_ENTRIES = 500_000
+# Kinds whose time is the host's own: the device may go on meanwhile.
+_HOST_ONLY = {Kind.LOADER, Kind.COLLECTIVE}
+_TINY_LAUNCHES = 32  # of one line in one run of its function, per step
+
+
+@dataclass(frozen=True)
+class Key:
+    """What makes two waits the same finding."""
+
+    kind: Kind
+    call: str
+    site: Site
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One piece of the record: work before a wait, and the wait."""
+
+    step: int
+    work: Work
+    key: Key | None
+    wait: Wait | None  # with the number of its finding still open (-1)
+    seconds: float = 0.0
+    times: int = 1
+
+
+class Recorder:
+    """A sink for a whole program."""
+
+    def __init__(self, *, profile: Profile | None = None, on_step: Callable[[int], None] | None = None) -> None:
+        self.profile = profile  # of the device that is stood in for; None: a real one is there
+        self.steps = 0
+        self.step_times: list[float] = [time.perf_counter()]
+        self.entries: list[Entry] = []
+        self.others: list[tuple[int, Key, float]] = []  # waits of other threads than the loop's
+        self.used_device = False
+        self.frameworks: set[str] = set()
+        self.forks = 0
+        self.remarks: list[str] = []  # of a framework's hooks, in words
+        self.incomplete = False  # more entries than are kept
+        self.busy_seconds: float | None = None  # of the device, in one step, where that was measured
+        self._on_step = on_step
+        self._thread: int | None = None
+        self._last = time.perf_counter()
+        self._host = self._device = 0.0  # predicted work since the last entry
+        self._seen_in_step: set[object] = set()
+        self._loop: object | None = None
+        self._launches: dict[tuple[int, Line], int] = {}
+        self._lock = threading.RLock()
+
+    # The sink
+
+    def before(self, kind: Kind, call: str, site: Site) -> None:
+        self.used_device = True
+
+    def after(self, event: Event) -> None:
+        key = Key(event.kind, event.call, event.site)
+        thread = threading.get_ident()
+        with self._lock:
+            if self._thread is None:
+                self._thread = thread
+            if thread != self._thread:
+                self.others.append((self.steps, key, event.seconds))
+                return
+            self._add(key, event)
+            self._last = time.perf_counter() if self.profile is None else self._last
+
+    def _add(self, key: Key, event: Event) -> None:
+        if len(self.entries) >= _MOST_ENTRIES:
+            self.incomplete = True
+            return
+        if self.profile is None:
+            work = Work(max(0.0, event.begin - self._last))
+            wait = Wait(
+                -1, host=event.seconds if event.kind in _HOST_ONLY else 0.0, drains=event.kind not in _HOST_ONLY
+            )
+        else:
+            work, wait = self._taken(), predicted_wait(event, self.profile)
+        self.entries.append(Entry(self.steps, work, key, wait, event.seconds))
+
+    def _taken(self) -> Work:
+        work = Work(self._host, self._device)
+        self._host = self._device = 0.0
+        return work
+
+    # What hooks tell besides waits
+
+    def launch(self, seconds: float, line: tuple[int, Line] | None = None, *, kernel: bool = True) -> None:
+        """An operation was launched on what stands in for a device; ``line``: a run of a user's function, its line."""
+        profile = self.profile
+        self.used_device = True
+        if profile is None or (self._thread is not None and threading.get_ident() != self._thread):
+            return
+        with self._lock:
+            self._host += profile.launch if kernel else profile.launch / 4
+            self._device += max(seconds, profile.kernel) if kernel else 0.0
+            if line is not None and kernel and seconds <= 2 * profile.kernel:
+                self._launches[line] = self._launches.get(line, 0) + 1
+
+    def step(self, who: object, *, loop: bool = False) -> None:
+        """An optimizer has made its step: a step ends when one does so that has already made one in it.
+
+        A ``loop`` that tells its steps itself (the trainer) counts alone.
+        """
+        with self._lock:
+            if loop:
+                self._loop = who
+            elif self._loop is not None:
+                return
+            self._thread = threading.get_ident() if self.steps == 0 else self._thread
+            if self._thread != threading.get_ident():
+                return
+            if who in self._seen_in_step or not self._seen_in_step or loop:
+                self._seen_in_step = {who}
+                self._end_step()
+            else:
+                self._seen_in_step.add(who)
+        if self._on_step is not None:
+            self._on_step(self.steps)
+
+    def _end_step(self) -> None:
+        now = time.perf_counter()
+        self._note_launches()
+        work = Work(max(0.0, now - self._last)) if self.profile is None else self._taken()
+        if len(self.entries) < _MOST_ENTRIES:
+            self.entries.append(Entry(self.steps, work, None, None))
+        self._last = now
+        self.steps += 1
+        self.step_times.append(now)
+
+    def _note_launches(self) -> None:
+        """Lines that launched many tiny operations, one by one."""
+        for (_, line), count in self._launches.items():
+            if count >= _TINY_LAUNCHES and self.profile is not None:
+                # Its host time is in the work since the last wait: moved here, so that it can be left out.
+                wait = Wait(-1, host=min(self._host, count * self.profile.launch), drains=False)
+                self._host -= wait.host
+                key = Key(Kind.LAUNCHES, "operations", Site(line))
+                self.entries.append(Entry(self.steps, self._taken(), key, wait, wait.host, count))
+        self._launches.clear()
+
+
+def predicted_wait(event: Event, profile: Profile) -> Wait:
+    """What a wait costs on the device that is stood in for."""
+    kind, size = event.kind, event.nbytes
+    if kind in _HOST_ONLY:
+        return Wait(-1, host=event.seconds, drains=False)
+    if kind is Kind.SYNCHRONIZE:
+        return Wait(-1)
+    if kind is Kind.TO_HOST:
+        copy = size / profile.to_host_pinned
+        return Wait(-1, host=profile.launch + max(0.0, size / profile.to_host - copy), device=copy)
+    if kind in (Kind.TO_DEVICE, Kind.IMPLICIT, Kind.DATA):
+        copy = size / profile.to_device_pinned
+        return Wait(-1, host=profile.launch + size / profile.to_device, device=copy)
+    if kind is Kind.BLOCKING:
+        return Wait(-1, host=profile.launch, device=size / profile.to_device_pinned)
+    return Wait(-1, host=profile.launch, device=profile.kernel)

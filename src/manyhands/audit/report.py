@@ -1,0 +1,249 @@
+"""The result of an audit: findings, most expensive first, with a verdict above them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.audit import cures
+from manyhands.audit.critical_path import Length, Wait, Work, gains
+from manyhands.audit.kinds import Kind
+from manyhands.audit.recorder import Entry, Key, Recorder
+from manyhands.audit.sites import shown_path
+
+SCHEMA = 1
+_LOADER_SECONDS = 0.02  # a batch: what stands in for a GPU makes the loader itself slower, so less says nothing
+
+
+@dataclass
+class Finding:
+    """One hidden wait or copy of a program; times in seconds over all counted steps."""
+
+    kind: str
+    file: str
+    line: int
+    source: str
+    what: str
+    call: str
+    library: str | None  # file:line of the library's code that waited, where that is not the user's line
+    count: int
+    per_step: float | None
+    waited: float
+    gained: float | None  # if it alone is removed; None: not on the path of the steps (another thread)
+    moves: bool  # removing it only moves the wait elsewhere
+    cure: str
+
+
+@dataclass
+class Report:
+    """What an audit found; its fields are the keys of ``--json`` (docs/audit.md)."""
+
+    schema: int = SCHEMA
+    program: str = ""
+    ended: str = "normally"  # or: exit <code>, exception <type>, syntax-error, enough (--steps)
+    frameworks: list[str] = field(default_factory=list)
+    predicted: bool = False
+    device: str | None = None
+    steps: int = 0
+    counted_steps: int = 0
+    step_seconds: float | None = None
+    busy: float | None = None  # the part of a step that the device works, 0 to 1
+    cost: float | None = None  # the part of a step that is spent in findings
+    gain: float | None = None  # the part of a step that removing all findings gains
+    silenced: int = 0
+    known: int = 0  # findings that the baseline has already
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    verdict: str = ""
+
+    def as_data(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Report:
+        findings = [Finding(**finding) for finding in data["findings"]]
+        return cls(**{**data, "findings": findings})
+
+
+def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
+    """Turn a record into a report."""
+    report = Report(
+        program=program,
+        frameworks=sorted(recorder.frameworks),
+        predicted=recorder.profile is not None,
+        device=recorder.profile.name if recorder.profile is not None else None,
+        steps=recorder.steps,
+    )
+    first = _first_step(recorder, warmup, report)
+    last = recorder.steps if recorder.steps else 1
+    entries = [entry for entry in recorder.entries if first <= entry.step < last]
+    report.counted_steps = recorder.steps - first if recorder.steps else 0
+    keys, silenced = _open_keys(entries)
+    others = [(key, seconds) for step, key, seconds in recorder.others if first <= step < last]
+    report.silenced = silenced + sum(key.site.allowed is not None for key, _ in others)
+    length, alone, together = gains(_timeline(entries, keys, recorder), keys.values())
+    _fill_times(report, recorder, first, length, together)
+    for key, number in keys.items():
+        mine = [entry for entry in entries if entry.key == key]
+        waited = length.waited.get(number, 0.0) if report.predicted else sum(entry.seconds for entry in mine)
+        if key.kind is Kind.LOADER:
+            least = _LOADER_SECONDS * len(mine) if report.predicted else 0.0
+            if waited < least or not _is_slow_loader(waited, alone[number], length.total):
+                continue
+        report.findings.append(_finding(key, sum(entry.times for entry in mine), waited, alone[number], report))
+    for key in dict.fromkeys(key for key, _ in others if key.site.allowed is None):
+        waits = [seconds for other, seconds in others if other == key]
+        report.findings.append(_finding(key, len(waits), sum(waits), None, report))
+    report.findings.sort(key=lambda finding: (finding.gained or 0.0, finding.waited), reverse=True)
+    _summarise(report, recorder)
+    return report
+
+
+def _is_slow_loader(waited: float, gained: float, total: float) -> bool:
+    """Whether a loader is slower than the device: every loader takes some time, but most of it beside the device's."""
+    return gained > 0.05 * total and waited > 0.5 * (total - waited)
+
+
+def _first_step(recorder: Recorder, warmup: int, report: Report) -> int:
+    """The first step that counts."""
+    if recorder.steps == 0:
+        return 0
+    if recorder.steps <= warmup:
+        first = min(1, recorder.steps - 1)
+        report.notes.append(
+            f"steps made: {recorder.steps}, no more than the {warmup} of --warmup: "
+            f"{'all but the first are counted' if first else 'the only one is counted'}"
+        )
+        return first
+    return warmup
+
+
+def _open_keys(entries: list[Entry]) -> tuple[dict[Key, int], int]:
+    """The findings that no comment allows, numbered; and how many waits a comment allows."""
+    keys: dict[Key, int] = {}
+    silenced = 0
+    for entry in entries:
+        if entry.key is None:
+            continue
+        if entry.key.site.allowed is not None:
+            silenced += 1
+        else:
+            keys.setdefault(entry.key, len(keys))
+    return keys, silenced
+
+
+def _timeline(entries: list[Entry], keys: dict[Key, int], recorder: Recorder) -> list[Work | Wait]:
+    """The record as the simulation wants it.
+
+    On a real device what it did between two waits is not known, but how long it was busy in a step is (or is taken to
+    be all of it): it works while the host waits for it, and for the rest of that time while the host works.
+    """
+    busy_part = 1.0
+    if recorder.profile is None and recorder.busy_seconds is not None and entries:
+        steps = len({entry.step for entry in entries})
+        host = sum(entry.work.host for entry in entries) / steps
+        waits = sum(entry.seconds for entry in entries if entry.wait is not None and entry.wait.drains) / steps
+        busy_part = min(1.0, max(0.0, recorder.busy_seconds - waits) / host) if host else 0.0
+    timeline: list[Work | Wait] = []
+    for entry in entries:
+        work = entry.work
+        if recorder.profile is None:
+            drained = entry.seconds if entry.wait is not None and entry.wait.drains else 0.0
+            work = Work(work.host, busy_part * work.host + drained, lead=(1 - busy_part) * work.host)
+        timeline.append(work)
+        if entry.wait is not None:
+            number = keys.get(entry.key, -1) if entry.key is not None else -1
+            timeline.append(Wait(number, entry.wait.host, entry.wait.drains, entry.wait.device))
+    return timeline
+
+
+def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, together: float) -> None:
+    total = length.total
+    if not report.predicted and recorder.steps:
+        total = recorder.step_times[recorder.steps] - recorder.step_times[first]
+    if total <= 0 or not recorder.used_device:
+        return
+    steps = report.counted_steps or 1
+    report.step_seconds = total / steps if report.counted_steps else None
+    if report.predicted:
+        report.busy = min(1.0, length.busy / total)
+    elif recorder.busy_seconds is not None and report.step_seconds:
+        report.busy = min(1.0, recorder.busy_seconds / report.step_seconds)
+    report.gain = min(1.0, together / total)
+    report.cost = total  # the findings' part of it is known when they are
+
+
+def _finding(key: Key, count: int, waited: float, gained: float | None, report: Report) -> Finding:
+    line = key.site.user
+    return Finding(
+        kind=key.kind.value,
+        file=shown_path(line.file),
+        line=line.number,
+        source=line.code,
+        what=key.kind.title,
+        call=key.call,
+        library=str(key.site.library) if key.site.library is not None else None,
+        count=count,
+        per_step=count / report.counted_steps if report.counted_steps else None,
+        waited=waited,
+        gained=gained,
+        moves=gained is not None and waited > 0 and gained < 0.05 * waited,
+        cure=cures.cure(key.kind, key.call, line.code, key.site.library.file if key.site.library else ""),
+    )
+
+
+def _summarise(report: Report, recorder: Recorder) -> None:
+    total, report.cost = report.cost, None
+    if total:
+        report.cost = min(1.0, sum(finding.waited for finding in report.findings if finding.gained is not None) / total)
+    if recorder.forks:
+        processes = "process" if recorder.forks == 1 else "processes"
+        report.notes.append(
+            f"the program forked {recorder.forks} {processes} (data loader workers, for example): they are not audited"
+        )
+    report.notes += recorder.remarks
+    if recorder.incomplete:
+        report.notes.append("the program waited so often that only the first 500,000 waits were kept")
+    if recorder.used_device and recorder.steps == 0:
+        report.notes.append("no optimizer step was seen: all waits of the program are counted, and times are in all")
+    report.verdict = verdict(report, used_device=recorder.used_device)
+
+
+def verdict(report: Report, *, used_device: bool = True) -> str:
+    """The result in one sentence."""
+    if not report.frameworks:
+        return "the program used none of torch, jax, tensorflow and mxnet: there was nothing to audit"
+    if not used_device:
+        return "no tensor was on a GPU: there was nothing to audit (--as-if-gpu predicts what would wait on one)"
+    lines = len({(finding.file, finding.line) for finding in report.findings})
+    new = "new " if report.known else ""
+    if not lines:
+        found = f"no {new}hidden waits were found"
+    elif report.cost is None or report.gain is None:
+        found = f"{lines} {new}line{'s' * (lines > 1)} made the host wait"
+    else:
+        found = (
+            f"{lines} {new}line{'s' * (lines > 1)} cost{'s' * (lines == 1)} {report.cost:.0%}; "
+            f"removing {'them' if lines > 1 else 'it'} gains about {report.gain:.0%}"
+        )
+    busy = "" if report.busy is None else f"the GPU is busy {report.busy:.0%} of a step; "
+    if report.busy is not None and not report.counted_steps:
+        busy = f"the GPU is busy {report.busy:.0%} of the time; "
+    return f"{f'predicted for an {report.device}: ' if report.predicted else ''}{busy}{found}"
+
+
+def new_since(report: Report, baseline: Report) -> Report:
+    """The report without what a former one has: the same text of the same file waiting in the same way."""
+    before = {(finding.file, finding.source, finding.kind) for finding in baseline.findings}
+    fresh = [finding for finding in report.findings if (finding.file, finding.source, finding.kind) not in before]
+    gone = len(report.findings) - len(fresh)
+    if not gone:
+        return report
+    total = report.step_seconds * report.counted_steps if report.step_seconds else 0.0
+    changed = dataclasses.replace(report, findings=fresh, known=gone)
+    if total:
+        changed.cost = min(1.0, sum(finding.waited for finding in fresh if finding.gained is not None) / total)
+        changed.gain = min(1.0, sum(finding.gained or 0.0 for finding in fresh) / total)
+    changed.verdict = verdict(changed)
+    return changed

@@ -1,0 +1,171 @@
+"""Whose line a wait is: the user's line that led to it, and the library's line where it happened."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import site
+import sys
+import sysconfig
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import CodeType, FrameType
+
+PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_WAIT_OK = re.compile(r"#\s*manyhands:\s*wait-ok\b[ \t]*(.*)")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a program."""
+
+    file: str
+    number: int
+
+    @property
+    def text(self) -> str:
+        """Its source text, without indentation; empty where there is none."""
+        return linecache.getline(self.file, self.number).strip()
+
+    @property
+    def code(self) -> str:
+        """Its source text without a comment at its end."""
+        return self.text.partition("  #")[0].rstrip()
+
+    def __str__(self) -> str:
+        return f"{shown_path(self.file)}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a wait happened: the user's line, and the library's line beside it where that is another one."""
+
+    user: Line
+    library: Line | None = None
+
+    @property
+    def allowed(self) -> str | None:
+        """The reason of a comment ``# manyhands: wait-ok <reason>`` on the line; None: there is no such comment."""
+        return wait_ok(self.user.text)
+
+
+def wait_ok(text: str) -> str | None:
+    """The reason why a line may wait.
+
+    >>> wait_ok("total += loss.item()  # manyhands: wait-ok once an epoch")
+    'once an epoch'
+    >>> wait_ok("total += loss.item()")
+    """
+    match = _WAIT_OK.search(text)
+    return None if match is None else match[1].strip()
+
+
+def shown_path(file: str) -> str:
+    """A path as a user would write it: of an installed package, or relative to the working folder where it is below.
+
+    >>> shown_path("/usr/lib/python3/site-packages/torch/nn/utils/clip_grad.py")
+    'torch/nn/utils/clip_grad.py'
+    """
+    if file.startswith("<"):
+        return file
+    if "/site-packages/" in file:
+        return file.rpartition("/site-packages/")[2]
+    try:
+        relative = os.path.relpath(file)
+    except (ValueError, OSError):  # another drive, or a working folder that is gone
+        return file
+    return file if relative.startswith("..") else relative
+
+
+class _Owner(Enum):
+    USER = auto()
+    LIBRARY = auto()
+    AUDITOR = auto()
+    ASKED_FOR = auto()  # our own verbs: a wait in them was asked for by name
+
+
+_owners: dict[CodeType, _Owner] = {}
+_user_roots: tuple[str, ...] = ()
+_libraries = tuple(
+    {
+        os.path.join(os.path.abspath(path), "")
+        for path in (
+            *(sysconfig.get_paths().get(name, "") for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+            *(site.getsitepackages() if hasattr(site, "getsitepackages") else ()),
+        )
+        if path
+    }
+)
+# The end of an epoch is no part of a step: there the trainer reads figures, evaluates and saves.
+_OUTSIDE_STEPS = {"_end_epoch", "_read_figures", "_begin", "_commit", "_close"}
+_VERBS_THAT_WAIT = {"synchronize", "waitall"}
+
+
+def set_user_roots(*folders: str) -> None:
+    """Count code in these folders as the user's, also where they are installed: ``-m module``."""
+    global _user_roots
+    _user_roots = tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
+    _owners.clear()
+
+
+def current(depth: int = 1) -> Site | None:
+    """The site of a wait that happens now, ``depth`` calls above; None: it was asked for, so nobody is to be told."""
+    frame: FrameType | None = sys._getframe(depth)
+    library: Line | None = None
+    outermost: FrameType | None = None
+    while frame is not None:
+        owner = _owners.get(frame.f_code) or _owner(frame.f_code)
+        if owner is _Owner.ASKED_FOR:
+            return None
+        if owner is _Owner.USER:
+            return Site(_line(frame), library)
+        if owner is _Owner.LIBRARY:
+            outermost = frame
+            if library is None:
+                library = _line(frame)
+        frame = frame.f_back
+    return None if library is None or outermost is None else Site(_line(outermost), library)
+
+
+def is_users(code: CodeType) -> bool:
+    """Whether it is the user's code."""
+    return (_owners.get(code) or _owner(code)) is _Owner.USER
+
+
+def _line(frame: FrameType) -> Line:
+    return Line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _owner(code: CodeType) -> _Owner:
+    file = code.co_filename
+    path = file if file.startswith("<") else os.path.abspath(file)
+    if path.startswith(("<frozen", "<eval_with_key", "<manyhands", "<generated", "<__array_function__")):
+        owner = _Owner.LIBRARY
+    elif path.startswith(PACKAGE):
+        owner = _of_manyhands(path[len(PACKAGE) :].replace(os.sep, "/"), code.co_name)
+    elif _user_roots and path.startswith(_user_roots):
+        owner = _Owner.USER
+    elif path.startswith(_libraries) or "/site-packages/" in path or "/dist-packages/" in path:
+        owner = _Owner.LIBRARY
+    else:
+        owner = _Owner.USER
+    _owners[code] = owner
+    return owner
+
+
+def _of_manyhands(path: str, function: str) -> _Owner:
+    """Who answers for a wait in our own package.
+
+    >>> _of_manyhands("placement/verbs.py", "to").name, _of_manyhands("training/loop.py", "_train_epoch").name
+    ('ASKED_FOR', 'LIBRARY')
+    """
+    if path.startswith("audit/"):
+        return _Owner.AUDITOR
+    if path.startswith(("placement/", "backends/")):
+        return _Owner.LIBRARY if function in _VERBS_THAT_WAIT else _Owner.ASKED_FOR
+    if path == "training/loop.py" and function in _OUTSIDE_STEPS:
+        return _Owner.ASKED_FOR
+    if path == "training/checkpoints/saving.py":  # checkpoints within an epoch were asked for
+        return _Owner.ASKED_FOR
+    return _Owner.LIBRARY

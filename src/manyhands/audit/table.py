@@ -1,0 +1,51 @@
+"""The report as people read it in a terminal."""
+
+from __future__ import annotations
+
+from manyhands.audit.report import Finding, Report
+
+
+def text(report: Report) -> str:
+    """Verdict, findings (most expensive first) and notes."""
+    lines = [f"manyhands audit: {report.verdict}"]
+    if report.findings:
+        lines += ["", _HEAD]
+        for finding in report.findings:
+            lines += _rows(finding, report)
+        lines.append("")
+    if report.silenced:
+        lines.append(f"silenced by comments (manyhands: wait-ok): {report.silenced} waits")
+    if report.known:
+        lines.append(f"known from the baseline and not shown: {report.known}")
+    lines += report.notes
+    return "\n".join(lines)
+
+
+_HEAD = f"{'waited':>9} {'gained':>9} {'per step':>9} {'in all':>7}  where"
+
+
+def _rows(finding: Finding, report: Report) -> list[str]:
+    steps = report.counted_steps or 1
+    waited = seconds(finding.waited / steps)
+    gained = "moves on" if finding.moves else "-" if finding.gained is None else seconds(finding.gained / steps)
+    often = "-" if finding.per_step is None else f"{finding.per_step:.3g}"
+    beside = f" (in {finding.library})" if finding.library else ""
+    indent = " " * 39
+    return [
+        f"{waited:>9} {gained:>9} {often:>9} {finding.count:>7}  {finding.file}:{finding.line}{beside}",
+        f"{indent}{finding.source}",
+        f"{indent}{finding.what} ({finding.call})",
+        f"{indent}cure: {finding.cure}",
+    ]
+
+
+def seconds(value: float) -> str:
+    """A time with its unit.
+
+    >>> seconds(0.0123), seconds(2e-6), seconds(3)
+    ('12.3 ms', '2 us', '3 s')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            return f"{value * factor:.3g} {unit}"
+    return "0 us"

@@ -1,0 +1,76 @@
+"""A virtual device stands in for the GPU, so that a laptop tells what would wait on one.
+
+Every operation there is an entry of a predicted timeline: what the host takes to launch it and the device to compute
+it, from a profile.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from manyhands.audit import sites
+from manyhands.audit.profile import Profile
+from manyhands.audit.recorder import Recorder
+from manyhands.backends.torch import compat, devices, virtual
+from manyhands.backends.torch.compat import tree_iter
+
+# Files of PyTorch that an operation of a tensor subclass passes on its way.
+_PLUMBING = ("torch/utils/_pytree.py", "torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+
+
+def start(recorder: Recorder, profile: Profile) -> None:
+    """Let a virtual device stand in for a GPU from now on, and record what is launched there."""
+    virtual.observers[:] = [lambda *operation: _launched(recorder, profile, *operation)]
+    if not virtual.count():
+        devices.virtual_devices(1, as_cuda=True)
+
+
+def _launched(recorder: Recorder, profile: Profile, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+    results = [value for value in tree_iter(result) if isinstance(value, torch.Tensor)]
+    if _is_view(func, tensors, results):
+        recorder.launch(0.0, kernel=False)
+        return
+    recorder.launch(_seconds(profile, func, args, kwargs, result, tensors + results), _line())
+
+
+def _is_view(func: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    if func._schema.is_mutable or not results or not tensors:
+        return False
+    memory = compat.memory_id(results[0])
+    return any(compat.memory_id(tensor) == memory for tensor in tensors)
+
+
+def _seconds(profile: Profile, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> float:
+    """By its FLOPs at the rate of a product, or by the bytes that it reads and writes."""
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / (2 * profile.on_device)
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return moved
+    half = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)
+    try:
+        flops = float(count(*args, **kwargs, out_val=result))
+    except Exception:  # an operation whose count wants other arguments
+        return moved
+    return max(moved, flops / (profile.bfloat16 if half else profile.float32))
+
+
+def _line() -> tuple[int, sites.Line] | None:
+    """The user's line that launches an operation itself, not through a library, with the run of its function."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if (
+            not file.startswith(sites.PACKAGE)
+            and not file.endswith(_PLUMBING)
+            and frame.f_code.co_name != "__torch_function__"
+        ):
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or not sites.is_users(frame.f_code):
+        return None
+    return id(frame), sites.Line(frame.f_code.co_filename, frame.f_lineno)

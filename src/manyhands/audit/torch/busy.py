@@ -1,0 +1,82 @@
+"""How long a GPU works in a step: PyTorch's profiler over the last steps of the warm-up, which do not count."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from manyhands.audit import watch
+from manyhands.audit.recorder import Recorder
+from manyhands.backends.torch import compat
+
+_STEPS = 3
+
+
+class BusyTime:
+    """Called after each step. Gives way to a profiler of the program: there can be only one."""
+
+    def __init__(self, recorder: Recorder, warmup: int) -> None:
+        self._recorder = recorder
+        self._first, self._last = max(1, warmup - _STEPS), warmup
+        self._profiler: Any = None
+        self._give_way = False
+        self._mine = False
+        if self._last > self._first:
+            self._watch_profilers()
+
+    def __call__(self, steps: int) -> None:
+        with watch.quiet():
+            if steps == self._first and not self._give_way:
+                self._start()
+            elif steps >= self._last and self._profiler is not None:
+                self._recorder.busy_seconds = self._stop() / (self._last - self._first)
+
+    def _start(self) -> None:
+        if not torch.cuda.is_initialized() or compat.profiler_enabled():
+            return
+        self._mine = True
+        torch.cuda.synchronize()
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._mine = False
+        profiler.start()
+        self._profiler = profiler
+
+    def _stop(self) -> float:
+        profiler, self._profiler = self._profiler, None
+        torch.cuda.synchronize()
+        profiler.stop()
+        return busy_seconds(
+            (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+            for event in profiler.events() or ()
+            if event.device_type.name == "CUDA"
+        )
+
+    def _watch_profilers(self) -> None:
+        """A profiler of the program, made before or while ours runs, ends ours for good."""
+        owner: Any = torch.profiler.profile
+        original = owner.__init__
+
+        @functools.wraps(original)
+        def __init__(profiler: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._mine:
+                self._give_way = True
+                if self._profiler is not None:
+                    self._stop()
+            original(profiler, *args, **kwargs)
+
+        owner.__init__ = __init__
+
+
+def busy_seconds(spans: Any) -> float:
+    """How long at least one of some spans was open.
+
+    >>> busy_seconds([(0.0, 1.0), (0.5, 2.0), (3.0, 4.0)])
+    3.0
+    """
+    busy, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy

@@ -1,0 +1,225 @@
+"""``manyhands audit``: every hidden wait and copy of a program, with its line, its cost, its gain and the cure."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.cli import flags
+from manyhands.errors import BadSettings
+
+if TYPE_CHECKING:
+    from manyhands.audit.report import Report
+
+WAITS_TOO_LONG = 3
+_WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--fail-over", "--baseline", "--profile")
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "audit",
+        usage="manyhands audit [options] (SCRIPT | -m MODULE) [arguments of the program]",
+        help="run a program and list every hidden wait and copy: line, cost, what removing it gains, cure",
+        description="Runs a program unchanged and ends with a table on stderr, most expensive wait first. The exit "
+        f"code is the program's; {WAITS_TOO_LONG} if it is 0 and --fail-over is exceeded. A comment "
+        "`# manyhands: wait-ok <reason>` on a line silences it. docs/audit.md says what is seen.",
+    )
+    parser.add_argument(
+        "--warmup", type=flags.whole_number(0), default=5, metavar="N", help="leave out the first N steps; default: 5"
+    )
+    parser.add_argument(
+        "--steps", type=flags.whole_number(1), metavar="N", help="stop after N counted steps; default: run to the end"
+    )
+    parser.add_argument(
+        "--as-if-gpu",
+        action="store_true",
+        help="predict without a GPU: a virtual device stands in for one; default: audit the GPU that is there",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="what `manyhands devices --measure --json` printed, for --as-if-gpu; default: an H200's",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report (docs/audit.md); default: no file")
+    parser.add_argument("--sarif", type=Path, metavar="FILE", help="write code-scanning annotations; default: no file")
+    parser.add_argument(
+        "--fail-over",
+        type=_percent,
+        metavar="P%",
+        help=f"exit with {WAITS_TOO_LONG} if removing the findings gains more than P%% of a step; default: never",
+    )
+    parser.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="report only what a former --json does not have; default: all"
+    )
+    parser.set_defaults(run_command=run, program=[])
+
+
+def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The auditor's own arguments, and the program with its own, which we do not read.
+
+    >>> divide(["audit", "--steps", "5", "train.py", "--steps", "9"])
+    (['audit', '--steps', '5'], ['train.py', '--steps', '9'])
+    >>> divide(["audit", "--as-if-gpu", "-m", "jobs.train", "-v"])
+    (['audit', '--as-if-gpu'], ['-m', 'jobs.train', '-v'])
+    """
+    position = 1
+    while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "-m":
+        position += 2 if arguments[position] in _WITH_VALUE else 1
+    return list(arguments[:position]), list(arguments[position:])
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a part of a step, as 5%")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    from manyhands.audit import report as reports
+
+    program, is_module = _program(options.program)
+    baseline = _baseline(options.baseline) if options.baseline is not None else None
+    for path in (options.json, options.sarif):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise BadSettings(f"{path} cannot be written: there is no folder {path.parent}")
+    with tempfile.TemporaryDirectory(prefix="manyhands-audit-") as folder:
+        result = Path(folder) / "result.json"
+        code = _run_program(_settings(options, program[0], is_module, result), program)
+        made = reports.Report.from_data(json.loads(result.read_text())) if result.is_file() else None
+    if made is None:
+        print(f"manyhands audit: {program[0]} {_how_it_ended(code)}: there is no report", file=sys.stderr)
+        return _same_end(code)
+    if baseline is not None:
+        made = reports.new_since(made, baseline)
+    _show(made, options)
+    if code == 0 and options.fail_over is not None and (made.gain or 0.0) > options.fail_over:
+        print(
+            f"manyhands audit: removing the findings gains {made.gain:.1%}, more than the {options.fail_over:.1%} of "
+            "--fail-over",
+            file=sys.stderr,
+        )
+        return WAITS_TOO_LONG
+    return _same_end(code)
+
+
+def _program(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    is_module = arguments[:1] == ["-m"]
+    program = list(arguments[1:] if is_module else arguments)
+    if not program:
+        raise BadSettings("audit needs a program: manyhands audit train.py, or manyhands audit -m package.train")
+    if not is_module and not Path(program[0]).is_file():
+        raise BadSettings(f"there is no file {program[0]!r} to audit")
+    return program, is_module
+
+
+def _baseline(path: Path) -> Report:
+    from manyhands.audit.report import SCHEMA, Report
+
+    try:
+        data = json.loads(path.read_text())
+        if data["schema"] != SCHEMA:
+            raise ValueError
+        return Report.from_data(data)
+    except OSError as error:
+        raise BadSettings(f"--baseline {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise BadSettings(f"--baseline {path} is not a report of `manyhands audit --json`") from None
+
+
+def _settings(options: argparse.Namespace, name: str, is_module: bool, result: Path) -> dict[str, Any]:
+    from manyhands.audit import profile
+
+    if options.profile is not None and not options.as_if_gpu:
+        raise BadSettings("--profile is for predictions: give --as-if-gpu, too")
+    target = None
+    if options.as_if_gpu:
+        target = asdict(profile.load(options.profile) if options.profile is not None else profile.h200())
+    return {
+        "program": name,
+        "module": is_module,
+        "warmup": options.warmup,
+        "steps": options.steps,
+        "profile": target,
+        "result": str(result),
+    }
+
+
+def _run_program(settings: dict[str, Any], program: Sequence[str]) -> int:
+    """Run it in a process of its own, with our stdin, stdout and stderr; gives its exit status."""
+    interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+    command = [*interpreter, "-m", "manyhands.audit.program", json.dumps(settings), *program]
+    with _signals_go_on() as children:
+        child = subprocess.Popen(command)
+        children.append(child)
+        return child.wait()
+
+
+@contextlib.contextmanager
+def _signals_go_on() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """What is sent to us is meant for the program; a terminal's Ctrl-C reaches both of us anyway."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: object) -> None:
+        for child in children:
+            if number != signal.SIGINT or not sys.stdin.isatty():
+                child.send_signal(number)
+
+    kinds = [kind for kind in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", None)) if kind is not None]
+    before = {kind: signal.signal(kind, forward) for kind in kinds}
+    try:
+        yield children
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code} without coming back to Python (os._exit or exec)"
+
+
+def _same_end(code: int) -> int:
+    """The program's exit code; where a signal killed it, the same signal kills us."""
+    if code >= 0:
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    return 128 - code
+
+
+def _show(made: Report, options: argparse.Namespace) -> None:
+    from manyhands.audit import sarif, table
+
+    if made.ended == "syntax-error":
+        print(f"manyhands audit: {made.program} has a syntax error, so that nothing was run", file=sys.stderr)
+    else:
+        if made.ended.startswith(("exit", "exception")):
+            ended = made.ended.replace("exit", "exit code").replace("exception", "an exception:")
+            print(f"manyhands audit: the program ended with {ended}; until then:", file=sys.stderr)
+        print(table.text(made), file=sys.stderr)
+    try:
+        if options.json is not None:
+            options.json.write_text(json.dumps(made.as_data(), indent=2) + "\n")
+        if options.sarif is not None:
+            options.sarif.write_text(json.dumps(sarif.log(made), indent=2) + "\n")
+    except OSError as error:
+        raise BadSettings(f"{error.filename} cannot be written: {error.strerror}") from None

@@ -1,0 +1,17 @@
+"""An operation that checks for errors on the host."""
+
+import torch
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+net = torch.nn.Linear(16, 4).to(device)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(8, 16, device=device)
+y = torch.randint(4, (8,), device=device)
+matrix = torch.eye(4, device=device)
+for step in range(6):
+    loss = torch.nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    factor = torch.linalg.cholesky(matrix)  # planted: error-check

@@ -1,0 +1,16 @@
+"""The loss in an f-string."""
+
+import torch
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+net = torch.nn.Linear(16, 4).to(device)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(8, 16, device=device)
+y = torch.randint(4, (8,), device=device)
+for step in range(6):
+    loss = torch.nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    text = f"step {step}: {loss:.3f}"  # planted: print

@@ -1,0 +1,19 @@
+"""Rows are computed one by one."""
+
+import torch
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.manual_seed(0)
+net = torch.nn.Linear(16, 4).to(device)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(8, 16, device=device)
+y = torch.randint(4, (8,), device=device)
+out = torch.zeros(8, 8, device=device)
+for step in range(6):
+    loss = torch.nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    for row in range(8):
+        for column in range(8):
+            out[row, column].copy_(x[row, column] * 2 + 1)  # planted: tiny-launches

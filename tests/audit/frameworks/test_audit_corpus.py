@@ -1,0 +1,36 @@
+"""Every planted defect of the corpus is found at its line, and no clean twin gives an alarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from audit_support import CORPUS, audit, found, planted, programs
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def reports(framework: str) -> dict[str, Any]:
+    if not (CORPUS / framework).is_dir():
+        pytest.skip(f"{framework} has no hooks")
+    return audit(framework)
+
+
+def test_every_planted_defect_is_found_and_nothing_else(framework: str, reports: dict[str, Any]) -> None:
+    for name in programs(framework, "planted"):
+        assert found(reports[f"planted/{name}"]) == planted(framework, name), name
+
+
+def test_no_false_alarm_on_a_clean_twin(framework: str, reports: dict[str, Any]) -> None:
+    assert programs(framework, "clean") == programs(framework, "planted")
+    for name in programs(framework, "clean"):
+        assert not found(reports[f"clean/{name}"]), name
+
+
+def test_programs_end_well_and_are_predicted(reports: dict[str, Any]) -> None:
+    for name, report in reports.items():
+        assert report["code"] == 0, name
+        assert report["predicted"], name
+        assert report["counted_steps"] >= 3, name
+        assert not report["notes"], name

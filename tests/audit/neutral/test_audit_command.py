@@ -1,0 +1,156 @@
+"""``manyhands audit`` runs a program as Python does: with any input, one clear line says what came of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import run_command
+
+NOTHING = "the program used none of torch, jax, tensorflow and mxnet"
+
+
+def _audit(script: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "manyhands", "audit", str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, input=stdin)
+
+
+def _plain(script: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, input=stdin)
+
+
+def test_arguments_input_output_and_exit_code_are_the_programs(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    (tmp_path / "beside.py").write_text("word = 'found'\n")
+    script.write_text(
+        "import sys, pickle\nimport beside\n"
+        "class Thing: pass\n"
+        "assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
+        "print(__name__, __file__, sys.argv, sys.path[0], beside.word, input(), Thing.__module__)\n"
+        "sys.exit(7)\n"
+    )
+    plain, audited = (run(script, "--steps", "3", "-m", stdin="hello\n") for run in (_plain, _audit))
+    assert audited.stdout == plain.stdout
+    assert audited.returncode == plain.returncode == 7
+    assert "ended with exit code 7" in audited.stderr
+    assert NOTHING in audited.stderr
+
+
+def test_a_traceback_is_the_programs(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("def f():\n    raise ValueError('no')\n\nf()\n")
+    plain, audited = _plain(script), _audit(script)
+    assert audited.returncode == plain.returncode == 1
+    assert audited.stderr.startswith(plain.stderr)
+    assert "an exception: ValueError" in audited.stderr
+
+
+def test_sys_exit_with_a_text(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import sys\nsys.exit('that is it')\n")
+    audited = _audit(script)
+    assert audited.returncode == 1
+    assert audited.stderr.startswith("that is it\n")
+
+
+def test_a_syntax_error_is_pythons_and_said_in_a_line(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("print('a'\n")
+    plain, audited = _plain(script), _audit(script)
+    assert audited.returncode == plain.returncode == 1
+    assert audited.stderr.startswith(plain.stderr)
+    assert "has a syntax error, so that nothing was run" in audited.stderr
+
+
+def test_a_module_runs_with_dash_m(tmp_path: Path) -> None:
+    package = tmp_path / "jobs"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(
+        "import sys\nfrom jobs import __name__ as parent\nprint(__name__, parent, sys.argv[1:])\n"
+    )
+    (package / "__main__.py").write_text("from jobs import train\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "manyhands", "audit", "-m", "jobs.train", "-x"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.stdout == "__main__ jobs ['-x']\n", done.stderr
+    missing = run_command("audit", "-m", "no_such_module_anywhere")
+    assert missing.returncode == 1
+    assert "No module named no_such_module_anywhere" in missing.stderr
+
+
+def test_a_killed_program_is_named_and_its_signal_is_passed_on(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    audited = _audit(script)
+    assert audited.returncode == -signal.SIGKILL
+    assert "was killed by SIGKILL: there is no report" in audited.stderr
+
+
+def test_a_program_that_ends_without_python(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import os\nos._exit(4)\n")
+    audited = _audit(script)
+    assert audited.returncode == 4
+    assert "ended with code 4 without coming back to Python" in audited.stderr
+
+
+def test_forks_and_threads_are_the_programs_and_told(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, threading\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    print('child', flush=True)\n    raise SystemExit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "threading.Thread(target=print, args=('thread',)).start()\n"
+    )
+    audited = _audit(script)
+    assert audited.returncode == 0
+    assert sorted(audited.stdout.split()) == ["child", "thread"]
+    assert "forked 1 process" in audited.stderr
+    assert audited.stderr.count("manyhands audit:") == 1
+
+
+def test_an_interrupt_reaches_the_program(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('saved')\n"
+    )
+    command = [sys.executable, "-m", "manyhands", "audit", str(script)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "saved\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "audit needs a program"),
+        (("none.py",), "there is no file 'none.py' to audit"),
+        (("--fail-over", "many", "none.py"), "give a part of a step, as 5%"),
+        (("--steps", "0", "none.py"), "a whole number of at least 1"),
+        (("--profile", "p.json", os.devnull), "there is no file"),
+        (("--baseline", "none.json", __file__), "No such file"),
+        (("--baseline", __file__, __file__), "is not a report of `manyhands audit --json`"),
+        (("--json", "/no/such/folder/a.json", __file__), "there is no folder"),
+        (("--profile", "p.json", __file__), "give --as-if-gpu, too"),
+        (("--jsn", "a", __file__), "did you mean --json?"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = run_command("audit", *arguments)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr.splitlines()[-1]

@@ -1,0 +1,186 @@
+"""Sites, comments, steps, findings, verdicts: the auditor without a framework."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from manyhands.audit import coverage, profile, recorder, report, sarif, sites, table, watch
+from manyhands.audit.kinds import Kind
+from manyhands.audit.recorder import Recorder
+from manyhands.audit.sites import Line, Site
+from manyhands.errors import BadSettings
+
+HERE = __file__
+
+
+def _wait(sink: Recorder, line: int, kind: Kind = Kind.READ, seconds: float = 0.001) -> None:
+    sink.before(kind, "Tensor.item", Site(Line(HERE, line)))
+    sink.after(watch.Event(kind, "Tensor.item", Site(Line(HERE, line)), 0.0, seconds))
+
+
+def _recorder(steps: int, waits: int = 1) -> Recorder:
+    made = Recorder(profile=profile.h200())
+    made.frameworks.add("torch")
+    for _ in range(steps):
+        for _ in range(10):
+            made.launch(1e-5)
+        for _ in range(waits):
+            _wait(made, 1)
+        made.step("optimizer")
+    return made
+
+
+def test_a_line_is_counted_per_step_and_in_all_without_the_warmup() -> None:
+    made = report.make(_recorder(12, waits=2), program="p", warmup=5)
+    (finding,) = made.findings
+    assert (finding.file, finding.line, finding.kind) == (sites.shown_path(HERE), 1, "read")
+    assert (finding.count, finding.per_step, made.counted_steps) == (14, 2.0, 7)
+    assert finding.waited > 0
+    assert finding.gained is not None
+    assert made.busy is not None
+    assert made.verdict.startswith("predicted for an NVIDIA H200: the GPU is busy")
+    assert "1 line costs" in made.verdict
+
+
+def test_waits_after_the_last_step_are_no_part_of_a_step() -> None:
+    made = _recorder(8, waits=0)
+    _wait(made, 1)
+    assert not report.make(made, program="p", warmup=2).findings
+
+
+def test_without_steps_everything_counts_and_that_is_said() -> None:
+    made = Recorder(profile=profile.h200())
+    made.frameworks.add("torch")
+    _wait(made, 1)
+    told = report.make(made, program="p", warmup=5)
+    assert len(told.findings) == 1
+    assert told.findings[0].per_step is None
+    assert "no optimizer step was seen" in told.notes[0]
+
+
+def test_fewer_steps_than_the_warmup_are_counted_and_that_is_said() -> None:
+    told = report.make(_recorder(3), program="p", warmup=5)
+    assert told.counted_steps == 2
+    assert "no more than the 5 of --warmup" in told.notes[0]
+
+
+def test_two_optimizers_make_one_step() -> None:
+    made = Recorder()
+    for _ in range(4):
+        made.step("generator")
+        made.step("critic")
+    assert made.steps == 4
+
+
+def test_a_loop_that_tells_its_steps_counts_alone() -> None:
+    made = Recorder()
+    for _ in range(3):
+        made.step("optimizer")
+        made.step("loop", loop=True)
+    before = made.steps
+    made.step("optimizer")
+    assert made.steps == before
+
+
+def test_another_threads_waits_are_found_but_are_not_on_the_path() -> None:
+    made = _recorder(6, waits=0)
+    thread = threading.Thread(target=_wait, args=(made, 1))
+    thread.start()
+    thread.join()
+    made.step("optimizer")
+    (finding,) = report.make(made, program="p", warmup=2).findings
+    assert finding.gained is None
+
+
+def test_no_device_and_no_framework_are_told() -> None:
+    assert "none of torch" in report.make(Recorder(), program="p", warmup=5).verdict
+    made = Recorder()
+    made.frameworks.add("torch")
+    assert "no tensor was on a GPU" in report.make(made, program="p", warmup=5).verdict
+
+
+def test_a_comment_silences_a_line_and_is_counted(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("a.item()  # manyhands: wait-ok once a day\nb.item()\n")
+    made = _recorder(1, waits=0)
+    for line in (1, 2):
+        site = Site(Line(str(script), line))
+        made.after(watch.Event(Kind.READ, "Tensor.item", site, 0.0, 0.0))
+    made.step("optimizer")
+    told = report.make(made, program="p", warmup=1)
+    assert [finding.line for finding in told.findings] == [2]
+    assert told.silenced == 1
+    assert "1 waits" in table.text(told)
+
+
+class _Depth(int):
+    site = functools.cached_property(sites.current)
+
+
+def test_a_wait_is_the_users_line_with_the_librarys_beside_it() -> None:
+    site = _Depth(1).site
+    assert site is not None
+    assert site.user.file == HERE
+    assert site.user.text == "site = _Depth(1).site"
+    assert site.library is not None
+    assert site.library.file.endswith("functools.py")
+
+
+def test_a_report_is_the_same_after_json(tmp_path: Path) -> None:
+    made = report.make(_recorder(12), program="p", warmup=5)
+    assert report.Report.from_data(json.loads(json.dumps(made.as_data()))) == made
+    assert "cure: " in table.text(made)
+
+
+def test_a_baseline_hides_what_it_has() -> None:
+    old = report.make(_recorder(12), program="p", warmup=5)
+    fresh = _recorder(0)
+    for _ in range(12):
+        _wait(fresh, 1)
+        _wait(fresh, 3)
+        fresh.step("optimizer")
+    told = report.new_since(report.make(fresh, program="p", warmup=5), old)
+    assert [finding.line for finding in told.findings] == [3]
+    assert told.known == 1
+    assert "1 new line" in told.verdict
+
+
+def test_sarif_has_a_rule_for_every_kind_and_a_place_for_every_finding() -> None:
+    log = sarif.log(report.make(_recorder(12), program="p", warmup=5))
+    (run,) = log["runs"]
+    assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == {kind.value for kind in Kind}
+    place = run["results"][0]["locations"][0]["physicalLocation"]
+    assert place["region"]["startLine"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("no json", "is not JSON"), ("[]", "devices --measure"), ('{"frameworks": []}', "no measured GPU")],
+)
+def test_a_bad_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(BadSettings, match=message):
+        profile.load(path)
+    with pytest.raises(BadSettings, match="No such file"):
+        profile.load(tmp_path / "none.json")
+
+
+def test_every_kind_has_words() -> None:
+    for kind in Kind:
+        assert kind.title
+        assert kind.general_cure
+        event = watch.Event(kind, "call", Site(Line(HERE, 1)), 0.0, 0.0, 1000)
+        assert recorder.predicted_wait(event, profile.h200()).host >= 0
+
+
+def test_the_table_of_the_docs_is_the_data_of_the_code() -> None:
+    docs = (Path(__file__).parents[3] / "docs" / "audit.md").read_text()
+    for framework, kinds in coverage.SEEN.items():
+        for kind, seen in kinds.items():
+            assert f"| `{kind.value}` | {seen} |" in docs, (framework, kind)

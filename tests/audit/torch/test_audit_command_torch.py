@@ -1,0 +1,67 @@
+"""``manyhands audit`` of PyTorch programs without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import run_command
+
+pytestmark = pytest.mark.once
+
+PROGRAM = """
+import os, torch
+assert torch.cuda.is_available() == bool(os.environ.get("AS_IF"))
+device = "cuda" if torch.cuda.is_available() else "cpu"
+net = torch.nn.Linear(4, 2).to(device)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(400, 4))
+loader = torch.utils.data.DataLoader(data, 4, num_workers=1, pin_memory=True)
+total = 0.0
+for (x,) in loader:
+    x = x.to(device, non_blocking=True)
+    loss = net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    total += loss.item()
+    loss.tolist()
+print("all steps")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_a_prediction_with_its_files_and_exit_codes(program: Path, tmp_path: Path) -> None:
+    report, sarif = tmp_path / "report.json", tmp_path / "report.sarif"
+    options = ("--as-if-gpu", "--warmup", "2", "--steps", "4", "--fail-over", "1%")
+    done = run_command("audit", *options, "--json", str(report), "--sarif", str(sarif), str(program), AS_IF="1")
+    assert done.returncode == 3, done.stderr
+    assert "all steps" not in done.stdout  # --steps ended it
+    assert "predicted for an NVIDIA H200: the GPU is busy" in done.stderr
+    assert "cure: total += loss.detach()" in done.stderr
+    assert "more than the 1.0% of --fail-over" in done.stderr
+    assert "forked 1 process" in done.stderr
+    told = json.loads(report.read_text())
+    assert (told["schema"], told["predicted"], told["counted_steps"], told["ended"]) == (1, True, 4, "enough")
+    lines = {finding["source"]: finding for finding in told["findings"]}
+    assert set(lines) == {"total += loss.item()", "loss.tolist()"}
+    assert len(json.loads(sarif.read_text())["runs"][0]["results"]) == 2
+
+    known = run_command("audit", *options, "--baseline", str(report), str(program), AS_IF="1")
+    assert known.returncode == 0, known.stderr
+    assert "no new hidden waits were found" in known.stderr
+    assert "known from the baseline and not shown: 2" in known.stderr
+
+
+def test_without_a_gpu_there_is_nothing_to_audit_and_the_program_runs(program: Path) -> None:
+    done = run_command("audit", str(program))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "all steps\n"
+    assert "no tensor was on a GPU: there was nothing to audit" in done.stderr

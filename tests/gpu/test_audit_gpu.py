@@ -1,0 +1,162 @@
+"""The auditor on a real GPU: the corpus, PyTorch's own sync warnings as a second opinion, times, and its cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit_support import CORPUS, audit, found, planted, programs
+from support import run_command
+
+# What only a prediction sees: tiny operations line by line; and a loader's time beside a real step's.
+ONLY_PREDICTED = {"tiny_launches"}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    return audit("torch", MANYHANDS_AUDIT_REAL="1")
+
+
+def test_every_planted_defect_is_found_on_a_gpu(reports: dict[str, Any]) -> None:
+    for name in set(programs("torch", "planted")) - ONLY_PREDICTED:
+        assert found(reports[f"planted/{name}"]) == planted("torch", name), name
+
+
+def test_no_false_alarm_on_a_gpu(reports: dict[str, Any]) -> None:
+    for name in programs("torch", "clean"):
+        assert not found(reports[f"clean/{name}"]), name
+
+
+SECOND_OPINION = """
+import json, runpy, sys, torch, warnings
+torch.ones(1, device="cuda").sum().item()
+torch.linalg.cholesky(torch.eye(2, device="cuda"))
+lines = {}
+for path in sys.argv[1:]:
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        runpy.run_path(path, run_name="__main__")
+    torch.cuda.set_sync_debug_mode("default")
+    lines[path] = sorted({w.lineno for w in told if "synchronizing" in str(w.message) and w.filename == path})
+print(json.dumps(lines))
+"""
+
+
+def test_pytorchs_own_warnings_name_no_line_of_a_loop_that_we_miss(reports: dict[str, Any]) -> None:
+    paths = [
+        str(CORPUS / "torch" / kind / f"{name}.py") for kind in ("planted", "clean") for name in programs("torch", kind)
+    ]
+    done = subprocess.run([sys.executable, "-c", SECOND_OPINION, *paths], capture_output=True, text=True, check=True)
+    for path, lines in json.loads(done.stdout.splitlines()[-1]).items():
+        text = Path(path).read_text().splitlines()
+        in_loop = [line for line in lines if text[line - 1].startswith(" ")]
+        report = reports[f"{Path(path).parent.name}/{Path(path).stem}"]
+        ours = {finding["line"] for finding in report["findings"]}
+        assert set(in_loop) <= ours, path
+
+
+STEP = """
+import torch, time
+from manyhands import torch as mh
+net = mh.resnet18(10, 1).cuda() if SMALL is False else torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(256, 1, 28, 28, device="cuda") if SMALL is False else torch.randn(64, 64, device="cuda")
+y = torch.randint(10, (len(x),), device="cuda")
+def step():
+    loss = torch.nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+"""
+
+
+def test_times_are_measured_and_the_gpu_is_seen_to_be_busy(tmp_path: Path) -> None:
+    script, report = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(STEP.replace("SMALL", "False") + "for number in range(30):\n    loss = step()\n    float(loss)\n")
+    done = run_command("audit", "--warmup", "10", "--json", str(report), str(script))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(report.read_text())
+    assert not told["predicted"]
+    assert told["busy"] is not None
+    assert 0.1 < told["busy"] <= 1
+    (finding,) = told["findings"]
+    assert finding["source"] == "float(loss)"
+    assert 0 < finding["waited"] < told["step_seconds"] * told["counted_steps"]
+    assert "cuda" not in done.stderr.lower() or "the GPU is busy" in done.stderr
+
+
+def test_counting_costs_less_than_two_percent_of_a_resnet18_step(tmp_path: Path) -> None:
+    """By turns, medians of many steps: the figure for docs/audit.md is printed."""
+    code = (
+        STEP.replace("SMALL", "False")
+        + """
+import statistics
+def timed(number=40):
+    torch.cuda.synchronize(); begin = time.perf_counter()
+    for _ in range(number): step()
+    torch.cuda.synchronize(); return (time.perf_counter() - begin) / number
+for _ in range(20): step()
+plain, counted = [], []
+with mh.guard("count"): step()
+for _ in range(9):
+    plain.append(timed())
+    with mh.guard("count"): counted.append(timed())
+print(statistics.median(plain) * 1e3, statistics.median(counted) * 1e3)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    plain, counted = map(float, done.stdout.split())
+    print(f"plain {plain:.3f} ms, counted {counted:.3f} ms: {counted / plain - 1:+.2%}")
+    assert counted / plain < 1.02
+
+
+def test_a_program_with_its_own_profiler_and_sync_debug_mode_works(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        STEP.replace("SMALL", "True") + "torch.cuda.set_sync_debug_mode('warn')\n"
+        "schedule = torch.profiler.schedule(wait=1, warmup=1, active=2)\n"
+        "with torch.profiler.profile(schedule=schedule) as profiler:\n"
+        "    for number in range(8):\n        step()\n        profiler.step()\n"
+        "print(len(profiler.events()) > 0, torch.cuda.get_sync_debug_mode())\n"
+    )
+    done = run_command("audit", str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "1"]
+
+
+def test_a_guard_raises_before_the_host_waits() -> None:
+    import torch
+
+    from manyhands import torch as mh
+    from manyhands.errors import HiddenWait
+
+    x = torch.ones(4, device="cuda")
+    with mh.guard("forbid"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = x * 2
+        with pytest.raises(HiddenWait):
+            y.sum().item()
+        mh.to(y, "cpu")
+
+
+def test_the_trainer_waits_for_nothing_in_a_step(tmp_path: Path) -> None:
+    script, report = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(
+        "import torch\nfrom manyhands import torch as mh\n"
+        "data = (torch.randn(4096, 1, 28, 28), torch.randint(10, (4096,)))\n"
+        "for fast in (True, False):\n"
+        "    mh.Trainer(max_epochs=2, batch_size=64, step=mh.Step(fast=fast), run=None).fit(mh.lenet(), data)\n"
+    )
+    done = run_command("audit", "--json", str(report), str(script))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(report.read_text())["findings"] == [], done.stderr
