@@ -27,6 +27,7 @@ from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import loader_batches
 from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
+from manyhands.training.evaluation.standalone import Evaluating
 from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Schedule
 from manyhands.training.options import BatchStats, Checkpoints, Step, Workers
 from manyhands.training.result import Result
@@ -35,7 +36,7 @@ from manyhands.training.settings import Precision, Settings
 _DEFAULT_BATCH = 256
 
 
-class BaseTrainer(HyperParameters, abc.ABC):
+class BaseTrainer(HyperParameters, Evaluating):
     """Trains a model on one or more devices; the update is the one that a single device would make.
 
     ``Trainer(max_epochs=10, num_gpus=2, lr=0.1).fit(model, data)``. The book's three arguments may be given by

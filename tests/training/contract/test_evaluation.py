@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from training_bench import Bench
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.data.sources import as_numpy
 
 
@@ -83,3 +83,62 @@ def test_metrics_that_are_none(bench: Bench) -> None:
             bench.mh.Trainer(1, metrics=metrics)
     with pytest.raises(BadSettings, match="metrics= are computed over validation data: give some"):
         bench.fit(metrics=[top_three], data=bench.data()[0])
+
+
+# Evaluation and prediction
+
+
+def labelled(bench: Bench, count: int = 530) -> tuple[Any, Any]:
+    """Some images as arrays of the framework's layout, and their classes."""
+    random = np.random.RandomState(0)
+    images = random.normal(size=(count, 28, 28)).astype(np.float32)
+    return np.expand_dims(images, 1 if bench.framework in ("torch", "mxnet") else -1), random.randint(0, 10, count)
+
+
+def native(bench: Bench, X: Any) -> Any:
+    """The array as the framework's models take it."""
+    if bench.framework == "torch":
+        import torch
+
+        return torch.from_numpy(X)
+    if bench.framework == "mxnet":
+        import mxnet
+
+        return mxnet.nd.array(X)
+    return X
+
+
+def test_predictions_are_the_models_answers_in_order(bench: Bench) -> None:
+    X, y = labelled(bench)
+    model = bench.recipes.model("mlp", 0)
+    expected = getattr(bench, f"_{bench.framework}")(model, native(bench, X))
+    batches = [native(bench, X[start : start + 200]) for start in (0, 200, 400)]
+    for count in (1, 3):
+        trainer = bench.mh.Trainer(1, quiet=True, precision="fp32", **bench.on(count))
+        for data in (X, (X, y), lambda: iter(batches)):
+            predicted = as_numpy(trainer.predict(model, data))
+            assert predicted.shape == (530, 10)
+            np.testing.assert_allclose(predicted, expected, atol=1e-5)
+
+
+def test_evaluation_is_that_of_a_training(bench: Bench) -> None:
+    """And the same on any number of devices; the model is left as it was."""
+    train, validation = bench.data(samples=32, tested=530)
+    how: dict[str, Any] = {"quiet": True, "precision": "fp32", "metrics": [top_three]}
+    model = bench.recipes.model("mlp", 0)
+    row = bench.mh.Trainer(1, lr=0.1, **how, **bench.on(1)).fit(model, train, validation).rows[-1]
+    before = bench.answers(model, np.full((2, 28, 28), 100, np.uint8))
+    for count in (1, 3):
+        figures = bench.mh.Trainer(1, **how, **bench.on(count)).evaluate(model, validation)
+        assert list(figures) == ["loss", "acc", "top_three"]
+        for name, value in figures.items():
+            assert value == pytest.approx(row[f"val_{name}"], abs=1e-5)
+    np.testing.assert_array_equal(bench.answers(model, np.full((2, 28, 28), 100, np.uint8)), before)
+
+
+def test_one_data_set_at_a_time(bench: Bench) -> None:
+    trainer, model = bench.mh.Trainer(1, **bench.on(1)), bench.recipes.model("mlp", 0)
+    with pytest.raises(
+        BadBatch, match=r"evaluate takes one data set, and two were given: .*evaluate\(model, data\[1\]\)"
+    ):
+        trainer.evaluate(model, bench.data())

@@ -6,7 +6,7 @@ PyTorch has datasets and loaders of its own, and sources for them: :mod:`manyhan
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,7 +158,8 @@ class Stream:
     """A loader that gives batches (inputs, target) in an order of its own; every process reads all of it.
 
     ``required_size``: the trainer's ``batch_size``, where the loader does not say its own; a loader of batches of
-    another size is refused. ``structure``: where batches may have dicts and lists as parts.
+    another size is refused. ``structure``: where batches may have dicts and lists as parts. ``targets``: whether a
+    batch needs a target beside its inputs.
     """
 
     loader: Any
@@ -167,6 +168,7 @@ class Stream:
     count: None = None
     required_size: int | None = None
     structure: Structure | None = None
+    targets: bool = True
 
     def prepare(self, batch: Batch) -> Batch:
         """A loader's batches are ready for the model."""
@@ -183,7 +185,10 @@ class Stream:
         numbers are seeded with the job's seed and the epoch while it works.
         """
         mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
-        batches = (_parts(batch, self.structure) for batch in with_own_numbers(self.loader, mixed))
+        given: Iterable[Any] = with_own_numbers(self.loader, mixed)
+        if not self.targets:
+            given = (batch if isinstance(batch, (tuple, list)) else (batch,) for batch in given)
+        batches = (_parts(batch, self.structure, 1 + self.targets) for batch in given)
         full = (parts for parts in batches if len(parts[0]))
         checked = loader_batches.of_size(full, self.required_size, _rows)
         yield from loader_batches.windows(self.loader, checked, cursor, _rows, _pieces)
@@ -214,6 +219,9 @@ def source(data: Any, *, shuffle: bool = True, nested: bool = False) -> Source:
         structure = Structure()
         parts = [np.asarray(part) if _is_plain_list(part) else part for part in data]
         return Arrays(tuple(map(as_numpy, structure.flat(parts))), shuffle=shuffle, structure=structure)
+    if nested and _is_of_arrays(data):  # inputs by name, without targets
+        structure = Structure()
+        return Arrays(tuple(map(as_numpy, structure.flat([data]))), shuffle=shuffle, structure=structure)
     if is_array(data):
         return Arrays((as_numpy(data),), shuffle=shuffle)
     if isinstance(data, (tuple, list)) and data and all(map(is_array, data)):
@@ -269,8 +277,8 @@ def _pieces(parts: tuple[Array, ...]) -> Iterator[bytes]:
         yield part.flat[loader_batches.sampled(part.size)].tobytes()
 
 
-def _parts(batch: Any, structure: Structure | None = None) -> tuple[Array, ...]:
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+def _parts(batch: Any, structure: Structure | None = None, fewest: int = 2) -> tuple[Array, ...]:
+    if not isinstance(batch, (tuple, list)) or len(batch) < fewest:
         raise BadBatch(f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both")
     if structure is not None:
         batch = structure.flat(batch)

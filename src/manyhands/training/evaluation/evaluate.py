@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from manyhands.training.evaluation.metrics import Metrics
+from manyhands.training.evaluation.pieces import Join, Pieces
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures, or_none
 
@@ -14,7 +15,8 @@ from manyhands.training.running_sums import Figures, or_none
 class Evaluates(Protocol):
     """The part of a learner that computes figures of data that are not trained on."""
 
-    rank: int
+    @property
+    def rank(self) -> int: ...
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None: ...
 
@@ -41,3 +43,14 @@ def as_dict(figures: Figures, values: dict[str, Any]) -> dict[str, Any]:
     """What ``Trainer.evaluate`` gives: no accuracy where right answers have no meaning."""
     accuracy = {"acc": or_none(figures.accuracy)} if figures.counted else {}
     return {"loss": or_none(figures.loss), **accuracy, **values}
+
+
+def predicted(predict: Callable[[Callable[[], None], Take], Any], join: Join) -> Any:
+    """All outputs as one tree; None where this process gets none. ``predict`` is a framework's own."""
+    outputs = Pieces(join)
+    predict(nothing, lambda piece, _: outputs.add(piece))
+    return outputs.whole()
+
+
+def nothing() -> None:
+    """Nobody watches whether the process is alive."""

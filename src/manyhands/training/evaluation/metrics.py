@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from manyhands.errors import BadSettings
@@ -57,14 +57,28 @@ class OfFunction:
         return self.function(targets, outputs) if self.targets_first else self.function(outputs, targets)
 
 
-@dataclass
 class Metrics:
-    """All metrics of a job, by name."""
+    """All metrics of a job, by name. Sent to other processes, it is unpacked only in the one that computes them."""
 
-    meters: dict[str, Meter] = field(default_factory=dict)
+    def __init__(self, meters: dict[str, Meter] | None = None) -> None:
+        self._meters, self._packed = meters or {}, b""
+
+    @property
+    def meters(self) -> dict[str, Meter]:
+        if self._packed:
+            self._meters, self._packed = pickle.loads(self._packed), b""
+        return self._meters
 
     def __bool__(self) -> bool:
-        return bool(self.meters)
+        return bool(self._packed or self._meters)
+
+    def __getstate__(self) -> tuple[bytes]:
+        import cloudpickle
+
+        return (bytes(cloudpickle.dumps(self.meters)) if self else b"",)
+
+    def __setstate__(self, state: tuple[bytes]) -> None:
+        self._meters, (self._packed,) = {}, state
 
     def reset(self) -> None:
         for meter in self.meters.values():

@@ -13,18 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
+from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.sources import Arrays, Source, Stream
 from manyhands.training.evaluation.pieces import check_rows
 from manyhands.training.jax import feed, running_sums
 from manyhands.training.jax.division import Division, division
+from manyhands.training.jax.objective import Objective
+from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
 from manyhands.training.jax.step import State, Steps
 from manyhands.training.jax.world import World
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures
+from manyhands.training.settings import Settings
 
 _BATCH = 512  # samples of a batch, at least: evaluation needs no memory for gradients
 
@@ -101,6 +108,50 @@ class Evaluation:
         self._under_way.append(newest)
         while len(self._under_way) >= self.world.in_flight:
             jax.block_until_ready(self._under_way.popleft())
+
+
+class Evaluator:
+    """A model of the caller's and a data set, apart from any training."""
+
+    def __init__(
+        self, model: nnx.Module, objective: Objective, data: Source, world: World, settings: Settings, dtype: Any
+    ) -> None:
+        """``dtype``: what layers compute in; None: in that of their parameters."""
+        skeleton = Skeleton(model)
+        optimizer = optax.with_extra_args_support(optax.identity())
+        self.rank, self.world, self.data = world.rank, world, data
+        steps = Steps(skeleton, objective, optimizer, world, dtype, clip=0.0, spares=False)
+        self.evaluation = Evaluation(steps, world, settings.batch_size, settings.seed)
+        self.state = first_numbers(skeleton, model, world, double=settings.precision == "fp64")
+
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
+        return self.evaluation.figures(self.state, self.data, None, alive, take)
+
+    def predict(self, alive: Callable[[], None], take: Take) -> None:
+        self.evaluation.predict(self.state, self.data, alive, take)
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.world.from_first(data)
+
+
+def first_numbers(skeleton: Skeleton, model: nnx.Module, world: World, *, double: bool) -> State:
+    """The model's numbers on all devices: those that the first process has, for others may have drawn other weights."""
+    numbers: State = dict(skeleton.numbers(model))
+    if world.size > 1:
+        numbers = {part: _of_the_first(tree, world) for part, tree in numbers.items()}
+    if double:
+        numbers = jax.tree.map(_doubled, numbers)
+    return {part: world.put_anew(numbers[part]) for part in PARTS}
+
+
+def _of_the_first(tree: Any, world: World) -> Any:
+    own = named(tree)
+    return refilled(tree, tensors.fitting(world.from_first(tensors.pack(own)), own, "numbers of another model"))
+
+
+def _doubled(leaf: Any) -> Any:
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return np.asarray(leaf).astype(np.float64) if floating else leaf
 
 
 class _Outputs:

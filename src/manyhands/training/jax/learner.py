@@ -22,7 +22,7 @@ from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
 from manyhands.training.jax import feed, linen, running_sums
 from manyhands.training.jax.division import Division, division
-from manyhands.training.jax.evaluation import Evaluation, prepared_by
+from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepared_by
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
@@ -88,24 +88,11 @@ class JaxLearner:
         self._say_how()
 
     def _first_state(self, optimizer: Any) -> State:
-        numbers: State = dict(self.job.skeleton.numbers(self.job.model))
-        if self.size > 1:
-            numbers = self._of_the_first(numbers)
-        if self.settings.precision == "fp64":
-            numbers = jax.tree.map(_doubled, numbers)
-        state = {part: self.world.put_anew(numbers[part]) for part in PARTS}
+        double = self.settings.precision == "fp64"
+        state = first_numbers(self.job.skeleton, self.job.model, self.world, double=double)
         state["optimizer"] = self.world.put_anew(jax.jit(optimizer.init)(state["parameters"]))
         state["at"] = self.world.put_anew(np.zeros(2, np.int32))
         return state
-
-    def _of_the_first(self, numbers: State) -> State:
-        """What the first process has: others may have drawn other weights."""
-        found = {}
-        for part, tree in numbers.items():
-            own = named(tree)
-            first = tensors.fitting(self.from_first(tensors.pack(own)), own, "numbers of another model")
-            found[part] = refilled(tree, first)
-        return found
 
     def _say_how(self) -> None:
         where = "gathered on the devices" if self.arrays is not None else "gathered on the host and sent"
@@ -327,11 +314,6 @@ def _wide(leaf: Any) -> Any:
     """Numbers of an average: of half precision in float32, where small changes are not rounded away."""
     small = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
     return np.asarray(leaf).astype(np.float32) if small else np.asarray(leaf)
-
-
-def _doubled(leaf: Any) -> Any:
-    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return np.asarray(leaf).astype(np.float64) if floating else leaf
 
 
 def _injected(state: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ its own, and the same script runs on several machines unchanged (:mod:`.world`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,11 +23,13 @@ from manyhands.training import launcher
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.sources import Source, source
+from manyhands.training.evaluation import evaluate
 from manyhands.training.jax import checks, optimizers, world
 from manyhands.training.jax.book.datasets import load_data_fashion_mnist
 from manyhands.training.jax.book.module import cross_entropy
+from manyhands.training.jax.evaluation import Evaluator
 from manyhands.training.jax.learner import JaxLearner, Job
-from manyhands.training.jax.objective import check_shares, objective_for
+from manyhands.training.jax.objective import Objective, check_shares, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loop import Loop
 from manyhands.training.options import BatchStats
@@ -118,6 +120,29 @@ class Trainer(BaseTrainer):
         kind, per_rank = backend.neutral(self._natives()[0]).kind, len(here.devices) // here.size
         result.devices = self.device_names if here.size == 1 else launcher.device_names(kind, per_rank)
         return result
+
+    def _evaluate(self, model: nnx.Module, source: Source, settings: Settings) -> dict[str, Any]:
+        objective, metrics = objective_for(model, self._option("loss")), self._metrics()
+        checks.check_labels(model, objective, source, None)
+        with self._evaluating(model, objective, source, settings) as evaluator:
+            figures, values = evaluate.figures_of(evaluator, metrics, evaluate.nothing)
+        assert figures is not None
+        return evaluate.as_dict(figures, values)
+
+    def _predict(self, model: nnx.Module, source: Source, settings: Settings) -> Any:
+        objective = objective_for(model, self._option("loss"))
+        with self._evaluating(model, objective, source, settings) as evaluator:
+            return evaluate.predicted(evaluator.predict, self._joined)
+
+    @contextlib.contextmanager
+    def _evaluating(
+        self, model: nnx.Module, objective: Objective, source: Source, settings: Settings
+    ) -> Iterator[Evaluator]:
+        world.check()
+        double = settings.precision == "fp64"
+        with jax.enable_x64(True) if double else contextlib.nullcontext(), world.without_mesh():
+            dtype = jnp.bfloat16 if settings.precision == "bf16" else None
+            yield Evaluator(model, objective, source, world.World(self._natives()), settings, dtype)
 
     def _job(self, model: nnx.Module, settings: Settings, here: world.World) -> Job:
         skeleton = Skeleton(model)

@@ -50,6 +50,14 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
         batch_norm.check(model)
 
 
+def check_values(model: Any) -> None:
+    """Refuse to compute with a model that has no values yet."""
+    if not backend.is_model(model):
+        raise refusals.not_a_model(model, "a gluon.Block")
+    if any(one._data is None for one in replicas.distinct(model)):
+        raise BadSettings("the model has no values yet: model.initialize(), and call it on a few samples")
+
+
 def check_parts(objective: Objective, data: Source) -> None:
     if objective.loss is not None and isinstance(data, Arrays) and len(data.arrays) < 2:
         raise refusals.no_target(data.arrays)

@@ -95,7 +95,6 @@ def load_model(run: str | Path) -> Any:
 
 def load_weights(model: Any, run: str | Path) -> Any:
     """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
-    if any(one._data is None for one in replicas.distinct(model)):
-        raise BadSettings("the model has no values yet: model.initialize(), and call it on a few samples")
+    checks.check_values(model)
     state.restore_model(model, recipes.weights_of(run, "mxnet"))
     return model

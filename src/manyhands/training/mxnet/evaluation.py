@@ -1,20 +1,28 @@
-"""Outputs of a Gluon model, device by device, on their way to the host; and MXNet's own metrics."""
+"""Evaluation and prediction on all devices, outputs on their way to the host, and MXNet's own metrics."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mxnet as mx
 
 from manyhands import tree
-from manyhands.training.data.sources import Batch
+from manyhands.training.data.order import Cursor, windows
+from manyhands.training.data.sources import Batch, Stream
 from manyhands.training.evaluation.inputs import input_count
 from manyhands.training.evaluation.pieces import Pieces, check_rows
 from manyhands.training.learner import Take
-from manyhands.training.mxnet.objective import checked_answer
+from manyhands.training.mxnet.feed import Feed, Shards
+from manyhands.training.mxnet.objective import Objective, checked_answer
+from manyhands.training.mxnet.running_sums import Metrics
+from manyhands.training.mxnet.step import evaluate
+from manyhands.training.python_attributes import Attributes
+from manyhands.training.running_sums import Figures
+from manyhands.training.settings import Settings
 
+_BATCH = 512  # samples of a batch, at least: evaluation needs no memory for gradients
 _AHEAD = 2  # batches whose outputs may be on their way: MXNet would queue copies without end
 
 
@@ -50,6 +58,42 @@ class Outputs:
         for leaf in tree.flatten(pair)[0]:
             leaf.wait_to_read()
         self.take_pair(*pair)
+
+
+def figures(
+    objective: Objective,
+    feed: Feed,
+    attributes: Attributes,
+    settings: Settings,
+    alive: Callable[[], None],
+    take: Take | None = None,
+) -> Figures:
+    """Loss and accuracy on all devices, each sample counted once; the model is on them already."""
+    sums, outputs = Metrics(feed.devices[0], over_all=True), Outputs(objective.model, take)
+    for shards in _batches(feed, settings):
+        outputs.add(shards, evaluate(objective, shards, sums, attributes))
+        alive()
+    outputs.finish()
+    return sums.read()
+
+
+def predict(model: Any, feed: Feed, settings: Settings, alive: Callable[[], None], take: Take) -> None:
+    """What the model answers to all samples, on all devices."""
+    outputs = Outputs(model, take)
+    for shards in _batches(feed, settings):
+        outputs.add(shards)
+        alive()
+    outputs.finish()
+
+
+def _batches(feed: Feed, settings: Settings) -> Iterator[Shards]:
+    """Every batch in the order of the data."""
+    if isinstance(feed.source, Stream):
+        batches = feed.stream(Cursor(), None, settings.seed)
+    else:
+        size = max(settings.batch_size, _BATCH)
+        batches = feed.shards(list(windows(Cursor(), feed.source.count, size)), None, None)
+    return (shards for _, shards in batches)
 
 
 def predicted(model: Any, batch: Batch) -> Any:

@@ -20,19 +20,16 @@ from manyhands.training.checkpoints import tensors as _blobs
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
-from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet import evaluation, replicas, state
 from manyhands.training.mxnet.average import Average
 from manyhands.training.mxnet.batch_norm import Together
-from manyhands.training.mxnet.evaluation import Outputs
 from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.objective import Objective
 from manyhands.training.mxnet.running_sums import Metrics
 from manyhands.training.mxnet.skip_nan import Spared
-from manyhands.training.mxnet.step import Step, evaluate
+from manyhands.training.mxnet.step import Step
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
-
-_TEST_BATCH = 512
 
 
 class GluonLearner:
@@ -148,18 +145,8 @@ class GluonLearner:
         self._share_statistics()
         if self.test_feed is None:
             return None
-        sums, source = Metrics(self.devices[0], over_all=True), self.test_feed.source
-        if isinstance(source, Stream):
-            batches = self.test_feed.stream(Cursor(), None, self.settings.seed)
-        else:
-            size = max(self.settings.batch_size, _TEST_BATCH)
-            batches = self.test_feed.shards(list(windows(Cursor(), source.count, size)), None, None)
-        outputs = Outputs(self.model, take)
-        for _, shards in batches:
-            outputs.add(shards, evaluate(self.objective, shards, sums, self.plain_step.attributes))
-            alive()
-        outputs.finish()
-        return sums.read()
+        attributes = self.plain_step.attributes
+        return evaluation.figures(self.objective, self.test_feed, attributes, self.settings, alive, take)
 
     # Checkpoints
 

@@ -5,7 +5,9 @@ All devices are driven by the calling process: MXNet's engine runs them side by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +20,12 @@ from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
 from manyhands.training.data.sources import Source
+from manyhands.training.evaluation import evaluate
 from manyhands.training.loop import Loop
 from manyhands.training.mxnet import checks, evaluation, modes, optimizers, replicas
+from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.learner import GluonLearner
-from manyhands.training.mxnet.objective import objective_for
+from manyhands.training.mxnet.objective import Objective, objective_for
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.trainer import BaseTrainer
@@ -90,6 +94,35 @@ class Trainer(BaseTrainer):
     @staticmethod
     def _joined(arrays: list[Any]) -> Any:
         return evaluation.joined(arrays)
+
+    def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
+        objective, metrics = objective_for(model, self._option("loss")), self._metrics()
+        checks.check_parts(objective, source)
+        with self._feeding(model, source, settings, objective) as feed:
+            checks.check_loss(model, objective, source, len(feed.devices))
+            attributes = replicas.attributes(model)
+            metrics.reset()
+            figures = evaluation.figures(
+                objective, feed, attributes, settings, evaluate.nothing, metrics.update if metrics else None
+            )
+            return evaluate.as_dict(figures, metrics.figures())
+
+    def _predict(self, model: Any, source: Source, settings: Settings) -> Any:
+        with self._feeding(model, source, settings) as feed:
+            work = functools.partial(evaluation.predict, model, feed, settings)
+            return evaluate.predicted(work, self._joined)
+
+    @contextlib.contextmanager
+    def _feeding(
+        self, model: Any, source: Source, settings: Settings, objective: Objective | None = None
+    ) -> Iterator[Feed]:
+        """The model on all devices, and the data on their way there."""
+        checks.refuse_launcher()
+        checks.check_values(model)
+        devices = self._natives()
+        with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
+            look = None if objective is None else checks.check_labels(objective, source, None)
+            yield Feed(source, devices, replicas.distinct(model)[0].dtype, look=look)
 
     def _train(
         self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None

@@ -1,17 +1,116 @@
-"""Outputs of a Keras model, replica by replica, on their way to the host; and Keras's own metrics."""
+"""Evaluation and prediction on all replicas, outputs on their way to the host, and Keras's own metrics."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from manyhands.training.data import loader_batches
+from manyhands.training.data.order import Cursor
+from manyhands.training.data.sources import Source
 from manyhands.training.evaluation.pieces import check_rows
 from manyhands.training.learner import Take
+from manyhands.training.running_sums import Figures
+from manyhands.training.settings import Settings
+from manyhands.training.tensorflow.feed import Feed
+from manyhands.training.tensorflow.function import Function
+from manyhands.training.tensorflow.objective import Objective, Supervised
+from manyhands.training.tensorflow.step import BAD_STEP, COUNT, LOSS, MOST_SUMS, RIGHT, Step
 from manyhands.training.tensorflow.world import World
+
+_BATCH = 512  # samples of a batch, at least: evaluation needs no memory for gradients
+
+
+class Evaluation:
+    """A model's replicas, and the programs that compute with them without training."""
+
+    def __init__(self, step: Step, world: World, batch_size: int) -> None:
+        """``batch_size``: samples of a batch; the larger, the faster."""
+        self.step, self.world, self.batch_size = step, world, batch_size
+        self._programs: dict[bool, Any] = {}  # with and without the model's answers
+
+    def figures(
+        self, feed: Feed, alive: Callable[[], None], take: Take | None = None, *, counted: bool = False
+    ) -> Figures:
+        """Loss and accuracy, each sample counted once, whatever the number of devices."""
+        self.step.set_sums(self.step.test_sums, Figures())
+        answers = take is not None
+        if answers not in self._programs:
+            how: Any = {"on_host": feed.on_host, "answers": answers, "gathered": answers and self.world.size > 1}
+            self._programs[answers] = self.step.tester(prepared_by(feed.source), **how)
+        self._run(self._programs[answers], feed, alive, Outputs(self.world, take))
+        return self._tested(counted=counted)
+
+    def predict(self, feed: Feed, alive: Callable[[], None], take: Take) -> None:
+        """What the model answers to all samples."""
+        how: Any = {"on_host": feed.on_host, "gathered": self.world.size > 1}
+        program = self.step.predictor(prepared_by(feed.source), **how)
+        outputs = Outputs(self.world, take)
+        self._run(lambda *given: (program(*given), ()), feed, alive, outputs)
+
+    def _run(self, program: Any, feed: Feed, alive: Callable[[], None], outputs: Outputs) -> None:
+        batches = feed.batches(Cursor(), self.batch_size, 0, None, 1)
+        loader = getattr(feed.source, "loader", None)
+        for window, batch in loader_batches.agreed(batches, self._all_have, loader):
+            outputs.add(program(batch.data, batch.order, batch.bounds), window.size)
+            alive()
+        outputs.finish()
+
+    def _all_have(self, number: int) -> bool:
+        return all(row == [number] for row in self.world.gather([number]))
+
+    def _tested(self, *, counted: bool) -> Figures:
+        """The figures over all processes; sums with a count of their own are divided now."""
+        own = np.sum([one.numpy() for one in self.step.on_each(self.step.test_sums)], axis=0)
+        own[BAD_STEP] = self.step.counts_right or counted
+        whole = np.sum(self.world.gather(own.tolist()), axis=0)
+        totals, counts = np.split(whole[BAD_STEP + 1 :], [MOST_SUMS])
+        means = np.divide(totals, counts, out=np.zeros_like(totals), where=counts != 0)
+        means[: self.step.sums_of_loss][counts[: self.step.sums_of_loss] == 0] = self.step.nothing_counts
+        loss = whole[LOSS] + sum(means) * whole[COUNT]
+        return Figures(float(loss), float(whole[RIGHT]), float(whole[COUNT]), counted=bool(whole[BAD_STEP]))
+
+
+class Evaluator:
+    """A model of the caller's and a data set, apart from any training."""
+
+    def __init__(self, layers: Any, objective: Objective, data: Source, world: World, settings: Settings, check: Any):
+        function = Function(layers, objective, settings.seed)
+        self.rank, self.world = world.rank, world
+        self.feed = Feed(data, world.strategy, world.devices, check)
+        step = Step(world.strategy, function, None, (), settings)
+        if world.size > 1:  # others may have drawn other weights than the first process
+            for variable in (*step.weights, *step.kept):
+                own = step.on_each(variable)
+                value = own[0].numpy()
+                first = np.frombuffer(world.from_first(value.tobytes()), value.dtype).reshape(value.shape)
+                for one in own:
+                    one.assign(first)
+        self.evaluation = Evaluation(step, world, batch_size_for(objective, settings))
+
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
+        return self.evaluation.figures(self.feed, alive, take)
+
+    def predict(self, alive: Callable[[], None], take: Take) -> None:
+        self.evaluation.predict(self.feed, alive, take)
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.world.from_first(data)
+
+
+def batch_size_for(objective: Objective, settings: Settings) -> int:
+    """Large batches, unless the loss is a sum over the batch, which grows with them."""
+    is_sum = isinstance(objective, Supervised) and objective.is_sum
+    return settings.batch_size if is_sum else max(settings.batch_size, _BATCH)
+
+
+def prepared_by(source: Source) -> Any:
+    return lambda batch: source.nested(source.prepare(batch))
 
 
 class Outputs:

@@ -22,22 +22,20 @@ from manyhands.backends.tensorflow import devices as backend
 from manyhands.placement.moves import Placement
 from manyhands.training import python_attributes
 from manyhands.training.checkpoints import tensors
-from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Array, Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import naming, optimizers
-from manyhands.training.tensorflow.evaluation import Outputs
+from manyhands.training.tensorflow.evaluation import Evaluation, batch_size_for, prepared_by
 from manyhands.training.tensorflow.feed import Feed, Given
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.loss import compiled_settings
 from manyhands.training.tensorflow.objective import Supervised
-from manyhands.training.tensorflow.step import BAD_STEP, COUNT, LOSS, MOST_SUMS, RIGHT, Step
+from manyhands.training.tensorflow.step import BAD_STEP, Step
 from manyhands.training.tensorflow.world import World
 
-_TEST_BATCH = 512
 _IN_A_WEIGHT = (
     "Keep it in a weight: self.add_weight(shape=(), initializer='zeros', trainable=False), which has assign_add(1)"
 )
@@ -67,8 +65,8 @@ class KerasLearner:
         self.least = 2 if world.replicas > 1 and normalises(job.layers) and not self.step_of.all_take_part else 1
         self.feed = self._feed(job.train)
         self.test_feed = None if job.test is None else self._feed(job.test)
-        self._train = self.step_of.trainer(_prepare(job.train), on_host=self.feed.on_host)
-        self._tests: dict[bool, Any] = {}  # with and without the model's answers
+        self._train = self.step_of.trainer(prepared_by(job.train), on_host=self.feed.on_host)
+        self.evaluation = Evaluation(self.step_of, world, batch_size_for(job.objective, job.settings))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="manyhands-figures")
         self._coming: Future[Figures] | None = None
         self._shown: Figures | None = None
@@ -172,7 +170,7 @@ class KerasLearner:
         return self._of_all(self.step_of.sums)
 
     def reset(self) -> None:
-        self._set_sums(self.step_of.sums, Figures())
+        self.step_of.set_sums(self.step_of.sums, Figures())
         self._coming, self._shown = None, None
 
     def _of_all(self, sums: Any) -> list[Figures]:
@@ -189,46 +187,12 @@ class KerasLearner:
         counted = self.step_of.counts_right or self._counted
         return Figures(loss, right, count, None if math.isinf(bad) else int(bad), counted)
 
-    def _set_sums(self, sums: Any, figures: Figures) -> None:
-        first, *others = self.step_of.on_each(sums)
-        rest = [0.0] * (first.shape[0] - BAD_STEP - 1)
-        first.assign([figures.loss_sum, figures.right, figures.count, math.inf, *rest])
-        for other in others:
-            other.assign([0, 0, 0, math.inf, *rest])
-
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
         """Loss and accuracy on the validation data, each sample counted once, whatever the number of devices."""
         self._share_statistics()
         if self.test_feed is None:
             return None
-        self._set_sums(self.step_of.test_sums, Figures())
-        sums = isinstance(self.job.objective, Supervised) and self.job.objective.is_sum
-        size = self.settings.batch_size if sums else max(self.settings.batch_size, _TEST_BATCH)
-        batches = self.test_feed.batches(Cursor(), size, 0, None, 1)
-        test, outputs = self._test(self.test_feed, answers=take is not None), Outputs(self.world, take)
-        loader = getattr(self.test_feed.source, "loader", None)
-        for window, batch in loader_batches.agreed(batches, self.all_have, loader):
-            outputs.add(test(batch.data, batch.order, batch.bounds), window.size)
-            alive()
-        outputs.finish()
-        return self._tested()
-
-    def _test(self, feed: Feed, *, answers: bool) -> Any:
-        if answers not in self._tests:
-            how: Any = {"on_host": feed.on_host, "answers": answers, "gathered": answers and self.size > 1}
-            self._tests[answers] = self.step_of.tester(_prepare(feed.source), **how)
-        return self._tests[answers]
-
-    def _tested(self) -> Figures:
-        """The figures of a test over all processes; sums with a count of their own are divided now."""
-        own = np.sum([one.numpy() for one in self.step_of.on_each(self.step_of.test_sums)], axis=0)
-        own[BAD_STEP] = self.step_of.counts_right or self._counted
-        whole = np.sum(self.world.gather(own.tolist()), axis=0)
-        totals, counts = np.split(whole[BAD_STEP + 1 :], [MOST_SUMS])
-        means = np.divide(totals, counts, out=np.zeros_like(totals), where=counts != 0)
-        means[: self.step_of.sums_of_loss][counts[: self.step_of.sums_of_loss] == 0] = self.step_of.nothing_counts
-        loss = whole[LOSS] + sum(means) * whole[COUNT]
-        return Figures(float(loss), float(whole[RIGHT]), float(whole[COUNT]), counted=bool(whole[BAD_STEP]))
+        return self.evaluation.figures(self.test_feed, alive, take, counted=self._counted)
 
     # Checkpoints
 
@@ -271,7 +235,7 @@ class KerasLearner:
             self._set_memory(parts["optimizer"])
         if self.step_of.average:
             self._restore_average(parts)
-        self._set_sums(self.step_of.sums, figures)
+        self.step_of.set_sums(self.step_of.sums, figures)
         self._counted = figures.counted
 
     def from_first(self, data: bytes) -> bytes:
@@ -340,10 +304,6 @@ class KerasLearner:
             optimizer.build(self.job.model.trainable_variables)
         for variable, value in zip(optimizer.variables, self._memory(), strict=True):
             variable.assign(value)
-
-
-def _prepare(source: Source) -> Any:
-    return lambda batch: source.nested(source.prepare(batch))
 
 
 def normalises(model: Any) -> bool:

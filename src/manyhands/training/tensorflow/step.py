@@ -14,6 +14,7 @@ are gathered inside the step: the host sends where the shards of the batch begin
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ import tensorflow as tf
 
 from manyhands.errors import BadSettings
 from manyhands.training.data.sources import Array, Batch
+from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 from manyhands.training.tensorflow import optimizers
 from manyhands.training.tensorflow.function import Function
@@ -40,8 +42,9 @@ class Step:
     """What every replica holds, and the functions that work on it."""
 
     def __init__(self, strategy: Any, function: Function, optimizer: Any, memory: Sequence[Array], settings: Settings):
+        """``optimizer``: None where nothing is trained."""
         self.strategy, self.function, self.optimizer, self.settings = strategy, function, optimizer, settings
-        self.rate = optimizers.rate_of(optimizer)
+        self.rate = None if optimizer is None else optimizers.rate_of(optimizer)
         self.weights = [self._own(variable.numpy()) for variable in function.trained]
         self.kept = [self._own(variable.numpy()) for variable in function.kept]
         self.memory = [self._own(value) for value in memory]
@@ -79,6 +82,14 @@ class Step:
     def on_each(self, variable: Any) -> list[Any]:
         """The variables of this process's replicas."""
         return list(self.strategy.experimental_local_results(variable))
+
+    def set_sums(self, sums: Any, figures: Figures) -> None:
+        """Begin with these figures, on the first of this process's replicas."""
+        first, *others = self.on_each(sums)
+        rest = [0.0] * (first.shape[0] - BAD_STEP - 1)
+        first.assign([figures.loss_sum, figures.right, figures.count, math.inf, *rest])
+        for other in others:
+            other.assign([0, 0, 0, math.inf, *rest])
 
     def trainer(self, prepare: Prepare, *, on_host: bool) -> Any:
         """The step for one source: ``(data, order, bounds, number, factor)``."""

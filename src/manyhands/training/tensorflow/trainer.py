@@ -16,6 +16,7 @@ from manyhands.training import launcher
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.sources import Source, is_dataset, source
+from manyhands.training.evaluation import evaluate
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
@@ -120,6 +121,29 @@ class Trainer(BaseTrainer):
             resume=resume,
             metrics=self._metrics(),
         )
+
+    def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
+        compiled_settings.check(model, loss=self._option("loss"), tests=True)
+        metrics, evaluator = self._metrics(), self._evaluator(model, source, settings, tests=True)
+        figures, values = evaluate.figures_of(evaluator, metrics, evaluate.nothing)
+        assert figures is not None
+        return evaluate.as_dict(figures, values)
+
+    def _predict(self, model: Any, source: Source, settings: Settings) -> Any:
+        return evaluate.predicted(self._evaluator(model, source, settings, tests=False).predict, self._joined)
+
+    def _evaluator(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> evaluation.Evaluator:
+        """``tests``: the loss is computed, and not only the model's answers."""
+        checks.check_model(model)
+        if not model.built:
+            raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
+        here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
+        layers = precision.in_precision(model, settings.precision, None)
+        objective = objective_for(model, self._option("loss"))
+        labels = checks.check_labels(model, objective, source, None) if tests else None
+        if tests and here.replicas > 1 and model.trainable_variables:
+            checks.check_loss(layers, objective, source)
+        return evaluation.Evaluator(layers, objective, source, here, settings, labels)
 
     def _own_meter(self, metric: Any) -> evaluation.OfKeras | None:
         return evaluation.own_meter(metric)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,6 +37,7 @@ class Job:
     resume: Path | None = None
     callbacks: CallbackPlan = NO_CALLBACKS
     metrics: Metrics = field(default_factory=Metrics)
+    purpose: Literal["fit", "evaluate", "predict"] = "fit"  # the last two compute with ``train`` and train nothing
     # What was found out before the job began, for its result.
     notes: list[str] = field(default_factory=list)
 

@@ -6,13 +6,15 @@ each process is a rank already, and the same script runs on several machines unc
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,9 +25,11 @@ from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
 from manyhands.training import launcher, options, refusals
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.evaluation import evaluate
+from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.torch import evaluation, optimizers
+from manyhands.training.torch import evaluation, optimizers, standalone
 from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data.sources import Source, source
 from manyhands.training.torch.job import Job
@@ -170,30 +174,85 @@ class Trainer(BaseTrainer):
 
     def _fit_as_rank(self, job: Job, dispatcher: Dispatcher) -> Result:
         """This process is one rank of several, as torchrun's environment says."""
+        job.settings.check_devices(launcher.size())
+        with self._as_rank(job.settings, dispatcher.event) as here:
+            result = _fit_here(job, here, dispatcher)
+            result.devices = launcher.device_names("gpu" if here.device.type == "cuda" else "cpu")
+            return result
+
+    @contextlib.contextmanager
+    def _as_rank(self, settings: Settings, say: Callable[[dict[str, Any]], Any]) -> Iterator[world.World]:
+        """The world of a launcher, for as long as a job lasts."""
         place = launcher.place()
         on_cpu = self._option("devices") is not None and not self.gpus
         gpus = 0 if on_cpu or virtual.stands_in() else torch.cuda.device_count()
         own_gpu = gpus >= place.local_size
         if gpus and not own_gpu and place.rank == 0:
-            dispatcher.event({"kind": "warning", "text": _too_few(gpus, place.local_size)})
+            say({"kind": "warning", "text": _too_few(gpus, place.local_size)})
         device = torch.device("cuda", place.local_rank) if own_gpu else torch.device("cpu")
-        job.settings.check_devices(place.size)
         name = "nccl" if own_gpu else "gloo"
-        seconds = world.PATIENCE_UNDER_LAUNCHER * job.settings.workers.hang_seconds
+        seconds = world.PATIENCE_UNDER_LAUNCHER * settings.workers.hang_seconds
         here = world.join(place.rank, place.size, device, name, address=None, seconds=seconds)
         try:
-            result = _fit_here(job, here, dispatcher)
-            result.devices = launcher.device_names("gpu" if own_gpu else "cpu")
-            return result
+            yield here
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
             raise WorkerFailed(
                 f"rank {place.rank} waited {seconds:g} seconds for another one, which hangs or is gone "
-                f"({world.PATIENCE_UNDER_LAUNCHER} times Workers(hang_seconds={job.settings.workers.hang_seconds:g}))"
+                f"({world.PATIENCE_UNDER_LAUNCHER} times Workers(hang_seconds={settings.workers.hang_seconds:g}))"
             ) from error
         finally:
             world.leave(here)
+
+    # Evaluation and prediction
+
+    def _evaluate(self, model: torch.nn.Module, source: Source, settings: Settings) -> dict[str, Any]:
+        job = self._other_job(model, source, settings, "evaluate")
+        job.metrics = self._metrics()
+        try:
+            with modes_kept(model):
+                checks.check_labels(job)
+                if any(parameter.requires_grad for parameter in model.parameters()):
+                    checks.check_loss(model, job, launcher.size() or len(self.ranks))
+            figures = self._computed(job, None)
+        except Exception as error:
+            lesson = diagnose.of(job, error) if _may_be_the_data(error) else None
+            if lesson is None:
+                raise
+            raise BadBatch(lesson) from error
+        assert figures is not None
+        return figures
+
+    def _predict(self, model: torch.nn.Module, source: Source, settings: Settings) -> Any:
+        job = self._other_job(model, source, settings, "predict")
+        return evaluate.predicted(lambda _, take: self._computed(job, take), self._joined)
+
+    def _other_job(
+        self, model: torch.nn.Module, source: Source, settings: Settings, purpose: Literal["evaluate", "predict"]
+    ) -> Job:
+        if not isinstance(model, torch.nn.Module):
+            raise refusals.not_a_model(model, "a torch.nn.Module")
+        if checks.is_lazy(model):
+            raise BadSettings("the model has layers without weights yet (lazy ones): call it on a few samples first")
+        objective = objective_for(model, self._option("loss"))
+        return Job(model, objective, source, None, settings, _no_optimizer, purpose=purpose)
+
+    def _computed(self, job: Job, take: Take | None) -> dict[str, Any] | None:
+        if launcher.is_there():
+            with self._as_rank(job.settings, _warn) as here:
+                return standalone.in_process(job, here, take)
+        if len(self.ranks) == 1:
+            return standalone.in_process(job, world.World(0, 1, self.ranks[0]), take)
+        return standalone.with_workers(_on_host(job), self.ranks, take)
+
+
+def _no_optimizer(model: Any) -> Any:
+    raise BadSettings("a job that trains nothing has no optimizer")
+
+
+def _warn(event: dict[str, Any]) -> None:
+    warnings.warn(event["text"], stacklevel=2)
 
 
 def _too_few(gpus: int, processes: int) -> str:

@@ -24,6 +24,7 @@ import cloudpickle
 import torch
 
 from manyhands.training.learner import Say
+from manyhands.training.torch import standalone
 from manyhands.training.torch.job import Job, set_torch_settings
 from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
@@ -106,6 +107,8 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
         seconds=place["seconds"],
     )
     try:
+        if job.purpose != "fit":
+            return standalone.in_worker(job, here, say)
         outside = Outside(job) if here.first else None
         loop, worker = loop_of(job, here, say)
         try:

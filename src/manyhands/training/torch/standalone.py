@@ -1,0 +1,121 @@
+"""``evaluate`` and ``predict`` of PyTorch's trainer: what a rank does for them, and how the caller's model is left.
+
+A job with this purpose goes the way of a training: it runs in the calling process on one device, in worker processes on
+several, or in the processes of a launcher. Workers send their outputs home in pieces, through the first rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.training.evaluation import evaluate
+from manyhands.training.learner import Say, Take
+from manyhands.training.running_sums import Figures
+from manyhands.training.torch.data import feed
+from manyhands.training.torch.data.sources import Source
+from manyhands.training.torch.evaluation import Evaluation
+from manyhands.training.torch.job import Job
+from manyhands.training.torch.objective import Objective, placed
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.state import randomness
+from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.workers import job_bytes, pool
+
+_ALIVE_EVERY = 0.2  # seconds
+
+
+def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]) -> dict[str, Any] | None:
+    """This rank's part: the figures over all ranks, or (``predict``) nothing but what ``take`` gets."""
+    numbers = Numbers(torch.bfloat16 if job.settings.precision == "bf16" else None)
+    numbers.dtype = torch.float64 if job.settings.precision == "fp64" else None
+    model = job.model.to(here.device, numbers.dtype)
+    here.broadcast_([*model.parameters(), *model.buffers()])
+    randomness.seed_all(randomness.mixed_seed(job.settings.seed, here.rank))
+    evaluation = Evaluation(model, here, numbers, job.settings.batch_size)
+    data = feed.resident(job.train, here.device)
+    if job.purpose == "predict":
+        assert take is not None
+        evaluation.predict(data, alive, take)
+        return None
+    objective = placed(job.objective, here.device, numbers.dtype)
+    figures, values = evaluate.figures_of(_Ranked(evaluation, objective, data), job.metrics, alive)
+    assert figures is not None
+    return evaluate.as_dict(figures, values)
+
+
+@dataclass
+class _Ranked:
+    """An evaluation as :func:`evaluate.figures_of` asks for it."""
+
+    evaluation: Evaluation
+    objective: Objective
+    data: Source
+
+    @property
+    def rank(self) -> int:
+        return self.evaluation.world.rank
+
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
+        return self.evaluation.figures(self.objective, self.data, alive, take)
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.evaluation.world.bytes_from_first(data)
+
+
+def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | None:
+    """In the calling process; the model, and the caller's random numbers, are then as they were."""
+    with randomness.kept(here.device), _left_as_it_was(job.model):
+        return computed(job, here, take, evaluate.nothing)
+
+
+def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:
+    """In a worker process: what it sends home at the end. Outputs are sent before, piece by piece."""
+    spoke = 0.0
+
+    def alive() -> None:
+        nonlocal spoke
+        if time.monotonic() - spoke > _ALIVE_EVERY:
+            spoke = time.monotonic()
+            say({"kind": "alive", "step": 0})
+
+    def send(outputs: Any, _: Any) -> None:
+        say({"kind": "outputs", "step": 0, "bytes": job_bytes.dumps(outputs)})
+
+    alive()
+    return {"kind": "done", "step": 0, "figures": computed(job, here, send, alive)}
+
+
+def with_workers(job: Job, ranks: list[torch.device], take: Take | None) -> dict[str, Any] | None:
+    """The caller's side of a job in worker processes."""
+
+    def event(event: dict[str, Any]) -> None:
+        if event["kind"] == "outputs" and take is not None:
+            take(pickle.loads(event["bytes"]), None)
+
+    figures: dict[str, Any] | None = pool.pool_for(ranks).run(job, event)["figures"]
+    return figures
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards the model is on its device and in its precision again."""
+    before = {name: (tensor.device, tensor.dtype) for name, tensor in _tensors(model)}
+    try:
+        yield
+    finally:
+        if any(tensor.device != before[name][0] for name, tensor in _tensors(model)):
+            model.to(next(iter(before.values()))[0])
+        for name, tensor in _tensors(model):  # buffers are other objects after a move
+            if tensor.dtype != before[name][1]:
+                tensor.data = tensor.data.to(before[name][1])
+
+
+def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

@@ -1,0 +1,200 @@
+"""Prediction, evaluation and metrics with PyTorch's models, data sets and torchmetrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from manyhands import torch as mh
+from manyhands.errors import BadBatch, BadSettings
+from manyhands.training.options import Workers
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+X = torch.randn(600, 4, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+
+
+def quiet(**options: Any) -> mh.Trainer:
+    return mh.Trainer(1, quiet=True, precision="fp32", **options)
+
+
+class Both(torch.nn.Module):
+    """Two outputs, in the structure that it is made with; dropout and normalisation show the mode."""
+
+    def __init__(self, wrap: Any = dict) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scores = self.layer(x)
+        return self.wrap(scores=scores, first=x[:, 0])
+
+
+class Pair(NamedTuple):
+    scores: torch.Tensor
+    first: torch.Tensor
+
+
+@dataclass
+class Record:
+    scores: torch.Tensor
+    first: torch.Tensor
+
+
+class Inputs(Dataset[torch.Tensor]):
+    """Samples without targets."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return X[number]
+
+
+@pytest.mark.parametrize("wrap", [dict, Pair, Record])
+def test_outputs_keep_their_structure(wrap: Any) -> None:
+    model = Both(wrap).train()
+    frozen = model.layer[1].eval()
+    outputs = quiet().predict(model, X)
+    assert type(outputs) is wrap
+    first = outputs["first"] if wrap is dict else outputs.first
+    assert torch.equal(first, X[:, 0])
+    assert model.training
+    assert model.layer[2].training
+    assert not frozen.training
+
+
+def test_outputs_of_several_devices_keep_their_structure_too() -> None:
+    model = Both()
+    trainer = quiet(devices=["cpu"], workers=Workers(per_device=2))
+    alone, together = quiet().predict(model, X), trainer.predict(model, X)
+    assert torch.equal(together["first"], X[:, 0])
+    torch.testing.assert_close(together["scores"], alone["scores"])
+    metrics = {"f1": torchmetrics.F1Score("binary"), "mae": lambda outputs, targets: (outputs - targets).abs().mean()}
+    net, data = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0)), (X, Y.float())
+    how: dict[str, Any] = {"loss": "bce_with_logits", "metrics": metrics}
+    one = quiet(**how).evaluate(net, data)
+    two = quiet(devices=["cpu"], workers=Workers(per_device=2), **how).evaluate(net, data)
+    assert list(one) == ["loss", "f1", "mae"]
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        X.numpy(),
+        (X, Y),
+        TensorDataset(X, Y),
+        Inputs(),
+        DataLoader(TensorDataset(X, Y), batch_size=7, shuffle=True),
+        DataLoader(Inputs(), batch_size=50),
+        [(X[:100], Y[:100]), (X[100:], Y[100:])],
+    ],
+    ids=["array", "pair", "dataset", "inputs", "shuffled loader", "loader of inputs", "list of batches"],
+)
+def test_any_data_is_predicted_in_its_order(data: Any) -> None:
+    net = torch.nn.Linear(4, 2)
+    if isinstance(data, list):
+        with pytest.raises(BadBatch, match="two batches, or data to train on"):
+            quiet().predict(net, data)
+        batches = data
+
+        def data() -> Any:
+            return iter(batches)
+
+    torch.testing.assert_close(quiet().predict(net, data), net(X).detach())
+
+
+def test_a_model_with_two_inputs() -> None:
+    class Sum(torch.nn.Bilinear):
+        pass
+
+    net = Sum(4, 4, 1)
+    expected = net(X, X).detach()
+    torch.testing.assert_close(quiet().predict(net, (X, X)), expected)
+    torch.testing.assert_close(quiet().predict(net, (X, X, Y)), expected)
+
+
+def test_dict_batches() -> None:
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            logits = self.layer(inputs)
+            loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
+            return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
+
+    net, batch = Named(), {"inputs": X, "labels": Y}
+    outputs = quiet().predict(net, batch)
+    assert list(outputs) == ["logits"]
+    torch.testing.assert_close(outputs["logits"], net(X)["logits"].detach())
+    metrics = {"right": lambda outputs, targets: (outputs["logits"].argmax(1) == targets).float().mean()}
+    figures = quiet(metrics=metrics).evaluate(net, batch)
+    assert figures["right"] == pytest.approx(figures["acc"])
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)).requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    torch.manual_seed(3)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    mh.Trainer(1, precision="fp64").evaluate(net, (X, Y))
+    quiet().predict(net, X)
+    assert torch.equal(torch.rand(1), drawn), "the random numbers go on as if nothing had happened"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert [tensor.dtype for tensor in net.parameters()] == [torch.float32] * 4
+
+
+def test_a_step_of_the_models_own_is_evaluated_with_metrics() -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).flatten()
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            x, y = batch
+            return ((self(x) - y) ** 2).mean() + 0 * self(x).mean()
+
+    figures = quiet(metrics={"mse": torchmetrics.MeanSquaredError()}).evaluate(Own(), (X, Y.float()))
+    assert list(figures) == ["loss", "mse"]
+    assert figures["mse"] == pytest.approx(figures["loss"], rel=1e-5)
+
+
+def test_torchmetrics_of_several_values() -> None:
+    both = torchmetrics.MetricCollection(
+        {"precision": torchmetrics.Precision("binary"), "recall": torchmetrics.Recall("binary")}
+    )
+    net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0))
+    metrics = {"of": both, "matrix": torchmetrics.ConfusionMatrix("binary")}
+    trainer = quiet(loss="bce_with_logits", metrics=metrics)
+    row = trainer.fit(net, (X, Y.float()), (X, Y.float())).rows[-1]
+    assert set(row) >= {"val_of_precision", "val_of_recall", "val_matrix"}
+    assert np.sum(row["val_matrix"]) == len(X)
+    assert both.precision._update_count == 0, "the caller's objects are not used"
+
+
+def test_what_cannot_be_predicted() -> None:
+    class Mean(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).mean()
+
+    with pytest.raises(BadBatch, match=r"answers 512 samples with an array of shape \(\) \(output\): .* one row per"):
+        quiet().predict(Mean(4, 1), X)
+    with pytest.raises(BadSettings, match="layers without weights yet"):
+        quiet().predict(torch.nn.LazyLinear(2), X)
+    with pytest.raises(BadSettings, match=r"cannot be trained: give a torch\.nn\.Module"):
+        quiet().predict(3, X)
