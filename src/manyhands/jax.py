@@ -73,11 +73,14 @@ if TYPE_CHECKING:
     from manyhands.training.jax.command import load_weights as load_weights
     from manyhands.training.jax.trainer import Trainer as Trainer
     from manyhands.training.jax.trainer import train as train
+    from manyhands.training.limits.stop_signals import Stopped as Stopped
     from manyhands.training.loss_sum import LossSum as LossSum
     from manyhands.training.options import Checkpoints as Checkpoints
+    from manyhands.training.options import Limits as Limits
     from manyhands.training.options import Step as Step
     from manyhands.training.options import Workers as Workers
     from manyhands.training.result import Result as Result
+    from manyhands.training.schedules import by_step as by_step
 
     parallel: _Offer
 else:

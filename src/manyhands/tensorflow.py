@@ -54,11 +54,14 @@ if TYPE_CHECKING:
     from manyhands.training.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
     from manyhands.training.callbacks.progress import Progress as Progress
     from manyhands.training.commands.recipes import one_cycle as one_cycle
+    from manyhands.training.limits.stop_signals import Stopped as Stopped
     from manyhands.training.loss_sum import LossSum as LossSum
     from manyhands.training.options import Checkpoints as Checkpoints
+    from manyhands.training.options import Limits as Limits
     from manyhands.training.options import Step as Step
     from manyhands.training.options import Workers as Workers
     from manyhands.training.result import Result as Result
+    from manyhands.training.schedules import by_step as by_step
     from manyhands.training.tensorflow.book.accuracy import accuracy as accuracy
     from manyhands.training.tensorflow.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu
     from manyhands.training.tensorflow.book.accuracy import evaluate_accuracy_gpus as evaluate_accuracy_gpus

@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("manyhands: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as stop:  # a signal has stopped a training: 128 + its number, as shells count
+        return stop.code if isinstance(stop.code, int) else 1
     except BrokenPipeError:  # `manyhands devices | head -1`: who reads has enough, and Python must not try again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -41,9 +41,17 @@ _ALWAYS: dict[str, Any] = {
     "parallel": None,
     "checkpoint_every": None,
     "keep_checkpoints": 3,
+    "max_steps": None,
+    "max_time": None,
+    "limit_batches": None,
+    "limit_val_batches": None,
+    "evaluate_every": None,
+    "overfit_batches": None,
 }
 # Those of a step that mean the same in the library.
 _STEP = ("accumulate", "batch_stats", "on_nan", "fast", "compile", "parallel")
+# Those of limits.
+_LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
 _ON_GPU: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1}
 _ON_CPU: dict[str, Any] = {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
 _EPOCHS_OF_SUBSET = 20  # of 4,000 images: as many as lenet needs for a test accuracy of 0.85
@@ -62,6 +70,7 @@ def add(commands: Any) -> None:
     _add_what(parser.add_argument_group("what is trained, and on what"))
     _add_how(parser.add_argument_group("how it is trained"))
     _add_step(parser.add_argument_group("step", "How a step is run, and how its batch is divided."))
+    _add_limits(parser.add_argument_group("limits", "Where training ends, and when to evaluate."))
     _add_checkpoints(parser.add_argument_group("run and checkpoints", "Where figures and checkpoints are written."))
     parser.set_defaults(run_command=run, error_text=flags.in_command_words)
 
@@ -132,6 +141,17 @@ def _add_step(group: Any) -> None:
     option("--parallel", action=yes_or_no, help="plan the step as a whole; default: where it pays")
 
 
+def _add_limits(group: Any) -> None:
+    """The options of :class:`manyhands.training.options.Limits`."""
+    option, whole = group.add_argument, flags.whole_number
+    option("--max-steps", type=whole(1), metavar="N", help="end after this many steps of the run; default: no limit")
+    option("--max-time", metavar="TIME", help="end after this training time of the run: 2h, 1h30m, 90s; default: none")
+    option("--limit-batches", type=whole(1), metavar="N", help="training batches of an epoch; default: all")
+    option("--limit-val-batches", type=whole(1), metavar="N", help="batches of an evaluation; default: all")
+    option("--evaluate-every", metavar="N_UNIT", help="'500 steps' or '2 epochs'; default: every epoch")
+    option("--overfit-batches", type=whole(1), metavar="N", help="train on the same N batches always; default: off")
+
+
 def _add_checkpoints(group: Any) -> None:
     option, whole = group.add_argument, flags.whole_number
     option(
@@ -144,7 +164,8 @@ def _add_checkpoints(group: Any) -> None:
         "--resume",
         type=flags.folder,
         metavar="RUN",
-        help="go on with that run from its last checkpoint, with the options it was begun with; default: a new run",
+        help="go on with that run from its last checkpoint, with the options it was begun with; auto: with the one in "
+        "--run, if there is one; default: a new run",
     )
     option(
         "--checkpoint-every",
@@ -159,6 +180,7 @@ def run(options: argparse.Namespace) -> int:
     from manyhands.training import launcher
     from manyhands.training.commands import recipes as _recipes
 
+    _find_run(options)
     begun = _begun(options)
     framework = options.framework or begun.get("framework") or _first_installed()
     recipes = _recipes.of(framework)
@@ -170,8 +192,11 @@ def run(options: argparse.Namespace) -> int:
     data = _load_data(chosen["data"], begun, options)
     samples = len(data.train.labels)
     chosen |= {"data": chosen["data"] or str(data.directory), "samples": samples}
-    if data.subset and "epochs" not in (begun | _asked(options, begun)):
-        chosen["epochs"] = _EPOCHS_OF_SUBSET
+    if "epochs" not in (begun | _asked(options, begun)):
+        if chosen["max_steps"] or chosen["max_time"]:
+            chosen["epochs"] = None
+        elif data.subset:
+            chosen["epochs"] = _EPOCHS_OF_SUBSET
     if not launcher.is_there():
         _check_devices(chosen, len(devices))
     # Refuses what no job can have, before there is a folder; this trainer is not used.
@@ -181,7 +206,7 @@ def run(options: argparse.Namespace) -> int:
     # Under torchrun all processes do the job of the first one, in the folder that it makes.
     folder_name, chosen = recipes.from_first(lambda: (_folder(options), chosen))
     folder, how = Path(folder_name), _trainer_options(chosen, recipes) | where
-    say(f"{chosen['model']} for {_counted(chosen['epochs'], 'epoch')} on {', '.join(devices)}")
+    say(f"{chosen['model']} for {_how_long(chosen)} on {', '.join(devices)}")
     changes = {name: value for name, value in _asked(options, begun).items() if value != begun.get(name, value)}
     for name, value in changes.items():
         say(flags.changed(name, value, begun[name]))
@@ -192,7 +217,7 @@ def run(options: argparse.Namespace) -> int:
         result = trainer.fit(recipes.model(chosen["model"], chosen["seed"]), recipes.data(data, chosen["batch_size"]))
     except BaseException as error:
         if launcher.is_first():
-            _leave(folder, interrupted=isinstance(error, (KeyboardInterrupt, WorkerFailed)))
+            _leave(folder, interrupted=isinstance(error, (KeyboardInterrupt, SystemExit, WorkerFailed)))
         raise
     for note in result.notes:
         say(note)
@@ -200,6 +225,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 # What is trained
+
+
+def _find_run(options: argparse.Namespace) -> None:
+    """``--resume auto`` is the run in ``--run``, if there is one."""
+    from manyhands.training.checkpoints.run_folder import RunFolder
+
+    if options.resume != Path("auto"):
+        return
+    if options.run is None:
+        raise BadSettings("--resume auto goes on with the run in --run FOLDER: give --run, or the run as --resume RUN")
+    options.resume = options.run if RunFolder(options.run).config_path.exists() else None
 
 
 def _begun(options: argparse.Namespace) -> dict[str, Any]:
@@ -277,7 +313,7 @@ def _load_data(folder: str | None, begun: dict[str, Any], options: argparse.Name
 
 def _trainer_options(chosen: dict[str, Any], recipes: Recipes) -> dict[str, Any]:
     from manyhands.training.commands.recipes import one_cycle
-    from manyhands.training.options import Checkpoints, Step
+    from manyhands.training.options import Checkpoints, Limits, Step
 
     return {
         "max_epochs": chosen["epochs"],
@@ -287,6 +323,7 @@ def _trainer_options(chosen: dict[str, Any], recipes: Recipes) -> dict[str, Any]
         "precision": chosen["precision"],
         "step": Step(shares=parse_shares(chosen["shares"]), **{name: chosen[name] for name in _STEP}),
         "checkpoints": Checkpoints(every=chosen["checkpoint_every"], keep=chosen["keep_checkpoints"]),
+        "limits": Limits(**{name: chosen[name] for name in _LIMITS}),
     }
 
 
@@ -351,6 +388,13 @@ def _show(result: Result, folder: Path, model: str) -> int:
 
 def _say_nothing(*_: object) -> None:
     pass
+
+
+def _how_long(chosen: dict[str, Any]) -> str:
+    """When the training ends, in words."""
+    epochs = [_counted(chosen["epochs"], "epoch")] if chosen["epochs"] else []
+    steps = [_counted(chosen["max_steps"], "step")] if chosen["max_steps"] else []
+    return " or ".join([*epochs, *steps, *([str(chosen["max_time"])] if chosen["max_time"] else [])])
 
 
 def _counted(number: int, word: str) -> str:

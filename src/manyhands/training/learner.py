@@ -15,11 +15,6 @@ from typing import Any, Protocol
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.running_sums import Figures
 
-Schedule = Callable[[float], float]  # from the part of the training that is done (0 to 1) to a factor of the rate
-SCHEDULE_HINT = (
-    "a schedule is a function from how much of the training is done (0 to 1) to a factor of the learning rate, as "
-    "mh.one_cycle or lambda done: 1 - done. The frameworks' own schedulers are not supported"
-)
 NO_AVERAGE = "the checkpoint has no average of the weights (EMA): it begins with the weights of the checkpoint"
 NAN_HINT = (
     "If the loss is divided by a count (mh.LossSum, or a mean over the labels that are not ignored), the count of this "

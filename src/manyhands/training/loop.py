@@ -7,15 +7,17 @@ host waits at the end of an epoch and for a checkpoint.
 from __future__ import annotations
 
 import contextlib
-import math
+import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from manyhands.errors import BadSettings, LossIsNotANumber
+from manyhands.errors import LossIsNotANumber
+from manyhands.training import schedules
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.callbacks.reporter import Reporter
 from manyhands.training.callbacks.step_means import named
@@ -25,9 +27,11 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, epoch_order
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.metrics import Metrics
-from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Learner, Say, Schedule
+from manyhands.training.learner import NAN_HINT, Learner, Say
+from manyhands.training.limits.ending import ENDLESS, Ending
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, or_none, together
+from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
 
 _SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
@@ -59,9 +63,13 @@ class Loop:
         self.report = Reporter(self, callbacks)
         self.cursor = Cursor()
         self.batches_before: int | None = None  # that a loader gave in the epoch before
+        self.last_row = 0  # the step of the newest row of figures
+        self.ending = Ending(learner, settings.limits)
         self.keeps_checkpoints = run is not None
         self.run = RunFolder(run.path) if run is not None and self.first else None
-        self._begun: Cursor | None = None  # where the job begins; None again after its first step
+        self._begun: tuple[Cursor, int] | None = None  # where the job begins, its last row; None after the first step
+        self._saved: tuple[Cursor, int] | None = None  # where the newest checkpoint stands, and its last row
+        self._row_began, self._row_is_epoch = time.perf_counter(), False
         self._unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._shown = time.perf_counter()
         try:
@@ -77,15 +85,15 @@ class Loop:
         if self.report.plan.average is not None:
             self.learner.keep_average(self.report.plan.average)
         self.report.resumed = resumed = saving.restore(self, resume, run.announced if run is not None else ())
-        self._check_schedule()
+        schedules.check(self.schedule, self)
         if (note := loader_batches.unseeded(self.learner.data)) is not None:
             self.learner.notes.append(note)
         if self.run is not None and run is not None:
             note = self.run.begin(run, self.settings.as_dict())
             if note is not None:
                 self.say({"kind": "warning", "text": note})
-            self.result.rows = saving.rows_before(self.run, self.cursor)
-            self._begun = self.cursor
+            self.result.rows = saving.rows_before(self.run, self.last_row)
+            self._begun = self.cursor, self.last_row
         if resumed:
             saving.share_rows(self)
 
@@ -93,7 +101,7 @@ class Loop:
         """Write to a run that is there already, now that the job's first step was made."""
         if self.run is not None and self._begun is not None:
             self.run.commit()
-            saving.rewind(self.run, self._begun)
+            saving.rewind(self.run, *self._begun)
             self._begun = None
 
     def _close(self) -> None:
@@ -111,24 +119,20 @@ class Loop:
     def fit(self) -> Result:
         try:
             self.say_alive()
-            if self.cursor.epoch >= self.settings.max_epochs:
+            if self._is_over():
                 self.learner.notes.append("this run was at its end already: nothing was trained, its figures are shown")
                 if self.run is not None:
                     self.run.restore_config()
             else:
                 self._check_repeats()
             self.report.begin()
-            while self.cursor.epoch < self.settings.max_epochs and self.report.stop is None:
+            while not self._ends():
                 self.report.epoch_start()
-                whole = self.cursor.sample == 0
-                start = time.perf_counter()
                 self._train_epoch()
-                figures = self._read_figures()
-                seconds = time.perf_counter() - start
-                self._end_epoch(figures, seconds, whole=whole)
             self._say_stop()
             self.result.notes = self.learner.notes
             self.result.shares = self.learner.shares
+            self.result.steps = self.cursor.step
             self.result.unsaved = self._unsaved()
             return self.result
         except BaseException:
@@ -140,69 +144,110 @@ class Loop:
 
     def _say_stop(self) -> None:
         """Why the training ends before its last epoch, if it does."""
+        if self.ending.signal is not None:
+            self.result.signal = self.report.stop = self.ending.signal
         if self.report.stop is None:
             return
         self.result.stopped = self.report.stop
-        text = f"stopped after epoch {self.cursor.epoch}: {self.report.stop}"
+        where = f"step {self.cursor.step}" if self.cursor.sample else f"epoch {self.cursor.epoch}"
+        text = f"stopped after {where}: {self.report.stop}"
         self.learner.notes.append(text)
         self.say({"kind": "note", "text": text})
 
-    def _train_epoch(self) -> None:
-        first = self.cursor.step
-        loader = getattr(self.learner.data, "loader", None)
-        for window, batch in loader_batches.agreed(self.learner.batches(self.cursor), self.learner.all_have, loader):
-            self.learner.step(window, batch, self._factor())
-            for listener in step_listeners:
-                listener()
-            self._commit()
-            self.cursor = self.cursor.after(window)
-            self.report.step()
-            self._look(window)
-            if self.cursor.batch == loader_batches.MANY and self.batches_of_epoch() is None:
-                batches = loader_batches.MANY
-                self._warn(f"epoch {window.epoch + 1} has not ended after {batches} batches. {loader_batches.END_IT}")
-            every = self.settings.checkpoints.every
-            if every and self.cursor.step % every == 0 and self.cursor.step > first:
-                saving.save(self)
+    def _ends(self) -> bool:
+        """Whether there are no more steps."""
+        if self._is_over() or self.ending.signal is not None or self.report.stop is not None:
+            return True
+        endless = self.settings.max_epochs == ENDLESS
+        if self.cursor.epoch and endless and loader_batches.is_used_up(self._loader):
+            self.learner.notes.append(f"the data ended after {self.cursor.step} steps, before a limit was reached")
+            return True
+        return False
 
-    def _factor(self) -> float | None:
-        """The learning rate's factor at the next batch; None where there is no schedule."""
-        if self.schedule is None:
-            return None
-        batches = self.batches_of_epoch()
-        done = min(self.cursor.batch / batches, 1.0) if batches else 0.0
-        return _factor_at(self.schedule, (self.cursor.epoch + done) / self.settings.max_epochs)
+    def _is_over(self) -> bool:
+        """Whether a limit was reached."""
+        return self.cursor.epoch >= self.settings.max_epochs or self.ending.is_reached(self.cursor.step)
+
+    def _train_epoch(self) -> None:
+        """Train to the end of the epoch, or of the job."""
+        self._row_began, self._row_is_epoch = time.perf_counter(), self.cursor.sample == 0
+        over = self._make_steps()
+        if self.ending.signal:
+            self.save_once()
+        elif over or self.ending.reached or self.report.stop is not None:
+            self._end_epoch(over=over)
+
+    def _make_steps(self) -> bool:
+        """The steps that are left of the epoch; False where the job ends before it does."""
+        first, window, most = self.cursor.step, None, self.settings.limits.batches
+        with contextlib.closing(self._batches_left()) as batches:
+            for window, batch in batches:
+                if self._evaluation_is_due():
+                    self._add_row(self._read_figures(), evaluates=True)
+                    saving.save(self, self.report.take_wanted())
+                    if self.report.stop is not None:
+                        return False
+                self.learner.step(window, batch, schedules.factor(self.schedule, self))
+                for listener in step_listeners:
+                    listener()
+                self._commit()
+                self.cursor = self.cursor.after(window)
+                self.report.step()
+                self._look(window)
+                if self.cursor.batch == loader_batches.MANY and self.batches_of_epoch() is None:
+                    self._warn_of_endless(window)
+                every = self.settings.checkpoints.every
+                if every and self.cursor.step % every == 0 and self.cursor.step > first:
+                    self.save_once()
+                if self.ending.check(self.cursor.step):
+                    break
+            else:
+                return True
+        if window is not None:
+            loader_batches.check_agreed(window, self.learner.all_have, self._loader)
+        known = self.learner.data.count is not None or self.cursor.batch == most
+        return known and self.cursor.batch == self.batches_of_epoch()
+
+    def _batches_left(self) -> Generator[tuple[Window, Any]]:
+        limits, at = self.settings.limits, self.cursor
+        if limits.overfit_batches is not None:
+            at = dataclasses.replace(at, epoch=0)  # the samples of the first epoch, in its order
+        pairs = self.learner.batches(at)
+        if limits.batches is not None:
+            pairs = itertools.islice(pairs, max(0, limits.batches - at.batch))
+        return loader_batches.agreed(pairs, self.learner.all_have, self._loader)
+
+    @property
+    def _loader(self) -> Any:
+        return getattr(self.learner.data, "loader", None)
 
     def batches_of_epoch(self) -> int | None:
         """The batches of an epoch; of a loader those of the epoch before, or what its ``len`` says; None: not known."""
-        count = self.learner.data.count
+        count, most = self.learner.data.count, self.settings.limits.batches
         if count is not None:
-            return -(-count // self.settings.batch_size)
-        return self.batches_before or loader_batches.length(self.learner.data)
+            batches: int | None = -(-count // self.settings.batch_size)
+        else:
+            batches = self.batches_before or loader_batches.length(self.learner.data)
+        return batches if most is None or batches is None else min(batches, most)
 
-    def _check_schedule(self) -> None:
-        """A schedule has to know how far an epoch is."""
-        if (
-            self.schedule is None
-            or self.batches_of_epoch() is not None
-            or self.cursor.epoch >= self.settings.max_epochs
-        ):
-            return
-        if self.settings.max_epochs == 1:
-            raise BadSettings(
-                "schedule= follows how much of the training is done, and the loader does not say how many batches an "
-                "epoch has: give a loader with __len__, or (X, y) arrays"
-            )
-        self.learner.notes.append(
-            "the loader does not say how many batches an epoch has (it has no __len__): the schedule stands still in "
-            "the first epoch and moves with every batch from the second on"
-        )
+    def _warn_of_endless(self, window: Window) -> None:
+        if not self.settings.limits.ends_training:
+            batches = loader_batches.MANY
+            self._warn(f"epoch {window.epoch + 1} has not ended after {batches} batches. {loader_batches.END_IT}")
+
+    def save_once(self, folders: Sequence[str] = ("checkpoints",)) -> None:
+        """Write a checkpoint of this moment into these folders of the run; a regular one only if there is none yet."""
+        now = self.cursor, self.last_row
+        saving.save(self, [folder for folder in folders if folder != "checkpoints" or self._saved != now])
+        if "checkpoints" in folders:
+            self._saved = now
 
     def _check_repeats(self) -> None:
         """Say so where a job goes on at the start of an epoch and its loader is in another order than before."""
-        before, data = self.cursor.first_batch, self.learner.data
-        loader = getattr(data, "loader", None)
+        before, loader = self.cursor.first_batch, self._loader
         if self.cursor.batch or not self.cursor.epoch or before is None or isinstance(loader, Iterator):
+            return
+        if self.settings.limits.overfit_batches is not None:
             return
         windows = (window for window, _ in self.learner.batches(Cursor(self.cursor.epoch - 1)))
         first = next(windows, None)
@@ -225,7 +270,7 @@ class Loop:
         self.say(
             {
                 "kind": "progress",
-                "epoch": window.epoch + 1,
+                "epoch": self.cursor.epoch + 1,
                 "step": self.cursor.step,
                 "batch": self.cursor.batch,
                 "batches": self.batches_of_epoch(),
@@ -267,7 +312,8 @@ class Loop:
         if data.count is None:
             return None
         batch = self.cursor.batch - (self.cursor.step - step)
-        order = epoch_order(self.settings.seed, self.cursor.epoch, data.count, shuffle=data.shuffle)
+        epoch = 0 if self.settings.limits.overfit_batches is not None else self.cursor.epoch
+        order = epoch_order(self.settings.seed, epoch, data.count, shuffle=data.shuffle)
         return order[batch * size : (batch + 1) * size]
 
     def _bad_step_in_words(self, step: int) -> str:
@@ -297,24 +343,38 @@ class Loop:
             self._warn(f"{self._bad_step_in_words(figures.bad_step)}; going on, as asked")
         return figures
 
-    def _end_epoch(self, figures: Figures, seconds: float, *, whole: bool) -> None:
-        epoch = self.cursor.epoch
+    def _end_epoch(self, *, over: bool) -> None:
+        """The figures and the checkpoint at the end of an epoch, or of a job that ends within one (not ``over``)."""
+        figures = self._read_figures()
         self._commit()
+        epoch, limits = self.cursor.epoch, self.settings.limits
+        if over:
+            if self.learner.data.count is None:
+                self._count_batches()
+            self.cursor = self.cursor.next_epoch()
+        if self.cursor.step > self.last_row:
+            every = limits.evaluation_epoch()
+            due = (epoch + 1) % every == 0 if every is not None else self._evaluation_is_due()
+            self._row_is_epoch = self._row_is_epoch and over
+            self._add_row(figures, evaluates=due or self._is_over(), ended=epoch)
+        is_last = self._is_over() or self.report.stop is not None
+        regular = ["checkpoints"] if is_last or not self.settings.checkpoints.every else []
+        self.save_once([*self.report.take_wanted(), *regular])
+
+    def _evaluation_is_due(self) -> bool:
+        """Whether ``evaluate_every`` asks for an evaluation after the step that was made last."""
+        every = self.settings.limits.evaluation_step()
+        return every is not None and self.cursor.step % every == 0 and self.cursor.step > self.last_row
+
+    def _add_row(self, figures: Figures, *, evaluates: bool, ended: int | None = None) -> None:
+        """Add a row with the figures since the row before; ``ended`` is the epoch that ends with it."""
+        seconds = time.perf_counter() - self._row_began
         self.say_alive()
-        with self.learner.averaged():
-            tested, values = evaluate.figures_of(self.learner, self.metrics, self._say_alive_now_and_then)
-        metrics = {f"val_{name}": value for name, value in values.items()}
+        tested, metrics = self._evaluate() if evaluates else (None, {})
         self.say_alive()
-        if tested is not None:
-            self.report.evaluated(
-                {**named(tested, "val"), **{name: value for name, value in metrics.items() if value is not None}}
-            )
-        if self.learner.data.count is None:
-            self._count_batches()
-        self.cursor = self.cursor.next_epoch()
         self.learner.reset()
         row = {
-            "epoch": epoch + 1,
+            "epoch": (self.cursor.epoch if ended is None else ended) + 1,
             "step": self.cursor.step,
             "train_loss": or_none(figures.loss),
             "train_acc": or_none(figures.accuracy),
@@ -323,16 +383,27 @@ class Loop:
             **metrics,
             "samples": int(figures.count),
             "seconds": seconds,
-            "whole": whole,
+            "whole": self._row_is_epoch and ended is not None,
             **self.report.rates(),
         }
+        self.last_row, self._row_began, self._row_is_epoch = self.cursor.step, time.perf_counter(), False
         self.result.rows.append(row)
         if self.run is not None:
             self._write_row(self.run, row)
-        self.report.epoch_end(row, figures)
-        is_last = self.cursor.epoch == self.settings.max_epochs or self.report.stop is not None
-        regular = ["checkpoints"] if is_last or not self.settings.checkpoints.every else []
-        saving.save(self, [*self.report.take_wanted(), *regular])
+        if ended is None:
+            self.report.row(row, figures)
+        else:
+            self.report.epoch_end(row, figures)
+
+    def _evaluate(self) -> tuple[Figures | None, dict[str, Any]]:
+        """Figures over the validation data, and the user's metrics by the names that they have in a row."""
+        with self.learner.averaged():
+            tested, values = evaluate.figures_of(self.learner, self.metrics, self._say_alive_now_and_then)
+        metrics = {f"val_{name}": value for name, value in values.items()}
+        if tested is not None:
+            known = {name: value for name, value in metrics.items() if value is not None}
+            self.report.evaluated({**named(tested, "val"), **known})
+        return tested, metrics
 
     def _write_row(self, run: RunFolder, row: dict[str, Any]) -> None:
         """Append to metrics.jsonl. Rows that a full disk refuses are tried again at the end of the next epoch."""
@@ -357,20 +428,3 @@ class Loop:
         rows = ", ".join(str(row["epoch"]) for row in self._unwritten)
         figures = [f"{self.run.metrics_path.name} lacks the figures of epoch {rows}"] if rows else []
         return figures + saving.unsaved_weights(self.run, self.cursor.step)
-
-
-def _factor_at(schedule: Schedule, done: float) -> float:
-    """What the schedule says, if it is a factor."""
-    try:
-        given: Any = schedule(done)
-    except TypeError as error:
-        if "is not an Optimizer" not in str(error):
-            raise
-        raise BadSettings(f"schedule is a function of an optimizer, and {SCHEDULE_HINT}") from error
-    try:
-        factor = float(given)
-    except (TypeError, ValueError) as error:
-        raise BadSettings(f"schedule({done:g}) gave a {type(given).__name__}: {SCHEDULE_HINT}") from error
-    if not 0 <= factor < math.inf:
-        raise BadSettings(f"schedule({done:g}) gave {factor}: a factor of the learning rate is zero or more")
-    return factor

@@ -40,6 +40,11 @@ _CALLED = {
     "resume": "ckpt_path resume_from_checkpoint checkpoint resume_from",
     "every": "checkpoint_every save_every save_steps save_freq checkpoint_interval every_n_train_steps",
     "keep": "keep_checkpoints save_total_limit save_top_k max_to_keep",
+    "max_steps": "num_steps steps max_iter max_iters total_steps num_training_steps",
+    "max_time": "time_limit max_duration",
+    "limit_batches": "steps_per_epoch limit_train_batches max_batches",
+    "limit_val_batches": "validation_steps limit_eval_batches val_steps",
+    "evaluate_every": "val_check_interval eval_steps validation_freq check_val_every_n_epoch eval_every",
     "per_device": "ranks_per_device num_processes nproc nprocs num_proc world_size n_procs",
     "quiet": "disable_tqdm silent",
     "callbacks": "callback cbs",
@@ -52,12 +57,10 @@ _MEANT = {name: option for option, names in _CALLED.items() for name in names.sp
 
 _OF_OPTIMIZER = "it belongs to the optimizer: give optimizer= a finished one, or a function that makes it"
 _OF_FIT = "data are given to fit: trainer.fit(model, train, validation), each (X, y) arrays, a dataset or a loader"
-_NO_STEPS = "a training has a number of epochs: give max_epochs"
 _EXPLAINED = {
     **dict.fromkeys(("weight_decay", "momentum", "betas", "nesterov", "eps"), _OF_OPTIMIZER),
     **dict.fromkeys(("data", "train_data", "validation_data", "val_data", "train_dataset", "eval_dataset"), _OF_FIT),
     **dict.fromkeys(("dls", "train_dataloaders", "val_dataloaders", "datamodule", "test_data", "x", "y"), _OF_FIT),
-    **dict.fromkeys(("max_steps", "num_steps", "steps", "steps_per_epoch", "max_iter", "max_time"), _NO_STEPS),
     "log_every_n_steps": "loggers have it: Trainer(loggers=[mh.CSVLogger(every=50)])",
     "model": "the model is given to fit: trainer.fit(model, data)",
     "num_workers": "workers belong to the loader: DataLoader(dataset, num_workers=...)",

@@ -1,4 +1,4 @@
-"""The trainer's options by topic: how a step is run, its checkpoints, its worker processes.
+"""The trainer's options by topic: how a step is run, its checkpoints, its worker processes, where it ends.
 
 ``Trainer(step=mh.Step(accumulate=4), checkpoints=mh.Checkpoints(every=100))``. Each object checks its values when it is
 made and means the same in every framework; what a framework cannot do, its trainer refuses by name.
@@ -7,6 +7,7 @@ made and means the same in every framework; what a framework cannot do, its trai
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from manyhands import shares as _shares
 from manyhands.errors import BadSettings
 from manyhands.training import option_names
+from manyhands.training.limits import units
 
 BatchStats = Literal["per_device", "global"]
 
@@ -159,12 +161,87 @@ class Workers(_Topic):
             raise BadSettings(f"{given(self, 'hang_seconds')}: give a number of seconds above zero")
 
 
-TOPICS: dict[str, type[Step | Checkpoints | Workers]] = {
+@option_names.topic("limits")
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Limits(_Topic):
+    """Where training ends, how much of the data an epoch takes, and when to evaluate.
+
+    ``Trainer(limits=mh.Limits(max_steps=1000, evaluate_every="100 steps"))``. A resumed job counts from where it was:
+    steps and time are those of the whole run. The first limit that is reached ends the job, with an evaluation and a
+    checkpoint; all processes end after the same step. With ``max_steps`` or ``max_time``, and no ``max_epochs``, the
+    number of epochs is not limited, and the data may be a stream without an end.
+
+    Args:
+        max_steps: End the job after this many steps. Schedules follow ``step / max_steps`` then. Default: None.
+        max_time: End the job after this much training time, including that of the jobs that it resumes: ``"2h"``,
+            ``"1h30m"``, ``"90s"``, ``"12:00:00"``, a number of seconds or a ``timedelta``. Default: None.
+        limit_batches: An epoch is only this many batches of the training data. Default: None, all of them.
+        limit_val_batches: An evaluation takes only the first batches of the validation data. Default: None, all.
+        evaluate_every: ``"500 steps"`` or ``"2 epochs"``. After so many steps there is an evaluation and a row of
+            figures, whose training figures are over the steps since the row before. Default: None, every epoch.
+        overfit_batches: Train on the same first batches of the data in every epoch: a model that can learn at all
+            learns them by heart. Default: None.
+    """
+
+    max_steps: int | None = None
+    max_time: str | float | datetime.timedelta | None = None
+    limit_batches: int | None = None
+    limit_val_batches: int | None = None
+    evaluate_every: str | None = None
+    overfit_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("max_steps", "limit_batches", "limit_val_batches", "overfit_batches")
+        make_plain(self, counts, Integral, int)
+        for name in counts:
+            if getattr(self, name) is not None:
+                check_positive(self, name)
+        if self.max_time is not None:
+            seconds = units.seconds(self.max_time)
+            if seconds is None:
+                raise BadSettings(f"{given(self, 'max_time')}: give '2h', '1h30m', '90s', '12:00:00' or seconds")
+            object.__setattr__(self, "max_time", seconds)
+        if self.evaluate_every is not None and units.every(self.evaluate_every) is None:
+            raise BadSettings(f"{given(self, 'evaluate_every')}: say of what, '500 steps' or '2 epochs'")
+        if self.limit_batches is not None and self.overfit_batches is not None:
+            raise BadSettings(
+                f"limit_batches={self.limit_batches} takes other samples in every epoch, overfit_batches="
+                f"{self.overfit_batches} the same ones: choose one"
+            )
+
+    @property
+    def ends_training(self) -> bool:
+        """Whether a job ends without a number of epochs."""
+        return self.max_steps is not None or self.max_time is not None
+
+    @property
+    def batches(self) -> int | None:
+        """The most batches of an epoch; None: all."""
+        return self.limit_batches if self.overfit_batches is None else self.overfit_batches
+
+    def evaluation_step(self) -> int | None:
+        """Steps between two evaluations; None where they come with epochs."""
+        count, unit = units.every(self.evaluate_every or "1 epoch") or (1, "epochs")
+        return count if unit == "steps" else None
+
+    def evaluation_epoch(self) -> int | None:
+        """Epochs between two evaluations; None where they come with steps."""
+        count, unit = units.every(self.evaluate_every or "1 epoch") or (1, "epochs")
+        return count if unit == "epochs" else None
+
+
+TOPICS: dict[str, type[Step | Checkpoints | Workers | Limits]] = {
     "step": Step,
     "checkpoints": Checkpoints,
     "workers": Workers,
+    "limits": Limits,
 }
-_EXAMPLES = {"step": "accumulate=2", "checkpoints": "every=100", "workers": "per_device=2"}
+_EXAMPLES = {
+    "step": "accumulate=2",
+    "checkpoints": "every=100",
+    "workers": "per_device=2",
+    "limits": "max_steps=1000",
+}
 
 
 def check_topic(name: str, value: object) -> None:

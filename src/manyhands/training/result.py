@@ -20,6 +20,9 @@ class Result:
     run: str | None = None
     # What could not be written to the run's folder (a full disk); empty: all is there.
     unsaved: list[str] = field(default_factory=list)
+    # The signal that has stopped the job, as "SIGTERM"; None: none did. And the steps of the run so far.
+    signal: str | None = None
+    steps: int = 0
 
     @property
     def test_accuracy(self) -> float:

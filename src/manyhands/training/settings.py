@@ -10,6 +10,7 @@ from manyhands import shares as _shares
 from manyhands.errors import BadSettings
 from manyhands.training.options import (
     Checkpoints,
+    Limits,
     Step,
     Workers,
     check_choice,
@@ -39,6 +40,7 @@ class Settings:
     step: Step = Step()
     checkpoints: Checkpoints = Checkpoints()
     workers: Workers = Workers()
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         make_plain(self, ("max_epochs", "batch_size", "seed"), Integral, int)

@@ -17,7 +17,7 @@ import numpy as np
 
 from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement.moves import Placement
-from manyhands.training import device_choice, launcher, option_names, options
+from manyhands.training import device_choice, launcher, option_names, options, schedules
 from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.callbacks import plan
 from manyhands.training.callbacks.callback import Callback
@@ -28,9 +28,13 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
 from manyhands.training.evaluation.standalone import Evaluating
-from manyhands.training.learner import NAN_HINT, SCHEDULE_HINT, Schedule
-from manyhands.training.options import BatchStats, Checkpoints, Step, Workers
+from manyhands.training.learner import NAN_HINT
+from manyhands.training.limits import stop_signals
+from manyhands.training.limits.ending import ENDLESS
+from manyhands.training.limits.first_batches import first_batches
+from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers
 from manyhands.training.result import Result
+from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Precision, Settings
 
 _DEFAULT_BATCH = 256
@@ -43,7 +47,8 @@ class BaseTrainer(HyperParameters, Evaluating):
     position, all others by name.
 
     Args:
-        max_epochs: How many times to go through the training data. Default: 10.
+        max_epochs: How many times to go through the training data. Default: None, 10 times; with ``limits`` of steps or
+            time as often as these allow.
         num_gpus: How many GPUs to train on, at most; 0 is the CPU. Default: 0.
         gradient_clip_val: The largest global norm of the gradients; 0 does not clip. Default: 0.
         devices: The devices to train on: ``"gpu"`` (all GPUs, or the CPU where there is none), a number (``2``),
@@ -68,7 +73,8 @@ class BaseTrainer(HyperParameters, Evaluating):
             takes a rate (``optax.adamw``) or a finished optimizer. Default: None, the model's own
             (``configure_optimizers``, or what a Keras model was compiled with), else SGD.
         schedule: A function from how much of the training is done (0 to 1) to a factor of the learning rate, as
-            ``mh.one_cycle``. Default: None, a constant rate.
+            ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. Default: None, a constant
+            rate.
         precision: What layers compute in: ``"fp32"``, ``"bf16"`` (weights stay float32), ``"fp64"``. Default:
             ``"auto"``, decided by the hardware and the model, never by a clock.
         seed: Sets the order of the samples and the random numbers of the job. Default: 0.
@@ -82,6 +88,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         step: How a step is run, and how its batch is divided: ``mh.Step(accumulate=4)``. See ``help(mh.Step)``.
         checkpoints: When checkpoints are written: ``mh.Checkpoints(every=100)``. See ``help(mh.Checkpoints)``.
         workers: The worker processes, in PyTorch: ``mh.Workers(hang_seconds=300)``. See ``help(mh.Workers)``.
+        limits: Where training ends, and when to evaluate: ``mh.Limits(max_steps=1000)``. See ``help(mh.Limits)``.
     """
 
     # Of each framework: its adapter, and the options of topics (or one value of them) that it cannot do, and why.
@@ -94,7 +101,7 @@ class BaseTrainer(HyperParameters, Evaluating):
     @option_names.explained(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
     def __init__(
         self,
-        max_epochs: int = 10,
+        max_epochs: int | None = None,
         num_gpus: int = 0,
         gradient_clip_val: float = 0,
         *,
@@ -115,14 +122,15 @@ class BaseTrainer(HyperParameters, Evaluating):
         step: Step = Step(),
         checkpoints: Checkpoints = Checkpoints(),
         workers: Workers = Workers(),
+        limits: Limits = Limits(),
     ) -> None:
         self.save_hyperparameters()
+        self.max_epochs = self._meant_epochs(max_epochs)
         self._check_topics()
         if devices is not None:
             self._choose_devices(devices)
         self.loss = self._meant_loss(loss)
-        if schedule is not None and (isinstance(schedule, type) or not callable(schedule)):
-            raise BadSettings(f"schedule={schedule!r}: {SCHEDULE_HINT}")
+        schedules.check_option(schedule)
         self._check_options()
         self._metrics()
         self._check_settings()
@@ -153,6 +161,12 @@ class BaseTrainer(HyperParameters, Evaluating):
     _device_note: str | None = None
 
     loss: Any
+    max_epochs: int | None
+
+    def _meant_epochs(self, epochs: int | None) -> int | None:
+        """The number of epochs; None where limits end the job."""
+        limits = self._option("limits")
+        return 10 if epochs is None and not (isinstance(limits, Limits) and limits.ends_training) else epochs
 
     def _meant_loss(self, loss: Any) -> Any:
         """The loss that is meant by a function, an object, a class or a name."""
@@ -263,14 +277,13 @@ class BaseTrainer(HyperParameters, Evaluating):
         settings = self._settings()
         if self.train_source.count is None and self.train_source.batch_size is None:
             self.train_source = dataclasses.replace(self.train_source, required_size=self._option("batch_size"))
-        for source in (self.train_source, self.test_source):
-            loader_batches.check(source, 1 if self._option("resume") is not None else settings.max_epochs)
+        self._limit_data(settings)
         run, resume = self._run_plan(), None
         if launcher.is_first():
             if run is not None:
                 run.check()
             resume = _resume(self._option("resume"), run)  # it is sent to the other processes
-        with self._dispatcher(settings.max_epochs, run) as dispatcher:
+        with stop_signals.noted(), self._dispatcher(settings, run) as dispatcher:
             try:
                 result = self._train(model, settings, dispatcher, run=run, resume=resume)
             except LossIsNotANumber as error:
@@ -282,12 +295,18 @@ class BaseTrainer(HyperParameters, Evaluating):
             result.notes += [] if self._device_note is None else [self._device_note]
             self.result = result
             dispatcher.end(result)
+        if result.signal is not None:
+            raise stop_signals.Stopped.by(result)
         return result
 
-    def _dispatcher(self, max_epochs: int, run: RunPlan | None) -> Dispatcher:
+    def _dispatcher(self, settings: Settings, run: RunPlan | None) -> Dispatcher:
         first, path = launcher.is_first(), None if run is None else run.path
         quiet = self._option("quiet") or not first
-        return dispatcher_for(self._callbacks(), max_epochs, path, quiet=quiet, first=first)
+        epochs = settings.max_epochs if settings.max_epochs < ENDLESS else None
+        dispatcher = dispatcher_for(self._callbacks(), epochs, path, quiet=quiet, first=first)
+        dispatcher.training.max_steps = settings.limits.max_steps
+        dispatcher.training.validates = self.test_source is not None
+        return dispatcher
 
     def _callbacks(self) -> list[Callback]:
         """The user's callbacks and loggers; refuse what is none."""
@@ -295,6 +314,15 @@ class BaseTrainer(HyperParameters, Evaluating):
             *plan.checked("callbacks", self._option("callbacks"), Callback),
             *plan.checked("loggers", self._option("loggers"), Callback),
         ]
+
+    def _limit_data(self, settings: Settings) -> None:
+        """Refuse data that cannot be gone through as often as the job wants to; cut what is to be validated with."""
+        epochs = 1 if self._option("resume") is not None else settings.max_epochs
+        limits = settings.limits
+        endless = limits.ends_training and limits.batches is None
+        loader_batches.check(self.train_source, epochs, may_be_endless=endless)
+        loader_batches.check(self.test_source, epochs, may_be_endless=limits.limit_val_batches is not None)
+        self.test_source = first_batches(self.test_source, limits.limit_val_batches, settings.batch_size)
 
     def _check_step(self, model: Any) -> None:
         """A training_step of the user's own computes its loss itself; the book's Module has one that does not count."""
@@ -352,6 +380,8 @@ class BaseTrainer(HyperParameters, Evaluating):
         chosen = {name: self._option(name) for name in names}
         if chosen["step"].batch_stats is None:
             chosen["step"] = dataclasses.replace(chosen["step"], batch_stats=self.default_batch_stats)
+        if chosen["max_epochs"] is None:
+            chosen["max_epochs"] = self._meant_epochs(None) or ENDLESS
         return Settings(batch_size=_DEFAULT_BATCH if size is None else size, **chosen)
 
 

@@ -160,7 +160,7 @@ def test_two_sizes_of_a_batch(bench: Bench) -> None:
         ({"accelerator": "gpu"}, "accelerator: it is called devices here"),
         ({"cbs": []}, "cbs: it is called callbacks here"),
         ({"patience": 3}, r"patience: it is a callback.*mh\.EarlyStopping"),
-        ({"max_steps": 100}, "max_steps: a training has a number of epochs: give max_epochs"),
+        ({"max_steps": 100}, r"max_steps: write Trainer\(limits=mh\.Limits\(max_steps=100\)\)"),
         ({"weight_decay": 0.1}, "weight_decay: it belongs to the optimizer"),
         ({"bach_size": 16}, r"bach_size: did you mean batch_size\?"),
         ({"banana": 1}, "banana: there are max_epochs, num_gpus"),

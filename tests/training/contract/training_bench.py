@@ -75,6 +75,14 @@ class Bench:
         softmax = gluon.loss.SoftmaxCrossEntropyLoss()
         return lambda scores, y: softmax(scores, y).mean() * 2
 
+    def arrays(self, X: NDArray[Any], y: NDArray[Any]) -> tuple[Any, Any]:
+        """A batch as the framework's loaders give it: PyTorch's has tensors."""
+        if self.framework != "torch":
+            return X, y
+        import torch
+
+        return torch.from_numpy(X), torch.from_numpy(y)
+
     def new_run(self) -> Path:
         self.made += 1
         return self.folder / f"run{self.made}"

@@ -164,19 +164,43 @@ def test_devices_that_cannot_be_leave_no_folder(
     assert not (tmp_path / "new").exists()
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "manyhands", "train", "--model", "mlp", "--epochs", "1000", "--devices", "cpu:2"]
-    command += ["--data", SMALL, "--run", str(run), "--checkpoint-every", "5"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while store.latest(run / "checkpoints") is None:
-        time.sleep(0.05)
+@pytest.mark.parametrize(("sent", "devices"), [(signal.SIGINT, "cpu:2"), (signal.SIGTERM, "cpu")])
+def test_a_stopped_run_has_its_code_and_goes_on(sent: signal.Signals, devices: str, tmp_path: Path) -> None:
+    """The step that it was in is saved; --resume auto goes on, and ends with the weights of a run without a stop."""
+    runs = {"cut": tmp_path / "cut", "whole": tmp_path / "whole"}
+    how = [
+        "train",
+        "--model",
+        "mlp",
+        "--devices",
+        devices,
+        "--data",
+        SMALL,
+        "--batch-size",
+        "16",
+        "--max-steps",
+        "1000",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "manyhands", *how, "--run", str(runs["cut"]), "--checkpoint-every", "5"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while store.latest(runs["cut"] / "checkpoints") is None:
+        time.sleep(0.02)
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, errors = process.communicate(timeout=200)
-    assert process.returncode == 130
-    assert f"manyhands train --resume {run}" in errors
+    assert process.returncode == 128 + sent
+    assert f"manyhands train --resume {runs['cut']}" in errors
     assert "Traceback" not in errors
+    if sent == signal.SIGINT:
+        return
+    for name, run in runs.items():
+        assert main([*how, "--run", str(run), "--resume", "auto"]) == 0, name
+    loaded = [store.load(run / "checkpoints") for run in runs.values()]
+    assert [one.step for one in loaded] == [1000] * 2
+    assert loaded[0].blobs["model"] == loaded[1].blobs["model"]
 
 
 def test_shares_are_read() -> None:

@@ -37,8 +37,12 @@ Row = dict[str, Any]
 class Training:
     """A training as its callbacks see it."""
 
-    def __init__(self, max_epochs: int, run: Path | None = None) -> None:
+    def __init__(self, max_epochs: int | None, run: Path | None = None) -> None:
+        # Where the training ends; None: not there.
         self.max_epochs = max_epochs
+        self.max_steps: int | None = None
+        # Whether there are validation data.
+        self.validates = True
         # The run's folder; None: nothing is written.
         self.run = run
         # The epoch that is trained, from 1 on; and the steps that were made when the figures of this moment were.

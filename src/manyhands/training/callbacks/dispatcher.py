@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 
 def dispatcher_for(
-    callbacks: Sequence[Callback], max_epochs: int, run: Path | None, *, quiet: bool, first: bool
+    callbacks: Sequence[Callback], max_epochs: int | None, run: Path | None, *, quiet: bool, first: bool
 ) -> Dispatcher:
     """The dispatcher of a training; it shows its progress unless one of the callbacks does, or it is to be quiet."""
     plan = plan_of(callbacks, has_run=run is not None)  # of all: it is the same in every process, also in quiet ones
@@ -49,6 +49,7 @@ class Dispatcher:
             "steps": self._steps,
             "evaluation": self._evaluation,
             "epoch": self._epoch,
+            "row": self._row,
             "checkpoint": self._checkpoint,
             "note": self._note,
         }
@@ -120,11 +121,20 @@ class Dispatcher:
         self._call_all("on_evaluation", self.training, event["figures"])
 
     def _epoch(self, event: Event) -> None:
+        self._add_row(event)
+        self._call_all("on_epoch_end", self.training, event["row"])
+
+    def _row(self, event: Event) -> None:
+        self._add_row(event)
+        for name, callback in self._callbacks.items():
+            if isinstance(callback, Progress):
+                self._call(name, "on_row", self.training, event["row"])
+
+    def _add_row(self, event: Event) -> None:
         self._place(event)
         for means in self._means.values():
             means.end_epoch(Figures.from_json(event["sums"]))
         self.training.rows.append(event["row"])
-        self._call_all("on_epoch_end", self.training, event["row"])
 
     def _checkpoint(self, event: Event) -> None:
         self._call_all("on_checkpoint", self.training, Path(event["path"]))

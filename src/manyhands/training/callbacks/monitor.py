@@ -38,7 +38,7 @@ class Monitor:
     def at_epoch_end(self, training: Training, row: Row) -> float | None:
         """The figure of this epoch; None where evaluations have it."""
         if self.name.startswith("val_"):
-            if not self._was_there and row.get(self.name) is None and row.get("val_loss") is None:
+            if not training.validates:
                 raise self._unknown(_figures_of(row), " There was no evaluation: give validation data to fit")
             return None
         if self.name in _NO_FIGURES or row.get(self.name) is None:

@@ -16,7 +16,7 @@ class Progress(Callback):
     _display: Display | None = None
 
     def on_fit_start(self, training: Training) -> None:
-        self._display = Display(training.max_epochs, quiet=False)
+        self._display = Display(training.max_epochs, training.max_steps, quiet=False)
         self._display.__enter__()
 
     def on_progress(self, training: Training, figures: Values) -> None:
@@ -25,6 +25,10 @@ class Progress(Callback):
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
         self._show({"kind": "epoch", **row})
+
+    def on_row(self, training: Training, row: Row) -> None:
+        """A row of figures within an epoch, where ``Limits(evaluate_every="100 steps")`` asks for it."""
+        self._show({"kind": "row", **row})
 
     def on_note(self, training: Training, text: str) -> None:
         """The job has something to say: where it resumes, why it stops."""

@@ -66,6 +66,10 @@ class Reporter:
         """``row`` is the epoch's; its cursor stands at the next one already."""
         self._ask({"kind": "epoch", "row": row, "sums": sums.as_json()}, epoch=row["epoch"])
 
+    def row(self, row: dict[str, Any], sums: Figures) -> None:
+        """A row within an epoch; its evaluation was reported already."""
+        self._say({"kind": "row", "row": row, "sums": sums.as_json()})
+
     def checkpoint(self, path: Any) -> None:
         self._say({"kind": "checkpoint", "path": str(path)})
 

@@ -13,6 +13,7 @@ from manyhands.training.checkpoints import folder, store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor
 from manyhands.training.learner import Learner
+from manyhands.training.limits.ending import ENDLESS
 from manyhands.training.running_sums import Figures, of_one, together
 from manyhands.training.settings import Settings
 
@@ -58,6 +59,8 @@ def save(loop: Loop, folders: Sequence[str] = ("checkpoints",)) -> None:
         "shares": learner.shares,
         "batches_before": loop.batches_before,
         "callbacks": loop.report.states(),
+        "last_row": loop.last_row,
+        "seconds": loop.ending.seconds,
     }
     for name in folders:
         _write(loop, loop.run.path / name, content, saved.blobs)
@@ -93,6 +96,8 @@ def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> b
     loop.cursor = Cursor(**state["cursor"])
     loop.batches_before = state.get("batches_before")
     loop.report.states_before = state.get("callbacks")
+    loop.last_row = state.get("last_row", loop.cursor.step - (1 if loop.cursor.sample else 0))
+    loop.ending.resume(state.get("seconds", 0.0))
     if loop.first:
         _announce(loop, state, announced)
     return True
@@ -109,14 +114,16 @@ def _announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str])
     if settings["precision"] == "auto" and getattr(learner, "keeps_precision", False):
         del now[_ANNOUNCED["precision"]]
     known = {_ANNOUNCED.get(name, name) for name in announced} | set(announced)
+    endless = {ENDLESS: "without a limit"}
     changed = [
-        f"{name} {value} instead of {then[name]}"
+        f"{name} {endless.get(value, value)} instead of {endless.get(then[name], then[name])}"
         for name, value in now.items()
         if name not in known and then.get(name, value) != value
     ]
     if changed:
         learner.notes.append(f"resumed with {', '.join(changed)}")
-    epochs = f"epoch {min(loop.cursor.epoch + 1, loop.settings.max_epochs)} of {loop.settings.max_epochs}"
+    most = loop.settings.max_epochs
+    epochs = f"epoch {min(loop.cursor.epoch + 1, most)}" + (f" of {most}" if most < ENDLESS else "")
     new = f", with {', '.join(changed)}" if changed else ""
     loop.say({"kind": "note", "text": f"resuming after step {loop.cursor.step}, in {epochs}{new}"})
 
@@ -132,21 +139,16 @@ def is_kept(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool
     return name in options and own.get(name) != options[name]
 
 
-def rows_before(run: RunFolder, begun: Cursor) -> list[dict[str, Any]]:
-    """The epochs of a run that were over where the job begins."""
-    return [row for row in run.metrics(_last_row(begun)) if "epoch" in row]
+def rows_before(run: RunFolder, last_row: int) -> list[dict[str, Any]]:
+    """The rows of a run that were written before its checkpoint was."""
+    return [row for row in run.metrics(last_row) if "epoch" in row]
 
 
-def rewind(run: RunFolder, begun: Cursor) -> None:
+def rewind(run: RunFolder, begun: Cursor, last_row: int) -> None:
     """Drop what a run's folder holds of later steps than the one that the job begins at."""
-    run.truncate_metrics(_last_row(begun))
+    run.truncate_metrics(last_row)
     for folder_of_checkpoints in run.folders_of_checkpoints():
         store.drop_after(folder_of_checkpoints, begun.step)
-
-
-def _last_row(begun: Cursor) -> int:
-    """The step of the last row. A row stands at its epoch's last step: if that is not over, it will come again."""
-    return begun.step - (1 if begun.sample else 0)
 
 
 def share_rows(loop: Loop) -> None:

@@ -20,7 +20,7 @@ import itertools
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -105,7 +105,7 @@ def another_size(size: int, of_data: int) -> BadSettings:
 
 def agreed(
     pairs: Iterable[tuple[Window, B]], all_have: Callable[[int], bool], loader: Any
-) -> Iterator[tuple[Window, B]]:
+) -> Generator[tuple[Window, B]]:
     """The same batches; an error where the loaders of other processes give other ones.
 
     ``all_have`` asks all processes whether they have the same number.
@@ -113,13 +113,14 @@ def agreed(
     window = None
     for number, (window, batch) in enumerate(pairs, 1):
         if number & (number - 1) == 0:
-            _check_agreed(window, all_have, loader)
+            check_agreed(window, all_have, loader)
         yield window, batch
     if window is not None:
-        _check_agreed(window, all_have, loader)
+        check_agreed(window, all_have, loader)
 
 
-def _check_agreed(window: Window, all_have: Callable[[int], bool], loader: Any) -> None:
+def check_agreed(window: Window, all_have: Callable[[int], bool], loader: Any) -> None:
+    """Refuse batches that differ from process to process, up to this one."""
     if window.digest is not None and not all_have(window.digest):
         raise BadBatch(
             f"the processes of this job are given different batches (noticed after sample {window.stop} of epoch "
@@ -153,8 +154,13 @@ def is_used_up(loader: Any) -> bool:
     return isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools")
 
 
-def check(data: Any, epochs: int) -> None:
-    """Refuse a loader that can be iterated once where there are several epochs, and one whose epoch never ends."""
+def check(data: Any, epochs: int, *, may_be_endless: bool = False) -> None:
+    """Refuse a loader that can be iterated once where there are several epochs, and one whose epoch never ends.
+
+    ``may_be_endless``: something else than the end of the data ends the job.
+    """
+    if may_be_endless:
+        return
     loader = getattr(data, "loader", None)
     if isinstance(loader, _ENDLESS) or _says_endless(loader):
         raise BadBatch(f"a {type(loader).__name__} without an end was given: its first epoch would never end. {END_IT}")
@@ -191,7 +197,8 @@ def _says_endless(loader: Any) -> bool:
 
 END_IT = (
     "Say where an epoch ends: in tf.data leave .repeat() out (the trainer iterates max_epochs times), or give "
-    "dataset.take(1000); elsewhere give a function such as lambda: itertools.islice(batches(), 1000)"
+    "dataset.take(1000); elsewhere give a function such as lambda: itertools.islice(batches(), 1000); or say where the "
+    "training ends, limits=mh.Limits(max_steps=10000)"
 )
 _AGAIN = "Give the function that makes it (batches instead of batches()), or an object whose __iter__ begins anew"
 

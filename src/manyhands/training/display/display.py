@@ -16,9 +16,10 @@ _SHORT = 5.0  # seconds; what takes less needs no estimate
 class Display:
     """Turns the events of a job's first rank into a progress bar, an estimate and warnings."""
 
-    def __init__(self, epochs: int, *, quiet: bool) -> None:
+    def __init__(self, epochs: int | None, steps: int | None = None, *, quiet: bool) -> None:
+        """``epochs`` and ``steps`` are where the job ends; None where it does not."""
         self._progress = Progress(epochs, quiet=quiet)
-        self._epochs = epochs
+        self._epochs, self._steps = epochs, steps
         self._since = (time.perf_counter(), 0, 0)
         self._warm: tuple[float, int] | None = None  # when the first steps were done, and how many they were
         self._estimated = False
@@ -42,7 +43,7 @@ class Display:
                 loss=event["loss"],
                 accuracy=event["accuracy"],
             )
-        elif event["kind"] == "epoch":
+        elif event["kind"] in ("epoch", "row"):
             figures = {
                 "loss": event["train_loss"],
                 "accuracy": event["train_acc"],
@@ -50,7 +51,8 @@ class Display:
                 "seconds": event["seconds"],
             }
             shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
-            self._progress.line(f"epoch {event['epoch']}: {shown}")
+            where = f"epoch {event['epoch']}" if event["kind"] == "epoch" else f"step {event['step']}"
+            self._progress.line(f"{where}: {shown}")
         elif event["kind"] == "note":
             self._progress.line(event["text"])
         elif event["kind"] == "warning":
@@ -66,7 +68,10 @@ class Display:
         if seconds < _MEASURED or steps < 1:
             return
         self._estimated = True
-        left = event["batches"] * (self._epochs - event["epoch"]) - event["batch"]
+        ends = [self._steps - step] if self._steps is not None else []
+        if self._epochs is not None:
+            ends.append(event["batches"] * (self._epochs - event["epoch"]) - event["batch"])
+        left = min(ends, default=0)
         if left * seconds / steps >= _SHORT:
             self._progress.line(f"about {_duration(left * seconds / steps)} to go")
 

@@ -26,7 +26,8 @@ class Progress:
     ...     progress.update(5, 235, epoch=1, images_per_second=51234.0, loss=0.71, accuracy=0.74)
     """
 
-    def __init__(self, epochs: int, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(self, epochs: int | None, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+        """``epochs``: None where the job has another end."""
         self._epochs = epochs
         self._stream = stream if stream is not None else sys.stderr
         self._quiet = quiet or self._stream is None  # a program without a console has no standard error
@@ -113,7 +114,8 @@ class Progress:
         self.line("  ".join([self._description(), *unfinished, *self._words()]))
 
     def _description(self) -> str:
-        return f"epoch {self._epoch}/{self._epochs}" if self._epoch else "starting"
+        of_all = f"/{self._epochs}" if self._epochs is not None else ""
+        return f"epoch {self._epoch}{of_all}" if self._epoch else "starting"
 
     def _words(self) -> list[str]:
         figures = {name: value for name, value in self._figures.items() if value is not None}

@@ -9,7 +9,7 @@ from typing import Any
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.sources import Source
 from manyhands.training.evaluation.metrics import Metrics
-from manyhands.training.learner import Schedule
+from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.tensorflow.checks import LabelCheck
 from manyhands.training.tensorflow.objective import Objective

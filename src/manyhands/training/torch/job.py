@@ -12,7 +12,7 @@ from manyhands.errors import BadSettings
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.evaluation.metrics import Metrics
-from manyhands.training.learner import Schedule
+from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.objective import Objective, OwnStep, takes_optimizer

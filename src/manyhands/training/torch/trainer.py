@@ -170,6 +170,8 @@ class Trainer(BaseTrainer):
             raise
         _take_home(job, home)
         result: Result = home["result"]
+        if result.signal is not None:
+            pool.stop_all()
         return result
 
     def _fit_as_rank(self, job: Job, dispatcher: Dispatcher) -> Result:

@@ -64,6 +64,10 @@ class Arrays:
         rows = tuple(tensor.index_select(0, index) for tensor in self.tensors)
         return self.prepare(rows) if self.prepare else rows
 
+    def first(self, count: int) -> Arrays:
+        """Only the first samples."""
+        return dataclasses.replace(self, tensors=tuple(tensor[:count] for tensor in self.tensors))
+
     def to(self, device: torch.device) -> Arrays:
         return Arrays(tuple(t.to(device) for t in self.tensors), self.prepare, self.batch_size, self.shuffle)
 
@@ -99,6 +103,10 @@ class Samples:
     @property
     def count(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
+
+    def first(self, count: int) -> Samples:
+        """Only the first samples."""
+        return dataclasses.replace(self, dataset=torch.utils.data.Subset(self.dataset, range(count)))
 
     def batches(
         self, parts: Sequence[np.ndarray[Any, Any]], *, seed: int, draws: int, pin: bool, empty: bool

@@ -20,6 +20,7 @@ The captured step of the usual size may get a rival, a plan of the whole step (:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -75,7 +76,8 @@ def fast_step(
 
     It is not where our own kernels do what a compiler would gain most by: there it was 5% slower (ResNet-18).
     """
-    steps = settings.max_epochs * (data.count // settings.batch_size)
+    batches = min(data.count // settings.batch_size, settings.limits.batches or data.count)
+    steps = min(settings.max_epochs * batches, settings.limits.max_steps or sys.maxsize)
     compiled = settings.step.compile
     if compiled is None:
         compiled = steps >= _COMPILE_PAYS and not (settings.step.fused_norms and normalises(eager.model))

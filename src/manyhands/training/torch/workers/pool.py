@@ -2,8 +2,9 @@
 
 A worker that dies or raises ends the job within a second: the others are stopped, and the error names the rank and
 carries its traceback. A worker that hangs makes no step while the others wait for it; it is found by its silence, asked
-where it is (a signal makes it write its stack), and named. When the caller is interrupted, the weights of that moment
-are brought home before the workers are stopped.
+where it is (a signal makes it write its stack), and named. A signal that asks the caller to stop is handed on to the
+first rank. When the caller is interrupted at once (the second Ctrl-C), the weights of that moment are brought home
+before the workers are stopped.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 from manyhands import errors, machine
 from manyhands.errors import ManyhandsError, WorkerFailed
 from manyhands.training.learner import Say
+from manyhands.training.limits import stop_signals
 from manyhands.training.torch.job import Job, torch_settings
 from manyhands.training.torch.ranks import gradient_sum, world
 from manyhands.training.torch.workers import job_bytes as sending
@@ -149,8 +151,11 @@ class Pool:
         try:
             for worker in self.workers:
                 self._send(worker, sending.with_place(job_bytes, self._place(worker, job)))
+            asked = None
             while any(worker.answer is None for worker in self.workers):
                 self._listen(say)
+                if asked is None and (asked := stop_signals.current().asked) is not None:
+                    self._send(self.workers[0], sending.STOP + asked.encode())
                 self._check(job.settings.workers.hang_seconds)
         except KeyboardInterrupt as interrupt:
             try:

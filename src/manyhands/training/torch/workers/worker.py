@@ -24,13 +24,14 @@ import cloudpickle
 import torch
 
 from manyhands.training.learner import Say
+from manyhands.training.limits import stop_signals
 from manyhands.training.torch import standalone
 from manyhands.training.torch.job import Job, set_torch_settings
 from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.state.outer_variables import Outside
-from manyhands.training.torch.workers.job_bytes import ANSWER, COME_HOME
+from manyhands.training.torch.workers.job_bytes import ANSWER, COME_HOME, STOP
 
 _ANSWER_SECONDS = 0.5  # between two looks whether the caller was interrupted while a callback runs
 
@@ -39,6 +40,7 @@ def main(address: str, rank: int) -> None:
     # Asked by the caller when this rank makes no step any more: where is it?
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its workers
+    signal.signal(signal.SIGTERM, stop_signals.current().handle)  # a scheduler may signal every process of a job
     connection = Client(address, authkey=bytes.fromhex(os.environ.pop("MANYHANDS_WORKER_KEY")))
     connection.send(rank)
     jobs: queue.Queue[bytes] = queue.Queue()
@@ -63,7 +65,10 @@ def _listen(
                 asked_home.set()
             elif message.startswith(ANSWER):
                 answers.put(message.removeprefix(ANSWER))
+            elif message.startswith(STOP):
+                stop_signals.current().ask(message.removeprefix(STOP).decode())
             else:
+                stop_signals.current().asked = None
                 jobs.put(message)
     except (EOFError, OSError):
         os._exit(0)

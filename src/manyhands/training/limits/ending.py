@@ -1,0 +1,100 @@
+"""When a job ends: decided between two steps, the same in all of its processes.
+
+The number of steps is known everywhere. The clock and signals are not: there the processes decide together. To ask the
+others makes the host wait, so it is not done after every step but about once a second, after steps that the first
+process chooses::
+
+    step      1    2  ...  40  ...  81  ...
+    asked     *             *        *        the first process measured 40 steps a second
+
+One process has nobody to ask: it stops after the step in which the signal came.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from manyhands.training.learner import Learner
+from manyhands.training.limits import stop_signals
+from manyhands.training.options import Limits
+
+ENDLESS = 2**31 - 1  # epochs of a job that something else ends
+_ASK_EVERY = 1.0  # seconds between two questions to the other processes
+_MOST_STEPS = 1000
+
+
+class Ending:
+    """Knows whether a job goes on after a step, and what ended it."""
+
+    def __init__(self, learner: Learner, limits: Limits) -> None:
+        self.learner, self.limits = learner, limits
+        self.requests = stop_signals.current()
+        self.signal: str | None = None  # that has stopped the job
+        self.reached: str | None = None  # the limit that has ended it, in words
+        self._before = 0.0  # seconds of training in the jobs that this one resumes
+        self._begun = self._asked_at = time.monotonic()
+        self._asked_step: int | None = None
+        self._ask_at = 0
+
+    @property
+    def seconds(self) -> float:
+        """The training time of the whole run so far."""
+        return self._before + time.monotonic() - self._begun
+
+    def resume(self, seconds: float) -> None:
+        self._before = seconds
+
+    def is_reached(self, step: int) -> bool:
+        """Whether a limit of steps or time was reached; every process knows it."""
+        if self.limits.max_steps is not None and step >= self.limits.max_steps:
+            self.reached = f"max_steps={self.limits.max_steps}"
+        elif self.limits.max_time is not None and self._before >= float(self.limits.max_time):  # type: ignore[arg-type]
+            self.reached = f"max_time={self.limits.max_time:g} seconds"
+        return self.reached is not None
+
+    def check(self, step: int) -> bool:
+        """Whether the job ends after so many steps; asks the other processes now and then."""
+        if self.is_reached(step) or self.signal:
+            return True
+        if self.learner.size == 1:
+            self._decide(self.requests.asked, time_is_up=self._time_is_up())
+        elif step >= self._ask_at:
+            self._ask_all(step)
+        return bool(self.reached or self.signal)
+
+    def _time_is_up(self) -> bool:
+        return self.limits.max_time is not None and self.seconds >= float(self.limits.max_time)  # type: ignore[arg-type]
+
+    def _decide(self, name: str | None, *, time_is_up: bool) -> None:
+        self.signal = name
+        if time_is_up and name is None:
+            self.reached = f"max_time={self.limits.max_time:g} seconds"
+
+    def _ask_all(self, step: int) -> None:
+        wants = 0 if self.requests.asked is None else 1 + stop_signals.NAMES.index(self.requests.asked)
+        nobody = self.learner.all_have(wants) and not wants
+        name = None if nobody else self._signal_of_any(wants)
+        first: dict[str, Any] = {"up": self._time_is_up(), "next": step + self._steps_a_second(step)}
+        first = json.loads(self.learner.from_first(json.dumps(first).encode()))
+        self._ask_at = first["next"]
+        self._decide(name, time_is_up=first["up"])
+
+    def _signal_of_any(self, wants: int) -> str:
+        """The signal that some process got; all processes ask for each in turn, so that all find the same."""
+        for number, name in enumerate(stop_signals.NAMES, 1):
+            mine = int(wants == number)
+            if not self.learner.all_have(mine) or mine:
+                return name
+        return stop_signals.NAMES[0]
+
+    def _steps_a_second(self, step: int) -> int:
+        """Steps until the next question, by the speed since the last one."""
+        now = time.monotonic()
+        seconds = now - self._asked_at
+        steps = 0 if self._asked_step is None else step - self._asked_step
+        self._asked_at, self._asked_step = now, step
+        if not steps or not seconds:
+            return 1
+        return max(1, min(_MOST_STEPS, round(_ASK_EVERY * steps / seconds)))

@@ -1,0 +1,132 @@
+"""Where a job ends, in every framework: limits of steps and time, streams without an end, and signals."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from training_bench import Bench
+
+from manyhands.errors import BadSettings
+from manyhands.training.commands.parity import largest_difference
+from manyhands.training.limits.stop_signals import Stopped
+from manyhands.training.options import Checkpoints, Limits
+
+STEPS = 4  # of an epoch: 50 samples in batches of 16
+
+
+class Recorded:
+    """A schedule that remembers what it was asked; at a step it may do something."""
+
+    def __init__(self, at: int | None = None, do: Any = None) -> None:
+        self.asked: list[float] = []
+        self.at, self.do = at, do
+
+    def __call__(self, at: float) -> float:
+        self.asked.append(at)
+        if len(self.asked) == self.at:
+            self.do()
+        return 1.0 - at / 100
+
+
+def test_steps_end_a_job_and_more_of_them_go_on(bench: Bench) -> None:
+    """Stopped within an epoch, and resumed: the weights are those of a job without a stop."""
+    schedule, by_step = Recorded(), bench.mh.by_step(Recorded())
+    limits, run = Limits(max_steps=6, evaluate_every="2 epochs"), bench.new_run()
+    whole = bench.fit(epochs=None, schedule=schedule, limits=limits)
+    assert schedule.asked == [step / 6 for step in range(6)]
+    assert [(row["epoch"], row["step"], row["whole"]) for row in whole.rows] == [(1, 4, True), (2, 6, False)]
+    assert [row["val_loss"] is None for row in whole.rows] == [True, False]
+    assert (whole.steps, whole.rows[1]["samples"]) == (6, 32)
+    bench.fit(epochs=None, schedule=by_step, limits=Limits(max_steps=3), run=run)
+    bench.fit(epochs=None, schedule=by_step, limits=Limits(max_steps=6), run=run, resume="auto")
+    assert by_step.function.asked == [0, 1, 2, 3, 4, 5]
+    plain = bench.fit(epochs=None, schedule=bench.mh.by_step(Recorded()), limits=limits)
+    assert largest_difference(bench.weights(run), bench.weights(plain.run)) == 0
+
+
+def test_time_ends_a_job_and_is_the_runs(bench: Bench) -> None:
+    run, limits = bench.new_run(), Limits(max_time=0.001)
+    first = bench.fit(epochs=None, limits=limits, run=run)
+    assert first.steps == 1
+    again = bench.fit(epochs=None, limits=limits, run=run, resume="auto")
+    assert again.steps == 1
+    assert any("at its end already" in note for note in again.notes)
+    with pytest.raises(BadSettings, match="max_time alone does not say how many steps"):
+        bench.fit(epochs=None, limits=limits, schedule=Recorded())
+
+
+def test_a_stream_without_an_end(bench: Bench) -> None:
+    """A generator is trained on for so many steps and evaluated as often as asked; cut anywhere, it goes on."""
+    rng = np.random.default_rng(0)
+    X, y = rng.random((64, 1, 28, 28), np.float32), rng.integers(0, 10, 64)
+    if bench.framework in ("jax", "tensorflow"):
+        X = X.reshape(64, 28, 28, 1)
+
+    def batches() -> Iterator[Any]:
+        for number in itertools.count():
+            rows = np.arange(number * 8, number * 8 + 8) % 64
+            yield bench.arrays(X[rows], y[rows])
+
+    data = (batches, bench.arrays(X, y))
+    whole = bench.fit(epochs=None, data=data, limits=Limits(max_steps=7, evaluate_every="3 steps"))
+    assert [(row["step"], row["samples"], row["val_loss"] is None) for row in whole.rows] == [
+        (3, 24, False),
+        (6, 24, False),
+        (7, 8, False),
+    ]
+    run, every = bench.new_run(), Checkpoints(every=3)
+    for steps in (3, 5, 7):
+        limits = Limits(max_steps=steps, evaluate_every="3 steps")
+        cut = bench.fit(epochs=None, data=data, limits=limits, run=run, resume="auto", checkpoints=every)
+    assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
+    assert [row["step"] for row in cut.rows] == [3, 5, 6, 7]
+    used_up = bench.fit(epochs=None, data=(itertools.islice(batches(), 2), None), limits=Limits(max_steps=7))
+    assert used_up.steps == 2
+    assert any("the data ended after 2 steps" in note for note in used_up.notes)
+
+
+def test_few_batches(bench: Bench) -> None:
+    """limit_batches takes other samples in every epoch, overfit_batches the same; validation has its own limit."""
+    limited = bench.fit(limits=Limits(limit_batches=2, limit_val_batches=1), schedule=(schedule := Recorded()))
+    assert schedule.asked == [0, 0.25, 0.5, 0.75]
+    assert [(row["step"], row["samples"]) for row in limited.rows] == [(2, 32), (4, 32)]
+    over = bench.fit(epochs=40, limits=Limits(overfit_batches=1))
+    assert over.rows[-1]["samples"] == 16
+    assert over.rows[-1]["train_acc"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_ends_a_job_with_a_checkpoint(bench: Bench, name: str) -> None:
+    """Once, after the step that it came in; the job goes on to the same weights, and nobody's handlers are changed."""
+    number = signal.Signals[name]
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    run = bench.new_run()
+    schedule = Recorded(STEPS + 1, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(KeyboardInterrupt if name == "SIGINT" else SystemExit) as caught:
+        bench.fit(schedule=bench.mh.by_step(schedule), run=run)
+    assert isinstance(caught.value, Stopped)
+    assert {one: signal.getsignal(one) for one in handlers} == handlers
+    assert (caught.value.result.signal, caught.value.result.steps) == (name, STEPS + 1)
+    assert name == "SIGINT" or caught.value.code == 128 + number
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000004", "step-00000005"]
+    resumed = bench.fit(schedule=bench.mh.by_step(Recorded()), run=run, resume="auto")
+    whole = bench.fit(schedule=bench.mh.by_step(Recorded()))
+    assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
+    figures = [[(row["train_loss"], row["val_loss"]) for row in result.rows] for result in (resumed, whole)]
+    assert figures[0] == figures[1]
+
+
+def test_no_handlers_outside_the_main_thread(bench: Bench) -> None:
+    seen: list[Any] = []
+    look = Recorded(1, lambda: seen.append(signal.getsignal(signal.SIGTERM)))
+    thread = threading.Thread(target=lambda: bench.fit(epochs=1, schedule=look))
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]

@@ -1,0 +1,37 @@
+"""Durations and intervals in words, and the limits that are made of them."""
+
+from __future__ import annotations
+
+import datetime
+import doctest
+from typing import Any
+
+import pytest
+
+from manyhands.errors import BadSettings
+from manyhands.training.limits import stop_signals, units
+from manyhands.training.options import Limits
+
+
+def test_durations_and_intervals() -> None:
+    assert doctest.testmod(units).failed == doctest.testmod(stop_signals).failed == 0
+    assert Limits(max_time="1h30m") == Limits(max_time=5400) == Limits(max_time=datetime.timedelta(hours=1.5))
+    assert Limits(evaluate_every="2 epochs").evaluation_epoch() == 2
+    assert Limits(evaluate_every="10 steps").evaluation_step() == 10
+    assert (Limits().evaluation_step(), Limits().evaluation_epoch()) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_steps": 0}, r"Limits\(max_steps=0\): give a whole number of at least 1"),
+        ({"max_time": "2 fortnights"}, r"Limits\(max_time='2 fortnights'\): give '2h'"),
+        ({"max_time": -1}, r"Limits\(max_time=-1\): give '2h'"),
+        ({"evaluate_every": 500}, r"Limits\(evaluate_every=500\): say of what, '500 steps' or '2 epochs'"),
+        ({"evaluate_every": "0 steps"}, "say of what"),
+        ({"limit_batches": 2, "overfit_batches": 2}, "limit_batches=2 takes other samples .* choose one"),
+    ],
+)
+def test_limits_that_are_none(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadSettings, match=said):
+        Limits(**options)
