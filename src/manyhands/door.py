@@ -56,6 +56,7 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "load_weights": "manyhands.training.{framework}.command",
         "one_cycle": "manyhands.training.commands.recipes",
         "parallel": "manyhands.parallel.delegated",
+        "predict": "manyhands.training.{framework}.predict",
         "resnet18": "manyhands.training.{framework}.book.models",
         "task": "manyhands.tasks.scope",
         "train": "manyhands.training.{framework}.trainer",
@@ -69,6 +70,7 @@ OF_TORCH: Mapping[str, str] = MappingProxyType(
         "compile_backend": "manyhands.parallel.torch_entry",
         "guard": "manyhands.audit.guard",
         "parallel": "manyhands.parallel.torch_entry",
+        "predict": "manyhands.training.torch.predict.entry",
     }
 )
 

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from manyhands.training.jax.book.module import Module as Module
     from manyhands.training.jax.command import load_model as load_model
     from manyhands.training.jax.command import load_weights as load_weights
+    from manyhands.training.jax.predict import predict as predict
     from manyhands.training.jax.trainer import Trainer as Trainer
     from manyhands.training.jax.trainer import train as train
     from manyhands.training.limits.stop_signals import Stopped as Stopped

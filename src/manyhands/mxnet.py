@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from manyhands.training.mxnet.book.module import Module as Module
     from manyhands.training.mxnet.command import load_model as load_model
     from manyhands.training.mxnet.command import load_weights as load_weights
+    from manyhands.training.mxnet.predict import predict as predict
     from manyhands.training.mxnet.trainer import Trainer as Trainer
     from manyhands.training.mxnet.trainer import train as train
     from manyhands.training.options import Checkpoints as Checkpoints

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from manyhands.training.tensorflow.book.module import Module as Module
     from manyhands.training.tensorflow.command import load_model as load_model
     from manyhands.training.tensorflow.command import load_weights as load_weights
+    from manyhands.training.tensorflow.predict import predict as predict
     from manyhands.training.tensorflow.trainer import Trainer as Trainer
     from manyhands.training.tensorflow.trainer import train as train
 

@@ -104,6 +104,13 @@ def test_ranks_that_share_the_cores_of_a_cpu_take_turns() -> None:
     assert apart.terms["contention"] == pytest.approx(0, abs=1e-3)  # a machine for each
 
 
+def test_a_disturbed_measurement_makes_no_small_batch_slower() -> None:
+    noisy = profile(times=(StepTime(64, 0.1, 0.2, 0.0), StepTime(32, 0.2, 0.1, 0.0)))
+    assert noisy.step(64, 1).total == pytest.approx(0.3)
+    assert noisy.step(32, 1).forward == pytest.approx(0.1)
+    assert noisy.step(128, 1).backward == pytest.approx(0.4)
+
+
 def test_memory_is_on_a_line_and_fits_or_not() -> None:
     points = (
         MemoryPoint(32, False, Memory(weights=100, activations=320)),

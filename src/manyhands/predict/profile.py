@@ -142,7 +142,7 @@ class Profile:
             factor = (fixed + (only.total - fixed) * batch / only.batch) / only.total
             return replace(only.times(factor), batch=round(batch))
         made = {
-            name: _line([(point.batch, getattr(point, name)) for point in points], batch)
+            name: _line(_growing([(point.batch, getattr(point, name)) for point in points]), batch)
             for name in ("forward", "backward", "optimizer")
         }
         return StepTime(round(batch), threads=threads, **made)
@@ -152,12 +152,24 @@ class Profile:
         points = sorted((point for point in self.memory if point.several == several), key=lambda point: point.batch)
         if not points:
             return None
-        return Memory(
+        made = Memory(
             **{
                 name: _line([(point.batch, getattr(point.memory, name)) for point in points], batch)
                 for name in MEMORY_PARTS
             }
         )
+        top = points[-1]
+        if several or batch <= top.batch:
+            return made
+        # With one device the peak of a small batch is where all gradients are, of a large one where all activations
+        # are: beyond what was measured, activations grow as they do with several devices, whose peak is always there.
+        grown = replace(top.memory, batch=made.batch)
+        more = self._activations_of(batch) - self._activations_of(top.batch)
+        return replace(grown, activations=max(made.activations, top.memory.activations + more))
+
+    def _activations_of(self, batch: float) -> float:
+        points = sorted((point.batch, point.memory.activations) for point in self.memory if point.several)
+        return _line(points, batch) if len(points) > 1 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
@@ -205,12 +217,20 @@ def spread_buckets(total: float) -> tuple[Bucket, ...]:
 
 
 def _line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at x on the line through the two nearest points; never negative, and never less for more samples."""
+    """The value at x on the line through the two nearest points; never negative, outside never less for more."""
     if len(points) == 1:
         return points[0][1]
     place = next((n for n in range(1, len(points)) if x <= points[n][0]), len(points) - 1)
     (x0, y0), (x1, y1) = points[place - 1], points[place]
-    return max(0.0, y0 + max(0.0, (y1 - y0) / (x1 - x0)) * (x - x0))
+    slope = (y1 - y0) / (x1 - x0)
+    if x < x0:
+        return max(0.0, y0 + max(0.0, slope) * (x - x0))
+    return max(0.0, y1 + (slope if x <= x1 else max(0.0, slope)) * (x - x1))
+
+
+def _growing(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Times of which none is above that of a larger batch: what disturbs a measurement only ever adds."""
+    return [(x, min(y for _, y in points[number:])) for number, (x, _) in enumerate(points)]
 
 
 def from_mapping(values: Mapping[str, float]) -> Memory:

@@ -64,6 +64,10 @@ class GradientSum:
         # In the bucket that is sent last: by then the loss is known.
         self.loss_mark = self._buckets[-1].flat[-1]
 
+    def contents(self) -> list[tuple[int, list[torch.nn.Parameter]]]:
+        """The bytes of each bucket, in the order in which they are summed, and the parameters in it."""
+        return [(bucket.flat.numel() * bucket.flat.element_size(), [*bucket.parameters]) for bucket in self._buckets]
+
     def begin(self) -> None:
         """Set all gradients to zero, in the buckets."""
         self._next = 0

@@ -1,0 +1,160 @@
+"""``manyhands predict``: what N devices would give in time and memory."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.cli import flags, script
+from manyhands.device import FRAMEWORKS
+from manyhands.errors import BadSettings
+
+if TYPE_CHECKING:
+    from manyhands.predict.link import Link
+    from manyhands.predict.prediction import Prediction
+
+_MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
+_DEVICES = "1,2,4,8,16,64,1024"
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "predict",
+        help="what N devices would give: time per step, efficiency, memory, and whether they pay",
+        description="Measures a training step on one device and predicts N of them: time, which term eats the gain, "
+        "the batch size at which they pay, device-hours, and peak memory by what it holds. The first line says where "
+        "devices do not pay or a batch does not fit.",
+    )
+    option = parser.add_argument
+    option(
+        "script",
+        nargs="?",
+        metavar="SCRIPT:MAKE",
+        help="a file and a function in it that gives (model, (X, y)) or (model, (X, y), loss)",
+    )
+    option("--model", choices=_MODELS, help="one of manyhands train, on noise; default: resnet18 on a GPU, else lenet")
+    option("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help=f"default: {FRAMEWORKS[0]}")
+    option(
+        "--batch-size",
+        type=flags.whole_number(1),
+        metavar="N",
+        help="samples of a step, over all devices together; default: the script's, else 256 on a GPU and 128 on a CPU",
+    )
+    option(
+        "--per-device",
+        action="store_true",
+        help="the batch size is each device's (weak scaling); default: divided over the devices",
+    )
+    option("--devices", type=_counts, default=_DEVICES, metavar="N,N", help=f"numbers of devices; default: {_DEVICES}")
+    option(
+        "--link",
+        default="pcie",
+        help="nvlink, pcie, ethernet-100g, pcie+ethernet-25g, measured (between the devices here), or a JSON file; "
+        "default: pcie",
+    )
+    option(
+        "--per-node",
+        type=flags.whole_number(1),
+        metavar="N",
+        help="devices in one machine; default: what is usual for the link",
+    )
+    option(
+        "--precision",
+        choices=["auto", "fp32", "bf16", "fp64"],
+        default="auto",
+        help="what layers compute in; default: auto, as manyhands train",
+    )
+    option("--optimizer", metavar="NAME", help="by its name, as adamw; default: sgd, or the model's own")
+    option("--profile", type=Path, metavar="FILE", help="predict from a stored profile; default: measure here")
+    option("--save-profile", type=Path, metavar="FILE", help="store what was measured; default: no file")
+    option("--plot", type=Path, metavar="FILE", help="draw it as .png or .svg; default: no file")
+    option("--json", action="store_true", help="print JSON (docs/predict.md describes it); default: tables")
+    parser.set_defaults(run_command=run, error_text=flags.in_command_words)
+
+
+def _counts(text: str) -> list[int]:
+    parse = flags.whole_number(1)
+    return [parse(part) for part in text.split(",")]
+
+
+def run(options: argparse.Namespace) -> int:
+    from manyhands.predict import link as links
+    from manyhands.predict import plot
+
+    # What can be refused is refused first: measuring takes a while.
+    if options.plot is not None:
+        plot.place(options.plot)
+    between = None if options.link == "measured" else links.link(options.link, options.per_node)
+    made = _stored(options, between) if options.profile is not None else _measured(options, between)
+    if options.save_profile is not None:
+        made.profile.save(options.save_profile)
+    text = json.dumps(made.as_dict(), indent=2) if options.json else str(made)
+    print(text, flush=True)
+    if options.plot is not None:
+        path = made.plot(options.plot)
+        if not options.json:
+            print(f"written: {path}")
+    return 0
+
+
+def _stored(options: argparse.Namespace, between: Link | None) -> Prediction:
+    from manyhands.predict.prediction import predict
+    from manyhands.predict.profile import Profile
+
+    for name in ("script", "model"):
+        if getattr(options, name) is not None:
+            raise BadSettings(f"--profile {options.profile} and {getattr(options, name)}: a profile has its own model")
+    profile = Profile.load(options.profile)
+    if between is None:
+        between = _framework(options.framework).measured_link(profile.kind, max(options.devices))
+    return predict(profile, between, options.devices, options.batch_size, per_device=options.per_device)
+
+
+def _measured(options: argparse.Namespace, between: Link | None) -> Prediction:
+    entry = _framework(options.framework)
+    name, model, batch, loss = _what(options, entry)
+    made: Prediction = entry.predict(
+        model,
+        batch,
+        loss=loss,
+        optimizer=options.optimizer,
+        precision=options.precision,
+        devices=options.devices,
+        link=between or "measured",
+        per_device=options.per_device,
+    )
+    return replace(made, profile=replace(made.profile, name=name))
+
+
+def _framework(name: str) -> Any:
+    """Where ``mh.predict`` of a framework stands."""
+    from manyhands import door
+    from manyhands.placement.moves import require
+
+    require(name)
+    modules = {**door.LOADED_LATE, **(door.OF_TORCH if name == "torch" else {})}
+    return importlib.import_module(modules["predict"].format(framework=name))
+
+
+def _what(options: argparse.Namespace, entry: Any) -> tuple[str, Any, Any, Any]:
+    """A name, model, batch and loss: of one of our models, or from the user's script."""
+    if options.script is None:
+        mh: Any = importlib.import_module(f"manyhands.{options.framework}")
+        on_gpu = mh.num_gpus() > 0
+        name = options.model or ("resnet18" if on_gpu else "lenet")
+        return name, *entry.example(name, options.batch_size or (256 if on_gpu else 128)), None
+    if options.model is not None:
+        raise BadSettings(f"--model {options.model} and {options.script}: give one of them")
+    _, function = script.load(options.script)
+    made = function()
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+        what = f"{len(made)} things" if isinstance(made, (tuple, list)) else f"a {type(made).__name__}"
+        raise BadSettings(f"{options.script} returns {what}: let it return (model, (X, y)), or (model, (X, y), loss)")
+    model, batch, *loss = made
+    if options.batch_size is not None:
+        batch = entry.resized(batch, options.batch_size)
+    return options.script, model, batch, loss[0] if loss else None

@@ -1,0 +1,118 @@
+"""``mh.predict`` where a step cannot be looked into: it is timed as the trainer makes it, by short fits.
+
+JAX, TensorFlow and MXNet run a step as one program. So the seconds of its parts are not known (a backward pass counts
+as two forward passes), gradients are taken to come evenly, and memory is not predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyhands import machine
+from manyhands.errors import BadSettings, ManyhandsError, first_line
+from manyhands.predict import prediction
+from manyhands.predict.link import Link
+from manyhands.predict.link import link as known_link
+from manyhands.predict.prediction import Prediction
+from manyhands.predict.profile import Profile, StepTime, spread_buckets
+from manyhands.predict.scaling import Assumptions, check_devices
+
+DEVICES = (1, 2, 4, 8, 16, 64, 1024)
+_STEPS, _EPOCHS = 8, 3  # of each fit; the first epoch compiles, and does not count
+_FORWARD = 1 / 3
+
+Trial = Callable[[Any, Any], AbstractContextManager[Any]]
+
+
+class PredictByFit:
+    """``mh.predict`` of a framework, given its trainer.
+
+    ``trial(model, inputs)`` gives a model to train that may be spoiled; ``gradient_bytes`` the size of its gradients.
+    """
+
+    def __init__(self, framework: str, trainer: type[Any], trial: Trial, gradient_bytes: Callable[[Any], int]) -> None:
+        self._framework, self._trainer, self._trial = framework, trainer, trial
+        self._gradient_bytes = gradient_bytes
+
+    def __call__(
+        self,
+        model: Any,
+        batch: Any,
+        *,
+        devices: Sequence[int] = DEVICES,
+        link: str | Link | Path = "pcie",
+        loss: Any = None,
+        optimizer: Any = None,
+        lr: float | None = None,
+        precision: Any = "auto",
+        per_device: bool = False,
+        per_node: int | None = None,
+        assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
+    ) -> Prediction:
+        """Predict the time of a training step on N devices, from one device's measured step.
+
+        ``print(mh.predict(net, (X, y), devices=[1, 2, 4], link="nvlink"))``. The model is not changed. The arguments
+        are those of PyTorch's ``mh.predict``; memory, and a measured link, are known there only.
+        """
+        check_devices(devices)
+        if link == "measured":
+            raise BadSettings(f"link='measured' is measured with PyTorch only: name a link for {self._framework}")
+        between = known_link(link, per_node)
+        options = {"loss": loss, "optimizer": optimizer, "lr": lr, "precision": precision}
+        profile = self._profile(model, _arrays(batch), {k: v for k, v in options.items() if v is not None})
+        return prediction.predict(profile, between, devices, per_device=per_device, assumptions=assumptions)
+
+    def _profile(self, model: Any, batch: tuple[Any, Any], options: dict[str, Any]) -> Profile:
+        size, backend = len(batch[0]), self._trainer.backend
+        on_gpu = backend.num_gpus() > 0
+        options |= {"devices": ["gpu:0" if on_gpu else "cpu"], "quiet": True}
+        times = []
+        try:
+            for shard in sorted({size, -(-size // 2), -(-size // 4)}, reverse=True):
+                data = tuple(np.resize(part[:shard], (_STEPS * shard, *part.shape[1:])) for part in batch)
+                with self._trial(model, batch[0][:2]) as net:
+                    result = self._trainer(_EPOCHS, batch_size=shard, **options).fit(net, data)
+                    gradient_bytes = self._gradient_bytes(net)
+                seconds = min(row["seconds"] for row in result.rows[1:]) / _STEPS
+                times.append(StepTime(shard, seconds * _FORWARD, seconds * (1 - _FORWARD), 0.0, 0 if on_gpu else 1))
+        except ManyhandsError:
+            raise
+        except Exception as error:
+            raise BadSettings(f"the model cannot be trained on this batch: {first_line(error)}") from error
+        note = f"Memory is not predicted for {self._framework}; a step is timed as a whole."
+        return Profile(
+            type(model).__name__,
+            "GPU" if on_gpu else machine.host_name(),
+            size,
+            tuple(times),
+            spread_buckets(gradient_bytes),
+            kind="gpu" if on_gpu else "cpu",
+            cores=0 if on_gpu else 1,  # one device has the whole CPU: several take turns
+            input_bytes=sum(part.nbytes for part in batch) / size,
+            notes=(note,),
+        )
+
+
+def _arrays(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise BadSettings(f"a batch of type {type(batch).__name__} cannot be timed here: give arrays (X, y)")
+    inputs, target = (np.asarray(part.asnumpy() if hasattr(part, "asnumpy") else part) for part in batch)
+    if not inputs.ndim or not len(inputs) or len(inputs) != len(target.reshape(-1, 1) if not target.ndim else target):
+        raise BadSettings(f"a batch of shapes {inputs.shape} and {target.shape}: give as many labels as samples")
+    return inputs, target
+
+
+def noise(batch_size: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A batch of noise and labels of ten classes: only shapes count."""
+    random = np.random.default_rng(0)
+    return random.random((batch_size, *shape), np.float32), random.integers(0, 10, batch_size, dtype=np.int32)
+
+
+def resized(batch: Any, batch_size: int) -> Any:
+    """A batch of so many samples, made of those of another one; they repeat where they are too few."""
+    return tuple(part[np.arange(batch_size) % len(part)] for part in _arrays(batch))

@@ -1,0 +1,110 @@
+"""``mh.predict``: what N devices would give, before they are bought, rented or waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyhands.errors import BadSettings
+from manyhands.predict import prediction
+from manyhands.predict.link import Link
+from manyhands.predict.link import link as known_link
+from manyhands.predict.prediction import Prediction
+from manyhands.predict.profile import Profile
+from manyhands.predict.scaling import Assumptions, check_devices
+from manyhands.training.settings import Settings
+from manyhands.training.torch import command
+from manyhands.training.torch.data import sources
+from manyhands.training.torch.predict import measure
+from manyhands.training.torch.predict.measured_link import measure as measured_link
+
+DEVICES = (1, 2, 4, 8, 16, 64, 1024)
+
+
+def predict(
+    model: Any,
+    batch: Any,
+    *,
+    devices: Sequence[int] = DEVICES,
+    link: str | Link | Path = "pcie",
+    loss: Any = None,
+    optimizer: Any = None,
+    lr: float | None = None,
+    precision: Any = "auto",
+    device: Any = None,
+    per_device: bool = False,
+    per_node: int | None = None,
+    assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
+) -> Prediction:
+    """Predict time and memory of a training step on N devices, from one device's measured step.
+
+    ``print(mh.predict(net, (X, y), devices=[1, 2, 4], link="nvlink"))``. The model is not changed.
+
+    Args:
+        model: The model to be trained.
+        batch: One batch as the trainer takes it, ``(X, y)``; its size is the batch size.
+        devices: The numbers of devices to predict. Default: 1, 2, 4, 8, 16, 64, 1024.
+        link: What is between the devices: a name (``"nvlink"``, ``"pcie"``, ``"ethernet-100g"``,
+            ``"nvlink+ethernet-100g"``), ``"measured"`` (between this machine's devices), or a JSON file.
+            Default: ``"pcie"``.
+        loss: As for the ``Trainer``. Default: None, cross-entropy, or the model's own step.
+        optimizer: As for the ``Trainer``. Default: None, plain SGD, or the model's own.
+        lr: The learning rate. Default: None, the optimizer's own.
+        precision: As for the ``Trainer``. Default: ``"auto"``.
+        device: Where the step is measured. Default: None, the first GPU, else the CPU.
+        per_device: The batch is each device's (weak scaling). Default: False, it is divided over them, as the trainer
+            does.
+        per_node: Devices in one machine. Default: None, what is usual for the link.
+        assumptions: What is taken for granted where nothing was measured.
+    """
+    check_devices(devices)
+    between = _link(link, per_node)
+    settings = Settings(batch_size=sources.rows(batch), lr=lr, precision=precision)
+    place = _device(device)
+    profile = measure.profile(model, batch, loss=loss, optimizer=optimizer, settings=settings, device=place)
+    return from_profile(profile, between, devices, per_device=per_device, assumptions=assumptions)
+
+
+def from_profile(
+    profile: Profile,
+    link: Link | None,
+    devices: Sequence[int],
+    batch: int | None = None,
+    *,
+    per_device: bool = False,
+    assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
+) -> Prediction:
+    """A prediction from a profile; a link of None is measured here."""
+    between = link or measured_link(profile.kind, max(devices))
+    return prediction.predict(profile, between, devices, batch, per_device=per_device, assumptions=assumptions)
+
+
+def example(name: str, batch_size: int) -> tuple[torch.nn.Module, Any]:
+    """One of the models of ``manyhands train`` and a batch of noise: only shapes count here."""
+    model = command.model(name, 0)
+    return model, (torch.rand(batch_size, 1, 28, 28), torch.randint(10, (batch_size,)))
+
+
+def resized(batch: Any, batch_size: int) -> Any:
+    """A batch of so many samples, made of those of another one; they repeat where they are too few."""
+    count = sources.rows(batch)
+    return sources.pick(batch, [number % count for number in range(batch_size)])
+
+
+def _link(link: str | Link | Path, per_node: int | None) -> Link | None:
+    return None if link == "measured" else known_link(link, per_node)
+
+
+def _device(device: Any) -> torch.device | None:
+    if device is None:
+        return None
+    from manyhands.backends.torch import devices as backend
+    from manyhands.placement.moves import Placement
+
+    (native,) = Placement(backend).distinct([device])
+    if native.type == "cpu" and native.index:
+        raise BadSettings(f"device={device!r} is made of the CPU, which is what is measured: give device='cpu'")
+    return native

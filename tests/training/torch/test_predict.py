@@ -1,0 +1,203 @@
+"""What a prediction is measured from: a real step of one device, on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import torch as mh
+from manyhands.cli import main
+from manyhands.errors import BadBatch, BadSettings
+from manyhands.predict import profile as neutral
+from manyhands.predict.profile import Profile
+from manyhands.training.settings import Settings
+from manyhands.training.torch.predict import measure, measured_link
+from manyhands.training.torch.predict.memory_count import MemoryCount
+from manyhands.training.torch.ranks import gradient_sum
+
+FP32 = Settings(precision="fp32")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_LONG_ENOUGH", 0.05)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 10))
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 100), torch.randint(10, (size,))
+
+
+def test_bytes_count_from_birth_to_death() -> None:
+    with MemoryCount(torch.device("cpu")) as count:
+        kept = torch.ones(1000)
+        gone = kept + 1
+        view = gone[:10]
+        del gone
+        later = torch.ones(500)
+        del view
+        torch.ones(10)
+        count.hold("kept", [kept, kept[5:]])
+        del later
+    assert count.at_peak() == {"kept": 4000, "activations": 6000}
+
+
+def test_a_profile_counts_every_byte() -> None:
+    model, size = net(), 64
+    made = measure.profile(
+        model,
+        batch(size),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        settings=FP32,
+        device=torch.device("cpu"),
+    )
+    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert {(point.batch, point.several) for point in made.memory} == {(64, False), (32, False), (32, True), (16, True)}
+    for point in made.memory:
+        assert (point.memory.weights, point.memory.optimizer) == (weights, weights)
+        assert point.memory.batch == point.batch * (100 * 4 + 8)
+        # Kept for the backward pass: both results of ReLU, and the log-probabilities; in it, gradients of them. On one
+        # device the peak of a small batch is later: when all gradients are there, and no activations any more.
+        kept = 4 * point.batch * (200 + 300 + 10)
+        assert (kept if point.several else 0) <= point.memory.activations <= 2 * kept + weights
+        assert point.memory.peak >= 2 * weights + kept
+    several = [point.memory for point in made.memory if point.several]
+    assert all(memory.gradients == weights and memory.buckets == 4 * 7 for memory in several)
+    # Activations grow with the samples, on a line; what does not grow is the largest gradient on its way to its bucket.
+    wide, narrow = made.memory_of(64, 2), made.memory_of(32, 2)
+    assert wide is not None
+    assert narrow is not None
+    assert 4 * 510 <= (wide.activations - narrow.activations) / 32 <= 2 * 4 * 510
+    assert made.input_bytes == 408
+    large = made.memory_of(1 << 20, 1)
+    assert large is not None
+    assert large.peak >= 2 * weights + 4 * (1 << 20) * (200 + 300 + 10)
+
+
+def test_the_step_is_that_of_ranks() -> None:
+    model = nn.Sequential(nn.Linear(1000, 600), nn.Linear(600, 600), nn.Linear(600, 10))
+    before, seed = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    made = measure.profile(model, (torch.randn(8, 1000), torch.randint(10, (8,))), settings=FP32)
+    assert [bucket.size for bucket in made.buckets] == [
+        size for size, _ in gradient_sum.GradientSum(model.parameters()).contents()
+    ]
+    assert [bucket.ready for bucket in made.buckets] == sorted(bucket.ready for bucket in made.buckets)
+    assert 0 < made.buckets[0].ready < made.buckets[-1].ready <= 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.equal(seed, torch.get_rng_state())  # only by this test's own randn
+    assert (neutral.FIRST_BUCKET, neutral.BUCKET) == (gradient_sum._FIRST_BUCKET, gradient_sum._BUCKET)
+
+
+def test_predict_gives_times_and_memory(tmp_path: Path) -> None:
+    model = net()
+    state = torch.get_rng_state()
+    inputs = batch(64)
+    torch.set_rng_state(state)
+    made = mh.predict(model, inputs, devices=[1, 2, 64], link="nvlink", precision="fp32", device="cpu")
+    assert torch.equal(state, torch.get_rng_state())
+    one, two, many = made.rows
+    assert one.seconds == pytest.approx(made.profile.times[0].total)
+    assert (two.shard, many.shard) == (32, 1)
+    assert all(row.memory is not None and row.memory.peak > 0 and row.fits for row in made.rows)
+    assert Profile.load(made.profile.save(tmp_path / "profile.json")) == made.profile
+    assert "peak memory" in str(made)
+
+
+def test_one_sample_and_a_step_of_its_own() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(100, 10)
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.layer(batch["x"]).square().mean()
+
+    made = mh.predict(Own(), {"x": torch.randn(1, 100)}, devices=[1, 2], precision="fp32", device="cpu")
+    assert made.profile.batch_size == 1
+    assert made.rows[1].seconds > 0
+
+
+def test_what_cannot_be_predicted_is_one_line() -> None:
+    refused: list[tuple[Any, Any, str]] = [
+        (net(), (torch.randn(4, 3), torch.zeros(4).long()), "the model cannot be run on this batch: RuntimeError"),
+        (nn.Linear, batch(4), "the class Linear cannot be trained"),
+        (nn.ReLU(), batch(4), "has no parameters that could be trained"),
+    ]
+    for model, inputs, words in refused:
+        with pytest.raises(BadSettings, match=words) as caught:
+            mh.predict(model, inputs, devices=[1, 2], device="cpu")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(BadBatch, match="no tensor with samples"):
+        mh.predict(net(), "batch", devices=[1], device="cpu")
+    with pytest.raises(BadBatch, match="inputs, target"):
+        mh.predict(net(), (torch.randn(4, 100),), devices=[1], device="cpu")
+    with pytest.raises(BadSettings, match="link 'wire' is not known"):
+        mh.predict(net(), batch(4), link="wire")
+    with pytest.raises(BadSettings, match="precision='half'"):
+        mh.predict(net(), batch(4), precision="half")
+
+
+def test_a_link_between_two_ranks_is_measured() -> None:
+    link = measured_link.measure("cpu", 2)
+    assert link.bandwidth(2) > 1e6
+    assert link.hop is not None
+    assert 0 < link.hop < 1
+
+
+SCRIPT = """
+import torch
+def make():
+    return torch.nn.Linear(100, 10), (torch.randn(16, 100), torch.randint(10, (16,)))
+def wrong():
+    return 3
+def broken():
+    return torch.nn.Linear(99, 10), (torch.randn(16, 100), torch.randint(10, (16,)))
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "s.py").write_text(SCRIPT)
+    script, stored, plot = (str(tmp_path / name) for name in ("s.py", "p.json", "p.png"))
+    common = ["--precision", "fp32", "--devices", "1,2,8", "--batch-size", "24"]
+    assert main(["predict", f"{script}:make", *common, "--save-profile", stored, "--json", "--plot", plot]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["batch_size_per_device"] for row in answer["rows"]] == [24, 12, 3]
+    assert answer["model"] == f"{script}:make"
+    assert Path(plot).read_bytes().startswith(b"\x89PNG")
+    assert main(["predict", "--profile", stored, "--link", "ethernet-100g", "--devices", "1,2"]) == 0
+    shown = capsys.readouterr().out
+    assert "device" in shown.splitlines()[0]
+    for arguments, words in (
+        ([f"{script}:wrong"], "returns a int: let it return (model, (X, y))"),
+        ([f"{script}:broken"], "the model cannot be run on this batch"),
+        ([f"{script}:make", "--model", "mlp"], "give one of them"),
+        (["--profile", script], "is not a profile of manyhands: no JSON"),
+        (["--profile", stored, "--model", "mlp"], "a profile has its own model"),
+        (["--link", "wire"], "is not known"),
+        (["--plot", str(tmp_path / "none" / "p.png")], "there is no folder"),
+    ):
+        assert main(["predict", *arguments]) == 1
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+
+
+def test_the_examples_of_the_page_run() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "predict.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(example, {})
