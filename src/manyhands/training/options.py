@@ -48,13 +48,17 @@ class Step(_Topic):
             and gives the same update. Default: 1.
         batch_stats: Whether BatchNorm takes its statistics over each device's shard (``"per_device"``) or over the
             whole batch (``"global"``). Default: None, per device; in JAX a step is one program over the whole batch,
-            so they are always global there.
+            so they are always global there (with ``accumulate`` over each micro-batch).
         on_nan: What to do when the loss is NaN or infinite: ``"stop"`` ends the job and names the step and its samples,
             ``"continue"`` skips that batch. Default: ``"stop"``.
         activation_checkpointing: Keep the inputs of blocks only, and compute the rest again in the backward pass: less
             memory, the same bits. True takes the model's blocks (children of a ModuleList or a Sequential that have
             several layers), a function picks modules: ``lambda module: isinstance(module, Block)``. PyTorch only.
             Default: False.
+        wrt: Which variables are trained, in JAX: a filter of NNX's, as ``nnx.LoRAParam`` or
+            ``nnx.PathContains("adapter")``. All others stay bit for bit as they are, and the optimizer keeps nothing
+            for them. Elsewhere the model says it (``requires_grad_(False)``, ``layer.trainable = False``,
+            ``grad_req = "null"``). Default: None, all parameters.
         fast: Allow faster ways to run the step: one CUDA graph, data kept on the device, and what the options below
             choose. False runs plain steps, as you would write them; ``precision="auto"`` is the weights' own then.
             Default: True.
@@ -70,6 +74,7 @@ class Step(_Topic):
     batch_stats: BatchStats | None = None
     on_nan: Literal["stop", "continue"] = "stop"
     activation_checkpointing: bool | Callable[[Any], bool] = False
+    wrt: Any = None
     fast: bool = True
     compile: bool | None = None
     parallel: bool | None = None

@@ -72,6 +72,8 @@ class Settings:
             plain["step"]["activation_checkpointing"] = getattr(pick, "__qualname__", type(pick).__name__)
         if self.step.shares is not None and not isinstance(self.step.shares, str):
             plain["step"]["shares"] = [float(share) for share in self.step.shares]
+        if self.step.wrt is not None:
+            plain["step"]["wrt"] = getattr(self.step.wrt, "__name__", None) or str(self.step.wrt)
         return plain
 
 

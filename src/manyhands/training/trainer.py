@@ -379,7 +379,8 @@ class BaseTrainer(HyperParameters, Evaluating):
         names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size"}
         chosen = {name: self._option(name) for name in names}
         if chosen["step"].batch_stats is None:
-            chosen["step"] = dataclasses.replace(chosen["step"], batch_stats=self.default_batch_stats)
+            whole = self.default_batch_stats == "global" and chosen["step"].accumulate == 1
+            chosen["step"] = dataclasses.replace(chosen["step"], batch_stats="global" if whole else "per_device")
         if chosen["max_epochs"] is None:
             chosen["max_epochs"] = self._meant_epochs(None) or ENDLESS
         return Settings(batch_size=_DEFAULT_BATCH if size is None else size, **chosen)

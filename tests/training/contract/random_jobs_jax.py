@@ -14,7 +14,7 @@ from random_jobs import CLASSES, FEATURES, OWN_SCHEDULE, PADDING, WORDS, Batches
 
 from manyhands.jax import LossSum
 
-without = frozenset({"accumulate", "batch_stats"})
+without = frozenset({"batch_stats"})
 channels_first = False
 WIDE = 5
 

@@ -1,13 +1,29 @@
-"""What is looked at before a job begins. No pass is made for it through the model or the loss."""
+"""What is looked at before a job begins.
+
+No pass is made for it through the model or the loss, with one exception: with ``accumulate`` a batch is processed in
+parts, and a loss that we do not know is tried.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
 from flax import nnx
 
+from manyhands.errors import BadSettings
+from manyhands.training import loss_trial
+from manyhands.training.data import loader_randomness
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Arrays, Source
+from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.book.module import cross_entropy
 from manyhands.training.jax.objective import Objective, Supervised
+from manyhands.training.jax.skeleton import Skeleton
+from manyhands.training.loss_trial import Pass, Term
 
 
 def check_labels(model: nnx.Module, objective: Objective, train: Source, test: Source | None) -> ClassLabels | None:
@@ -23,3 +39,53 @@ def check_labels(model: nnx.Module, objective: Objective, train: Source, test: S
         if isinstance(source, Arrays):
             look(source.arrays)
     return look
+
+
+def first_inputs(data: Source) -> tuple[Any, ...]:
+    """The inputs of the first sample, for a model that gets its shapes from them."""
+    if isinstance(data, Arrays):
+        return data.prepare(tuple(map(data.native, data.rows(slice(1)))))[:-1]
+    if isinstance(data.loader, Iterator):
+        raise BadSettings(
+            "a Linen module needs a sample to get its shapes, and the loader can be read only once: give "
+            "module.bind(module.init(jax.random.key(0), X[:1]))"
+        )
+    return tuple(part[:1] for part in data.first_batch[:-1])
+
+
+def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data: Source) -> str | None:
+    """Refuse a loss that is no mean over samples, where batches are processed in parts; or a note that it is not known.
+
+    Tried on a copy of the model in evaluation mode: statistics and dropout would make parts differ, and rightly.
+    """
+    if isinstance(objective, Supervised) and objective.loss_of(model) is cross_entropy:
+        return None
+    if not isinstance(data, Arrays) and isinstance(data.loader, Iterator):
+        return loss_trial.note("the loader can be read only once")
+    arrays = data if isinstance(data, Arrays) else Arrays(data.first_batch)
+    chosen, numbers = loss_trial.choose(arrays), skeleton.numbers(model)
+
+    def total_of(parameters: Any, batch: Any) -> tuple[Any, Any]:
+        copy = models.evaluating(skeleton.model({**numbers, "parameters": parameters}))
+        value = objective(copy, batch, None, training=True)
+        size = len(batch[0])
+        return (value.loss * size, size) if value.count is None else (value.loss, value.count)
+
+    def compute(batch: Sequence[int], rows: Sequence[int]) -> Pass:
+        picked = arrays.prepare(tuple(map(arrays.native, arrays.rows([batch[row] for row in rows]))))
+        parts = tuple(map(jax.numpy.asarray, picked))
+        (total, count), gradients = jax.value_and_grad(total_of, has_aux=True)(numbers["parameters"], parts)
+        arrays_of = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradients)]
+        return Pass([Term(float(total), float(count), arrays_of)])
+
+    precisions = {str(leaf.dtype) for leaf in jax.tree.leaves(numbers["parameters"])}
+    own_step = not isinstance(objective, Supervised)
+    batches = [(functools.partial(compute, batch), len(batch)) for batch in chosen.batches]
+    try:
+        with loader_randomness.kept():
+            why: Any = loss_trial.check(batches, precisions=precisions, own_step=own_step)
+    except BadSettings:
+        raise
+    except Exception as error:
+        why = error
+    return loss_trial.outcome(why, chosen.seen if isinstance(data, Arrays) else "the first batch of the loader")

@@ -72,6 +72,7 @@ class JaxLearner:
             job.dtype,
             clip=job.settings.gradient_clip_val,
             spares=job.settings.step.on_nan == "continue",
+            accumulate=job.settings.step.accumulate,
         )
         self.state: State = self._first_state(optimizer)
         self.optimizer_options = _injected(self.state["optimizer"])
@@ -101,8 +102,14 @@ class JaxLearner:
             self.notes.append(f"layers compute in {jnp.dtype(self.job.dtype).name}, parameters are kept as they are")
         layers = [layer for _, layer in nnx.iter_modules(self.job.model)]
         normalises = any(isinstance(layer, nnx.BatchNorm) or linen.keeps_statistics(layer) for layer in layers)
-        if normalises and len(self.world.devices) > 1:
+        if normalises and self.settings.step.accumulate > 1:
+            self.notes.append("statistics of normalisation are over each micro-batch, on all devices together")
+        elif normalises and len(self.world.devices) > 1:
             self.notes.append("statistics of normalisation are over the whole batch, as on one device")
+        if self.settings.step.wrt is not None:
+            parts = (self.state["parameters"], self.state["rest"])
+            trained, others = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
+            self.notes.append(f"wrt: {trained} numbers are trained, {others} others stay as they are")
 
     @property
     def data(self) -> Source:

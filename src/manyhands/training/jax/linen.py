@@ -1,4 +1,7 @@
-"""Linen modules as NNX modules, made by ``nnx.bridge.ToNNX``.
+"""Linen modules as NNX modules, made by ``nnx.bridge.ToNNX``, and back.
+
+A Linen module holds no weights. ``trainer.fit(module, data)`` draws them by the job's seed, or begins with those of a
+bound module, ``module.bind(variables)``; ``trainer.model`` is then the module bound to what was learned.
 
 A Linen module does not know whether it is trained: every call says so, by an argument that its author has chosen, and
 its statistics change only where the caller allows it. NNX's ``train()`` and ``eval()`` do not reach it. So the modules
@@ -8,9 +11,13 @@ of a model that lives for one trace become ones of a class that adds both to eac
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import linen, nnx
+from flax.nnx.bridge import variables as bridge_variables
 
 from manyhands.errors import BadSettings
 
@@ -21,6 +28,43 @@ _EVALUATING = ("deterministic", "use_running_average", "eval")
 
 def is_linen(model: object) -> bool:
     return isinstance(model, linen.Module)
+
+
+def as_nnx(module: Any, inputs: tuple[Any, ...], seed: int) -> Any:
+    """An NNX module with the variables of a bound Linen module, or with new ones for such inputs."""
+    if module.scope is not None:
+        module, variables = module.unbind()
+    else:
+        parameters = inspect.signature(type(module).__call__).parameters
+        mode = {name: name in _EVALUATING for name in (*_TRAINING, *_EVALUATING) if name in parameters}
+        keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(seed)), strict=True))
+        variables = module.init(keys, *map(jnp.asarray, inputs), **mode)
+    wrapped = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(seed))
+    for name, value in bridge_variables.linen_vars_to_nnx_attrs(_plain(variables)).items():
+        setattr(wrapped, name, nnx.data(value))
+    return wrapped
+
+
+def with_weights(model: Any) -> Any:
+    """The model as an NNX module that can be evaluated; of a Linen module one that is bound to its variables."""
+    if not is_linen(model):
+        return model
+    if model.scope is None:
+        raise BadSettings(
+            f"the Linen module {type(model).__name__} holds no weights: give trainer.model, or module.bind(variables)"
+        )
+    return as_nnx(model, (), 0)
+
+
+def as_linen(wrapped: Any) -> Any:
+    """The Linen module, bound to the variables of the NNX module that was made of it."""
+    own = {name: value for name, value in vars(wrapped).items() if not name.startswith(("to_nnx__", "_pytree__"))}
+    return wrapped.to_nnx__module.bind(bridge_variables.nnx_attrs_to_linen_vars(own))
+
+
+def _plain(variables: Any) -> Any:
+    """Dicts: a bound module may have frozen ones."""
+    return {name: _plain(one) for name, one in variables.items()} if isinstance(variables, Mapping) else variables
 
 
 def in_mode(model: nnx.Module, *, training: bool) -> None:

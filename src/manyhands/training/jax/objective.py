@@ -30,6 +30,7 @@ Loss = Callable[[Any, Any], Any]
 Rows = NDArray[np.bool_]  # which rows of a batch are samples
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Value:
     """The loss of a batch: a mean, or (where the user's loss is a :class:`LossSum`) a sum and what divides it."""

@@ -27,28 +27,35 @@ Tree = dict[Any, Any]  # nested, with arrays as leaves
 Numbers = dict[str, Tree]
 
 PARTS = ("parameters", "random", "rest")
-_FILTERS = (nnx.Param, nnx.RngState, ...)
 _MODES = ("deterministic", "use_running_average")
+_WRT = "give a filter of NNX's, as nnx.LoRAParam, nnx.PathContains('adapter') or a function of (path, variable)"
 
 
 class Skeleton:
-    """What a model is made of, apart from its numbers."""
+    """What a model is made of, apart from its numbers.
 
-    def __init__(self, model: nnx.Module) -> None:
+    ``wrt``: which of its variables are trained, a filter of NNX's; None: all parameters. Those that are not trained are
+    part of the rest.
+    """
+
+    def __init__(self, model: nnx.Module, wrt: Any = None) -> None:
         if not isinstance(model, nnx.Module):
             how = f" ({linen.HOW} makes one of this Linen module)" if linen.is_linen(model) else ""
             raise refusals.not_a_model(model, f"a flax.nnx.Module{how}")
-        self._graph, *states = nnx.split(model, *_FILTERS)
+        self._filters = (nnx.Param if wrt is None else _filter(wrt), nnx.RngState, ...)
+        self._graph, *states = nnx.split(model, *self._filters)
         self._states = dict(zip(PARTS, states, strict=True))
         self._keys = {path: key for path, key in _leaves(self._pure("random")) if _is_key(key)}
         self.all_evaluating = _all_evaluating(model)
+        if wrt is not None:
+            _check_wrt(model, wrt, self._pure("parameters"))
         if not jax.tree.leaves(self._pure("parameters")):
             lazy = f": initialise it, {linen.HOW}" if isinstance(model, nnx.bridge.ToNNX) else ""
             raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained{lazy}")
 
     def numbers(self, model: nnx.Module) -> Numbers:
         """All numbers of a model of this kind; variables that a call has added to it are left out."""
-        _, *states = nnx.split(model, *_FILTERS)
+        _, *states = nnx.split(model, *self._filters)
         found = {part: nnx.to_pure_dict(state) for part, state in zip(PARTS, states, strict=True)}
         found = {part: _only(tree, self._pure(part)) for part, tree in found.items()}
         found["random"] = _mapped(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, found["random"])
@@ -76,6 +83,25 @@ class Skeleton:
     def _as_key(self, path: Any, leaf: Any) -> Any:
         key = self._keys.get(name_of(path))
         return leaf if key is None else jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key))
+
+
+def _filter(wrt: Any) -> Any:
+    try:
+        return nnx.All(wrt, nnx.Not(nnx.RngState))
+    except TypeError as error:
+        raise BadSettings(f"Step(wrt={wrt!r}): {_WRT}") from error
+
+
+def _check_wrt(model: nnx.Module, wrt: Any, trained: Tree) -> None:
+    """Refuse a filter that trains nothing, or what has no gradient."""
+    if not jax.tree.leaves(trained):
+        kinds = sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(nnx.state(model))})
+        raise BadSettings(
+            f"Step(wrt={wrt!r}) picks no variable of {type(model).__name__}, which has {', '.join(kinds)}: {_WRT}"
+        )
+    for name, leaf in _leaves(trained):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise BadSettings(f"Step(wrt={wrt!r}) picks {name}, which holds {leaf.dtype} and has no gradient: {_WRT}")
 
 
 def refilled(tree: Any, values: Mapping[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from flax import nnx
 
 from manyhands.training.jax import running_sums
 from manyhands.training.jax import skeleton as models
+from manyhands.training.jax.accumulation import Sum, accumulated
 from manyhands.training.jax.division import Division
 from manyhands.training.jax.masking import counting_only
 from manyhands.training.jax.objective import Batch, Objective, Rows, predicted
@@ -49,6 +50,7 @@ class Steps:
     dtype: Any  # what layers compute in; None: in that of their parameters
     clip: float
     spares: bool  # a step whose loss is NaN changes nothing
+    accumulate: int = 1  # micro-batches of a batch
     counts_right: bool = False  # whether answers can be right; known once a program is traced
     tests_right: bool = False  # the same of evaluations
 
@@ -108,13 +110,19 @@ class Steps:
         numbers = jax.lax.dynamic_slice_in_dim(order, state["at"][0], division.size)
         if division.weights is not None:
             numbers = numbers[division.places]
-        rows = _gathered(arrays, self.world.divided(numbers))
-        return self._update(state, so_far, factor, prepare(self.world.divided(rows)), division)
+
+        def batch_of(numbers: Any) -> Batch:
+            return prepare(self.world.divided(_gathered(arrays, self.world.divided(numbers))))  # type: ignore[no-any-return]
+
+        return self._update(state, so_far, factor, numbers, batch_of, division)
 
     def _train_on(
         self, state: State, so_far: Sums, factor: Any, rows: Batch, *, division: Division, prepare: Any
     ) -> Any:
-        return self._update(state, so_far, factor, prepare(self._real(rows, division)), division)
+        def batch_of(rows: Any) -> Batch:
+            return prepare(self.world.divided(rows))  # type: ignore[no-any-return]
+
+        return self._update(state, so_far, factor, self._real(rows, division), batch_of, division)
 
     def _test(self, numbers: Any, so_far: Sums, start: Any, data: Any, *, division: Division, prepare: Any) -> Sums:
         return self._tested(numbers, so_far, self._slice(data, start, division, prepare), division)[0]
@@ -147,10 +155,20 @@ class Steps:
         divided: Batch = self.world.divided(real)
         return divided
 
-    def _update(self, state: State, so_far: Sums, factor: Any, batch: Batch, division: Division) -> tuple[State, Sums]:
+    def _update(
+        self, state: State, so_far: Sums, factor: Any, rows: Any, batch_of: Callable[[Any], Batch], division: Division
+    ) -> tuple[State, Sums]:
+        """``rows`` are what ``batch_of`` makes a batch of: its samples, or their numbers."""
         before = state["parameters"]
-        loss_of = jax.value_and_grad(self._loss, has_aux=True)
-        (loss, (numbers, right)), gradients = loss_of(before, state["random"], state["rest"], batch, division.weights)
+        if self.accumulate > 1:
+            loss, numbers, right, gradients = self._in_micro_batches(state, rows, batch_of, division)
+        else:
+            loss_of = jax.value_and_grad(self._loss, has_aux=True)
+            batch = batch_of(rows)
+            (loss, (numbers, value)), gradients = loss_of(
+                before, state["random"], state["rest"], batch, division.weights
+            )
+            right = value.right
         if self.clip:
             norm = optax.global_norm(gradients)
             gradients = jax.tree.map(lambda one: one * (self.clip / jnp.maximum(norm, self.clip)), gradients)
@@ -172,6 +190,28 @@ class Steps:
             return weight
         return average + (weight.astype(average.dtype) - average) * (1 - self.decay)  # type: ignore[operator]
 
+    def _in_micro_batches(
+        self, state: State, rows: Any, batch_of: Callable[[Any], Batch], division: Division
+    ) -> tuple[Any, Any, Any, Any]:
+        """Loss, numbers, right answers and gradients of a batch that is processed in parts."""
+
+        def total_of(parameters: Any, batch: Batch, numbers: Any, samples: Rows | None) -> tuple[Any, Any]:
+            _, (after, value) = self._loss(parameters, numbers["random"], numbers["rest"], batch, samples)
+            size = len(batch[0]) if samples is None else int(samples.sum())
+            total = value.loss * size if value.count is None else value.loss
+            count = jnp.asarray(size if value.count is None else value.count, total.dtype)
+            return total, (count, after, jnp.zeros((), jnp.int32) if value.right is None else value.right)
+
+        def work(rows: Any, numbers: Any, samples: Rows | None) -> Sum:
+            of_sum = jax.value_and_grad(total_of, has_aux=True)
+            (total, (count, after, right)), gradients = of_sum(state["parameters"], batch_of(rows), numbers, samples)
+            return Sum(total, count, right, gradients, after)
+
+        numbers = {part: state[part] for part in ("random", "rest")}
+        whole = accumulated(work, rows, numbers, division, self.accumulate)
+        gradients = jax.tree.map(lambda one: one / whole.count.astype(one.dtype), whole.gradients)
+        return whole.total / whole.count, whole.numbers, whole.right, gradients
+
     def _loss(
         self, parameters: Any, random: Any, rest: Any, batch: Batch, samples: Rows | None
     ) -> tuple[jax.Array, Any]:
@@ -183,7 +223,7 @@ class Steps:
             value = self.objective(model, _as_parameters(batch, parameters), samples, training=True)
         self.counts_right = value.right is not None
         numbers = self.skeleton.numbers(model)
-        return value.mean, ({"random": numbers["random"], "rest": numbers["rest"]}, value.right)
+        return value.mean, ({"random": numbers["random"], "rest": numbers["rest"]}, value)
 
     @contextlib.contextmanager
     def _watched(self, model: Any) -> Iterator[None]:

@@ -24,7 +24,7 @@ from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.sources import Source, source
 from manyhands.training.evaluation import evaluate
-from manyhands.training.jax import checks, optimizers, world
+from manyhands.training.jax import checks, linen, optimizers, world
 from manyhands.training.jax.book.datasets import load_data_fashion_mnist
 from manyhands.training.jax.book.module import cross_entropy
 from manyhands.training.jax.evaluation import Evaluator
@@ -74,7 +74,6 @@ class Trainer(BaseTrainer):
         "activation_checkpointing": "in JAX the model says it itself: wrap its blocks in jax.checkpoint (nnx.remat)",
         "per_device": "in JAX one process drives all devices; mh.virtual_devices(n) makes several of the CPU",
         "hang_seconds": "in JAX one process drives all devices, there are no workers to watch",
-        "accumulate": "a step is one compiled program over the whole batch here; give a smaller batch_size",
         "side_lanes": "XLA orders a step's work itself",
         "fused_norms": "XLA fuses normalisation with what is around it",
         "parallel": "XLA plans a step as a whole already",
@@ -84,6 +83,8 @@ class Trainer(BaseTrainer):
         "statistics; leave it out, or give 'global'",
     }
     default_batch_stats: ClassVar[BatchStats] = "global"
+    # Of a Linen module, which holds no weights: the module after training, bound to its variables.
+    model: Any = None
 
     def _check_options(self) -> None:
         optimizers.check(self._option("optimizer"), self._option("lr"))
@@ -99,11 +100,20 @@ class Trainer(BaseTrainer):
         self, model: nnx.Module, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:
         world.check()
+        if linen.is_linen(model):
+            wrapped = linen.as_nnx(model, checks.first_inputs(self.train_source), settings.seed)
+            result = self._train(wrapped, settings, dispatcher, run=run, resume=resume)
+            self.model = linen.as_linen(wrapped)
+            return result
         double = settings.precision == "fp64"
         with jax.enable_x64(True) if double else contextlib.nullcontext(), world.without_mesh():
             here = world.World(self._natives())
             settings.check_devices(len(here.devices))
-            learner = JaxLearner(self._job(model, settings, here), here)
+            job = self._job(model, settings, here)
+            learner = JaxLearner(job, here)
+            if settings.step.accumulate > 1:
+                note = checks.check_loss(model, job.skeleton, job.objective, job.train)
+                learner.notes += [] if note is None else [note]
             loop = Loop(
                 learner,
                 settings,
@@ -122,6 +132,7 @@ class Trainer(BaseTrainer):
         return result
 
     def _evaluate(self, model: nnx.Module, source: Source, settings: Settings) -> dict[str, Any]:
+        model = linen.with_weights(model)
         objective, metrics = objective_for(model, self._option("loss")), self._metrics()
         checks.check_labels(model, objective, source, None)
         with self._evaluating(model, objective, source, settings) as evaluator:
@@ -130,6 +141,7 @@ class Trainer(BaseTrainer):
         return evaluate.as_dict(figures, values)
 
     def _predict(self, model: nnx.Module, source: Source, settings: Settings) -> Any:
+        model = linen.with_weights(model)
         objective = objective_for(model, self._option("loss"))
         with self._evaluating(model, objective, source, settings) as evaluator:
             return evaluate.predicted(evaluator.predict, self._joined)
@@ -145,7 +157,7 @@ class Trainer(BaseTrainer):
             yield Evaluator(model, objective, source, world.World(self._natives()), settings, dtype)
 
     def _job(self, model: nnx.Module, settings: Settings, here: world.World) -> Job:
-        skeleton = Skeleton(model)
+        skeleton = Skeleton(model, settings.step.wrt)
         objective = objective_for(model, self._option("loss"))
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         if settings.step.shares is not None and len(here.devices) > 1:

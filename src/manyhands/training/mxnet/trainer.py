@@ -51,6 +51,7 @@ class Trainer(BaseTrainer):
         "fused_norms": "MXNet chooses the kernels of a step itself",
         "parallel": "MXNet's engine runs what is independent side by side already",
         "compile": "MXNet compiles a model where you ask it to: write net.hybridize() before",
+        "wrt": "say it of the model: block.collect_params().setattr('grad_req', 'null') freezes its weights",
         "shares='measured'": "MXNet's engine does not time devices one by one; give one number per device",
     }
 

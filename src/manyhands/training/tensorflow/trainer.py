@@ -50,6 +50,7 @@ class Trainer(BaseTrainer):
         "side_lanes": "TensorFlow's executor orders a step's work itself",
         "fused_norms": "TensorFlow chooses the kernels of a step itself",
         "parallel": "TensorFlow's executor runs what is independent side by side already",
+        "wrt": "say it of the model: layer.trainable = False freezes its weights",
         "shares='measured'": "TensorFlow does not time devices one by one; give one number per device",
     }
 

@@ -46,6 +46,7 @@ class Trainer(BaseTrainer):
     __doc__ = BaseTrainer.__doc__
 
     backend: ClassVar[Any] = backend
+    refused: ClassVar[dict[str, str]] = {"wrt": "say it of the model: parameter.requires_grad_(False) freezes a weight"}
     losses_by_name: ClassVar[Mapping[str, Any]] = {
         "cross_entropy": torch.nn.functional.cross_entropy,
         "nll": torch.nn.functional.nll_loss,

@@ -1,0 +1,146 @@
+"""Training a part of a model, in micro-batches, with optax's schedules; and Linen modules as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax_cases import CLASSES, Net, difference, fit, numbers, same, vectors
+from test_jax_exact import weighted
+
+from manyhands import jax as mh
+from manyhands.errors import BadSettings
+from manyhands.training.checkpoints import store, tensors
+from manyhands.training.jax.skeleton import Skeleton, named
+from manyhands.training.options import Checkpoints, Step
+
+
+class Stopped(Exception):
+    pass
+
+
+def stops(done: float) -> float:
+    if done > 0.7:
+        raise Stopped
+    return 1.0
+
+
+class WithAdapter(nnx.Module):
+    """A base whose first layer has a LoRA beside it."""
+
+    def __init__(self) -> None:
+        self.base = Net(norm=True)
+        rngs = nnx.Rngs(4)
+        self.base.first = nnx.LoRALinear(6, 8, lora_rank=2, rngs=rngs)
+        self.base.first.lora.lora_b[...] = 0.1 * jax.random.normal(jax.random.key(2), (2, 8))
+
+    def __call__(self, X: Any) -> Any:
+        return self.base(X)
+
+
+def is_adapter(name: str) -> bool:
+    return "lora_" in name
+
+
+def test_an_adapter_is_trained_and_its_base_stays_as_it_is(tmp_path: Path) -> None:
+    before = numbers(WithAdapter())
+    how: dict[str, Any] = {"step": Step(wrt=nnx.LoRAParam), "optimizer": "adam", "lr": 0.05, "schedule": lambda _: 1.0}
+    how |= {"checkpoints": Checkpoints(every=2), "precision": "fp64"}
+    alone, result = fit(WithAdapter(), vectors(), 1, run=tmp_path / "whole", **how)
+    for name, value in alone.items():
+        frozen = not is_adapter(name) and "norm.mean" not in name and "norm.var" not in name
+        assert np.array_equal(value, before[name]) == frozen, name
+    assert any("28 numbers are trained" in note for note in result.notes)
+    kept = tensors.unpack(store.load(tmp_path / "whole" / "checkpoints").blobs["optimizer"])
+    assert all(is_adapter(name) for name in kept if kept[name].ndim)
+    several, _ = fit(WithAdapter(), vectors(), 3, **{**how, "checkpoints": Checkpoints()})
+    assert difference(several, alone) < 1e-9
+    with pytest.raises(Stopped):
+        fit(WithAdapter(), vectors(), 1, run=tmp_path / "run", **{**how, "schedule": stops})
+    resumed, _ = fit(WithAdapter(), vectors(), 1, run=tmp_path / "run", resume="auto", **how)
+    assert same(resumed, alone)
+
+
+def test_a_filter_by_path_and_one_that_picks_nothing() -> None:
+    net = Net()
+    trained = Skeleton(net, nnx.PathContains("last")).numbers(net)["parameters"]
+    assert list(named(trained)) == ["last.bias", "last.kernel"]
+    with pytest.raises(BadSettings, match=r"picks no variable of Net, which has Param: give a filter"):
+        fit(Net(), vectors(), step=Step(wrt=nnx.LoRAParam))
+
+
+@pytest.mark.parametrize(
+    ("loss", "step"), [(weighted, Step(accumulate=3, fast=False)), (None, Step(accumulate=3, shares=(3, 1)))]
+)
+def test_micro_batches_make_the_update_of_the_whole_batch(loss: Any, step: Step) -> None:
+    options: dict[str, Any] = {"precision": "fp64", "optimizer": optax.adam(0.05), "loss": loss}
+    whole, first = fit(Net(), vectors(), 1, **options)
+    parts, second = fit(Net(), vectors(), 2, step=step, **options)
+    assert difference(parts, whole) < 1e-9
+    for name in ("train_loss", "train_acc"):
+        assert second.rows[-1][name] == pytest.approx(first.rows[-1][name], rel=1e-9)
+
+
+def test_statistics_and_dropout_in_micro_batches_are_the_same_on_any_number_of_devices() -> None:
+    options: dict[str, Any] = {"precision": "fp64", "step": Step(accumulate=2)}
+    alone, _ = fit(Net(norm=True, dropout=0.2), vectors(), 1, **options)
+    three, result = fit(Net(norm=True, dropout=0.2), vectors(), 3, **options)
+    assert difference(three, alone) < 1e-9
+    assert any("over each micro-batch" in note for note in result.notes)
+
+
+def of_whole_batch(answer: Any, target: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(answer, target).mean() + answer.std()
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_refused_in_micro_batches() -> None:
+    with pytest.raises(BadSettings, match="LossSum"):
+        fit(Net(), vectors(), step=Step(accumulate=2), loss=of_whole_batch)
+
+
+def test_a_schedule_inside_the_optimizer_is_resumed_exactly(tmp_path: Path) -> None:
+    def optimizer() -> Any:
+        return optax.chain(optax.clip(1.0), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 8)))
+
+    whole, _ = fit(Net(), vectors(), optimizer=optimizer(), run=tmp_path / "whole")
+    stopped, _ = fit(Net(), vectors(), optimizer=optimizer(), run=tmp_path / "run", max_epochs=1)
+    resumed, _ = fit(Net(), vectors(), optimizer=optimizer(), run=tmp_path / "run", resume="auto")
+    assert same(resumed, whole)
+    assert not same(resumed, stopped)
+
+
+# Linen
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, X: Any, train: bool) -> Any:
+        X = linen.BatchNorm(use_running_average=not train, momentum=0.9)(linen.Dense(8)(X))
+        return linen.Dense(CLASSES)(linen.Dropout(0.2, deterministic=not train)(jnp.tanh(X)))
+
+
+def test_a_linen_module_is_trained_as_it_is() -> None:
+    """Its statistics and dropout are those of training, and what was learned is bound to it."""
+    X, y = vectors()
+    module = LinenNet()
+    variables = module.init(jax.random.key(1), jnp.asarray(X[:1]), train=False)
+    trainer = mh.Trainer(2, lr=0.1, batch_size=16, quiet=True)
+    trainer.fit(module.bind(variables), (X, y))
+    learned = trainer.model.variables
+    assert jax.tree.structure(learned) == jax.tree.structure(variables)
+    assert np.abs(learned["batch_stats"]["BatchNorm_0"]["mean"]).max() > 1e-3
+    assert not np.array_equal(learned["params"]["Dense_0"]["kernel"], variables["params"]["Dense_0"]["kernel"])
+    answer = trainer.model(jnp.asarray(X), train=False)
+    np.testing.assert_array_equal(answer, module.apply(learned, jnp.asarray(X), train=False))
+    np.testing.assert_allclose(trainer.predict(trainer.model, X), answer, rtol=1e-5, atol=1e-6)
+    with pytest.raises(BadSettings, match="holds no weights"):
+        trainer.predict(module, X)
+    fresh = mh.Trainer(1, lr=0.1, quiet=True)
+    fresh.fit(module, [(X[:20], y[:20]), (X[20:40], y[20:40]), (X[40:], y[40:])])
+    assert jax.tree.structure(fresh.model.variables) == jax.tree.structure(variables)
