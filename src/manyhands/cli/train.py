@@ -109,7 +109,7 @@ def _add_how(group: Any) -> None:
     option("--lr", type=flags.rate, metavar="RATE", help="the cycle's highest learning rate; default: 0.1, CPU 0.05")
     option(
         "--precision",
-        choices=["auto", "fp32", "bf16", "fp64"],
+        choices=["auto", "fp32", "bf16", "fp16", "fp64"],
         help="what layers compute in; default: auto, which is bf16 where the hardware is made for it, else fp32",
     )
     option("--seed", type=whole(0), metavar="N", help="of the weights and the order of samples; default: 0")

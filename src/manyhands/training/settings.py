@@ -19,11 +19,12 @@ from manyhands.training.options import (
     make_plain,
 )
 
-Precision = Literal["auto", "fp32", "bf16", "fp64"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 
-# What other libraries call a precision, and ours for it. There is no fp16: it needs the loss scaled.
+# What other libraries call a precision, and ours for it.
 _PRECISIONS = {"fp32": ("32", "32-true", "float32"), "fp64": ("64", "64-true", "float64", "double")}
-_PRECISIONS["bf16"] = ("bf16-mixed", "bf16-true", "bfloat16", "16", "16-mixed", "16-true", "fp16", "float16", "half")
+_PRECISIONS["bf16"] = ("bf16-mixed", "bf16-true", "bfloat16")
+_PRECISIONS["fp16"] = ("16", "16-mixed", "16-true", "float16", "half")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Settings:
         make_plain(self, ("lr", "gradient_clip_val"), Real, float)
         check_positive(self, "max_epochs")
         check_positive(self, "batch_size")
-        check_choice(self, "precision", ("auto", "fp32", "bf16", "fp64"), _meant(self.precision))
+        check_choice(self, "precision", ("auto", "fp32", "bf16", "fp16", "fp64"), _meant(self.precision))
         if self.lr is not None and not is_from_zero(self.lr):
             raise BadSettings(f"lr={self.lr!r} is not a learning rate: give a number of zero or more")
         if not is_from_zero(self.gradient_clip_val):

@@ -75,8 +75,9 @@ class BaseTrainer(HyperParameters, Evaluating):
         schedule: A function from how much of the training is done (0 to 1) to a factor of the learning rate, as
             ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. Default: None, a constant
             rate.
-        precision: What layers compute in: ``"fp32"``, ``"bf16"`` (weights stay float32), ``"fp64"``. Default:
-            ``"auto"``, decided by the hardware and the model, never by a clock.
+        precision: What layers compute in: ``"fp32"``, ``"bf16"`` or in PyTorch ``"fp16"`` (weights stay float32; with
+            fp16 the loss is scaled), ``"fp64"``. Default: ``"auto"``, decided by the hardware and the model, never by a
+            clock.
         seed: Sets the order of the samples and the random numbers of the job. Default: 0.
         run: A folder for figures and checkpoints. Default: None, nothing is written.
         resume: Continue from a run's last checkpoint: ``"auto"`` from the one in ``run`` if there is one, or the folder

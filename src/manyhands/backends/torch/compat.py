@@ -71,6 +71,9 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_zero_ = torch._foreach_zero_
+# The two operations of torch.amp.GradScaler, which makes the host wait between them.
+unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+update_scale_ = torch._amp_update_scale_
 
 # What PyTorch calls before it uses CUDA; virtual devices replace it.
 LAZY_INIT = "_lazy_init"

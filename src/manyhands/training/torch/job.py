@@ -69,6 +69,10 @@ class Job:
                 f"{type(model).__name__} has several optimizers, each with a loss, and there are data to test with: "
                 "give it a validation_step(self, batch) that returns the loss to show"
             )
+        if self.settings.precision == "fp16":
+            raise BadSettings(
+                "precision='fp16' with several optimizers: each would need a scale. Give 'bf16' or 'fp32'"
+            )
         if self.settings.step.on_nan == "continue":
             raise BadSettings(
                 "Step(on_nan='continue') with several optimizers: a batch that is skipped would have to take back the "
@@ -81,7 +85,7 @@ def numbers_for(job: Job, device: torch.device) -> Numbers:
     on_gpu = device.type == "cuda"
     precision = job.settings.precision
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
-    autocast = torch.bfloat16 if precision == "bf16" else None
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     laid = images and job.settings.step.fast and (on_gpu or autocast is not None)
     return Numbers(autocast, channels_last=laid, dtype=torch.float64 if precision == "fp64" else None)
 

@@ -38,9 +38,10 @@ from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
-from manyhands.training.torch.step import activation_checkpoints
+from manyhands.training.torch.step import activation_checkpoints, loss_scale
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
+from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
 from manyhands.training.torch.step.skip_nan import Spared
 
@@ -92,6 +93,7 @@ class Rank:
         self.data = feed.resident(job.train, world.device)
         self.test = feed.resident(job.test, world.device) if job.test is not None else None
         self.average: Average | None = None
+        self.scale = self._loss_scale()
         self.plain_step = self._make_step()
         self.graph: GraphStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
@@ -115,6 +117,12 @@ class Rank:
         if self.all_take_part:
             global_batch_norm.globalise(model)
         return model if model.training else model.train()  # layers that the caller has frozen stay so
+
+    def _loss_scale(self) -> LossScale | None:
+        if self.settings.precision != "fp16":
+            return None
+        loss_scale.check(self.world.device)
+        return LossScale(self.world.device)
 
     def _make_step(self) -> EagerStep | EachOptimizer:
         clock = None
@@ -151,7 +159,8 @@ class Rank:
             accumulate=options.accumulate,
             gradients=GradientSum(parameters) if self.world.size > 1 else None,
             clock=clock,
-            spared=Spared(self.model, optimizer) if options.on_nan == "continue" else None,
+            spared=Spared(self.model, optimizer) if options.on_nan == "continue" or self.scale is not None else None,
+            scale=self.scale,
             average=None if isinstance(self.optimizer, Several) else self.average,
             counts=counts,
         )
@@ -219,6 +228,7 @@ class Rank:
                 RunFolder(self.job.run.path).write_step(self.graph.explain())
         if self.average is not None:
             self.average.put_into_model()
+        self.notes += [] if self.scale is None else [self.scale.note()]
         self.plain_step.close()
         global_batch_norm.localise(self.model)
         if self.checkpointed is not None:
@@ -406,7 +416,8 @@ class Rank:
                 "module_state": held,
                 "world": self.world.size,
                 "devices": devices,
-                "half": self.numbers.autocast is not None,
+                "half": self.numbers.autocast is torch.bfloat16,
+                **({} if self.scale is None else {"loss_scale": self.scale.saved()}),
                 "double": self.numbers.dtype is torch.float64,
                 "optimizer": numbers,
                 "optimizer_groups": job_state.optimizer_groups(self.optimizer),
@@ -445,6 +456,8 @@ class Rank:
             step = saved["cursor"]["step"]
             randomness.seed_all(randomness.mixed_seed(self.settings.seed, here.rank, step))
         self.half_before = saved.get("half")
+        if self.scale is not None and "loss_scale" in saved:
+            self.scale.restore(saved["loss_scale"])
         if devices == before and self.settings.step.shares == "measured":
             self.shares = saved["shares"]
         self.metrics.restore(figures.loss_sum, figures.right, figures.count, counted=figures.counted)

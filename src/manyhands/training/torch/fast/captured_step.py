@@ -85,6 +85,8 @@ def fast_step(
     if parallel is None:
         parallel = steps >= _PLAN_PAYS and not compiled and not normalises(eager.model)
     lanes, norms = settings.step.side_lanes, settings.step.fused_norms
+    if eager.scale is not None:  # gradients may be infinite, which our own kernels would be blamed for
+        norms = False
     if checkpointed is not None:  # the backward pass computes the forward pass again, which none of these expects
         compiled = parallel = lanes = norms = False
     how: Any = {"compiled": compiled, "changing_rate": changing_rate, "side_lanes": lanes, "fused_norms": norms}
@@ -302,12 +304,17 @@ class GraphStep:
         # Up to the update only: what fails behind it cannot be made in the plain way any more.
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             loss, right = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
+            if eager.scale is not None:
+                eager.scale.unscale(eager.parameters)
             eager.clip_gradients()
         eager.optimizer.step()
         if eager.average is not None:
             eager.average.update()
         if eager.spared is not None:
-            eager.spared.put_back(torch.isfinite(loss.detach()))
+            good = torch.isfinite(loss.detach())
+            eager.spared.put_back(good if eager.scale is None else good & eager.scale.is_good)
+        if eager.scale is not None:
+            eager.scale.update()
         eager.metrics.add(loss, right, len(sized.window), self._progress.step)
         self._progress.advance(len(sized.window))
 
@@ -322,7 +329,7 @@ class GraphStep:
             with at_once or nullcontext(), norms or nullcontext():
                 loss, right = sized.forward(*self._places(sized))
             with self._lanes(len(sized.window)), norms or nullcontext():
-                loss.backward()
+                self._eager.scaled(loss).backward()
         if sized.idle is not None:
             sized.idle.settle()
         sized.told = [one.explain() for one in (at_once, norms) if one is not None and one.told]
@@ -343,7 +350,7 @@ class GraphStep:
             loss, right = self._forward(*self._places(sized))
             if search is not None:
                 search.trace(loss)
-            loss.backward()
+            self._eager.scaled(loss).backward()
         sized.idle = search.found() if search is not None else None
         return loss, right
 

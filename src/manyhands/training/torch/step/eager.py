@@ -28,6 +28,7 @@ from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.step.average import Average
+from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.skip_nan import Spared
 
 
@@ -90,12 +91,14 @@ class EagerStep:
         spared: Spared | None = None,
         average: Average | None = None,
         counts: bool = True,
+        scale: LossScale | None = None,
     ) -> None:
         _check_optimizer(optimizer, several=gradients is not None)
         self.model, self.optimizer, self.objective, self.metrics = model, optimizer, objective, metrics
         self.device, self.numbers = device, numbers
         self.clip, self.accumulate, self.gradients = clip, accumulate, gradients
         self.clock, self.spared, self.average = clock, spared, average
+        self.scale = scale  # with float16; ``spared`` then takes updates back
         self._counts = counts  # whether this step counts its samples: of several optimizers' steps the first does
         self._losses: list[torch.Tensor] = []
         # The sum and count of each part, its right answers and its samples.
@@ -127,12 +130,16 @@ class EagerStep:
             self.metrics.mark(self.gradients.loss_mark, step)
         if in_sums:
             self._divide(whole, step)
+        if self.scale is not None:
+            self.scale.unscale(self.parameters)
         self.clip_gradients()
         self.optimizer.step()
         if self.average is not None:
             self.average.update()
         if self.spared is not None:
             self.spared.put_back(self._is_good())
+        if self.scale is not None:
+            self.scale.update()
 
     def close(self) -> None:
         """Leave the parameters without our hooks."""
@@ -145,6 +152,10 @@ class EagerStep:
         written: list[Any] = [*self.parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
         return [compat.write_count(tensor) for tensor in written]
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as the backward pass begins with it."""
+        return loss if self.scale is None else self.scale.scaled(loss)
+
     def clip_gradients(self) -> None:
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
@@ -152,7 +163,8 @@ class EagerStep:
     def _is_good(self) -> torch.Tensor:
         """Whether the loss of this batch is a number, on whichever rank; known on the device."""
         marks = self._losses if self.gradients is None else [*self._losses, self.gradients.loss_mark]
-        return torch.stack([torch.isfinite(mark) for mark in marks]).all()
+        good = torch.stack([torch.isfinite(mark) for mark in marks]).all()
+        return good if self.scale is None else good & self.scale.is_good
 
     def _work(self, batch: Batch, whole: int, step: int, *, in_sums: bool) -> None:
         size = sources.rows(batch)
@@ -168,7 +180,7 @@ class EagerStep:
             with self.numbers.scope(self.device):
                 loss, right = self._loss(part, stop - start)
             self._note(loss)
-            (loss * ((stop - start) / whole)).backward()
+            self.scaled(loss * ((stop - start) / whole)).backward()
             if stop > start:
                 self.metrics.add(loss, right, stop - start, step, counted=self._counts)
 
@@ -184,7 +196,7 @@ class EagerStep:
         self._note(both.total)
         if self.gradients is not None and last:
             self.gradients.sum_weight(self._count())
-        both.total.backward()
+        self.scaled(both.total).backward()
 
     def _count(self) -> torch.Tensor:
         return torch.stack([both.count for both, _, _ in self._sums]).sum()

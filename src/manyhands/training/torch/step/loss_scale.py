@@ -1,0 +1,85 @@
+"""``precision="fp16"``: the loss is scaled, so that small gradients are not lost in float16.
+
+float16 has no numbers below 6e-8. The loss is multiplied by a large scale before the backward pass, and the gradients
+are divided by it afterwards. Where one of them is infinite or NaN the scale was too large: the update is taken back and
+the scale halved; after 2,000 good steps it is doubled. These are the rules of ``torch.amp.GradScaler``, whose ``step``
+makes the host wait to know whether a gradient is infinite. Here the device alone knows it: the update is made in any
+case, and taken back as that of a bad batch (:mod:`.skip_nan`). For example a scale of 65536 that is too large once::
+
+    step 0   gradients inf   update taken back, scale 32768, skipped 1
+    step 1   gradients fine  update stays
+
+On several ranks gradients are looked at when they are summed, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from manyhands.backends.torch import compat
+from manyhands.errors import BadSettings
+
+_FIRST_SCALE = 65536.0
+_GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
+
+
+class LossScale:
+    """The scale, how many steps in a row were good, and how many updates were taken back: numbers on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), _FIRST_SCALE, dtype=torch.float32, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._infinite = torch.zeros((), dtype=torch.float32, device=device)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.scale.to(loss.dtype)
+
+    @torch.no_grad()
+    def unscale(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Divide the gradients by the scale, and find out whether one of them is infinite or NaN."""
+        self._infinite.zero_()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        inverse = self.scale.double().reciprocal().float()
+        if gradients:
+            compat.unscale_(gradients, self._infinite, inverse)
+
+    @property
+    def is_good(self) -> torch.Tensor:
+        """Whether the gradients of this step are numbers; known on the device."""
+        return self._infinite == 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """The scale of the next step."""
+        self._skipped += self._infinite.long()
+        compat.update_scale_(self.scale, self._good_steps, self._infinite, _GROWTH, _BACKOFF, _INTERVAL)
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint; waits for the device."""
+        return {"scale": float(self.scale), "good_steps": int(self._good_steps), "skipped": int(self._skipped)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.scale.fill_(saved["scale"])
+        self._good_steps.fill_(saved["good_steps"])
+        self._skipped.fill_(saved["skipped"])
+
+    def note(self) -> str:
+        """What came of it, in words; waits for the device."""
+        state = self.saved()
+        steps = f"{state['skipped']} step{'' if state['skipped'] == 1 else 's'}"
+        return f"fp16: the loss scale is {state['scale']:g}; {steps} skipped because gradients were too large for it"
+
+
+def check(device: torch.device) -> None:
+    """Refuse float16 where PyTorch cannot compute with it."""
+    try:
+        with torch.autocast(device.type, dtype=torch.float16):
+            a = torch.ones(2, 2, device=device, requires_grad=True)
+            (a @ a).sum().backward()
+    except (RuntimeError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise BadSettings(f"precision='fp16': PyTorch cannot on this {device.type} ({why}). Give 'bf16'") from error
