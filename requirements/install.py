@@ -15,7 +15,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRA = {"torch": ["mypy", "ruff", "torchmetrics"]}
+EXTRA = {"torch": ["mypy", "ruff", "tensorboardX", "torchmetrics"]}
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 
 

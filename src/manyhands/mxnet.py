@@ -55,6 +55,11 @@ if TYPE_CHECKING:
     from manyhands.training.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from manyhands.training.callbacks.ema import EMA as EMA
     from manyhands.training.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
+    from manyhands.training.callbacks.loggers.csv_logger import CSVLogger as CSVLogger
+    from manyhands.training.callbacks.loggers.logger import Logger as Logger
+    from manyhands.training.callbacks.loggers.mlflow_logger import MLflowLogger as MLflowLogger
+    from manyhands.training.callbacks.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
+    from manyhands.training.callbacks.loggers.wandb_logger import WandbLogger as WandbLogger
     from manyhands.training.callbacks.progress import Progress as Progress
     from manyhands.training.commands.recipes import one_cycle as one_cycle
     from manyhands.training.limits.stop_signals import Stopped as Stopped

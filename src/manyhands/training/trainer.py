@@ -22,6 +22,7 @@ from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.callbacks import plan
 from manyhands.training.callbacks.callback import Callback
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
+from manyhands.training.callbacks.loggers.logger import Logger
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import loader_batches
@@ -119,7 +120,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         resume: str | Path | Literal["auto"] | None = None,
         quiet: bool = False,
         callbacks: Sequence[Callback] = (),
-        loggers: Sequence[Callback] = (),
+        loggers: Sequence[Logger] = (),
         step: Step = Step(),
         checkpoints: Checkpoints = Checkpoints(),
         workers: Workers = Workers(),
@@ -313,7 +314,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         """The user's callbacks and loggers; refuse what is none."""
         return [
             *plan.checked("callbacks", self._option("callbacks"), Callback),
-            *plan.checked("loggers", self._option("loggers"), Callback),
+            *plan.checked("loggers", self._option("loggers"), Logger),
         ]
 
     def _limit_data(self, settings: Settings) -> None:

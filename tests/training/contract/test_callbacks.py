@@ -61,7 +61,7 @@ class Diary(Callback):
 def test_moments_figures_and_state(bench: Bench) -> None:
     diary = Diary(every=3)
     sgd: dict[str, Any] = {"optimizer": None, "lr": 0.05}
-    result = bench.fit(2, epochs=2, callbacks=[diary], loggers=[bench.mh.LearningRateMonitor()], **sgd)
+    result = bench.fit(2, epochs=2, callbacks=[diary, bench.mh.LearningRateMonitor()], **sgd)
     names = "['val_acc', 'val_loss']"
     assert diary.moments == [
         "fit start 0",
@@ -186,3 +186,21 @@ def test_an_average_is_in_the_model_after_fit(bench: Bench) -> None:
     trainer.fit(model, bench.data())
     bench.mh.load_weights(loaded, run)
     assert (bench.answers(model, images) == bench.answers(loaded, images)).all()
+
+
+def test_a_resumed_job_logs_as_one_that_was_not_stopped(bench: Bench) -> None:
+    """Rows of steps that are made again are not there twice; the job that was stopped had logged step 5 already."""
+    tables, how = [], {"epochs": 2, "checkpoints": Checkpoints(every=2)}
+    for stop in (False, True):
+        run = bench.new_run()
+        if stop:
+            with pytest.raises((Stopped, WorkerFailed)):
+                bench.fit(run=run, loggers=[bench.mh.CSVLogger(every=1)], schedule=StopAt(5), **how)
+        more = {"resume": "auto"} if stop else {}
+        bench.fit(run=run, loggers=[bench.mh.CSVLogger(every=1)], schedule=same, **how, **more)
+        tables.append((run / "steps.csv").read_text())
+        rows = (run / "metrics.csv").read_text().splitlines()
+        assert rows[0].startswith("epoch,step,train_loss,train_acc,val_loss,val_acc")
+        assert [row.split(",")[:2] for row in rows[1:]] == [["1", "4"], ["2", "8"]]
+    assert tables[0] == tables[1]
+    assert [row.split(",")[1] for row in tables[0].splitlines()[1:]] == list("12345678")

@@ -53,7 +53,7 @@ def checked(option: str, values: Any, kind: type[Callback]) -> list[Any]:
         name = kind.__name__
         if isinstance(value, type) and issubclass(value, Callback):
             raise BadSettings(f"{option}=[{value.__name__}]: this is the class; make one, {value.__name__}(...)")
-        if not isinstance(value, Callback):
+        if not isinstance(value, kind):
             raise BadSettings(
                 f"{option}=[{value!r}]: a {type(value).__name__} is no {name}; derive your class from mh.{name}"
                 + (" (callbacks of Keras and Lightning have other moments)" if name == "Callback" else "")
