@@ -370,11 +370,12 @@ class Loop:
         """Add a row with the figures since the row before; ``ended`` is the epoch that ends with it."""
         seconds = time.perf_counter() - self._row_began
         self.say_alive()
-        tested, metrics = self._evaluate() if evaluates else (None, {})
+        epoch = (self.cursor.epoch if ended is None else ended) + 1
+        tested, metrics = self._evaluate(epoch) if evaluates else (None, {})
         self.say_alive()
         self.learner.reset()
         row = {
-            "epoch": (self.cursor.epoch if ended is None else ended) + 1,
+            "epoch": epoch,
             "step": self.cursor.step,
             "train_loss": or_none(figures.loss),
             "train_acc": or_none(figures.accuracy),
@@ -395,14 +396,14 @@ class Loop:
         else:
             self.report.epoch_end(row, figures)
 
-    def _evaluate(self) -> tuple[Figures | None, dict[str, Any]]:
+    def _evaluate(self, epoch: int) -> tuple[Figures | None, dict[str, Any]]:
         """Figures over the validation data, and the user's metrics by the names that they have in a row."""
         with self.learner.averaged():
             tested, values = evaluate.figures_of(self.learner, self.metrics, self._say_alive_now_and_then)
         metrics = {f"val_{name}": value for name, value in values.items()}
         if tested is not None:
             known = {name: value for name, value in metrics.items() if value is not None}
-            self.report.evaluated({**named(tested, "val"), **known})
+            self.report.evaluated({**named(tested, "val"), **known}, epoch)
         return tested, metrics
 
     def _write_row(self, run: RunFolder, row: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from manyhands.errors import CallbackFailed, ManyhandsError
 from manyhands.training.callbacks.callback import Callback, Training
+from manyhands.training.callbacks.loggers.logger import Logger
 from manyhands.training.callbacks.plan import CallbackPlan, names, plan_of
 from manyhands.training.callbacks.progress import Progress
 from manyhands.training.callbacks.step_means import StepMeans
@@ -127,7 +128,7 @@ class Dispatcher:
     def _row(self, event: Event) -> None:
         self._add_row(event)
         for name, callback in self._callbacks.items():
-            if isinstance(callback, Progress):
+            if isinstance(callback, Progress | Logger):
                 self._call(name, "on_row", self.training, event["row"])
 
     def _add_row(self, event: Event) -> None:

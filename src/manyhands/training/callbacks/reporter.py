@@ -58,9 +58,9 @@ class Reporter:
     def rates(self) -> dict[str, float]:
         return self._loop.learner.learning_rates() if self.plan.rates else {}
 
-    def evaluated(self, figures: dict[str, float]) -> None:
+    def evaluated(self, figures: dict[str, float], epoch: int) -> None:
         """The model was evaluated; ``figures`` by name (val_loss, ...), NaN where it is none."""
-        self._ask({"kind": "evaluation", "figures": figures})
+        self._ask({"kind": "evaluation", "figures": figures}, epoch=epoch)
 
     def epoch_end(self, row: dict[str, Any], sums: Figures) -> None:
         """``row`` is the epoch's; its cursor stands at the next one already."""
