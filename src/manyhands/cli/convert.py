@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from manyhands.cli import flags
@@ -16,18 +17,26 @@ def add(commands: Any) -> None:
         description="Makes a new run with the same weights in the other framework's form. It can be loaded there "
         "(mh.load_model(RUN)) and trained on (manyhands train --resume RUN). No framework needs to be installed.",
     )
-    parser.add_argument("run", type=flags.folder, metavar="RUN", help="the folder of a run of manyhands train")
+    parser.add_argument("run", type=flags.folder, metavar="RUN", help="the folder of a run")
     parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="the framework that the new run is for")
     parser.add_argument(
         "--out", type=flags.folder, metavar="FOLDER", help="the new run's folder; default: RUN-FRAMEWORK beside RUN"
+    )
+    parser.add_argument(
+        "--names", type=Path, metavar="TABLE", help="a JSON table of names, for a model of your own: docs/training.md"
+    )
+    parser.add_argument(
+        "--like", type=flags.folder, metavar="RUN", help="a run of the new model; its names and shapes are checked"
     )
     parser.set_defaults(run_command=run)
 
 
 def run(options: argparse.Namespace) -> int:
     from manyhands.training.commands import convert
+    from manyhands.training.commands.names_table import NamesTable
 
     source = convert.framework_of(options.run)
-    made = convert.convert(options.run, options.to, options.out)
+    names = None if options.names is None else NamesTable.read(options.names)
+    made = convert.convert(options.run, options.to, options.out, names=names, like=options.like)
     print(f"{made}: the weights of {options.run}, from {source} to {options.to}")
     return 0
