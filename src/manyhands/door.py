@@ -41,6 +41,8 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "Module": "manyhands.training.{framework}.book.module",
         "Parallel": "manyhands.parallel.delegated",
         "Progress": "manyhands.training.callbacks.progress",
+        "PerEpoch": "manyhands.training.schedules",
+        "PerStep": "manyhands.training.schedules",
         "Residual": "manyhands.training.{framework}.book.models",
         "Result": "manyhands.training.result",
         "Step": "manyhands.training.options",

@@ -86,6 +86,8 @@ if TYPE_CHECKING:
     from manyhands.training.options import Step as Step
     from manyhands.training.options import Workers as Workers
     from manyhands.training.result import Result as Result
+    from manyhands.training.schedules import PerEpoch as PerEpoch
+    from manyhands.training.schedules import PerStep as PerStep
     from manyhands.training.schedules import by_step as by_step
 
     parallel: _Offer

@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from manyhands.training.options import Step as Step
     from manyhands.training.options import Workers as Workers
     from manyhands.training.result import Result as Result
+    from manyhands.training.schedules import PerEpoch as PerEpoch
+    from manyhands.training.schedules import PerStep as PerStep
     from manyhands.training.schedules import by_step as by_step
     from manyhands.training.tensorflow.book.accuracy import accuracy as accuracy
     from manyhands.training.tensorflow.book.accuracy import evaluate_accuracy_gpu as evaluate_accuracy_gpu

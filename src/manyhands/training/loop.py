@@ -347,16 +347,17 @@ class Loop:
         """The figures and the checkpoint at the end of an epoch, or of a job that ends within one (not ``over``)."""
         figures = self._read_figures()
         self._commit()
-        epoch, limits = self.cursor.epoch, self.settings.limits
+        if self.cursor.step > self.last_row:
+            epoch, every = self.cursor.epoch, self.settings.limits.evaluation_epoch()
+            due = (epoch + 1) % every == 0 if every is not None else self._evaluation_is_due()
+            ends = over and epoch + 1 >= self.settings.max_epochs
+            self._row_is_epoch = self._row_is_epoch and over
+            self._add_row(figures, evaluates=due or ends or self._is_over(), ends_epoch=True)
         if over:
             if self.learner.data.count is None:
                 self._count_batches()
             self.cursor = self.cursor.next_epoch()
-        if self.cursor.step > self.last_row:
-            every = limits.evaluation_epoch()
-            due = (epoch + 1) % every == 0 if every is not None else self._evaluation_is_due()
-            self._row_is_epoch = self._row_is_epoch and over
-            self._add_row(figures, evaluates=due or self._is_over(), ended=epoch)
+            schedules.after_epoch(self.schedule, self)
         is_last = self._is_over() or self.report.stop is not None
         regular = ["checkpoints"] if is_last or not self.settings.checkpoints.every else []
         self.save_once([*self.report.take_wanted(), *regular])
@@ -366,16 +367,15 @@ class Loop:
         every = self.settings.limits.evaluation_step()
         return every is not None and self.cursor.step % every == 0 and self.cursor.step > self.last_row
 
-    def _add_row(self, figures: Figures, *, evaluates: bool, ended: int | None = None) -> None:
-        """Add a row with the figures since the row before; ``ended`` is the epoch that ends with it."""
+    def _add_row(self, figures: Figures, *, evaluates: bool, ends_epoch: bool = False) -> None:
+        """Add a row with the figures since the row before."""
         seconds = time.perf_counter() - self._row_began
         self.say_alive()
-        epoch = (self.cursor.epoch if ended is None else ended) + 1
-        tested, metrics = self._evaluate(epoch) if evaluates else (None, {})
+        tested, metrics = self._evaluate(self.cursor.epoch + 1) if evaluates else (None, {})
         self.say_alive()
         self.learner.reset()
         row = {
-            "epoch": epoch,
+            "epoch": self.cursor.epoch + 1,
             "step": self.cursor.step,
             "train_loss": or_none(figures.loss),
             "train_acc": or_none(figures.accuracy),
@@ -384,17 +384,18 @@ class Loop:
             **metrics,
             "samples": int(figures.count),
             "seconds": seconds,
-            "whole": self._row_is_epoch and ended is not None,
+            "whole": self._row_is_epoch and ends_epoch,
             **self.report.rates(),
         }
         self.last_row, self._row_began, self._row_is_epoch = self.cursor.step, time.perf_counter(), False
+        schedules.after_row(self.schedule, self, row)
         self.result.rows.append(row)
         if self.run is not None:
             self._write_row(self.run, row)
-        if ended is None:
-            self.report.row(row, figures)
-        else:
+        if ends_epoch:
             self.report.epoch_end(row, figures)
+        else:
+            self.report.row(row, figures)
 
     def _evaluate(self, epoch: int) -> tuple[Figures | None, dict[str, Any]]:
         """Figures over the validation data, and the user's metrics by the names that they have in a row."""

@@ -7,8 +7,9 @@ rates itself, after every step (:class:`PerStep`) or every epoch (:class:`PerEpo
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 HINT = (
     "a schedule is a function from how much of the training is done (0 to 1) to a factor of the learning rate, as "
-    "mh.one_cycle or lambda done: 1 - done; mh.by_step(function) takes the number of the step instead"
+    "mh.one_cycle or lambda done: 1 - done; mh.by_step(function) takes the number of the step instead. PyTorch's "
+    "schedulers are given as mh.PerStep(...) or mh.PerEpoch(...), with a function from an optimizer to a scheduler"
 )
 
 
@@ -39,20 +41,72 @@ class by_step:
             raise BadSettings(f"by_step({self.function!r}): give a function of the step, as lambda step: 0.999**step")
 
 
-Schedule = Callable[[float], float] | by_step
+@dataclass(frozen=True)
+class PerStep:
+    """A scheduler of PyTorch's that is stepped after every step: ``Trainer(schedule=mh.PerStep(make))``.
+
+    ``make`` is a function from an optimizer to a scheduler, as ``functools.partial(StepLR, step_size=100)``, or a
+    finished scheduler over the optimizer that the trainer is given.
+    """
+
+    make: Any
+
+    def __post_init__(self) -> None:
+        _check_make(self)
 
 
-def check_option(schedule: Any) -> None:
-    """Refuse what cannot be a schedule: when a trainer is made, not when it is used."""
-    if schedule is None or isinstance(schedule, by_step):
+@dataclass(frozen=True)
+class PerEpoch:
+    """A scheduler of PyTorch's that is stepped at the end of every epoch: ``Trainer(schedule=mh.PerEpoch(make))``.
+
+    ``make`` is as in :class:`PerStep`. ``ReduceLROnPlateau`` is stepped with the figure ``monitor`` instead, whenever
+    there is a new one: after each evaluation, or for ``train_loss`` with each row.
+    """
+
+    make: Any
+    monitor: str = "val_loss"
+
+    def __post_init__(self) -> None:
+        _check_make(self)
+
+
+def _check_make(schedule: PerStep | PerEpoch) -> None:
+    if not callable(schedule.make) and not hasattr(schedule.make, "optimizer"):
+        raise BadSettings(
+            f"{type(schedule).__name__}({schedule.make!r}): give a function from an optimizer to a scheduler, as "
+            "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=100), or a finished scheduler"
+        )
+
+
+Schedule = Callable[[float], float] | by_step | PerStep | PerEpoch
+
+
+def check_option(schedule: Any, *, schedulers: bool) -> None:
+    """Refuse what cannot be a schedule: when a trainer is made, not when it is used.
+
+    ``schedulers``: whether the framework has PyTorch's.
+    """
+    if isinstance(schedule, PerStep | PerEpoch) and not schedulers:
+        raise BadSettings(
+            f"schedule={type(schedule).__name__}(...) is for PyTorch's schedulers: here a schedule of rates is given "
+            "to the optimizer (optax.adam(schedule), keras.optimizers.SGD(schedule), "
+            "mx.optimizer.SGD(lr_scheduler=scheduler)), and one of factors as schedule=mh.by_step(function)"
+        )
+    if schedule is None or isinstance(schedule, by_step | PerStep | PerEpoch):
         return
+    of_rates = type(schedule).__module__.startswith("keras.") or "optax" in getattr(schedule, "__module__", "")
+    if of_rates:
+        raise BadSettings(
+            f"schedule={schedule!r} is a schedule of learning rates: give it to the optimizer, as its learning rate; "
+            "here a schedule gives factors of it"
+        )
     if isinstance(schedule, type) or not callable(schedule):
         raise BadSettings(f"schedule={schedule!r}: {HINT}")
 
 
 def factor(schedule: Schedule | None, loop: Loop) -> float | None:
     """The learning rate's factor at the next batch; None where there is no schedule."""
-    if schedule is None:
+    if schedule is None or isinstance(schedule, PerStep | PerEpoch):
         return None
     if isinstance(schedule, by_step):
         return _factor_at(schedule.function, loop.cursor.step, "by_step's function")
@@ -71,7 +125,9 @@ def _done(loop: Loop) -> float:
 def check(schedule: Schedule | None, loop: Loop) -> None:
     """A schedule by progress has to know how far the training is."""
     epochs, steps = loop.settings.max_epochs, loop.settings.limits.max_steps
-    if schedule is None or isinstance(schedule, by_step) or steps is not None or loop.cursor.epoch >= epochs:
+    if schedule is None or isinstance(schedule, by_step | PerStep | PerEpoch):
+        return
+    if steps is not None or loop.cursor.epoch >= epochs:
         return
     if epochs == ENDLESS:
         raise BadSettings(
@@ -89,6 +145,28 @@ def check(schedule: Schedule | None, loop: Loop) -> None:
         "the loader does not say how many batches an epoch has (it has no __len__): the schedule stands still in "
         "the first epoch and moves with every batch from the second on"
     )
+
+
+def after_row(schedule: Schedule | None, loop: Loop, row: Mapping[str, Any]) -> None:
+    """Step a scheduler that follows a figure, where the row has a new one; the same in all processes."""
+    learner: Any = loop.learner  # PyTorch's: others have no schedulers
+    monitor = learner.scheduler.monitor if isinstance(schedule, PerEpoch) else None
+    if monitor is None:
+        return
+    value = json.loads(loop.learner.from_first(json.dumps(row.get(monitor)).encode()))
+    if value is not None:
+        learner.scheduler.step(float(value))
+    elif monitor not in row or not loop.settings.limits.evaluate_every:
+        figures = [name for name, one in row.items() if name.startswith(("train_", "val_")) and one is not None]
+        known = f"{', '.join(figures)}{'' if row['val_loss'] is not None else '; val_loss needs validation data'}"
+        raise BadSettings(f"PerEpoch(monitor={monitor!r}): there is no such figure. There are {known}")
+
+
+def after_epoch(schedule: Schedule | None, loop: Loop) -> None:
+    """Step a scheduler that goes by epochs."""
+    learner: Any = loop.learner
+    if isinstance(schedule, PerEpoch) and learner.scheduler.monitor is None:
+        learner.scheduler.step()
 
 
 def _factor_at(function: Callable[[Any], Any], at: float, name: str) -> float:

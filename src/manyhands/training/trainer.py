@@ -74,8 +74,8 @@ class BaseTrainer(HyperParameters, Evaluating):
             takes a rate (``optax.adamw``) or a finished optimizer. Default: None, the model's own
             (``configure_optimizers``, or what a Keras model was compiled with), else SGD.
         schedule: A function from how much of the training is done (0 to 1) to a factor of the learning rate, as
-            ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. Default: None, a constant
-            rate.
+            ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. PyTorch's schedulers are
+            ``mh.PerStep(make)`` or ``mh.PerEpoch(make)``. Default: None, a constant rate.
         precision: What layers compute in: ``"fp32"``, ``"bf16"`` or in PyTorch ``"fp16"`` (weights stay float32; with
             fp16 the loss is scaled), ``"fp64"``. Default: ``"auto"``, decided by the hardware and the model, never by a
             clock.
@@ -96,6 +96,7 @@ class BaseTrainer(HyperParameters, Evaluating):
     # Of each framework: its adapter, and the options of topics (or one value of them) that it cannot do, and why.
     backend: ClassVar[Any]
     refused: ClassVar[dict[str, str]] = {}
+    takes_schedulers: ClassVar[bool] = False  # PyTorch's, as mh.PerStep(...)
     default_batch_stats: ClassVar[BatchStats] = "per_device"
     loss_kinds: ClassVar[tuple[type, ...]] = ()  # of losses, besides functions
     losses_by_name: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -132,7 +133,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         if devices is not None:
             self._choose_devices(devices)
         self.loss = self._meant_loss(loss)
-        schedules.check_option(schedule)
+        schedules.check_option(schedule, schedulers=self.takes_schedulers)
         self._check_options()
         self._metrics()
         self._check_settings()

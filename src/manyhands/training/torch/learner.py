@@ -22,6 +22,7 @@ from manyhands.training.data.sources import bad_numbers
 from manyhands.training.learner import NO_AVERAGE, Saved, Say, Take, named_rates
 from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Figures
+from manyhands.training.schedules import PerEpoch, PerStep
 from manyhands.training.torch import running_sums
 from manyhands.training.torch.data import feed, samples
 from manyhands.training.torch.data.drawn_samples import generator_of
@@ -36,6 +37,7 @@ from manyhands.training.torch.ranks import global_batch_norm, measured_shares
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.running_sums import Metrics
+from manyhands.training.torch.schedulers import Scheduler
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step import activation_checkpoints, loss_scale
@@ -98,6 +100,8 @@ class Rank:
         self.graph: GraphStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
+        per = job.schedule if isinstance(job.schedule, PerStep | PerEpoch) and job.purpose == "fit" else None
+        self.scheduler = None if per is None else Scheduler(per, self.optimizer)
         self._first_step = 0  # of the epoch
         self._factor = 1.0  # of the learning rates
         self._unproven = False  # whether it is still to be seen that the model can compute in bfloat16
@@ -192,6 +196,7 @@ class Rank:
         settings, device, size = self.settings, self.world.device, self.world.size
         reason = capturable.why_not(self.data, self.optimizer, device, size, settings.step.accumulate)
         reason = reason or self.objective.why_not_captured(self.model)
+        reason = reason or (self.scheduler.why_not_captured if self.scheduler is not None else None)
         reason = reason if settings.step.fast else "fast=False"
         # What tries steps out does so on the stream that they will be on: cuBLAS keeps memory for every other one, too.
         with capture_stream.on(capture_stream.stream_of(device) if reason is None else None, device):
@@ -234,6 +239,8 @@ class Rank:
         if self.checkpointed is not None:
             self.checkpointed.close()
         job_state.restore_ways(self.optimizer, self.ways, self.base_rates)
+        if self.scheduler is not None:
+            self.scheduler.close()
 
     # Steps
 
@@ -279,6 +286,11 @@ class Rank:
         return epoch_order(self.settings.seed, epoch, source.count, shuffle=source.shuffle)
 
     def step(self, window: Window, batch: Any, factor: float | None) -> None:
+        self._sure_step(window, batch, factor)
+        if isinstance(self.job.schedule, PerStep) and self.scheduler is not None:
+            self.scheduler.step()
+
+    def _sure_step(self, window: Window, batch: Any, factor: float | None) -> None:
         """One step; the first in bfloat16 that nobody asked for is made again in float32 if it fails."""
         if not self._unproven:
             self._step(window, batch, factor)
@@ -329,6 +341,8 @@ class Rank:
             capturable.count_on_device(self.optimizer)
 
     def _set_rate(self, factor: float | None) -> None:
+        if self.scheduler is not None:
+            self.scheduler.apply()
         if factor is None:
             return
         self._factor = factor
@@ -369,6 +383,8 @@ class Rank:
 
     def learning_rates(self) -> dict[str, float]:
         """As the host set them: a captured step keeps its rates on the device."""
+        if self.scheduler is not None:
+            return named_rates(self.scheduler.rates)
         return named_rates([base * self._factor for base in self.base_rates])
 
     def read(self) -> list[Figures]:
@@ -420,6 +436,7 @@ class Rank:
                 **({} if self.scale is None else {"loss_scale": self.scale.saved()}),
                 "double": self.numbers.dtype is torch.float64,
                 "optimizer": numbers,
+                "scheduler": None if self.scheduler is None else self.scheduler.state(),
                 "optimizer_groups": job_state.optimizer_groups(self.optimizer),
             },
             blobs={
@@ -437,6 +454,8 @@ class Rank:
         job_state.restore_model(self.model, blobs["model"])
         if "module_state" in saved:
             self.module_state.restore(saved["module_state"], job_state.unpack(blobs["module_state"]))
+        if self.scheduler is not None and saved.get("scheduler") is not None:
+            self.scheduler.restore(saved["scheduler"])
         if "optimizer" in blobs:  # weights from another framework come alone
             job_state.restore_optimizer(
                 self.optimizer,

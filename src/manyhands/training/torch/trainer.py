@@ -29,7 +29,7 @@ from manyhands.training.evaluation import evaluate
 from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.torch import evaluation, optimizers, standalone
+from manyhands.training.torch import evaluation, optimizers, schedulers, standalone
 from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data.sources import Source, source
 from manyhands.training.torch.job import Job
@@ -47,6 +47,7 @@ class Trainer(BaseTrainer):
 
     backend: ClassVar[Any] = backend
     refused: ClassVar[dict[str, str]] = {"wrt": "say it of the model: parameter.requires_grad_(False) freezes a weight"}
+    takes_schedulers: ClassVar[bool] = True
     losses_by_name: ClassVar[Mapping[str, Any]] = {
         "cross_entropy": torch.nn.functional.cross_entropy,
         "nll": torch.nn.functional.nll_loss,
@@ -301,6 +302,7 @@ def _take_home(job: Job, home: dict[str, Any]) -> None:
         job_state.restore_optimizer(
             job.optimizer, home["optimizer"], home["optimizer_numbers"], home["optimizer_groups"]
         )
+        schedulers.take_home(job.schedule, job.optimizer, home["scheduler"])
 
 
 def _own_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -132,6 +132,7 @@ def _luggage(job: Job, worker: Rank) -> dict[str, Any]:
     home: dict[str, Any] = {"weights": job_state.pack(job_state.model_tensors(worker.model))}
     home["module_state"], notes = worker.module_state.luggage()
     worker.notes += notes
+    home["scheduler"] = None if worker.scheduler is None else worker.scheduler.state()
     if isinstance(job.optimizer, torch.optim.Optimizer):
         tensors, home["optimizer_numbers"] = job_state.optimizer_state(worker.optimizer)
         home["optimizer"], home["optimizer_groups"] = (

@@ -1,0 +1,180 @@
+"""PyTorch's own schedulers: ``Trainer(schedule=mh.PerStep(functools.partial(StepLR, step_size=100)))``.
+
+A scheduler writes learning rates into an optimizer. Here it gets a stand-in that has the optimizer's groups and options
+and nothing to train; what it writes there is copied into the optimizer before each step. So rates stay numbers of the
+host, whatever the fast step has made of the optimizer's own, and no step waits for a device.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from manyhands.errors import BadSettings
+from manyhands.training.schedules import PerEpoch, PerStep
+from manyhands.training.torch.state import plain_json
+
+_NOT_COPIED = ("params", "capturable", "fused", "foreach", "differentiable")
+_NOT_PLAIN = object()
+
+
+class StandIn(torch.optim.Optimizer):
+    """The groups and options of an optimizer, over parameters that nobody trains."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = []
+        for group in optimizer.param_groups:
+            options = {name: copy.copy(value) for name, value in group.items() if name not in _NOT_COPIED}
+            groups.append({**options, "lr": float(group["lr"]), "params": [torch.nn.Parameter(torch.zeros(()))]})
+        super().__init__(groups, dict(optimizer.defaults))
+
+    def step(self, closure: Any = None) -> Any:
+        """There is nothing to train."""
+
+
+class Scheduler:
+    """A scheduler and the optimizer whose options it sets."""
+
+    def __init__(self, schedule: PerStep | PerEpoch, optimizer: torch.optim.Optimizer) -> None:
+        self.schedule, self.optimizer = schedule, optimizer
+        self.stand_in = StandIn(optimizer)
+        self.base_rates = [float(group["lr"]) for group in self.stand_in.param_groups]
+        self.is_finished = isinstance(schedule.make, LRScheduler)  # the caller's own
+        self.scheduler = self._finished(schedule.make) if self.is_finished else self._made(schedule)
+
+    def _finished(self, scheduler: Any) -> Any:
+        for part in _parts(scheduler):
+            if part.optimizer is not self.optimizer:
+                raise BadSettings(
+                    f"schedule: the {type(part).__name__} belongs to another optimizer than the trainer's: give that "
+                    "one to the trainer too, Trainer(optimizer=optimizer, schedule=mh.PerStep(scheduler))"
+                )
+            part.optimizer = self.stand_in
+        return scheduler
+
+    def _made(self, schedule: PerStep | PerEpoch) -> Any:
+        made = schedule.make(self.stand_in)
+        if not isinstance(made, LRScheduler):
+            raise BadSettings(
+                f"{type(schedule).__name__}: the function gave a {type(made).__name__}, and a scheduler of "
+                "torch.optim.lr_scheduler is needed"
+            )
+        return made
+
+    @property
+    def monitor(self) -> str | None:
+        """The figure that the scheduler follows; None: it follows none."""
+        return self.schedule.monitor if isinstance(self.scheduler, ReduceLROnPlateau) else None  # type: ignore[union-attr]
+
+    @property
+    def why_not_captured(self) -> str | None:
+        """The reason why its steps cannot go into a CUDA graph, which takes a new rate and nothing else."""
+        for part in _parts(self.scheduler):
+            if getattr(part, "cycle_momentum", False):
+                return f"{type(part).__name__} changes the momentum from step to step (cycle_momentum=False does not)"
+            if not type(part).__module__.startswith("torch."):
+                return f"{type(part).__name__} is a scheduler of your own: it may change more than the learning rate"
+        return None
+
+    @property
+    def rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.stand_in.param_groups]
+
+    def apply(self) -> None:
+        """Give the optimizer the options of the next step."""
+        for group, own in zip(self.optimizer.param_groups, self.stand_in.param_groups, strict=True):
+            for name, value in own.items():
+                if name == "params" or name not in group:
+                    continue
+                if isinstance(group[name], torch.Tensor):
+                    group[name].fill_(value)
+                elif name == "lr" or group[name] != value:
+                    group[name] = value
+
+    def step(self, figure: float | None = None) -> None:
+        """The next step, epoch or figure."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the stand-in makes no steps
+            if figure is None:
+                self.scheduler.step()
+            else:
+                self.scheduler.step(figure)
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        groups = [_plain(group) for group in self.stand_in.param_groups]
+        saved = {"scheduler": _plain(self.scheduler.state_dict()), "groups": groups, "base": self.base_rates}
+        return {
+            "name": type(self.scheduler).__name__,
+            **{key: plain_json.encode(one, {}) for key, one in saved.items()},
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state` gave; where the job has other rates than the saved one, in proportion."""
+        name = type(self.scheduler).__name__
+        if saved["name"] != name:
+            raise BadSettings(f"the run was begun with the scheduler {saved['name']}, this job has {name}: keep it")
+        kept = {key: plain_json.decode(saved[key], {}, torch.device("cpu")) for key in ("scheduler", "groups", "base")}
+        self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), kept["scheduler"]))
+        for number, (group, before) in enumerate(zip(self.stand_in.param_groups, kept["groups"], strict=True)):
+            own, then = self.base_rates[number], kept["base"][number]
+            group.update(_merged({name: group.get(name) for name in before}, before))
+            if own != then and then:
+                for key in ("lr", "initial_lr"):
+                    if key in group:
+                        group[key] *= own / then
+                for part in _parts(self.scheduler):
+                    if number < len(getattr(part, "base_lrs", ())):
+                        part.base_lrs[number] *= own / then
+
+    def close(self) -> None:
+        """A scheduler of the caller's own goes on with the caller's optimizer."""
+        if self.is_finished:
+            for part in _parts(self.scheduler):
+                part.optimizer = self.optimizer
+            self.apply()
+
+
+def take_home(schedule: Any, optimizer: Any, saved: Mapping[str, Any] | None) -> None:
+    """Bring the caller's own scheduler to where the one in a worker is."""
+    if saved is not None and isinstance(getattr(schedule, "make", None), LRScheduler):
+        own = Scheduler(schedule, optimizer)
+        own.restore(saved)
+        own.close()
+
+
+def _parts(scheduler: Any) -> list[Any]:
+    """The scheduler and those that it is made of (SequentialLR, ChainedScheduler)."""
+    inner: Sequence[Any] = vars(scheduler).get("_schedulers", ())
+    return [scheduler, *(part for one in inner for part in _parts(one))]
+
+
+def _plain(value: Any) -> Any:
+    """The part of a state that has a form in JSON; functions stay the job's own."""
+    if isinstance(value, Mapping):
+        parts = {key: _plain(one) for key, one in value.items() if key != "params"}
+        return {key: one for key, one in parts.items() if one is not _NOT_PLAIN}
+    if isinstance(value, (list, tuple)):
+        parts_of_list = [_plain(one) for one in value]
+        return _NOT_PLAIN if any(one is _NOT_PLAIN for one in parts_of_list) else type(value)(parts_of_list)
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else _NOT_PLAIN
+    return value if type(value) in (bool, int, float, str, type(None)) else _NOT_PLAIN
+
+
+def _merged(own: Any, saved: Any) -> Any:
+    """What was saved, in the kinds that the scheduler has; what was not, as it is."""
+    if isinstance(own, Counter):
+        return Counter(saved)
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        return {**own, **{key: _merged(own.get(key), one) for key, one in saved.items()}}
+    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
+        return [_merged(one, other) for one, other in zip(own, saved, strict=True)]
+    return saved
