@@ -131,6 +131,46 @@ def test_replicas_by_hand() -> None:
     assert net.bias.grad.tolist() == [5.0] * 3
 
 
+@pytest.mark.usefixtures("two_gpus")
+def test_inference_mode() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()
+    expected = net(torch.ones(4, 2)).detach()
+    net.cuda(1)
+    with torch.inference_mode():
+        x = torch.ones(4, 2).cuda(1)
+        assert (x.cuda(1) is x, x.to(x) is x) == (True, True)
+        assert (x.to("cuda:0").get_device(), x.half().get_device()) == (0, 1)
+        y = net(x)
+        assert torch.equal(y.cpu(), expected)
+        y.view(-1)[0] = 5.0
+        assert y[0, 0].item() == 5.0
+    assert (y + 1)[0, 0].item() == 6.0
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_what_gpus_take_from_the_host() -> None:
+    """Indices and lengths; and PyTorch's functions in Python, which name the device of their argument again."""
+    x = torch.arange(6.0, device="cuda:1").view(3, 2)
+    assert x[torch.tensor([0, 2])].tolist() == x[[0, 2]].tolist() == [[0.0, 1.0], [4.0, 5.0]]
+    x[torch.tensor([True, False, False])] = 7.0
+    assert x[0].tolist() == [7.0, 7.0]
+    with pytest.raises(RuntimeError, match="same device"):
+        x[torch.tensor([0])] = torch.ones(1, 2)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4, device="cuda:1"), torch.tensor([3, 2]))
+    assert nn.LSTM(4, 2).cuda(1)(packed)[0].data.get_device() == 1
+    assert nn.EmbeddingBag(5, 3).cuda(1)(torch.tensor([[1, 2]], device="cuda:1")).get_device() == 1
+    double = torch.randn(2, dtype=torch.double, device="cuda").requires_grad_()
+    assert torch.autograd.gradcheck(torch.sin, (double,))  # it writes to x.data
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_what_cannot_be_done_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"mh\.Trainer"):
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2).cuda(), device_ids=[0])
+    with torch.cuda.nvtx.range("nothing to mark"):
+        pass
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=["names", "by hand"])
 def test_the_examples_of_the_page_run(example: str) -> None:
     exec(compile(example.replace("virtual_devices(2)", "virtual_devices(2, as_cuda=True)"), str(PAGE), "exec"), {})

@@ -186,19 +186,37 @@ def test_an_optimizer_holds_the_parameters_there_and_back() -> None:
         lambda x: x.t_(),
         lambda x: x.transpose_(0, 1),
         lambda x: x.unsqueeze_(0),
+        lambda x: x.unsqueeze_(0).squeeze_(),
         lambda x: x.resize_(1, 2),
-        lambda x: x.resize_(4, 4),
         lambda x: x.as_strided_((2, 2), (1, 1)),
-        lambda x: torch.add(x, x, out=x.new_empty(0)),
+        lambda x: x.set_(torch.ones(2, device=x.device)),
     ],
 )
-def test_a_shape_that_changes_in_place_is_refused(change: Any) -> None:
+def test_a_shape_changes_in_place(change: Any) -> None:
+    x, host = (torch.arange(6.0, device=device).reshape(2, 3) for device in (mh.gpu(1), mh.cpu()))
+    assert change(x) is x
+    change(host)
+    assert (x.shape, x.stride(), x.device) == (host.shape, host.stride(), mh.gpu(1))
+    assert (x + 0).tolist() == host.tolist()
+    x.mul_(2)
+    assert x.tolist() == host.mul_(2).tolist()
+
+
+@pytest.mark.parametrize("change", [lambda x: x.resize_(4, 4), lambda x: torch.add(x, x, out=x.new_empty(0))])
+def test_a_shape_that_needs_more_memory_is_refused(change: Any) -> None:
     x = torch.arange(6.0, device=mh.gpu(1)).reshape(2, 3)
     with pytest.raises(RuntimeError, match="changes a shape in place"):
         change(x)
     assert (x + 0).tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    with pytest.raises(RuntimeError, match="changes a shape in place"):
-        x.set_(torch.ones(2, device=mh.gpu(1)))
+
+
+def test_functions_over_batches() -> None:
+    x = torch.arange(6.0, device=mh.gpu(1)).reshape(3, 2)
+    layer = torch.nn.Linear(2, 2, device=mh.gpu(1))
+    found = torch.func.vmap(layer)(x)
+    assert (found.device, found.shape) == (mh.gpu(1), (3, 2))
+    torch.testing.assert_close(found, layer(x))
+    assert torch.quantile(x, 0.5).item() == 2.5
 
 
 def test_data_is_read_and_replaced() -> None:

@@ -113,6 +113,10 @@ def skip_code(code: CodeType) -> None:
 
 # What torch.compile and DTensor make their wrappers of tensors with.
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+# A subclass whose operations need no detour through its own __torch_function__, as a Parameter's.
+no_torch_function_of_its_own: Any = torch._C._disabled_torch_function_impl
+# Below a subclass's own operations: its metadata can be set there.
+no_torch_dispatch: Any = torch._C._DisableTorchDispatch
 # The storage behind a weak reference, None where it is gone.
 storage_from_weak_pointer: Any = torch.UntypedStorage._new_with_weak_ptr
 
@@ -128,6 +132,11 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def memory_id(tensor: torch.Tensor) -> int:
     """The number of the memory that a tensor lies in."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def named_arguments(func: OpOverload, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The positional arguments of an operation by their names, which only its schema tells."""
+    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
 
 
 def write_count(tensor: torch.Tensor) -> int:

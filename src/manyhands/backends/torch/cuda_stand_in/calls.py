@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -91,6 +92,21 @@ def loading(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_here
 
 
+def refusing_ddp(init: Callable[..., None]) -> Callable[..., None]:
+    """``DistributedDataParallel`` reads gradients in C++, where virtual tensors have no memory."""
+
+    def init_on_host(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(one, virtual.VirtualTensor) for one in module.parameters()):
+            raise RuntimeError(
+                "DistributedDataParallel cannot use virtual devices: its ranks are processes, each with the CPU for "
+                "itself. Leave the net on the CPU and give no device_ids (Gloo), or train with "
+                "mh.Trainer(num_gpus=2), which starts the processes itself"
+            )
+        init(self, module, *args, **kwargs)
+
+    return functools.wraps(init)(init_on_host)
+
+
 class _GeneratorType(type):
     """So that ``isinstance(g, torch.Generator)`` goes on working."""
 
@@ -109,10 +125,17 @@ class Generator(metaclass=_GeneratorType):
         return _PlainGenerator("cpu" if virtual.is_virtual(target) else target)
 
 
-def no_cuda() -> NoReturn:
-    """``torch.cuda.init()``, which PyTorch calls when an operation reaches CUDA itself."""
-    raise RuntimeError(
-        "this operation asks CUDA itself for a GPU, and there are only virtual devices. If it runs in a thread that "
-        "was started before the virtual devices were made, start the thread later; else it is one that they cannot "
-        "do (docs/virtual-devices.md)"
-    )
+def initializing(initialize: Callable[[], None], has_gpu: bool) -> Callable[[], None]:
+    """What PyTorch calls before it first uses CUDA: where our hooks see the operation that follows, they answer it."""
+
+    def initialize_virtual() -> None:
+        if not virtual.hooked():
+            raise RuntimeError(
+                "this operation asks CUDA itself for a GPU, and there are only virtual devices. If it runs in a thread "
+                "that was started before the virtual devices were made, start the thread later; else it is one that "
+                "they cannot do (docs/virtual-devices.md)"
+            )
+        if has_gpu:  # PyTorch remembers that it has asked
+            initialize()
+
+    return initialize_virtual

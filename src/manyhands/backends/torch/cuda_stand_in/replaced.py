@@ -22,7 +22,7 @@ _changes = Replacements()
 
 
 def start() -> None:
-    for owner, name, value in _list():
+    for owner, name, value in list(_list(torch.cuda.is_available())):
         if hasattr(owner, name):  # an older PyTorch may lack a name
             _changes.replace(owner, name, value)
     # By a function mode, not by replacing methods: only threads with our hooks see them.
@@ -43,7 +43,7 @@ def stop() -> None:
     virtual.of_thread.streams.clear()
 
 
-def _list() -> Iterator[tuple[Any, str, Any]]:
+def _list(has_gpu: bool) -> Iterator[tuple[Any, str, Any]]:
     yield from ((torch.cuda, name, value) for name, value in _devices().items())
     yield from ((torch.cuda, name, value) for name, value in _waiting().items())
     for name, value in _memory().items():  # torch.cuda.memory_allocated is torch.cuda.memory's
@@ -66,10 +66,15 @@ def _list() -> Iterator[tuple[Any, str, Any]]:
     yield torch, "Generator", calls.Generator
     yield torch.cuda, "CUDAGraph", streams.NoGraphs
     yield torch.cuda, "graph", streams.NoGraphs
+    ddp = torch.nn.parallel.DistributedDataParallel
+    yield ddp, "__init__", calls.refusing_ddp(ddp.__init__)
+    # Marks for NVIDIA's profiler, which raise where PyTorch was built without CUDA.
+    yield from ((torch.cuda.nvtx, name, answers.nothing) for name in ("range_push", "range_pop", "mark"))
     # Recurrent layers ask it of every GPU tensor, and warn where PyTorch was built without.
     yield torch.backends.cudnn, "is_acceptable", lambda tensor: False
-    # What all of PyTorch calls before it uses CUDA: a lesson instead of "Torch not compiled with CUDA enabled".
-    yield torch.cuda, compat.LAZY_INIT, calls.no_cuda
+    # What all of PyTorch calls before it uses CUDA.
+    initialize = getattr(torch.cuda, compat.LAZY_INIT)
+    yield torch.cuda, compat.LAZY_INIT, calls.initializing(initialize, has_gpu)
 
 
 def _devices() -> dict[str, Any]:

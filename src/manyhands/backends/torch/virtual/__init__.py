@@ -17,11 +17,12 @@ every thread, and so does what is done within :func:`hooks`.
 
 ``torch.device("cpu:0")`` is then virtual device 0; as a *name* for our verbs, ``"cpu:0"`` is the host, as everywhere.
 
-What it is not: fast (an operation costs some microseconds more). A tensor keeps the shape that it was born with:
-``x.t_()``, ``x.resize_(...)`` and an ``out=`` of another size are refused.
+What it is not: fast (an operation costs some microseconds more). A tensor cannot grow in place: ``x.resize_(...)`` and
+an ``out=`` that would need more memory are refused.
 """
 
 from manyhands.backends.torch.virtual.modes import (
+    hooked,
     hooks,
     instead,
     is_marked_pinned,
@@ -50,6 +51,7 @@ __all__ = [
     "count",
     "device",
     "home",
+    "hooked",
     "hooks",
     "inside",
     "instead",

@@ -23,11 +23,12 @@ from manyhands.backends.torch.compat import (
 from manyhands.backends.torch.replacements import Replacements
 from manyhands.backends.torch.virtual import lazy
 from manyhands.backends.torch.virtual.names import HOST, actual, count, is_virtual, of_thread, set_devices, stands_in
-from manyhands.backends.torch.virtual.tensor import VirtualTensor, become, compute, place, swap_tensors
+from manyhands.backends.torch.virtual.tensor import VirtualTensor, become, compute, move, place, swap_tensors
 
 _changes = Replacements()
 # Calls that something else answers while virtual devices stand in for GPUs; :mod:`..cuda_stand_in` fills it.
 instead: dict[Any, Callable[..., Any]] = {}
+_TO = torch.ops.aten.to
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 
@@ -103,6 +104,11 @@ def no_hooks() -> Iterator[None]:
         yield
 
 
+def hooked() -> bool:
+    """Whether this thread has our hooks."""
+    return any(isinstance(mode, _Births) for mode in dispatch_mode_stack())
+
+
 def only_hooks() -> bool:
     """Whether no dispatch mode but ours is active in this thread."""
     return all(isinstance(mode, _Births) for mode in dispatch_mode_stack())
@@ -117,10 +123,16 @@ class _Births(DispatchModeWithoutDynamo):
     """Sees operations without a virtual operand that shall give a tensor on a virtual device."""
 
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        device = kwargs.get("device")
-        if device is None or device.type != "cpu" or device.index is None or not count():
+        if not count():
             return func(*args, **kwargs)
-        return compute(func, args, kwargs)
+        if func.overloadpacket is _TO:  # in inference mode it comes here whole
+            return move(func, args, kwargs)
+        device = kwargs.get("device")
+        if device is None:
+            return func(*args, **kwargs)
+        # PyTorch leaves a function mode out where its own functions are written in Python: names come here too.
+        device = actual(device)
+        return compute(func, args, {**kwargs, "device": device}) if is_virtual(device) else func(*args, **kwargs)
 
 
 def _compiling(compile: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,23 @@ observers: list[Callable[[Any, Any, Any, Any], None]] = []
 _aten = torch.ops.aten
 # Operations that take tensors of two devices on GPUs too.
 _ACROSS_DEVICES = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
-_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+# Operations that take indices or lengths from the host on GPUs too.
+_INDEXED = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten._unsafe_index.Tensor,
+}
+_WITH_LENGTHS = {
+    _aten._ctc_loss,
+    _aten._ctc_loss_backward,
+    _aten._pack_padded_sequence,
+    _aten._pack_padded_sequence_backward,
+    _aten._pad_packed_sequence,
+}
+# Operations whose second result is on the host, also on GPUs.
+_HOST_RESULTS = {_aten._pack_padded_sequence.default, _aten._pad_packed_sequence.default}
 
 
 def home(tensor: torch.Tensor) -> torch.device:
@@ -41,6 +57,9 @@ def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 class VirtualTensor(torch.Tensor):
     """A tensor on a virtual device: its metadata here, its numbers in ``_inner`` on the host."""
+
+    # With PyTorch's default, functions that are written in Python would run their body without our function mode.
+    __torch_function__ = compat.no_torch_function_of_its_own
 
     _inner: torch.Tensor
     _home: torch.device
@@ -94,6 +113,8 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func.overloadpacket is _aten.to:  # in inference mode it comes here whole
+            return move(func, args, kwargs or {})
         return compute(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -109,7 +130,7 @@ class VirtualTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        return self.detach()
+        return VirtualTensor(self._inner.detach(), self._home)  # not self.detach(): writes to it are not counted
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -236,18 +257,37 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         check_exists(wanted)
         kwargs = {**kwargs, "device": HOST if wanted.type == "cpu" else wanted}
     tensors = list(_tensors((*args, *kwargs.values())))
-    operands = _operands(args) if func in _INDEXED else tensors
+    operands = _operands(args) if func in _INDEXED and isinstance(args[0], VirtualTensor) else tensors
     target = wanted if wanted is not None else _common_device(func, operands)
     inner_args = _mapped(inside, tuple(args))
     inner_kwargs = {name: _mapped(inside, value) for name, value in kwargs.items()}
     result = func(*inner_args, **inner_kwargs)
     for observe in observers:
         observe(func, inner_args, inner_kwargs, result)
+    if func in _HOST_RESULTS:
+        return _wrapped(result[0], target), result[1]
     # What an operation gives back of its own arguments (in-place, out=) is the argument, not a new tensor.
     given = {id(value): value for value in tensors}
-    _refuse_new_shapes(func, given.values())
+    _keep_shapes(func, given.values())
     given |= {id(value._inner): value for value in tensors if isinstance(value, VirtualTensor)}
     return _mapped(lambda t: given[id(t)] if id(t) in given else _wrapped(t, target), result)
+
+
+def move(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``aten.to``: the tensor itself where nothing has to happen."""
+    given = {**compat.named_arguments(func, args), **kwargs}
+    tensor, other = given["self"], given.get("other")
+    dtype = other.dtype if other is not None else given.get("dtype")
+    wanted = home(other) if other is not None else given.get("device")
+    device = home(tensor) if wanted is None else actual(wanted)
+    form = given.get("memory_format")
+    same_form = form in (None, torch.preserve_format) or tensor.is_contiguous(memory_format=form)
+    if same_form and not given.get("copy") and device == home(tensor) and dtype in (None, tensor.dtype):
+        return tensor
+    how = {"dtype": dtype, "device": device, "non_blocking": given.get("non_blocking", False), "memory_format": form}
+    if is_virtual(device) or isinstance(tensor, VirtualTensor):
+        return compute(_aten._to_copy.default, (tensor,), how)
+    return _aten._to_copy.default(tensor, **how)
 
 
 # Operations have tensors and lists of tensors as arguments and results: PyTorch's pytrees, which know more, take longer
@@ -270,22 +310,36 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
     return tuple([_mapped(function, one) for one in value]) if type(value) is tuple else value
 
 
-def _refuse_new_shapes(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
+def _keep_shapes(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
+    """What an operation has changed in place inside (``x.t_()``, ``x.squeeze_()``) is changed outside too."""
     for tensor in tensors:
-        if not isinstance(tensor, VirtualTensor) or tensor._inner.shape == tensor.shape:
+        if not isinstance(tensor, VirtualTensor) or _form(tensor._inner) == _form(tensor):
+            continue
+        with suppress(RuntimeError), compat.no_torch_dispatch():
+            tensor.as_strided_(*_form(tensor._inner))
             continue
         shape = tuple(tensor._inner.shape)
         with suppress(RuntimeError):  # back to what is outside, so that it can still be used
             tensor._inner = tensor._inner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         raise RuntimeError(
-            f"{func} changes a shape in place ({tuple(tensor.shape)} to {shape}), which a virtual device cannot: use "
-            "the form that gives a new tensor"
+            f"{func} changes a shape in place ({tuple(tensor.shape)} to {shape}) and needs more memory for it, which "
+            "a virtual device cannot do: use the form that gives a new tensor"
         )
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], Any]:
+    return (tensor.shape, tensor.stride(), tensor.storage_offset()) if tensor.layout == torch.strided else _NO_FORM
+
+
+_NO_FORM = (torch.Size(), (), 0)
 
 
 def _wrapped(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu" or device.index is None or isinstance(tensor, VirtualTensor):
         return tensor
+    if torch.is_inference_mode_enabled():  # PyTorch wants views of ordinary tensors to be ordinary tensors there too
+        with torch.inference_mode(False):
+            return VirtualTensor(tensor, device)
     return VirtualTensor(tensor, device)
 
 
@@ -294,12 +348,15 @@ def _operands(args: Sequence[Any]) -> list[torch.Tensor]:
     return [args[0], *(value for value in args[2:] if isinstance(value, torch.Tensor))]
 
 
-def _common_device(func: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> torch.device:
+def _common_device(func: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
     """The device that the result is on; operands on several are refused as with GPUs."""
     virtual = dict.fromkeys(tensor._home for tensor in tensors if isinstance(tensor, VirtualTensor))
     if func in _ACROSS_DEVICES:
         return home(tensors[0])
-    host = any(not isinstance(tensor, VirtualTensor) and tensor.dim() > 0 for tensor in tensors)
+    on_host = [tensor for tensor in tensors if not isinstance(tensor, VirtualTensor) and tensor.dim() > 0]
+    if func.overloadpacket in _WITH_LENGTHS:
+        on_host = [tensor for tensor in on_host if tensor.is_floating_point() or tensor is tensors[0]]
+    host = bool(on_host)
     if len(virtual) > 1 or host:
         found = [str(shown(device)) for device in virtual] + (["cpu"] if host else [])
         raise RuntimeError(
