@@ -53,6 +53,15 @@ def no_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings in a run's folder draw their curves; hundreds of tests need none, those of the mark do."""
+    if request.node.get_closest_marker("pictures") is None:
+        from manyhands.training.callbacks import picture
+
+        monkeypatch.setattr(picture.Picture, "on_fit_end", lambda *_: None)
+
+
 @pytest.fixture(scope="session")
 def framework(request: pytest.FixtureRequest) -> str:
     """The name of the framework under test: the one asked for, or the first that is installed."""

@@ -221,7 +221,7 @@ def run(options: argparse.Namespace) -> int:
         raise
     for note in result.notes:
         say(note)
-    return _show(result, folder, chosen["model"]) if launcher.is_first() else 0
+    return _show(result, folder) if launcher.is_first() else 0
 
 
 # What is trained
@@ -367,16 +367,11 @@ def _leave(folder: Path, *, interrupted: bool) -> None:
         print("there was no checkpoint yet; --checkpoint-every STEPS writes more of them", file=sys.stderr)
 
 
-def _show(result: Result, folder: Path, model: str) -> int:
-    """Draw the picture and say what there is; 1 where a full disk has cost a part of it."""
+def _show(result: Result, folder: Path) -> int:
+    """Say what there is; 1 where a full disk has cost a part of it."""
     from manyhands.training.checkpoints.run_folder import RunFolder
-    from manyhands.training.display import curves
 
     run = RunFolder(folder)
-    try:
-        curves.curves(result.rows, run.plot_path, title=f"{model} on {', '.join(result.devices)}")
-    except Exception as error:  # whatever drawing raises: the training is worth more than its picture
-        print(f"no picture: {error}")
     files = [run.config_path, run.metrics_path, run.checkpoints, run.plot_path]
     there = [path.name for path in files if (any(path.iterdir()) if path.is_dir() else path.exists())]
     print(f"run: {folder} ({', '.join(there)})")

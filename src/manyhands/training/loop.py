@@ -25,6 +25,7 @@ from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, epoch_order
+from manyhands.training.display.unit import unit_of
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.learner import NAN_HINT, Learner, Say
@@ -72,6 +73,7 @@ class Loop:
         self._row_began, self._row_is_epoch = time.perf_counter(), False
         self._unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._shown = time.perf_counter()
+        self._unit: str | None = None  # what samples are called
         try:
             self._begin(run, resume)
         except BaseException:
@@ -193,7 +195,7 @@ class Loop:
                 self._commit()
                 self.cursor = self.cursor.after(window)
                 self.report.step()
-                self._look(window)
+                self._look(window, batch)
                 if self.cursor.batch == loader_batches.MANY and self.batches_of_epoch() is None:
                     self._warn_of_endless(window)
                 every = self.settings.checkpoints.every
@@ -258,12 +260,13 @@ class Loop:
     def _warn(self, text: str) -> None:
         self.say({"kind": "warning", "text": text})
 
-    def _look(self, window: Window) -> None:
+    def _look(self, window: Window, batch: Any) -> None:
         """Now and then: say how far this process is, with the figures that have arrived by themselves."""
         now = time.perf_counter()
         if now - self._shown < _SHOW_EVERY:
             return
         self._shown = now
+        self._unit = self._unit or unit_of(self.learner.data, batch)
         figures = self.learner.peek()
         if figures is not None:
             self.check_numbers(figures)
@@ -275,6 +278,7 @@ class Loop:
                 "batch": self.cursor.batch,
                 "batches": self.batches_of_epoch(),
                 "samples": self.cursor.sample,
+                "unit": self._unit,
                 "loss": figures.loss if figures and figures.count else None,
                 "accuracy": or_none(figures.accuracy) if figures else None,
             }

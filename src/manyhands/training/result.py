@@ -30,6 +30,12 @@ class Result:
         return math.nan if accuracy is None else float(accuracy)
 
     @property
+    def validation_loss(self) -> float:
+        """Of the last epoch; NaN where there were no validation data."""
+        loss = self.rows[-1].get("val_loss") if self.rows else None
+        return math.nan if loss is None else float(loss)
+
+    @property
     def seconds_per_epoch(self) -> float:
         """The mean over whole epochs, the first apart where there are others (it warms up)."""
         seconds = [row["seconds"] for row in self.rows if row.get("whole", True)]
@@ -37,7 +43,8 @@ class Result:
         return sum(seconds) / len(seconds) if seconds else math.nan
 
     def __str__(self) -> str:
-        """The book's line."""
-        accuracy = [] if math.isnan(self.test_accuracy) else [f"test acc {self.test_accuracy:.3f}"]
+        """The book's line; without classes it has the validation loss in place of the accuracy."""
+        figures = {"test acc": self.test_accuracy, "val loss": self.validation_loss}
+        known = [f"{name} {value:.3f}" for name, value in figures.items() if not math.isnan(value)][:1]
         seconds = [] if math.isnan(self.seconds_per_epoch) else [f"{self.seconds_per_epoch:.2f} sec/epoch"]
-        return f"{', '.join(accuracy + seconds) or 'trained'} on [{', '.join(self.devices)}]"
+        return f"{', '.join(known + seconds) or 'trained'} on [{', '.join(self.devices)}]"

@@ -286,7 +286,8 @@ class BaseTrainer(HyperParameters, Evaluating):
             if run is not None:
                 run.check()
             resume = _resume(self._option("resume"), run)  # it is sent to the other processes
-        with stop_signals.noted(), self._dispatcher(settings, run) as dispatcher:
+        title = self.run_config.get("train", {}).get("model") or type(model).__name__
+        with stop_signals.noted(), self._dispatcher(settings, run, title) as dispatcher:
             try:
                 result = self._train(model, settings, dispatcher, run=run, resume=resume)
             except LossIsNotANumber as error:
@@ -302,11 +303,11 @@ class BaseTrainer(HyperParameters, Evaluating):
             raise stop_signals.Stopped.by(result)
         return result
 
-    def _dispatcher(self, settings: Settings, run: RunPlan | None) -> Dispatcher:
+    def _dispatcher(self, settings: Settings, run: RunPlan | None, title: str) -> Dispatcher:
         first, path = launcher.is_first(), None if run is None else run.path
         quiet = self._option("quiet") or not first
         epochs = settings.max_epochs if settings.max_epochs < ENDLESS else None
-        dispatcher = dispatcher_for(self._callbacks(), epochs, path, quiet=quiet, first=first)
+        dispatcher = dispatcher_for(self._callbacks(), epochs, path, quiet=quiet, first=first, title=title)
         dispatcher.training.max_steps = settings.limits.max_steps
         dispatcher.training.validates = self.test_source is not None
         return dispatcher

@@ -142,3 +142,23 @@ def test_one_data_set_at_a_time(bench: Bench) -> None:
         BadBatch, match=r"evaluate takes one data set, and two were given: .*evaluate\(model, data\[1\]\)"
     ):
         trainer.evaluate(model, bench.data())
+
+
+# What is shown
+
+
+@pytest.mark.pictures
+def test_a_run_has_its_picture_after_one_epoch(bench: Bench) -> None:
+    pytest.importorskip("matplotlib")
+    result = bench.fit(epochs=1, run=bench.new_run())
+    assert (Path(result.run) / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_regression_shows_its_validation_loss(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    X, _ = labelled(bench, 64)
+    data = X, X.reshape(64, -1)[:, :10].copy()
+    how: dict[str, Any] = {"loss": "mse", "lr": 0.01, "batch_size": 32, "precision": "fp32"}
+    result = bench.mh.Trainer(1, **how, **bench.on(1)).fit(bench.recipes.model("mlp", 0), data, data)
+    assert result.rows[-1]["val_acc"] is None
+    assert str(result).startswith(f"val loss {result.rows[-1]['val_loss']:.3f}, ")
+    assert f"val loss {result.rows[-1]['val_loss']:.3f}, seconds" in capsys.readouterr().err

@@ -11,24 +11,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import run_python
 
 from manyhands.errors import PackageMissing
+from manyhands.training.callbacks.callback import Training
+from manyhands.training.callbacks.picture import Picture
 from manyhands.training.display import display
 from manyhands.training.display.curves import _nice, curves
 from manyhands.training.display.progress_bar import Progress
+from manyhands.training.display.unit import unit_of
 from manyhands.training.result import Result
 
 ROWS: list[dict[str, Any]] = [
     {"epoch": 0.5, "train_loss": 2.0, "train_acc": 0.4},
-    {"epoch": 1.0, "train_loss": 1.0, "train_acc": 0.7, "val_acc": 0.6},
+    {"epoch": 1.0, "train_loss": 1.0, "train_acc": 0.7, "val_loss": 1.2, "val_acc": 0.6},
     {"epoch": 1.5, "train_loss": None, "train_acc": float("nan")},
-    {"epoch": 2.0, "train_loss": 0.5, "train_acc": 0.9, "val_acc": 0.8, "note": "text"},
+    {"epoch": 2.0, "train_loss": 0.5, "train_acc": 0.9, "val_loss": 0.75, "val_acc": 0.8, "note": "text"},
 ]
 
 
-def test_the_picture_is_the_books() -> None:
+def test_the_picture_has_loss_and_accuracy_of_both_parts() -> None:
     pytest.importorskip("matplotlib")
     from manyhands.training.display.curves import _figure
 
@@ -37,15 +41,36 @@ def test_the_picture_is_the_books() -> None:
     drawn = {line.get_label(): line for axes in (left, right) for line in axes.get_lines()}
     assert {label: line.get_linestyle() for label, line in drawn.items()} == {
         "train loss 0.5": "-",
-        "train acc 0.900": "--",
-        "test acc 0.800": "-.",
+        "val loss 0.75": "--",
+        "train acc 0.900": "-",
+        "val acc 0.800": "--",
     }
     assert list(drawn["train loss 0.5"].get_xdata()) == [0.5, 1.0, 2.0]
-    assert list(drawn["test acc 0.800"].get_ydata()) == [0.6, 0.8]
+    assert list(drawn["val acc 0.800"].get_ydata()) == [0.6, 0.8]
     assert left.get_ylim() == (0.0, 2.0)
     assert right.get_ylim() == (0.0, 1.0)
     assert (left.get_xlabel(), left.get_ylabel(), right.get_ylabel()) == ("epoch", "loss", "accuracy")
     assert left.get_title() == "a title"
+
+
+def test_a_regression_has_no_accuracy() -> None:
+    pytest.importorskip("matplotlib")
+    from manyhands.training.display.curves import _figure
+
+    (axes,) = _figure([{"epoch": 1, "train_loss": 0.5, "train_acc": None, "val_loss": 0.7, "val_acc": None}], "").axes
+    assert [line.get_label() for line in axes.get_lines()] == ["train loss 0.5", "val loss 0.7"]
+    assert [line.get_marker() for line in axes.get_lines()] == ["o", "o"], "a single epoch is a picture, too"
+    assert axes.get_xlim() == (0.0, 2.0)
+
+
+def test_rows_within_epochs_are_drawn_over_steps() -> None:
+    pytest.importorskip("matplotlib")
+    from manyhands.training.display.curves import _figure
+
+    rows = [{"epoch": 1, "step": 50, "val_loss": 0.5}, {"epoch": 1, "step": 80, "val_loss": 0.4}]
+    (axes,) = _figure(rows, "").axes
+    assert axes.get_xlabel() == "step"
+    assert list(axes.get_lines()[0].get_xdata()) == [50, 80]
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3, 4, 37])
@@ -166,6 +191,7 @@ def test_a_program_without_a_console_is_quiet(monkeypatch: pytest.MonkeyPatch) -
 ON_A_TERMINAL = """
 import sys, time
 from manyhands.training.display.progress_bar import Progress
+from manyhands.training.display.unit import unit_of
 
 with Progress(epochs=10) as progress:
     for step in range(1, 2001):
@@ -275,5 +301,72 @@ def test_the_estimate_is_of_the_first_steps_after_the_warm_up(
 def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:
     row = {"epoch": 2, "seconds": 1.5, "whole": False, "val_acc": 0.8671}
     assert str(Result(rows=[row], devices=["cpu"])) == "test acc 0.867 on [cpu]"
+    regression = {"val_acc": None, "val_loss": 0.1234, "seconds": 0.42}
+    assert str(Result(rows=[regression], devices=["cpu"])) == "val loss 0.123, 0.42 sec/epoch on [cpu]"
     assert str(Result(rows=[{**row, "whole": True}], devices=["cpu"])) == "test acc 0.867, 1.50 sec/epoch on [cpu]"
     assert str(Result(devices=["cpu", "cpu"])) == "trained on [cpu, cpu]"
+
+
+# What is shown of a training
+
+
+def test_an_epochs_line_has_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"epoch": 1, "train_loss": 0.5, "train_acc": 0.75, "val_loss": 0.4, "val_acc": 0.8, "seconds": 1.5}
+    with display.Display(2, quiet=False) as shown:
+        shown.event({"kind": "epoch", **row, "val_f1": 0.7, "val_matrix": [[1, 2], [3, 4]]})
+        shown.event({"kind": "epoch", **row, "epoch": 2, "train_acc": None, "val_acc": None})
+    assert capsys.readouterr().err.splitlines() == [
+        "epoch 1: loss 0.500, accuracy 0.750, val loss 0.400, val acc 0.800, val f1 0.700, seconds 1.500",
+        "epoch 2: loss 0.500, val loss 0.400, seconds 1.500",
+    ]
+
+
+def test_a_bar_shows_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = display.Display(2, quiet=True)
+    figures: dict[str, Any] = {}
+    monkeypatch.setattr(shown._progress, "update", lambda *place, **given: figures.update(given))
+    progress = {"kind": "progress", "epoch": 1, "step": 5, "batch": 5, "batches": 10, "loss": 0.5, "accuracy": None}
+    shown.event({"kind": "evaluation", "val_loss": 0.4, "val_f1": 0.7})
+    shown.event({**progress, "samples": 50, "unit": "images"})
+    assert figures["val_loss"] == 0.4
+    assert {name for name in figures if "per_second" in name} == {"images_per_second"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((8, 3, 32, 32), "torch.float32", "images"),
+        ((8, 28, 28, 1), "float32", "images"),
+        ((8, 28, 28), "uint8", "images"),
+        ((8, 28, 28), "float32", "samples"),
+        ((8, 20), "int64", "samples"),
+        ((8, 3, 5, 7), "float32", "samples"),
+    ],
+)
+def test_only_images_are_called_so(shape: tuple[int, ...], dtype: str, expected: str) -> None:
+    class Data:
+        arrays = (np.zeros(shape, dtype.removeprefix("torch.")), np.zeros(8))
+
+    assert unit_of(Data, None) == expected
+    assert unit_of(object(), {"x": Data.arrays[0]}) == expected
+    assert unit_of(object(), None) == "samples"
+
+
+@pytest.mark.pictures
+def test_a_run_draws_itself(tmp_path: Path) -> None:
+    """At the end, and now and then before; whatever goes wrong is a note."""
+    pytest.importorskip("matplotlib")
+    training, picture = Training(2, tmp_path), Picture("Net")
+    training.rows, training.result = [{"epoch": 1, "train_loss": 1.0}], Result(devices=["cpu"])
+    picture.on_fit_start(training)
+    picture.on_fit_end(training)
+    assert not list(tmp_path.iterdir()), "nothing was trained"
+    training.rows.append({"epoch": 2, "train_loss": 0.5})
+    picture.on_epoch_end(training, training.rows[-1])
+    assert not list(tmp_path.iterdir()), "not so soon"
+    picture.on_fit_end(training)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    training.run = tmp_path / "curves.png"
+    picture.on_fit_end(training)
+    assert training.result.notes[0].startswith("no picture: ")

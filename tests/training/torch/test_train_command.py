@@ -95,6 +95,7 @@ def test_folders_that_cannot_be_are_no_traceback(tmp_path: Path, capsys: pytest.
     assert main(["convert", str(tmp_path / "nowhere"), "--to", "jax"]) == 1
 
 
+@pytest.mark.pictures
 def test_without_matplotlib_there_is_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Self
 from manyhands.errors import CallbackFailed, ManyhandsError
 from manyhands.training.callbacks.callback import Callback, Training
 from manyhands.training.callbacks.loggers.logger import Logger
+from manyhands.training.callbacks.picture import Picture
 from manyhands.training.callbacks.plan import CallbackPlan, names, plan_of
 from manyhands.training.callbacks.progress import Progress
 from manyhands.training.callbacks.step_means import StepMeans
@@ -25,13 +26,24 @@ Event = dict[str, Any]
 
 
 def dispatcher_for(
-    callbacks: Sequence[Callback], max_epochs: int | None, run: Path | None, *, quiet: bool, first: bool
+    callbacks: Sequence[Callback],
+    max_epochs: int | None,
+    run: Path | None,
+    *,
+    quiet: bool,
+    first: bool,
+    title: str = "",
 ) -> Dispatcher:
-    """The dispatcher of a training; it shows its progress unless one of the callbacks does, or it is to be quiet."""
+    """The dispatcher of a training; it shows its progress unless one of the callbacks does, or it is to be quiet.
+
+    In a run's folder it draws the curves, with this title.
+    """
     plan = plan_of(callbacks, has_run=run is not None)  # of all: it is the same in every process, also in quiet ones
     called = [callback for callback in callbacks if not (quiet and isinstance(callback, Progress))]
     if not quiet and not any(isinstance(callback, Progress) for callback in called):
         called.append(Progress())
+    if run is not None:
+        called.append(Picture(title))
     return Dispatcher(called, plan, Training(max_epochs, run), first=first)
 
 
@@ -151,6 +163,7 @@ class Dispatcher:
     def _place(self, event: Event) -> None:
         self.training.epoch, self.training.step = event["epoch"], event["step"]
         self.training.batches = event.get("batches", self.training.batches)
+        self.training.unit = event.get("unit", self.training.unit)
 
     # State
 

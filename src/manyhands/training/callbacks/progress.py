@@ -21,7 +21,11 @@ class Progress(Callback):
 
     def on_progress(self, training: Training, figures: Values) -> None:
         event = {"kind": "progress", "epoch": training.epoch - 1, "step": training.step, "batches": training.batches}
+        event["unit"] = training.unit
         self._show({**event, **{name: figures.get(name) for name in ("batch", "samples", "loss", "accuracy")}})
+
+    def on_evaluation(self, training: Training, figures: Values) -> None:
+        self._show({"kind": "evaluation", **figures})
 
     def on_epoch_end(self, training: Training, row: Row) -> None:
         self._show({"kind": "epoch", **row})

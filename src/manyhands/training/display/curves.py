@@ -1,4 +1,4 @@
-"""The picture of a run: loss and accuracy over the epochs."""
+"""The picture of a run: loss and accuracy over the epochs, of training and of validation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import PackageMissing
+from manyhands.schedule.colours import ACCURACY, INK, LOSS
 from manyhands.training.checkpoints import atomic_files
 
 if TYPE_CHECKING:
@@ -16,21 +17,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-_LOSS = "#1f77b4"
+# The colour says what is drawn, the line of which data: solid of training, dashed of validation.
 _LINES = {  # key: label, style, colour
-    "train_loss": ("train loss", "-", _LOSS),
-    "train_acc": ("train acc", "--", "#c2417c"),
-    "val_acc": ("test acc", "-.", "#2a8a3e"),
+    "train_loss": ("train loss", "-", LOSS),
+    "val_loss": ("val loss", "--", LOSS),
+    "train_acc": ("train acc", "-", ACCURACY),
+    "val_acc": ("val acc", "--", ACCURACY),
 }
+_LOSSES = ("train_loss", "val_loss")
 _FEW = 25  # points; fewer are also drawn as dots, and a single one could not be seen without
 _NICE = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 _INTERVALS = 5  # of both axes, so that one grid serves both
 
 
 def curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path:
-    """Draw `train_loss` (left axis), `train_acc` and `val_acc` (right axis) over `epoch`; the file's ending says how.
+    """Draw the losses (left axis) and accuracies (right axis) over the epochs; the file's ending says how.
 
-    A row needs not have every key. What is missing, None or not a number is left out.
+    A row needs not have every key. What is missing, None or not a number is left out; without any accuracy, as in a
+    regression, there is no right axis.
     """
     figure = _figure(rows, title)
     path = Path(path)
@@ -51,21 +55,42 @@ def _figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
         ) from error
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     left = figure.add_subplot()
-    right = left.twinx()
-    points = {key: _points(rows, key) for key in _LINES}
-    lines = [_draw(left if key == "train_loss" else right, key, *points[key]) for key in _LINES if points[key][0]]
-    _dress(left, right, points["train_loss"][1])
+    across = _across(rows)
+    points = {key: points for key in _LINES if (points := _points(rows, across, key))[0]}
+    right = left.twinx() if any(key not in _LOSSES for key in points) else None
+    lines = []
+    for key in points:
+        axes = left if right is None or key in _LOSSES else right
+        lines.append(_draw(axes, key, *points[key]))
+    _dress_across(left, across, max((x for xs, _ in points.values() for x in xs), default=1.0))
+    _dress_losses(left, [y for key in _LOSSES for y in points.get(key, ((), ()))[1]])
+    if right is not None:
+        _dress_accuracies(right)
     if lines:
-        figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), handlelength=3.2, frameon=False)
+        figure.legend(
+            handles=lines,
+            loc="outside lower center",
+            ncols=len(lines),
+            handlelength=3.0,
+            columnspacing=1.6,
+            frameon=False,
+            fontsize="small",
+        )
     else:
         left.text(0.5, 0.5, "no figures yet", transform=left.transAxes, ha="center", va="center", color="grey")
     if title:
-        left.set_title(title, fontsize="medium", pad=10)
+        left.set_title(title, fontsize="medium", pad=10, color=INK)
     return figure
 
 
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    pairs: list[tuple[Any, Any]] = [(row.get("epoch"), row.get(key)) for row in rows]
+def _across(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the figures are drawn over: epochs; steps, where an epoch has several rows."""
+    epochs = [row["epoch"] for row in rows if _is_number(row.get("epoch"))]
+    return "step" if len(set(epochs)) < len(epochs) and all("step" in row for row in rows) else "epoch"
+
+
+def _points(rows: Sequence[Mapping[str, Any]], across: str, key: str) -> tuple[list[float], list[float]]:
+    pairs: list[tuple[Any, Any]] = [(row.get(across), row.get(key)) for row in rows]
     good = [(float(x), float(y)) for x, y in pairs if _is_number(x) and _is_number(y)]
     return [x for x, _ in good], [y for _, y in good]
 
@@ -76,6 +101,7 @@ def _is_number(value: Any) -> bool:
 
 def _draw(axes: Axes, key: str, x: list[float], y: list[float]) -> Line2D:
     label, style, colour = _LINES[key]
+    validation = key.startswith("val_")
     (line,) = axes.plot(
         x,
         y,
@@ -83,33 +109,48 @@ def _draw(axes: Axes, key: str, x: list[float], y: list[float]) -> Line2D:
         color=colour,
         linewidth=1.8,
         marker="o" if len(x) <= _FEW else None,
-        markersize=3.5,
-        label=f"{label} {y[-1]:.3g}" if key == "train_loss" else f"{label} {y[-1]:.3f}",
-        clip_on=key == "train_loss",  # an accuracy of 1 lies on the edge
+        markersize=4.5,
+        markerfacecolor="white" if validation else colour,
+        markeredgewidth=1.4,
+        label=f"{label} {y[-1]:.3g}" if key in _LOSSES else f"{label} {y[-1]:.3f}",
+        clip_on=False,  # an accuracy of 1 lies on the edge
+        zorder=3 if validation else 2.5,
     )
     return line
 
 
-def _dress(left: Axes, right: Axes, losses: list[float]) -> None:
+def _dress_across(axes: Axes, name: str, last: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    left.set_xlabel("epoch")
-    left.set_ylabel("loss", color=_LOSS)
-    left.tick_params(axis="y", colors=_LOSS)
-    left.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
-    left.margins(x=0.02)
-    left.set_xlim(left=0.0)
-    right.set_ylabel("accuracy")
-    right.set_ylim(0.0, 1.0)
-    right.set_yticks([index / _INTERVALS for index in range(_INTERVALS + 1)])
+    axes.set_xlabel(name, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
+    axes.margins(x=0.02)
+    axes.set_xlim(left=0.0, right=None if last > 1.0 else 2.0)  # the points of a single epoch stand in the middle
+    axes.grid(visible=True, axis="x", alpha=0.3, linewidth=0.7)
+    axes.tick_params(axis="x", colors=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#c8c8c8")
+
+
+def _dress_losses(axes: Axes, losses: list[float]) -> None:
+    axes.set_ylabel("loss", color=LOSS)
+    axes.tick_params(axis="y", colors=LOSS)
+    axes.grid(visible=True, axis="y", alpha=0.3, linewidth=0.7)
     if losses and min(losses) >= 0.0 and max(losses) > 0.0:
         interval = _nice(max(losses) / _INTERVALS)
-        left.set_ylim(0.0, _INTERVALS * interval)
-        left.set_yticks([index * interval for index in range(_INTERVALS + 1)])
-    left.grid(visible=True, axis="x", alpha=0.35)
-    right.grid(visible=True, axis="y", alpha=0.35)
-    for axes in (left, right):
-        axes.spines["top"].set_visible(False)
+        axes.set_ylim(0.0, _INTERVALS * interval)
+        axes.set_yticks([index * interval for index in range(_INTERVALS + 1)])
+
+
+def _dress_accuracies(axes: Axes) -> None:
+    axes.set_ylabel("accuracy", color=ACCURACY)
+    axes.tick_params(axis="y", colors=ACCURACY)
+    axes.set_ylim(0.0, 1.0)
+    axes.set_yticks([index / _INTERVALS for index in range(_INTERVALS + 1)])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
 
 
 def _nice(least: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from typing import Any, Self
 
 from manyhands.training.display.progress_bar import Progress
@@ -23,6 +24,7 @@ class Display:
         self._since = (time.perf_counter(), 0, 0)
         self._warm: tuple[float, int] | None = None  # when the first steps were done, and how many they were
         self._estimated = False
+        self._validation: dict[str, float | None] = {}  # of the last evaluation
 
     def __enter__(self) -> Self:
         self._progress.__enter__()
@@ -35,24 +37,20 @@ class Display:
         if event["kind"] == "progress" and event["batches"] and not self._estimated:
             self._estimate(event)
         if event["kind"] == "progress" and event["batches"] and sys.stderr.isatty():
+            rate = {f"{event.get('unit', 'samples')}_per_second": self._rate(event["epoch"], event["samples"])}
             self._progress.update(
                 event["batch"],
                 event["batches"],
                 epoch=event["epoch"] + 1,
-                images_per_second=self._rate(event["epoch"], event["samples"]),
                 loss=event["loss"],
                 accuracy=event["accuracy"],
+                **rate,
+                **self._validation,
             )
+        elif event["kind"] == "evaluation":
+            self._validation = {name: event.get(name) for name in ("val_loss", "val_acc")}
         elif event["kind"] in ("epoch", "row"):
-            figures = {
-                "loss": event["train_loss"],
-                "accuracy": event["train_acc"],
-                "test acc": event["val_acc"],
-                "seconds": event["seconds"],
-            }
-            shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
-            where = f"epoch {event['epoch']}" if event["kind"] == "epoch" else f"step {event['step']}"
-            self._progress.line(f"{where}: {shown}")
+            self._progress.line(row_line(event, "step" if event["kind"] == "row" else "epoch"))
         elif event["kind"] == "note":
             self._progress.line(event["text"])
         elif event["kind"] == "warning":
@@ -82,6 +80,20 @@ class Display:
             self._since = (now, epoch, samples)
             return None
         return (samples - samples_then) / (now - then) if now > then and samples > samples_then else None
+
+
+def row_line(row: Mapping[str, Any], where: str = "epoch") -> str:
+    """A row of figures as one line, those of the user's metrics too; ``where`` it stands: its epoch, or its step.
+
+    >>> row = {"epoch": 2, "train_loss": 0.41, "train_acc": None, "val_loss": 0.38, "val_mae": 12.5, "seconds": 1.5}
+    >>> row_line(row)
+    'epoch 2: loss 0.410, val loss 0.380, val mae 12.500, seconds 1.500'
+    """
+    named = {"loss": row["train_loss"], "accuracy": row.get("train_acc")}
+    named |= {name.replace("_", " "): value for name, value in row.items() if name.startswith("val_")}
+    named["seconds"] = row["seconds"]
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in named.items() if isinstance(value, (int, float)))
+    return f"{where} {row[where]}: {shown}"
 
 
 def _duration(seconds: float) -> str:

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 _PAUSE = 0.1  # seconds between two redraws
-_WORDS = {"images_per_second": "{:,.0f} images/s", "loss": "loss {:.4f}", "accuracy": "accuracy {:.4f}"}
+_WORDS = {
+    "images_per_second": "{:,.0f} images/s",
+    "samples_per_second": "{:,.0f} samples/s",
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.4f}",
+    "val_loss": "val loss {:.4f}",
+    "val_acc": "val acc {:.4f}",
+}
 
 
 class Progress:
@@ -58,7 +65,7 @@ class Progress:
         """Step `step` of `total` in this epoch (both from 1) is done.
 
         Figures are plain numbers, never tensors on a device, whose reading would wait. One that is not
-        given keeps its last value. `images_per_second`, `loss` and `accuracy` are shown in words of their own.
+        given keeps its last value. Those of `_WORDS` are shown in words of their own.
         """
         if self._quiet:
             return
