@@ -48,6 +48,10 @@ def run(options: argparse.Namespace) -> int:
         sys.path.insert(0, str(options.script.parent.resolve()))
         try:
             runpy.run_path(str(options.script), run_name="__main__")
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
         finally:
             sys.argv, sys.path[:] = arguments, path
     return 0
