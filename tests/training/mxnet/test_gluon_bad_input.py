@@ -163,9 +163,9 @@ def test_what_mxnet_would_say_in_its_own_words(model: Any, options: dict[str, An
         fit(model(), vectors(), **options)
 
 
-def test_weights_of_samples_are_no_part_of_a_batch() -> None:
+def test_weights_of_samples_need_a_loss_of_gluons() -> None:
     with pytest.raises(TypeError) as raised:
-        fit(mlp(), (*vectors(), np.ones(90)))
+        fit(mlp(), (*vectors(), np.ones(90)), loss=lambda answer, target: answer.mean(1))
     assert "returns mh.LossSum(total, count)" in raised.value.__notes__[0]
 
 

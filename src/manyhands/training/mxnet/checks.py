@@ -63,14 +63,15 @@ def check_parts(objective: Objective, data: Source) -> None:
         raise refusals.no_target(data.arrays)
 
 
-def make_parameters(model: Any, data: Source, seed: int) -> None:
+def make_parameters(model: Any, data: Source, seed: int, objective: Objective | None = None) -> None:
     """Draw parameters that nobody initialised, by the seed, and give those a shape that wait for a first batch."""
     missing = [one for one in replicas.distinct(model) if one._data is None and not one._deferred_init]
     for parameter in missing:
         parameter.initialize()
     if any(one._deferred_init for one in replicas.distinct(model)) and can_be_read(data):
         with autograd.pause():
-            checked_answer(model, laid_for(model, few_samples(data, _FEW))[:-1])
+            few = laid_for(model, few_samples(data, _FEW))
+            checked_answer(model, (few if objective is None else objective.without_weights(few))[:-1])
     if missing:
         initialise(model, seed, only=missing)
 
@@ -83,7 +84,11 @@ def check_labels(objective: Objective, train: Source, test: Source | None) -> Lo
     """
     if not objective.of_classes:
         return None
-    objective.labels = look = ClassLabels(floats=True, columns=True)
+    objective.labels = labels = ClassLabels(floats=True, columns=True)
+
+    def look(arrays: Sequence[Any]) -> None:
+        labels(objective.without_weights(arrays))
+
     for data in (train, test):
         if isinstance(data, Arrays):
             look(data.arrays)

@@ -71,7 +71,8 @@ def figures(
     """Loss and accuracy on all devices, each sample counted once; the model is on them already."""
     sums, outputs = Metrics(feed.devices[0], over_all=True), Outputs(objective.model, take)
     for shards in _batches(feed, settings):
-        outputs.add(shards, evaluate(objective, shards, sums, attributes))
+        answers = evaluate(objective, shards, sums, attributes)
+        outputs.add([None if shard is None else objective.without_weights(shard) for shard in shards], answers)
         alive()
     outputs.finish()
     return sums.read()

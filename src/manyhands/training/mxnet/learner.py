@@ -31,6 +31,11 @@ from manyhands.training.mxnet.step import Step
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
+_IN_A_PARAMETER = (
+    'Keep it in a parameter: self.count = gluon.Parameter("count", shape=(1,), init="zeros", differentiable=False), '
+    "and write to it with self.count.set_data(self.count.data() + 1)"
+)
+
 
 class GluonLearner:
     """A :class:`~manyhands.training.learner.Learner`. The model is on its devices already: :func:`.replicas.on`."""
@@ -69,6 +74,7 @@ class GluonLearner:
         how: Any = {"clip": clip, "accumulate": accumulate, "together": together, "spared": spared}
         self.plain_step = Step(trainer, objective, self.metrics, **how)
         self.draws = _draws_numbers(model) or not objective.is_gluons
+        self._plain_arrays = {name: (one, one.asnumpy()) for name, one in replicas.plain_arrays(model).items()}
         if several:
             over = "the whole batch" if whole else "its own samples, and the model has those of the largest share"
             self.notes.append(f"batch normalisation: each device takes the statistics of {over}")
@@ -80,6 +86,12 @@ class GluonLearner:
                 "them counts"
                 for path, name in self.plain_step.attributes.changed()
             )
+        self._note(
+            f"{name} is an array that the model writes to in place: it is not in checkpoints, and every device writes "
+            f"to it. {_IN_A_PARAMETER}"
+            for name, (array, before) in self._plain_arrays.items()
+            if not np.array_equal(array.asnumpy(), before)
+        )
         self._share_statistics()
         if self.plain_step.average is not None:
             self.plain_step.average.put_into_model()

@@ -15,7 +15,7 @@ from mxnet import autograd, gluon
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.loss_sum import LossSum
-from manyhands.training.mxnet import replicas
+from manyhands.training.mxnet import replicas, sample_weights
 from manyhands.training.mxnet.book.accuracy import right_answers
 from manyhands.training.mxnet.book.module import Module
 
@@ -52,7 +52,8 @@ class Objective:
         if self.loss is None:
             name = "training_step" if training or not hasattr(self.model, "validation_step") else "validation_step"
             return _loss(getattr(self.model, name)(batch), size, name)
-        answer = checked_answer(self.model, batch[:-1])
+        inputs, target, weight = sample_weights.parts_of(self.model, self.loss, batch)
+        answer = checked_answer(self.model, inputs)
         if self.labels is not None and isinstance(answer, mx.nd.NDArray):
             self.labels.learn(answer.shape)
         if isinstance(self.loss, gluon.loss.Loss) and not isinstance(answer, mx.nd.NDArray):
@@ -61,16 +62,23 @@ class Objective:
                 "give loss=lambda answer, target: ..., which chooses what is compared with the target"
             )
         try:
-            value = self.loss(answer, batch[-1])
+            if weight is None:
+                value = self.loss(answer, target)
+            else:
+                value = sample_weights.weighted(self.loss, answer, target, weight)
         except mx.MXNetError as error:
-            if not (isinstance(self.loss, gluon.loss.Loss) and isinstance(batch[-1], mx.nd.NDArray)):
+            if not (isinstance(self.loss, gluon.loss.Loss) and isinstance(target, mx.nd.NDArray)):
                 raise
             raise BadBatch(
                 f"{type(self.loss).__name__} cannot compare answers of shape {answer.shape} with targets of shape "
-                f"{batch[-1].shape}: {_reason(error)}"
+                f"{target.shape}: {_reason(error)}"
             ) from error
-        right = right_answers(answer, batch[-1], anyhow=self.of_classes)
+        right = right_answers(answer, target, anyhow=self.of_classes)
         return replace(_loss(value, size, "loss", right), answer=answer)
+
+    def without_weights(self, parts: Batch) -> tuple[Any, ...]:
+        """The parts of a batch, or of all data, that are inputs and targets."""
+        return tuple(parts[:-1] if sample_weights.are_in(self.model, self.loss, len(parts)) else parts)
 
     @property
     def of_classes(self) -> bool:
@@ -98,8 +106,8 @@ def checked_answer(model: Any, inputs: Batch) -> Any:
             raise BadBatch(f"the model does not take samples of {kinds}: {_reason(error)}") from error
         if isinstance(error, TypeError) and len(inputs) > 1 and "positional argument" in str(error):
             error.add_note(
-                f"A batch has {len(inputs) + 1} parts, and all but the last go to the model. For weights of "
-                "samples write a training_step(batch) that returns mh.LossSum(total, count)."
+                f"A batch has {len(inputs) + 1} parts, and all but the last go to the model. Weights of samples need a "
+                "loss of Gluon's, which takes them, or a training_step(batch) that returns mh.LossSum(total, count)."
             )
         raise
 

@@ -40,14 +40,26 @@ def layers(block: Any) -> Iterator[Any]:
 
 def attributes(model: Any) -> Attributes:
     """Python attributes of the user's own blocks."""
+    blocks = _own_blocks(model, type(model).__name__)
+    return Attributes(blocks, ignored=_OF_EVERY_BLOCK, kinds=(mx.nd.NDArray,))
 
-    def named(block: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if not type(block).__module__.startswith(("mxnet.", "manyhands.")):
-            yield path, block
-        for name, child in block._children.items():
-            yield from named(child, f"{path}.{name}")
 
-    return Attributes(named(model, type(model).__name__), ignored=_OF_EVERY_BLOCK, kinds=(mx.nd.NDArray,))
+def _own_blocks(block: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Blocks of the user's own classes, each by its path."""
+    if not type(block).__module__.startswith(("mxnet.", "manyhands.")):
+        yield path, block
+    for name, child in block._children.items():
+        yield from _own_blocks(child, f"{path}.{name}")
+
+
+def plain_arrays(model: Any) -> dict[str, Any]:
+    """Arrays that are attributes of the user's own blocks: no parameters, so that no replica has one of its own."""
+    return {
+        f"{path}.{name}": value
+        for path, block in _own_blocks(model, type(model).__name__)
+        for name, value in vars(block).items()
+        if isinstance(value, mx.nd.NDArray)
+    }
 
 
 def statistics(model: Any) -> list[gluon.Parameter]:

@@ -137,7 +137,7 @@ class Trainer(BaseTrainer):
         objective = objective_for(model, self._option("loss"))
         checks.check_parts(objective, train)
         with modes.numpy_like(modes.of_model(model)):
-            checks.make_parameters(model, train, settings.seed)
+            checks.make_parameters(model, train, settings.seed, objective)
             look = checks.check_labels(objective, train, test)
             note = checks.check_loss(model, objective, train, max(len(devices), settings.step.accumulate))
         schedule, given = self._option("schedule"), self._option("optimizer")

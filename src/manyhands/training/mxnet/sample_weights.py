@@ -1,0 +1,61 @@
+"""Weights of samples for Gluon's own losses: ``(inputs..., target, sample_weight)``.
+
+A batch with one part more than the model's inputs and a target has weights, if the loss is one of Gluon's, which take
+them. As in Gluon a sample's loss is multiplied by its weight, and the mean is still over all samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mxnet import gluon
+
+from manyhands.errors import BadBatch
+
+
+def parts_of(model: Any, loss: Any, batch: Sequence[Any]) -> tuple[Sequence[Any], Any, Any]:
+    """The inputs, the target and the weights (or None) of a batch."""
+    if not are_in(model, loss, len(batch)):
+        return batch[:-1], batch[-1], None
+    return batch[:-2], batch[-2], batch[-1]
+
+
+def are_in(model: Any, loss: Any, parts: int) -> bool:
+    """Whether the last part of a batch with so many is the weights."""
+    if parts < 3 or not isinstance(loss, gluon.loss.Loss):
+        return False
+    fewest, most = _inputs(model)
+    return parts - 1 > most and fewest <= parts - 2 <= most
+
+
+def weighted(loss: gluon.loss.Loss, answer: Any, target: Any, weight: Any) -> Any:
+    """The losses of the samples, times their weights."""
+    names = list(inspect.signature(type(loss).hybrid_forward).parameters)
+    if names[4:5] != ["sample_weight"]:
+        raise BadBatch(
+            f"the data have sample weights, and {type(loss).__name__} does not take them as its third argument: give "
+            "loss=lambda answer, target: ..., and a training_step(batch) for the weights"
+        )
+    if len(weight.shape) == 1:
+        weight = weight.reshape((-1, *[1] * (len(answer.shape) - 1)))
+    return loss(answer, target, weight.astype(answer.dtype))
+
+
+def _inputs(model: Any) -> tuple[int, float]:
+    """The fewest and the most inputs that a model takes."""
+    if isinstance(model, (gluon.nn.Sequential, gluon.nn.HybridSequential)):
+        return 1, 1
+    kind, own = type(model), getattr(model, "_reg_params", {})
+    hybrid = isinstance(model, gluon.HybridBlock) and kind.forward is gluon.HybridBlock.forward
+    function, before = (kind.hybrid_forward, 2) if hybrid else (kind.forward, 1)
+    fewest, most = 0, 0.0
+    for parameter in list(inspect.signature(function).parameters.values())[before:]:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            most = math.inf
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name not in own:
+            most += 1
+            fewest += parameter.default is parameter.empty
+    return max(1, fewest), max(1.0, most)
