@@ -1,0 +1,212 @@
+"""What callbacks do with the events of a training, without one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyhands.errors import BadSettings, CallbackFailed, NotJson
+from manyhands.training.callbacks.best_checkpoint import BestCheckpoint
+from manyhands.training.callbacks.callback import Callback, Training
+from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
+from manyhands.training.callbacks.early_stopping import EarlyStopping
+from manyhands.training.callbacks.ema import EMA
+from manyhands.training.callbacks.plan import checked, plan_of
+from manyhands.training.callbacks.progress import Progress
+from manyhands.training.callbacks.step_means import StepMeans
+from manyhands.training.checkpoints import store
+from manyhands.training.running_sums import Figures
+
+
+def begun(
+    callbacks: list[Callback], run: Path | None = None, step: int = 0, states: Any = None, quiet: bool = True
+) -> tuple[Dispatcher, dict[str, Any]]:
+    """A training that has begun, and the answer to that."""
+    dispatcher = dispatcher_for(callbacks, 9, run, quiet=quiet, first=True)
+    place = {"epoch": 1, "step": step, "rows": [], "batches": 4, "states": states, "resumed": states is not None}
+    answer = dispatcher.event({"kind": "begin", "asks": True, **place})
+    assert answer is not None
+    return dispatcher, answer
+
+
+def evaluate(dispatcher: Dispatcher, step: int, **figures: float) -> dict[str, Any]:
+    answer = dispatcher.event({"kind": "evaluation", "epoch": step, "step": step, "figures": figures, "asks": True})
+    assert answer is not None
+    return answer
+
+
+def test_means_over_the_steps_since_the_last_ones() -> None:
+    """Two callbacks, after every 2 and every 3 steps; an epoch has 4 steps of one sample, with losses 1 to 8."""
+    twos, threes = StepMeans(), StepMeans()
+    losses, got = range(1, 9), {2: [], 3: []}  # type: ignore[var-annotated]
+    total, right = 0.0, 0
+    for step in losses:
+        total, right = total + step, right + step % 2
+        sums = Figures(total, right, (step - 1) % 4 + 1, None, True)
+        for every, means in ((2, twos), (3, threes)):
+            if step % every == 0:
+                got[every].append(means.take(sums)["train_loss"])
+        if step % 4 == 0:
+            for means in (twos, threes):
+                means.end_epoch(sums)
+            threes_again = StepMeans()
+            threes_again.restore(threes.state())
+            threes = threes_again
+            total, right = 0.0, 0
+    assert got == {2: [1.5, 3.5, 5.5, 7.5], 3: [2.0, 5.0]}
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "stopped_at"),
+    [
+        ("min", [3, 2, 2, 2, 1], 4),
+        ("max", [3, 2, 4, 4, 3.5, 9], 5),
+        (None, [3, math.nan, math.nan, 1], 3),
+        (None, [math.nan, math.nan, 1], 2),
+    ],
+)
+def test_early_stopping(mode: Any, values: list[float], stopped_at: int) -> None:
+    dispatcher, _ = begun([EarlyStopping("val_x", patience=2, mode=mode)])
+    stops = [evaluate(dispatcher, step, val_x=value)["stop"] for step, value in enumerate(values, start=1)]
+    assert [stop is not None for stop in stops] == [step >= stopped_at for step in range(1, len(values) + 1)]
+
+
+def test_early_stopping_continues_where_it_was_and_with_more_patience() -> None:
+    dispatcher, _ = begun([EarlyStopping("val_acc", patience=2)])
+    evaluate(dispatcher, 1, val_acc=0.5)
+    evaluate(dispatcher, 2, val_acc=0.4)
+    states = dispatcher.event({"kind": "states", "asks": True})
+    dispatcher, _ = begun([EarlyStopping("val_acc", patience=2)], states=states)
+    assert "the best was 0.5 in epoch 1" in evaluate(dispatcher, 3, val_acc=0.45)["stop"]
+    states = dispatcher.event({"kind": "states", "asks": True})
+    _, answer = begun([EarlyStopping("val_acc", patience=2)], states=states)
+    assert answer["stop"] is not None, "it was stopped already"
+    dispatcher, answer = begun([EarlyStopping("val_acc", patience=4)], states=states)
+    assert answer["stop"] is None
+    assert evaluate(dispatcher, 4, val_acc=0.6)["stop"] is None
+
+
+class Job:
+    """Evaluates and saves as a loop does; may be killed between the best checkpoint and the regular one."""
+
+    def __init__(self, run: Path, states: Any = None, step: int = 0, **options: Any) -> None:
+        self.run, self.best = run, BestCheckpoint("val_loss", save_top_k=2, **options)
+        for folder in (run / "best", run / "checkpoints"):
+            store.drop_after(folder, step)
+        self.dispatcher, _ = begun([self.best], run, step, states)
+
+    def step(self, step: int, loss: float, *, killed: bool = False) -> None:
+        wanted = evaluate(self.dispatcher, step, val_loss=loss)["save"]
+        states = self.dispatcher.event({"kind": "states", "asks": True})
+        for name in [*wanted, *([] if killed else ["checkpoints"])]:
+            keep = 3 if name == "checkpoints" else None
+            path = store.save(self.run / name, step, {"callbacks": states}, {}, keep=keep)
+            self.dispatcher.event({"kind": "checkpoint", "epoch": 1, "step": step, "path": str(path)})
+
+    @property
+    def kept(self) -> list[str]:
+        return sorted(path.name for path in (self.run / "best").iterdir())
+
+
+LOSSES = [5.0, 3.0, 4.0, 2.0, math.nan, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("killed_at", range(1, len(LOSSES) + 1))
+def test_best_checkpoints_survive_a_kill(tmp_path: Path, killed_at: int) -> None:
+    whole = Job(tmp_path / "whole")
+    for step, loss in enumerate(LOSSES, start=1):
+        whole.step(step, loss)
+    assert whole.kept == ["step-00000004", "step-00000007"]
+    assert whole.best.best_path == tmp_path / "whole" / "best" / "step-00000007"
+    run = tmp_path / "killed"
+    job = Job(run)
+    for step in range(1, killed_at):
+        job.step(step, LOSSES[step - 1])
+    job.step(killed_at, LOSSES[killed_at - 1], killed=True)
+    newest = store.load(run / "checkpoints") if killed_at > 1 else None
+    if newest is not None:
+        for _, step in newest.state["callbacks"]["states"]["BestCheckpoint"]["best"]:
+            store.load(run / "best" / f"step-{step:08d}")  # all that the checkpoint counts on are there
+    job = Job(run, newest.state["callbacks"] if newest else None, newest.step if newest else 0)
+    for step in range(newest.step + 1 if newest else 1, len(LOSSES) + 1):
+        job.step(step, LOSSES[step - 1])
+    assert job.kept == whole.kept
+    assert {path.name: value for path, value in job.best.best.items()} == {"step-00000007": 1.0, "step-00000004": 2.0}
+
+
+class Shows(Progress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.epochs: list[int] = []
+
+    def on_note(self, training: Training, text: str) -> None:
+        self.notes.append(text)
+
+    def on_epoch_end(self, training: Training, row: dict[str, Any]) -> None:
+        self.epochs.append(row["epoch"])
+
+
+def test_progress_can_be_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "epoch": 1,
+        "step": 4,
+        "train_loss": 0.5,
+        "train_acc": None,
+        "val_loss": None,
+        "val_acc": None,
+        "seconds": 1.0,
+    }
+    event = {"kind": "epoch", "epoch": 1, "step": 4, "row": row, "sums": [2.0, 0.0, 4.0, False]}
+    for quiet, given in ((False, False), (False, True), (True, True)):
+        shows = Shows()
+        with begun([shows] if given else [], quiet=quiet)[0] as dispatcher:
+            dispatcher.event({"kind": "note", "text": "going on"})
+            dispatcher.event(event)
+        assert shows.notes == (["going on"] if given and not quiet else [])
+        assert shows.epochs == ([1] if given and not quiet else [])
+        assert ("epoch 1" in capsys.readouterr().err) == (not given and not quiet)
+
+
+class Breaks(Callback):
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def on_fit_end(self, training: Training) -> None:
+        raise ValueError("at the end")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+
+def test_an_error_at_the_end_does_not_hide_the_one_that_ended_the_training() -> None:
+    dispatcher = begun([Breaks()])[0]
+    with pytest.raises(CallbackFailed, match=r"Breaks failed in on_fit_end .*ValueError: at the end"):
+        dispatcher.__exit__(None, None, None)
+    with pytest.raises(KeyError) as caught, begun([Breaks()])[0]:
+        raise KeyError
+    assert "Breaks failed in on_fit_end" in caught.value.__notes__[0]
+
+
+def test_a_state_is_json() -> None:
+    dispatcher, _ = begun([Breaks(Path("x"))])
+    with pytest.raises(NotJson, match=r"Breaks.state_dict\(\)\['state'\] is a PosixPath"):
+        dispatcher.event({"kind": "states", "asks": True})
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(BadSettings, match=r"two of them write to one folder"):
+        plan_of([BestCheckpoint("val_loss"), BestCheckpoint("val_acc")], has_run=True)
+    with pytest.raises(BadSettings, match=r"2 callbacks average the weights.*give one EMA"):
+        plan_of([EMA(0.9), EMA(0.99)], has_run=False)
+    with pytest.raises(BadSettings, match=r"callbacks=\[5\]: a int is no Callback; derive your class from mh.Callback"):
+        checked("callbacks", [5], Callback)
+    with pytest.raises(BadSettings, match=r"EMA\(decay=1\): give a number between 0 and 1"):
+        EMA(1)
+    with pytest.raises(BadSettings, match=r"the newest checkpoints are there"):
+        BestCheckpoint("val_loss", folder="checkpoints")
+    with pytest.raises(BadSettings, match=r"mode='up'"):
+        EarlyStopping("val_loss", mode="up")  # type: ignore[arg-type]
+    assert plan_of([EMA(0.5)], has_run=False).average == 0.5
