@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import convnet, images, mlp, vectors
 
 from manyhands.training import loop as loop_module
+from manyhands.training.callbacks.plan import CallbackPlan
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data.order import Window
 from manyhands.training.options import Step
@@ -96,8 +97,8 @@ class Arrived:
 class WatchedStep(EagerStep):
     waits: Waits
 
-    def __call__(self, batch: Any, whole: int, step: int) -> None:
-        super().__call__(batch, whole, step)
+    def __call__(self, batch: Any, whole: int, step: int, batch_idx: int = 0) -> None:
+        super().__call__(batch, whole, step, batch_idx)
         if step == WARM:
             # Adam counts its steps on the host, also for parameters on a GPU.
             self.waits.on_host |= {one["step"].data_ptr() for one in self.optimizer.state.values() if "step" in one}
@@ -121,12 +122,14 @@ def waits(job: Job, monkeypatch: pytest.MonkeyPatch, looks: int = 10) -> Waits:
     watched: Any = rank.plain_step
     watched.waits = found
     with found, Asks(found):
-        loop._train_epoch()
+        assert loop._make_steps()
     assert (loop.cursor.epoch, loop.cursor.sample, loop.cursor.batch, loop.cursor.step) == (0, 80, 10, 10)
     assert found.seen > 100
     assert len(kept) == looks
-    assert len(said) == 10
-    assert said[-1]["loss"] is not None
+    shown = [event for event in said if event["kind"] == "progress"]
+    assert len(shown) == 10
+    assert shown[-1]["loss"] is not None
+    assert len(said) == 10 + (looks - 10 if job.callbacks.every else 0)
     return found
 
 
@@ -169,6 +172,15 @@ def test_a_steady_step_waits_for_nothing(name: str, optimizer: Any, monkeypatch:
     data = source((X.float(), y))
     job = Job(model, objective_for(model, None), data, None, settings, optimizer, schedule=one_cycle)
     assert waits(job, monkeypatch).found == []
+
+
+def test_an_average_and_figures_of_steps_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What callbacks ask for: figures of every second step, the learning rate, an average of the weights."""
+    model = mlp(norm=True)
+    settings = Settings(1, 8, step=Step(on_nan="continue"))
+    job = Job(model, objective_for(model, None), source(vectors(80)), None, settings, adamw, schedule=one_cycle)
+    job.callbacks = CallbackPlan(every=(2,), rates=True, average=0.9)
+    assert waits(job, monkeypatch, looks=15).found == []
 
 
 def test_steps_from_a_loader_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,112 @@
+"""Callbacks beside a captured step: figures of steps, an average of the weights, and no wait for either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from manyhands import torch as mh  # noqa: E402
+
+IMAGES = torch.rand(330, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(5, (330,), generator=torch.Generator().manual_seed(1))
+
+
+class Diary(mh.Callback):
+    every = 5
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_steps(self, training: Any, figures: dict[str, float]) -> None:
+        self.losses[training.step] = figures["train_loss"]
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(800, 5)
+    ).double()
+
+
+def trained(epochs: int = 3, *, fast: bool, **options: Any) -> tuple[torch.nn.Module, mh.Result, Diary]:
+    model, diary = net(), Diary()
+    how: Any = {"devices": ["gpu:0"], "batch_size": 32, "quiet": True, "precision": "fp64", "lr": 0.05, **options}
+    trainer = mh.Trainer(epochs, callbacks=[diary, mh.EMA(0.9)], step=mh.Step(fast=fast), **how)
+    return model, trainer.fit(model, (IMAGES, LABELS), (IMAGES[:77], LABELS[:77])), diary
+
+
+def difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def test_a_captured_step_keeps_the_same_average() -> None:
+    (fast, result, diary), (plain, expected, by_plain_steps) = trained(fast=True), trained(fast=False)
+    assert any("one CUDA graph" in note for note in result.notes), result.notes
+    assert difference(fast, plain) < 1e-10
+    for row, other in zip(result.rows, expected.rows, strict=True):
+        assert row["val_loss"] == pytest.approx(other["val_loss"], rel=1e-8)
+    assert list(diary.losses) == list(by_plain_steps.losses) == [5, 10, 15, 20, 25, 30]
+    for step, loss in diary.losses.items():
+        assert loss == pytest.approx(by_plain_steps.losses[step], rel=1e-8)
+
+
+def test_a_resumed_captured_job_ends_bit_equal(tmp_path: Path) -> None:
+    whole, result, _ = trained(2, fast=True, run=tmp_path / "whole")
+    trained(1, fast=True, run=tmp_path / "parts")
+    parts, again, _ = trained(2, fast=True, run=tmp_path / "parts", resume="auto")
+    assert difference(whole, parts) == 0
+    assert again.rows[1]["val_loss"] == result.rows[1]["val_loss"]
+
+
+def test_weights_are_those_of_a_job_without_an_average(tmp_path: Path) -> None:
+    """Evaluations put the average into the memory that the graph reads: the weights must be back for the next step."""
+    trained(fast=True, run=tmp_path / "run")
+    with_average, without = net(), net()
+    state = mh.Trainer(3, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", lr=0.05)
+    state.fit(without, (IMAGES, LABELS), (IMAGES[:77], LABELS[:77]))
+    from manyhands.training.checkpoints import store
+    from manyhands.training.torch.state import job_state
+
+    job_state.restore_model(with_average, store.load(tmp_path / "run" / "checkpoints").blobs["model"])
+    assert difference(with_average, without) < 1e-10
+
+
+def test_nothing_waits_for_callbacks() -> None:
+    """PyTorch itself raises where the host would wait in a step."""
+    waits: list[str] = []
+
+    class Watch(mh.Callback):
+        def on_epoch_start(self, training: Any) -> None:
+            torch.cuda.set_sync_debug_mode("error" if training.epoch > 1 else "default")
+
+        def on_evaluation(self, training: Any, figures: dict[str, float]) -> None:
+            waits.append("evaluated")
+
+    def quiet_end(*_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    from manyhands.training.loop import Loop
+
+    read = Loop._read_figures
+    try:
+        Loop._read_figures = lambda self: (quiet_end(), read(self))[1]  # type: ignore[method-assign]
+        trainer = mh.Trainer(
+            3,
+            devices=["gpu:0"],
+            batch_size=32,
+            quiet=True,
+            lr=0.05,
+            precision="fp32",
+            callbacks=[Diary(), mh.EMA(0.9), mh.LearningRateMonitor(every=1), Watch()],
+            schedule=mh.one_cycle,
+        )
+        trainer.fit(net().float(), (IMAGES, LABELS), (IMAGES[:77], LABELS[:77]))
+    finally:
+        Loop._read_figures = read  # type: ignore[method-assign]
+        quiet_end()
+    assert len(waits) == 3

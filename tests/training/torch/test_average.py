@@ -1,0 +1,76 @@
+"""The moving average of the weights: what one would compute by hand, whatever the weights are."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_cases import mlp, vectors
+
+from manyhands import torch as mh
+from manyhands.training.options import Step
+from manyhands.training.torch.step.average import Average
+
+DECAY = 0.9
+
+
+def by_hand(model: torch.nn.Module, X: torch.Tensor, y: torch.Tensor, size: int, bad: int | None) -> dict[str, Any]:
+    """Plain SGD over the samples in order, in batches; the average after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for number, start in enumerate(range(0, len(X), size)):
+        if number == bad:
+            continue
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(X[start : start + size]), y[start : start + size]).backward()
+        optimizer.step()
+        for name, weight in model.named_parameters():
+            average[name] = DECAY * average[name] + (1 - DECAY) * weight.detach()
+    return average
+
+
+@pytest.mark.parametrize("bad", [None, 2])
+def test_it_is_what_one_computes_by_hand(bad: int | None) -> None:
+    """A batch that is left out, for its loss is NaN, leaves no trace in the average either."""
+    X, y = (part.clone() for part in vectors(48))
+    if bad is not None:
+        X[bad * 8] = torch.nan
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, y), batch_size=8)
+    model, expected = mlp().double(), by_hand(mlp().double(), X.double(), y, 8, bad)
+    how: Any = {"lr": 0.1, "precision": "fp64", "quiet": True, "step": Step(on_nan="continue")}
+    with contextlib.nullcontext() if bad is None else pytest.warns(UserWarning, match="not a number"):
+        mh.Trainer(1, callbacks=[mh.EMA(DECAY)], **how).fit(model, loader)
+    for name, weight in model.named_parameters():
+        assert torch.allclose(weight, expected[name], rtol=1e-12, atol=1e-14), name
+
+
+def test_half_precision_and_tied_weights() -> None:
+    """An average of bfloat16 is kept in float32, and a weight with two names is saved under both."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)).bfloat16()
+    net[1].weight = net[0].weight
+    average = Average(net, 0.999)
+    before = average.tensors[0].clone()
+    assert before.dtype == torch.float32
+    with torch.no_grad():
+        net[0].weight += 1
+    for _ in range(10):
+        average.update()
+    moved = (average.tensors[0] - before).mean()
+    assert 0.0095 < float(moved) < 0.0105, "bfloat16 would have lost most of it"
+    again = Average(net, 0.999)
+    assert again.restore({"average": average.saved()})
+    assert torch.equal(again.tensors[0], average.tensors[0])
+    weights = net[0].weight.detach().clone()
+    with average.in_model():
+        assert torch.equal(net[1].weight, average.tensors[0].bfloat16())
+    assert torch.equal(net[0].weight, weights)
+
+
+def test_a_run_without_an_average_gets_one(tmp_path: Path) -> None:
+    how: Any = {"run": tmp_path / "run", "lr": 0.1, "quiet": True}
+    mh.Trainer(1, **how).fit(mlp(), vectors())
+    result = mh.Trainer(2, resume="auto", callbacks=[mh.EMA()], **how).fit(mlp(), vectors())
+    assert any("no average of the weights (EMA)" in note for note in result.notes)
