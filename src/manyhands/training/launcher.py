@@ -1,17 +1,24 @@
-"""A job of several processes, as the environment of a launcher (torchrun and its like) tells of it.
+"""A job of several processes, as the environment of a launcher tells of it: torchrun and its like, or SLURM.
 
-``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` say which process this is, of how many, and where they
-meet; ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` the same for one machine. Every framework's trainer reads these.
+torchrun sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``: which process this is, of how many, and
+where they meet; ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` say the same for one machine. The tasks of an ``srun`` have
+``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS``, ``SLURM_LOCALID`` and the list of nodes, whose first is where they meet;
+``MASTER_ADDR`` and ``MASTER_PORT`` may say otherwise. Every framework's trainer reads these.
+
+A single task is a plain job, and so is what runs in a batch script without ``srun``, or in an interactive shell.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from dataclasses import dataclass
 
 from manyhands.errors import BadSettings
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+_STEP_IDS = ("SLURM_STEP_ID", "SLURM_STEPID")  # set by srun; a batch script does not have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +31,30 @@ class Place:
     local_size: int
     address: str
     port: int
+    # Whether the process sees its own GPUs only (SLURM's --gpus-per-task), and not all of the machine's.
+    sees_own_gpus: bool = False
 
 
 def is_there() -> bool:
     """Whether a launcher has set up this process as one of several."""
+    return _is_torchrun() or _is_slurm()
+
+
+def _is_torchrun() -> bool:
     return all(name in os.environ for name in _NEEDED)
+
+
+def _is_slurm() -> bool:
+    in_step = "SLURM_PROCID" in os.environ and any(name in os.environ for name in _STEP_IDS)
+    return in_step and "RANK" not in os.environ and _tasks() > 1
 
 
 def place() -> Place:
     """What the launcher says; the ports of :mod:`torch.distributed` are its default."""
+    return _torchruns_place() if _is_torchrun() else _slurms_place()
+
+
+def _torchruns_place() -> Place:
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_RANK", rank))
@@ -56,9 +78,80 @@ def device_names(kind: str, per_rank: int = 1) -> list[str]:
 
 def is_first() -> bool:
     """Whether this process is the one that writes and shows things."""
-    return not is_there() or int(os.environ["RANK"]) == 0
+    if _is_torchrun():
+        return int(os.environ["RANK"]) == 0
+    return not _is_slurm() or _number("SLURM_PROCID") == 0
 
 
 def size() -> int:
     """How many processes a launcher has started; 0 without one."""
-    return int(os.environ["WORLD_SIZE"]) if is_there() else 0
+    if _is_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return _tasks() if _is_slurm() else 0
+
+
+# SLURM
+
+
+def _slurms_place() -> Place:
+    nodes = node_names(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
+    address = os.environ.get("MASTER_ADDR") or next(iter(nodes), "")
+    if not address:
+        raise BadSettings(
+            "SLURM's environment names no nodes (SLURM_JOB_NODELIST is empty): set MASTER_ADDR to the first one"
+        )
+    port = _number("MASTER_PORT", 12000 + 2 * (_number("SLURM_JOB_ID", 0) % 10000))
+    own = _number("SLURM_GPUS_PER_TASK", 0) > 0
+    return Place(_number("SLURM_PROCID"), _tasks(), _number("SLURM_LOCALID"), _on_node(), address, port, own)
+
+
+def _tasks() -> int:
+    return _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
+
+
+def _on_node() -> int:
+    """The tasks of this node: SLURM writes those of all nodes as ``2(x3),1``."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    node = _number("SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else _tasks()
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "")
+    if not text and default is not None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise BadSettings(f"{name}={text!r} in the environment: SLURM sets a whole number there") from None
+
+
+def node_names(text: str) -> list[str]:
+    """The names in a list of nodes as SLURM writes it.
+
+    >>> node_names("node[01-03,07],gpu5")
+    ['node01', 'node02', 'node03', 'node07', 'gpu5']
+    >>> node_names("rack[1-2]n[8-9]")
+    ['rack1n8', 'rack1n9', 'rack2n8', 'rack2n9']
+    """
+    names: list[str] = []
+    for entry in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text):
+        pieces = [_numbers(piece[1:-1]) if piece[0] == "[" else [piece] for piece in _pieces(entry.strip())]
+        names += ["".join(parts) for parts in itertools.product(*pieces)] if pieces else []
+    return names
+
+
+def _pieces(entry: str) -> list[str]:
+    return re.findall(r"\[[^\]]*\]|[^\[\]]+", entry)
+
+
+def _numbers(text: str) -> list[str]:
+    """``01-03,07`` as four numbers, with their zeros."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return numbers

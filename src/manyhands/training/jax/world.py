@@ -40,7 +40,7 @@ def join() -> None:
             f"{place.address}:{port}",
             place.size,
             place.rank,
-            local_device_ids=[place.local_rank] if place.local_size > 1 else None,
+            local_device_ids=[place.local_rank] if place.local_size > 1 and not place.sees_own_gpus else None,
         )
     except RuntimeError as error:
         if _TOO_LATE not in str(error):

@@ -129,7 +129,7 @@ def _choose_gpu(place: launcher.Place, *, on_cpu: bool) -> None:
     gpus = tf.config.get_visible_devices("GPU")
     if on_cpu and gpus:
         tf.config.set_visible_devices([], "GPU")
-    elif place.local_size > 1 and len(gpus) >= place.local_size:
+    elif place.local_size > 1 and len(gpus) >= place.local_size and not place.sees_own_gpus:
         tf.config.set_visible_devices(gpus[place.local_rank], "GPU")
 
 

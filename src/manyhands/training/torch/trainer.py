@@ -190,10 +190,11 @@ class Trainer(BaseTrainer):
         place = launcher.place()
         on_cpu = self._option("devices") is not None and not self.gpus
         gpus = 0 if on_cpu or virtual.stands_in() else torch.cuda.device_count()
-        own_gpu = gpus >= place.local_size
+        own_gpu = gpus >= (1 if place.sees_own_gpus else place.local_size)
         if gpus and not own_gpu and place.rank == 0:
             say({"kind": "warning", "text": _too_few(gpus, place.local_size)})
-        device = torch.device("cuda", place.local_rank) if own_gpu else torch.device("cpu")
+        number = 0 if place.sees_own_gpus else place.local_rank
+        device = torch.device("cuda", number) if own_gpu else torch.device("cpu")
         name = "nccl" if own_gpu else "gloo"
         seconds = world.PATIENCE_UNDER_LAUNCHER * settings.workers.hang_seconds
         here = world.join(place.rank, place.size, device, name, address=None, seconds=seconds)

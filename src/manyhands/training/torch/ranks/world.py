@@ -149,7 +149,9 @@ def _launchers_store(rank: int, size: int, timeout: datetime.timedelta) -> Store
 
 @functools.cache
 def _open_store(rank: int, size: int) -> Store:
-    store: Store = next(iter(rendezvous("env://", rank, size)))[0]
+    here = launcher.place()
+    where = "env://" if "RANK" in os.environ else f"tcp://{here.address}:{here.port}"
+    store: Store = next(iter(rendezvous(where, rank, size)))[0]
     return store
 
 
