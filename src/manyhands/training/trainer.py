@@ -80,7 +80,7 @@ class BaseTrainer(HyperParameters, Evaluating):
             fp16 the loss is scaled), ``"fp64"``. Default: ``"auto"``, decided by the hardware and the model, never by a
             clock.
         seed: Sets the order of the samples and the random numbers of the job. Default: 0.
-        run: A folder for figures and checkpoints. Default: None, nothing is written.
+        run: A folder for figures, checkpoints and a picture of the curves. Default: None, nothing is written.
         resume: Continue from a run's last checkpoint: ``"auto"`` from the one in ``run`` if there is one, or the folder
             of a run or checkpoint. Default: None, start anew.
         quiet: Show no progress. Default: False.

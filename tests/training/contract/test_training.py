@@ -61,6 +61,7 @@ def test_the_trained_weights_are_in_the_callers_model(bench: Bench, monkeypatch:
         bench.mh.load_model(run)  # a run of one's own model: it is not known here how to make it
     for where in (run, run / "checkpoints" / "step-00000004"):
         loaded = bench.mh.load_weights(bench.recipes.model("mlp", 1), where)
+        assert not getattr(loaded, "training", False), "for evaluation"
         np.testing.assert_allclose(bench.answers(loaded, images), after, atol=1e-5)
     with pytest.raises(WrongCheckpoint, match="another model"):
         bench.mh.load_weights(bench.recipes.model("lenet", 1), run)

@@ -92,8 +92,12 @@ def load_model(run: str | Path) -> nnx.Module:
 
 
 def load_weights(model: nnx.Module, run: str | Path) -> nnx.Module:
-    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it.
+
+    The model is in evaluation mode then. Where the run averaged its weights (``mh.EMA``), it has the average.
+    """
     _restore(model, recipes.weights_of(run, "jax"))
+    model.eval()
     return model
 
 

@@ -94,7 +94,10 @@ def load_model(run: str | Path) -> Any:
 
 
 def load_weights(model: Any, run: str | Path) -> Any:
-    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it.
+
+    Where the run averaged its weights (``mh.EMA``), it has the average.
+    """
     checks.check_values(model)
     state.restore_model(model, recipes.weights_of(run, "mxnet"))
     return model

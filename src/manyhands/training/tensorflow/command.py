@@ -81,7 +81,10 @@ def load_model(run: str | Path) -> Any:
 
 
 def load_weights(model: Any, run: str | Path) -> Any:
-    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it.
+
+    Where the run averaged its weights (``mh.EMA``), it has the average.
+    """
     if not model.built:
         raise BadSettings("the model has no variables yet: call it on a few samples first, or model.build(shape)")
     _restore(model, recipes.weights_of(run, "tensorflow"))

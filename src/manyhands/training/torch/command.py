@@ -97,6 +97,9 @@ def load_model(run: str | Path) -> torch.nn.Module:
 
 
 def load_weights(model: torch.nn.Module, run: str | Path) -> torch.nn.Module:
-    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it."""
+    """Put the weights of a run's last checkpoint, or of the checkpoint that is named, into the model; gives it.
+
+    The model is in evaluation mode then. Where the run averaged its weights (``mh.EMA``), it has the average.
+    """
     job_state.restore_model(model, recipes.weights_of(run, "torch"))
-    return model
+    return model.eval()

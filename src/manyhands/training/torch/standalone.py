@@ -29,11 +29,12 @@ from manyhands.training.torch.step.eager import Numbers
 from manyhands.training.torch.workers import job_bytes, pool
 
 _ALIVE_EVERY = 0.2  # seconds
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]) -> dict[str, Any] | None:
     """This rank's part: the figures over all ranks, or (``predict``) nothing but what ``take`` gets."""
-    numbers = Numbers(torch.bfloat16 if job.settings.precision == "bf16" else None)
+    numbers = Numbers(_HALVES.get(job.settings.precision))
     numbers.dtype = torch.float64 if job.settings.precision == "fp64" else None
     model = job.model.to(here.device, numbers.dtype)
     here.broadcast_([*model.parameters(), *model.buffers()])

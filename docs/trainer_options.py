@@ -1,0 +1,82 @@
+"""Writes ``docs/trainer-options.md``: every option of a trainer with its default, from the docstrings.
+
+``python docs/trainer_options.py`` after a change of them; ``tests/training/neutral/test_trainer_options.py`` compares.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from manyhands.door import LOADED_LATE
+from manyhands.training import options
+from manyhands.training.trainer import BaseTrainer
+
+PAGE = Path(__file__).with_name("trainer-options.md")
+HEAD = """# Every option of a trainer
+
+Made from the docstrings by `python docs/trainer_options.py`; `help(mh.Trainer)` shows the same. What the options are
+for is told in [training.md](training.md). All but the first three of `Trainer` are given by name. An option that a
+framework cannot do is refused, with the reason.
+"""
+
+
+def page() -> str:
+    parts = [HEAD, section("Trainer", BaseTrainer)]
+    parts += [section(kind.__name__, kind, f"`Trainer({name}=mh.{kind.__name__}(...))`") for name, kind in topics()]
+    parts += [section(name, kind, "`Trainer(callbacks=[...])`") for name, kind in callbacks(loggers=False)]
+    parts += [section(name, kind, "`Trainer(loggers=[...])`") for name, kind in callbacks(loggers=True)]
+    return "\n".join(parts)
+
+
+def topics() -> list[tuple[str, Any]]:
+    return list(options.TOPICS.items())
+
+
+def callbacks(*, loggers: bool) -> list[tuple[str, Any]]:
+    """Those that come with manyhands and have options."""
+    found = []
+    for name, module in sorted(LOADED_LATE.items()):
+        if module.startswith("manyhands.training.callbacks.") and (".loggers." in module) == loggers:
+            kind = getattr(importlib.import_module(module), name)
+            if described(kind):
+                found.append((name, kind))
+    return found
+
+
+def section(name: str, kind: Any, how: str = "") -> str:
+    """A heading, the first lines of the docstring, and a table."""
+    text = inspect.getdoc(kind) or ""
+    about = text.split("\nArgs:")[0].strip()
+    rows = [f"| `{option}` | {default(kind, option)} | {meaning} |" for option, meaning in described(kind).items()]
+    lines = [f"## {name}", "", plain(about), ""]
+    lines += [f"Given as {how}.", ""] if how else []
+    return "\n".join([*lines, "| option | default | |", "|---|---|---|", *rows, ""])
+
+
+def described(kind: Any) -> dict[str, str]:
+    """The options in the Args of a docstring, each with its text in one line."""
+    _, _, arguments = (inspect.getdoc(kind) or "").partition("\nArgs:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n(?:        .*)?)*)", arguments, re.MULTILINE)
+    return {name: plain(" ".join(text.split())).replace("|", "\\|") for name, text in entries}
+
+
+def default(kind: Any, option: str) -> str:
+    parameter = inspect.signature(kind).parameters.get(option)
+    if parameter is None or parameter.kind is parameter.VAR_KEYWORD:
+        return ""
+    if parameter.default is parameter.empty:
+        return "required"
+    return f"`{parameter.default!r}`"
+
+
+def plain(text: str) -> str:
+    """reStructuredText's ``code`` as Markdown's."""
+    return re.sub(r":(?:attr|class|func|meth|mod|data):`~?([^`]*)`", r"`\1`", text).replace("``", "`")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,40 @@
+"""The reference of a trainer's options: every one is explained, and the page is the docstrings'."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from manyhands.training import options
+from manyhands.training.trainer import BaseTrainer
+
+SCRIPT = Path(__file__).parents[3] / "docs" / "trainer_options.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("trainer_options", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(script: Any) -> None:
+    assert script.PAGE.read_text() == script.page(), "run: python docs/trainer_options.py"
+
+
+@pytest.mark.parametrize("kind", [BaseTrainer, *options.TOPICS.values()])
+def test_every_option_is_explained(script: Any, kind: Any) -> None:
+    assert list(script.described(kind)) == list(inspect.signature(kind).parameters), "in this order"
+
+
+def test_every_callback_says_what_it_takes(script: Any) -> None:
+    for _, kind in [*script.callbacks(loggers=False), *script.callbacks(loggers=True)]:
+        assert list(script.described(kind)) == list(inspect.signature(kind).parameters)
