@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CORPUS = Path(__file__).parent / "audit" / "corpus"
+TRAINERS = Path(__file__).parent / "audit" / "trainers"
 
 
 def programs(framework: str, kind: str) -> list[str]:
@@ -18,16 +19,16 @@ def programs(framework: str, kind: str) -> list[str]:
     return sorted(path.stem for path in (CORPUS / framework / kind).glob("*.py"))
 
 
-def planted(framework: str, name: str) -> set[tuple[int, str]]:
+def planted(framework: str, name: str, folder: Path = CORPUS) -> set[tuple[int, str]]:
     """The lines of a program that are marked, with the kind of their defect."""
-    lines = (CORPUS / framework / "planted" / f"{name}.py").read_text().splitlines()
+    lines = (folder / framework / "planted" / f"{name}.py").read_text().splitlines()
     marks = ((number, re.search(r"# planted: (\S+)", line)) for number, line in enumerate(lines, 1))
     return {(number, mark[1]) for number, mark in marks if mark is not None}
 
 
-def audit(framework: str, **environment: str) -> dict[str, Any]:
+def audit(framework: str, folder: Path = CORPUS, **environment: str) -> dict[str, Any]:
     """The findings of all programs of a framework, by name; one process runs them all."""
-    command = [sys.executable, str(CORPUS / "run.py"), str(CORPUS / framework)]
+    command = [sys.executable, str(CORPUS / "run.py"), str(folder / framework)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
