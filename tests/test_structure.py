@@ -116,8 +116,8 @@ def test_a_door_shows_type_checkers_what_it_has(framework: str) -> None:
     assert sorted(at_once | for_types) == door.names(framework)
 
 
-def test_what_only_pytorchs_door_has() -> None:
-    assert set(door.names("torch")) - set(door.names("jax")) == {"assert_no_stalls", "compile_backend", "guard"}
+def test_only_pytorch_has_a_backend_for_torch_compile() -> None:
+    assert set(door.names("torch")) - set(door.names("jax")) == {"compile_backend"}
     assert door.names("jax") == door.names("tensorflow") == door.names("mxnet")
 
 

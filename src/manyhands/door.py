@@ -54,9 +54,11 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
         "Workers": "manyhands.training.options",
         "accuracy": "manyhands.training.{framework}.book.accuracy",
         "add_to_class": "manyhands.training.book.vocabulary",
+        "assert_no_stalls": "manyhands.audit.guard",
         "by_step": "manyhands.training.schedules",
         "evaluate_accuracy_gpu": "manyhands.training.{framework}.book.accuracy",
         "evaluate_accuracy_gpus": "manyhands.training.{framework}.book.accuracy",
+        "guard": "manyhands.audit.guard",
         "lenet": "manyhands.training.{framework}.book.models",
         "load_data_fashion_mnist": "manyhands.training.{framework}.book.datasets",
         "load_model": "manyhands.training.{framework}.command",
@@ -73,9 +75,7 @@ LOADED_LATE: Mapping[str, str] = MappingProxyType(
 OF_TORCH: Mapping[str, str] = MappingProxyType(
     {
         "Parallel": "manyhands.parallel.function",
-        "assert_no_stalls": "manyhands.audit.guard",
         "compile_backend": "manyhands.parallel.torch_entry",
-        "guard": "manyhands.audit.guard",
         "parallel": "manyhands.parallel.torch_entry",
         "predict": "manyhands.training.torch.predict.entry",
     }

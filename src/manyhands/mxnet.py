@@ -40,6 +40,8 @@ split_batch = _verbs.split_batch
 gather = _verbs.gather
 
 if TYPE_CHECKING:
+    from manyhands.audit.guard import assert_no_stalls as assert_no_stalls
+    from manyhands.audit.guard import guard as guard
     from manyhands.parallel.delegated import Offer as _Offer
     from manyhands.parallel.delegated import Parallel as Parallel
     from manyhands.tasks.scope import Future as Future

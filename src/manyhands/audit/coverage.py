@@ -30,6 +30,33 @@ SEEN: Mapping[str, Mapping[Kind, str]] = MappingProxyType(
                 Kind.LAUNCHES: "predicted only (`--as-if-gpu`)",
             }
         ),
+        "jax": MappingProxyType(
+            {
+                Kind.READ: "`float`, `int`, `.item()`, `.tolist()`, an index that is an array",
+                Kind.PRINT: "`print(array)`, f-strings, `format`, `repr`",
+                Kind.CONTROL_FLOW: "`if array`, `bool`",
+                Kind.TO_HOST: "`np.asarray`, `np.array`, `jax.device_get`",
+                Kind.SYNCHRONIZE: "`block_until_ready`",
+            }
+        ),
+        "tensorflow": MappingProxyType(
+            {
+                Kind.READ: "`float`, `int`, an index that is a tensor",
+                Kind.PRINT: "`print(tensor)`, f-strings, `format`, `repr`",
+                Kind.CONTROL_FLOW: "`if tensor`, `bool`",
+                Kind.TO_HOST: "`.numpy()`, `np.asarray`, `np.array`",
+                Kind.HOST_OPERATION: "`tf.py_function`, `tf.numpy_function` in a `tf.function`",
+            }
+        ),
+        "mxnet": MappingProxyType(
+            {
+                Kind.READ: "`float`, `int`, `.item()`, `.tolist()`, `asscalar`",
+                Kind.PRINT: "`print(array)`, f-strings, `repr`",
+                Kind.CONTROL_FLOW: "`if array`, `bool`",
+                Kind.TO_HOST: "`asnumpy`",
+                Kind.SYNCHRONIZE: "`wait_to_read`, `waitall`",
+            }
+        ),
     }
 )
 # What waits or copies without being seen.
@@ -40,5 +67,12 @@ NOT_SEEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "other processes: data loader workers, ranks",
             "tiny operations on a real GPU, line by line; how busy it is says whether the host is the limit",
         ),
+        "jax": (
+            "NumPy arrays that a jitted function is given, which are copied in every call",
+            "steps, unless `manyhands.jax.Trainer` or `jax.profiler.StepTraceAnnotation` makes them",
+            "how busy the device is",
+        ),
+        "tensorflow": ("eager copies between devices, which happen in C++", "how busy the device is"),
+        "mxnet": ("copies between contexts in one operation, which happen in C++", "how busy the device is"),
     }
 )

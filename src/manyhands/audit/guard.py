@@ -18,10 +18,10 @@ from typing import Literal
 from manyhands.audit import cures, watch
 from manyhands.audit.kinds import Kind
 from manyhands.audit.sites import Site
+from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings, HiddenWait
 
 Mode = Literal["forbid", "warn", "count"]
-HOOKED = ("torch",)  # the frameworks that have hooks
 
 
 class HiddenWaitWarning(UserWarning):
@@ -121,6 +121,6 @@ def assert_no_stalls() -> Iterator[Seen]:
 
 def install_hooks() -> None:
     """Hook the frameworks that are imported."""
-    for framework in HOOKED:
+    for framework in FRAMEWORKS:
         if framework in sys.modules:
             importlib.import_module(f"manyhands.audit.{framework}.hooks").install()

@@ -22,6 +22,7 @@ class Kind(Enum):
     COLLECTIVE = "blocking-collective"
     LOADER = "data-loader"
     LAUNCHES = "tiny-launches"
+    HOST_OPERATION = "host-operation"
 
     @property
     def title(self) -> str:
@@ -49,6 +50,7 @@ _TITLES = {
     Kind.COLLECTIVE: "the host waits for the other processes",
     Kind.LOADER: "the data loader is slower than the device",
     Kind.LAUNCHES: "many tiny operations are launched one by one",
+    Kind.HOST_OPERATION: "a graph calls Python: the device waits for the host, and the host for the device",
 }
 _CURES = {
     Kind.READ: "keep the value on the device (.detach()) and read it every 100 steps, or once at the end",
@@ -60,9 +62,10 @@ _CURES = {
     Kind.BLOCKING: "add non_blocking=True",
     Kind.DATA: "make the tensor once, before the loop, or with torch.full/torch.arange on the device",
     Kind.IMPLICIT: "move the operand to the device once, before the loop",
-    Kind.SYNCHRONIZE: "remove it: PyTorch orders the device's work by itself",
+    Kind.SYNCHRONIZE: "remove it: the framework orders the device's work by itself",
     Kind.CHECK: "use the form that does not check (torch.linalg.cholesky_ex, inv_ex, solve_ex), and check now and then",
     Kind.COLLECTIVE: "start it with async_op=True and wait where its result is needed; remove barriers from the loop",
     Kind.LOADER: "give the DataLoader more num_workers, persistent_workers=True, or keep the data on the device",
+    Kind.HOST_OPERATION: "write it with operations of the framework, or do it in the input pipeline",
     Kind.LAUNCHES: "work on the whole tensor at once instead of a Python loop over its parts (torch.vmap, batched ops)",
 }

@@ -23,7 +23,7 @@ from typing import Any
 from manyhands.audit import profile, report, sites, watch
 from manyhands.audit.recorder import Recorder
 
-FRAMEWORKS = ("torch",)  # those that have hooks
+FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 
 
 class Enough(BaseException):
@@ -34,7 +34,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls a function when a framework has been imported by the program; the auditor imports none itself."""
 
     def __init__(self, then: Callable[[str], None]) -> None:
-        self._then, self._waiting = then, set(FRAMEWORKS)
+        self._then, self._waiting = then, {*FRAMEWORKS, "keras"}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in self._waiting:
@@ -72,6 +72,10 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     os.register_at_fork(before=lambda: _count_fork(recorder, process))
 
     def imported(framework: str) -> None:
+        if framework == "keras":  # which may import TensorFlow, or be imported by it
+            if "tensorflow" in recorder.frameworks:
+                importlib.import_module("manyhands.audit.tensorflow.hooks").wrap_steps()
+            return
         recorder.frameworks.add(framework)
         try:
             hooks = importlib.import_module(f"manyhands.audit.{framework}.listen")

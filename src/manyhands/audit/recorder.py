@@ -15,7 +15,7 @@ from manyhands.audit.watch import Event
 
 _MOST_ENTRIES = 500_000
 # Kinds whose time is the host's own: the device may go on meanwhile.
-_HOST_ONLY = {Kind.LOADER, Kind.COLLECTIVE}
+_HOST_ONLY = {Kind.LOADER, Kind.COLLECTIVE, Kind.HOST_OPERATION}
 _TINY_LAUNCHES = 32  # of one line in one run of its function, per step
 
 
@@ -53,6 +53,7 @@ class Recorder:
         self.frameworks: set[str] = set()
         self.forks = 0
         self.remarks: list[str] = []  # of a framework's hooks, in words
+        self.launched = False  # whether operations on what stands in for a device were seen
         self.incomplete = False  # more entries than are kept
         self.busy_seconds: float | None = None  # of the device, in one step, where that was measured
         self._on_step = on_step
@@ -104,7 +105,7 @@ class Recorder:
     def launch(self, seconds: float, line: tuple[int, Line] | None = None, *, kernel: bool = True) -> None:
         """An operation was launched on what stands in for a device; ``line``: a run of a user's function, its line."""
         profile = self.profile
-        self.used_device = True
+        self.used_device = self.launched = True
         if profile is None or (self._thread is not None and threading.get_ident() != self._thread):
             return
         with self._lock:

@@ -13,6 +13,7 @@ from manyhands.audit.recorder import Entry, Key, Recorder
 from manyhands.audit.sites import shown_path
 
 SCHEMA = 1
+_FEWEST = 3  # waits of a line in a program without steps: fewer are no loop
 _LOADER_SECONDS = 0.02  # a batch: what stands in for a GPU makes the loader itself slower, so less says nothing
 
 
@@ -95,6 +96,8 @@ def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
     for key in dict.fromkeys(key for key, _ in others if key.site.allowed is None):
         waits = [seconds for other, seconds in others if other == key]
         report.findings.append(_finding(key, len(waits), sum(waits), None, report))
+    if not recorder.steps:
+        report.findings = [finding for finding in report.findings if finding.count >= _FEWEST]
     report.findings.sort(key=lambda finding: (finding.gained or 0.0, finding.waited), reverse=True)
     _summarise(report, recorder)
     return report
@@ -162,8 +165,8 @@ def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, 
     total = length.total
     if not report.predicted and recorder.steps:
         total = recorder.step_times[recorder.steps] - recorder.step_times[first]
-    if total <= 0 or not recorder.used_device:
-        return
+    if total <= 0 or not recorder.used_device or (report.predicted and not recorder.launched):
+        return  # without the operations between the waits there is no step to compare them with
     steps = report.counted_steps or 1
     report.step_seconds = total / steps if report.counted_steps else None
     if report.predicted:
@@ -206,7 +209,10 @@ def _summarise(report: Report, recorder: Recorder) -> None:
     if recorder.incomplete:
         report.notes.append("the program waited so often that only the first 500,000 waits were kept")
     if recorder.used_device and recorder.steps == 0:
-        report.notes.append("no optimizer step was seen: all waits of the program are counted, and times are in all")
+        report.notes.append(
+            "no optimizer step was seen: lines that waited at least "
+            f"{_FEWEST} times in the whole program are listed, and times are in all"
+        )
     report.verdict = verdict(report, used_device=recorder.used_device)
 
 

@@ -8,6 +8,7 @@ import re
 import site
 import sys
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import CodeType, FrameType
@@ -46,8 +47,9 @@ class Site:
 
     @property
     def allowed(self) -> str | None:
-        """The reason of a comment ``# manyhands: wait-ok <reason>`` on the line; None: there is no such comment."""
-        return wait_ok(self.user.text)
+        """The reason of a comment ``# manyhands: wait-ok <reason>`` on one of the lines; None: there is none."""
+        reason = wait_ok(self.user.text)
+        return wait_ok(self.library.text) if reason is None and self.library is not None else reason
 
 
 def wait_ok(text: str) -> str | None:
@@ -110,22 +112,28 @@ def set_user_roots(*folders: str) -> None:
 
 
 def current(depth: int = 1) -> Site | None:
-    """The site of a wait that happens now, ``depth`` calls above; None: it was asked for, so nobody is to be told."""
+    """The site of a wait that happens now, ``depth`` calls above.
+
+    None: nobody is to be told. It was asked for by name, or no line of the user's led to it (a library's own thread).
+    """
     frame: FrameType | None = sys._getframe(depth)
     library: Line | None = None
-    outermost: FrameType | None = None
     while frame is not None:
         owner = _owners.get(frame.f_code) or _owner(frame.f_code)
         if owner is _Owner.ASKED_FOR:
             return None
         if owner is _Owner.USER:
             return Site(_line(frame), library)
-        if owner is _Owner.LIBRARY:
-            outermost = frame
-            if library is None:
-                library = _line(frame)
+        if owner is _Owner.LIBRARY and library is None:
+            library = _line(frame)
         frame = frame.f_back
-    return None if library is None or outermost is None else Site(_line(outermost), library)
+    return None
+
+
+def of_lines(lines: Iterable[tuple[str, int]]) -> Site | None:
+    """The site of a traceback, outermost line first: the innermost line that is in no library."""
+    users = [Line(file, number) for file, number in lines if _owner_of_file(file) is _Owner.USER]
+    return Site(users[-1]) if users else None
 
 
 def is_users(code: CodeType) -> bool:
@@ -138,20 +146,20 @@ def _line(frame: FrameType) -> Line:
 
 
 def _owner(code: CodeType) -> _Owner:
-    file = code.co_filename
+    owner = _owners[code] = _owner_of_file(code.co_filename, code.co_name)
+    return owner
+
+
+def _owner_of_file(file: str, function: str = "") -> _Owner:
     path = file if file.startswith("<") else os.path.abspath(file)
     if path.startswith(("<frozen", "<eval_with_key", "<manyhands", "<generated", "<__array_function__")):
-        owner = _Owner.LIBRARY
-    elif path.startswith(PACKAGE):
-        owner = _of_manyhands(path[len(PACKAGE) :].replace(os.sep, "/"), code.co_name)
-    elif _user_roots and path.startswith(_user_roots):
-        owner = _Owner.USER
-    elif path.startswith(_libraries) or "/site-packages/" in path or "/dist-packages/" in path:
-        owner = _Owner.LIBRARY
-    else:
-        owner = _Owner.USER
-    _owners[code] = owner
-    return owner
+        return _Owner.LIBRARY
+    if path.startswith(PACKAGE):
+        return _of_manyhands(path[len(PACKAGE) :].replace(os.sep, "/"), function)
+    if _user_roots and path.startswith(_user_roots):
+        return _Owner.USER
+    in_library = "/site-packages/" in path or "/dist-packages/" in path or "__autograph_generated_file" in path
+    return _Owner.LIBRARY if in_library or path.startswith(_libraries) else _Owner.USER
 
 
 def _of_manyhands(path: str, function: str) -> _Owner:

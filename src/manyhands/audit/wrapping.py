@@ -1,0 +1,101 @@
+"""Wrap calls that wait: what the hooks of JAX, TensorFlow and MXNet share."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.audit import sites, watch
+from manyhands.audit.kinds import Kind
+from manyhands.training import loop
+
+# Whether a value is on a device that is waited for.
+IsOnDevice = Callable[[Any], bool]
+READS = ("__float__", "__int__", "__index__", "__complex__", "item", "tolist", "asscalar")
+DECISIONS = ("__bool__", "__nonzero__")
+PRINTS = ("__repr__", "__str__", "__format__")
+
+
+class Steps:
+    """Who hears of the steps of a framework: of its optimizers and of the trainer's loop."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[object, bool], None]] = []
+        loop.step_listeners.append(lambda: self.ended("the trainer's loop", loop=True))
+
+    def ended(self, who: object, *, loop: bool = False) -> None:
+        for listener in self.listeners:
+            listener(who, loop)
+
+
+def wrap(owner: Any, name: str, call: str, kind: Kind, on_device: IsOnDevice, *, whole: bool = False) -> None:
+    """Replace a function of a class or module by one that announces its wait.
+
+    It waits if its first argument is on a device; ``whole``: if any argument, or a part of one, is.
+    """
+    original = getattr(owner, name, None)
+    if original is None or hasattr(original, "manyhands_audit"):
+        return
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        if not watch.listening or not _concerns(args, on_device, whole):
+            return original(*args, **kwargs)
+        nbytes = getattr(args[0], "nbytes", 0) if args else 0
+        with watch.Waiting(kind, call, nbytes if isinstance(nbytes, int) else 0):
+            return original(*args, **kwargs)
+
+    names = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__qualname__"]  # of C++ methods it is no text
+    functools.update_wrapper(waits, original, names)
+    waits.manyhands_audit = True  # type: ignore[attr-defined]
+    setattr(owner, name, waits)
+
+
+def _concerns(args: tuple[Any, ...], on_device: IsOnDevice, whole: bool) -> bool:
+    if not whole:
+        return bool(args) and on_device(args[0])
+    return not args or any(on_device(leaf) for leaf in _leaves(args))
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return _leaves(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in _leaves(part)]
+    return [value]
+
+
+def wrap_values(owner: Any, name: str, on_device: IsOnDevice) -> None:
+    """The methods by which Python reads, decides on and prints a value."""
+    for kind, methods in ((Kind.READ, READS), (Kind.CONTROL_FLOW, DECISIONS), (Kind.PRINT, PRINTS)):
+        for method in methods:
+            if method in vars(owner):
+                wrap(owner, method, f"{name}.{method}", kind, on_device)
+
+
+def wrap_numpy(on_device: IsOnDevice) -> None:
+    """``np.asarray`` reads memory of the CPU without asking the array: only where that stands in for a device."""
+    numpy = sys.modules["numpy"]
+    for name in ("asarray", "array"):
+        wrap(numpy, name, f"numpy.{name}", Kind.TO_HOST, on_device)
+
+
+class Counted:
+    """A function that the framework calls later: each call is charged to the line that asked for it."""
+
+    def __init__(self, function: Callable[..., Any], call: str, kind: Kind, site: sites.Site | None) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._call, self._kind, self.site = function, call, kind, site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            if watch.listening and self.site is not None:
+                event = watch.Event(self._kind, self._call, self.site, begin, time.perf_counter() - begin)
+                for sink in watch.sinks():
+                    sink.before(self._kind, self._call, self.site)
+                    sink.after(event)

@@ -1,0 +1,12 @@
+"""A loop without a graph: the optimizer is called in every step."""
+
+import tensorflow as tf
+
+weights = tf.Variable(tf.ones((16, 4)))
+optimizer = tf.keras.optimizers.Adam(0.1)
+x, y = tf.ones((8, 16)), tf.zeros(8, tf.int32)
+for step in range(6):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, x @ weights))
+    optimizer.apply_gradients([(tape.gradient(loss, weights), weights)])
+    last = loss

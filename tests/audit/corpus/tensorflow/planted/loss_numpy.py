@@ -1,0 +1,21 @@
+"""The sum of all losses, read in every step."""
+
+import tensorflow as tf
+
+weights = tf.Variable(tf.ones((16, 4)))
+optimizer = tf.keras.optimizers.SGD(0.1)
+x, y = tf.ones((8, 16)), tf.zeros(8, tf.int32)
+
+
+@tf.function
+def update(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, x @ weights))
+    optimizer.apply_gradients([(tape.gradient(loss, weights), weights)])
+    return loss
+
+
+total = 0.0
+for step in range(6):
+    loss = update(x, y)
+    total += loss.numpy()  # planted: copy-to-host

@@ -1,0 +1,20 @@
+"""A graph that calls Python in every step."""
+
+import tensorflow as tf
+
+weights = tf.Variable(tf.ones((16, 4)))
+optimizer = tf.keras.optimizers.SGD(0.1)
+x, y = tf.ones((8, 16)), tf.zeros(8, tf.int32)
+
+
+@tf.function
+def update(x, y):
+    with tf.GradientTape() as tape:
+        logits = tf.py_function(lambda z: 2 * z, [x @ weights], tf.float32)  # planted: host-operation
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+    optimizer.apply_gradients([(tape.gradient(loss, weights), weights)])
+    return loss
+
+
+for step in range(6):
+    loss = update(x, y)

@@ -1,0 +1,55 @@
+"""Guards in code mean the same in all frameworks: on virtual devices, each in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+from support import run_python
+
+pytestmark = pytest.mark.once
+
+MAKE = {
+    "torch": "import torch; make = lambda: torch.ones(4, device=mh.gpu(1))",
+    "jax": "import jax, jax.numpy as jnp; make = lambda: jax.device_put(jnp.ones(4), mh.gpu(1))",
+    "tensorflow": "import tensorflow as tf\ndef make():\n    with mh.gpu(1):\n        return tf.ones(4) * 1",
+    "mxnet": "import mxnet as mx; mx.npx.set_np(); make = lambda: mx.np.ones(4, ctx=mh.gpu(1))",
+}
+CHECKS = """
+import threading
+from manyhands.errors import HiddenWait
+x = make()
+with mh.guard("count") as seen:
+    float(x[0])
+    float(x[1])  # manyhands: wait-ok a test
+    mh.to(x, "cpu")
+assert (len(seen), seen.allowed) == (1, 1), str(seen)
+with mh.guard("forbid"):
+    y = x * 2
+    try:
+        bool(y[0] > 0)
+    except HiddenWait as error:
+        assert "decision" in str(error)
+    else:
+        raise AssertionError("not forbidden")
+with mh.guard("count") as seen:
+    thread = threading.Thread(target=lambda: float(x[0]))
+    thread.start()
+    thread.join()
+assert not seen, str(seen)
+try:
+    with mh.assert_no_stalls():
+        str(x)
+except HiddenWait as error:
+    assert "waited 1 times" in str(error), error
+else:
+    raise AssertionError("not asserted")
+print("good")
+"""
+
+
+def test_a_guard_sees_waits(framework: str, tmp_path: object) -> None:
+    code = f"from manyhands import {framework} as mh\nmh.virtual_devices(2)\n{MAKE[framework]}\n{CHECKS}"
+    script = f"{tmp_path}/program.py"  # a file: its lines, and a comment in one of them, can be read
+    with open(script, "w") as file:
+        file.write(code)
+    done = run_python(f"import runpy; runpy.run_path({script!r}, run_name='__main__')", MANYHANDS_VIRTUAL_DEVICES="")
+    assert done.stdout.endswith("good\n"), done.stdout + done.stderr
