@@ -315,9 +315,13 @@ class BaseTrainer(HyperParameters, Evaluating):
     def _callbacks(self) -> list[Callback]:
         """The user's callbacks and loggers; refuse what is none."""
         return [
-            *plan.checked("callbacks", self._option("callbacks"), Callback),
+            *plan.checked("callbacks", self._meant_callbacks(self._option("callbacks")), Callback),
             *plan.checked("loggers", self._option("loggers"), Logger),
         ]
+
+    def _meant_callbacks(self, callbacks: Any) -> Any:
+        """The same, with a framework's own callbacks as ours."""
+        return callbacks
 
     def _limit_data(self, settings: Settings) -> None:
         """Refuse data that cannot be gone through as often as the job wants to; cut what is to be validated with."""

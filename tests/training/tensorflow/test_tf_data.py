@@ -63,3 +63,17 @@ def test_a_stopped_job_goes_on_at_the_very_batch(tmp_path: Path) -> None:
     fit(resumed, shuffled(), 2, run=tmp_path / "run", resume="auto", schedule=lambda done: 1.0, **how)
     for one, other in zip(whole.get_weights(), resumed.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_dataset_without_an_end_goes_on_from_epoch_to_epoch() -> None:
+    numbers = tf.data.Dataset.range(10)
+    for dataset in (numbers.repeat().batch(3), numbers.shuffle(10).repeat().batch(3)):
+        loader = repeatable(dataset, 0, 4)
+        found = []
+        for epoch in (0, 1, 2, 1):
+            loader.set_epoch(epoch)
+            found.append([int(number) for batch in loader for number in batch.numpy()])
+        assert [len(order) for order in found] == [12, 12, 12, 12]
+        assert found[1] == found[3]
+        passes = np.reshape(np.concatenate(found[:3])[:30], (3, 10))
+        assert (np.sort(passes, 1) == np.arange(10)).all()

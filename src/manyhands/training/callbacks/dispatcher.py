@@ -69,6 +69,11 @@ class Dispatcher:
         self._begun: list[str] = []
         self._notes: list[str] = []  # that came before the start
 
+    @property
+    def callbacks(self) -> list[Callback]:
+        """Those that are called in this process."""
+        return list(self._callbacks.values())
+
     def __enter__(self) -> Self:
         return self
 

@@ -10,10 +10,14 @@ of an epoch is then a function of the epoch::
 
 Where the dataset repeats itself, one iteration draws several orders; each epoch then gets generators with seeds made of
 the user's and the epoch.
+
+A dataset without an end has epochs of so many batches (``Limits(limit_batches=100)``). As in Keras each goes on where
+the one before it ended.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,9 +48,9 @@ class RepeatableDataset:
 
     def __iter__(self) -> Iterator[Any]:
         if self._repeats:
-            return iter(self._made_anew(self._epoch))
+            return iter(self.made_anew(self._epoch))
         if self._made is None or self._iterations > self._epoch:
-            self._made, self._iterations = self._made_anew(None), 0
+            self._made, self._iterations = self.made_anew(), 0
         while self._iterations < self._epoch:  # each draws an order
             iter(self._made)
             self._iterations += 1
@@ -56,7 +60,8 @@ class RepeatableDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def _made_anew(self, epoch: int | None) -> Any:
+    def made_anew(self, epoch: int | None = None) -> Any:
+        """The dataset with generators of its own; with an epoch, seeded for it."""
         graph = _graph_of(self.dataset)
         constants = {node.name: node for node in graph.node if node.op == "Const"}
         for number, node in enumerate([node for node in graph.node if node.op == _SHUFFLE]):
@@ -80,13 +85,49 @@ class RepeatableDataset:
         return [int(one) + 1 for one in mixed]
 
 
-def repeatable(data: Any, seed: int) -> Any:
-    """The same data; of a dataset that shuffles, and whose graph can be made again, one with an order by epochs."""
-    if not isinstance(data, tf.data.Dataset) or not _shuffles(data):
+class EndlessDataset:
+    """A dataset without an end, in epochs of so many batches."""
+
+    def __init__(self, data: Any, batches: int) -> None:
+        self._data, self._batches, self._epoch = data, batches, 0
+        self._left: Iterator[Any] | None = None
+        self._given = 0  # batches from the first on, of which those that are left are the next
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self._epoch * self._batches
+        if self._left is None or self._given != start:
+            made = self._data.made_anew() if isinstance(self._data, RepeatableDataset) else self._data
+            self._left, self._given = iter(made.skip(start)), start
+        for batch in itertools.islice(self._left, self._batches):
+            self._given += 1
+            yield batch
+
+
+def repeatable(data: Any, seed: int, batches: int | None = None) -> Any:
+    """The same data; of a dataset that shuffles, and whose graph can be made again, one with an order by epochs.
+
+    ``batches``: those of an epoch of a dataset without an end.
+    """
+    if not isinstance(data, tf.data.Dataset):
+        return data
+    made = _seeded(data, seed)
+    if batches is None or int(data.cardinality()) != tf.data.INFINITE_CARDINALITY:
+        return made
+    return EndlessDataset(made, batches)
+
+
+def _seeded(data: Any, seed: int) -> Any:
+    if not _shuffles(data):
         return data
     try:
         made = RepeatableDataset(data, seed)
-        made._made_anew(0)
+        made.made_anew(0)
     except Exception:  # a graph of more than 2 GB, or with something that has no form in a graph
         return data  # its batches are compared where a job is resumed
     return made

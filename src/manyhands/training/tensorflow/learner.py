@@ -291,14 +291,18 @@ class KerasLearner:
 
     # The end
 
+    def bring_home(self) -> None:
+        """The weights of this moment (their average, where one is kept), in the caller's model."""
+        with self.averaged():
+            for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
+                variable.assign(value)
+
     def close(self) -> None:
         """What was learned goes into the caller's model and optimizer."""
         self._reader.shutdown()
         self._share_statistics()
         self.notes += self._last_notes()
-        with self.averaged():
-            for variable, value in zip(self.job.model.weights, self._weights(), strict=True):
-                variable.assign(value)
+        self.bring_home()
         optimizer = self.job.optimizer
         if not optimizer.built:
             optimizer.build(self.job.model.trainable_variables)

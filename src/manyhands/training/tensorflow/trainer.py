@@ -23,6 +23,7 @@ from manyhands.training.settings import Settings
 from manyhands.training.tensorflow import checks, evaluation, meeting, optimizers, precision, world
 from manyhands.training.tensorflow.dataset import repeatable
 from manyhands.training.tensorflow.job import Job
+from manyhands.training.tensorflow.keras_callbacks import KerasCallback, adapted
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
 from manyhands.training.tensorflow.loss import compiled_settings, keras_losses
 from manyhands.training.tensorflow.objective import objective_for
@@ -70,7 +71,8 @@ class Trainer(BaseTrainer):
             world.join(on_cpu=devices is not None and all("cpu" in str(one).lower() for one in devices))
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
-        return source(repeatable(data, self._option("seed")), shuffle=shuffle, nested=True)
+        batches = self._option("limits").limit_batches if shuffle else None
+        return source(repeatable(data, self._option("seed"), batches), shuffle=shuffle, nested=True)
 
     def _sources(self, data: Any, validation: Any = None) -> tuple[Source, Source | None]:
         """``({"a": A, "b": B}, y)`` and ``((A, B), y)`` are one data set, and no pair of two."""
@@ -147,6 +149,9 @@ class Trainer(BaseTrainer):
             checks.check_loss(layers, objective, source)
         return evaluation.Evaluator(layers, objective, source, here, settings, labels)
 
+    def _meant_callbacks(self, callbacks: Any) -> Any:
+        return adapted(callbacks)
+
     def _own_meter(self, metric: Any) -> evaluation.OfKeras | None:
         return evaluation.own_meter(metric)
 
@@ -164,6 +169,9 @@ def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int =
 def _fit(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     try:
         learner = KerasLearner(job, here)
+        for callback in dispatcher.callbacks:
+            if isinstance(callback, KerasCallback):
+                callback.of_model(job.model, learner.bring_home)
         loop = Loop(
             learner,
             job.settings,

@@ -1,0 +1,123 @@
+"""Keras's own callbacks in ``Trainer(callbacks=[keras.callbacks.EarlyStopping(...)])``.
+
+Their moments of a training, an epoch and an evaluation are called as in ``model.fit``, with Keras's names of figures
+(``loss``, ``accuracy``, ``val_loss``, ``val_accuracy``, ``val_<metric>``). At the end of an epoch the model has the
+weights of that moment, so that it can be saved; ``model.stop_training = True`` ends the job. What is called at every
+batch is refused, because its figures would have to be waited for, and so is what writes to the optimizer, which is not
+the one that trains.
+
+A checkpoint keeps the plain numbers of a callback (``wait`` and ``best`` of an EarlyStopping): a resumed job stops
+where it would have stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from manyhands.errors import BadSettings
+from manyhands.training.callbacks.callback import Callback, Row, Training, Values
+
+_OF_BATCHES = (
+    "on_batch_begin",
+    "on_batch_end",
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_test_batch_begin",
+    "on_test_batch_end",
+)
+_INSTEAD = {
+    "LearningRateScheduler": "give the trainer schedule=, or the optimizer a keras.optimizers.schedules object",
+    "ReduceLROnPlateau": "give the trainer schedule=, or the optimizer a keras.optimizers.schedules object",
+    "TensorBoard": "give the trainer loggers=[mh.TensorBoardLogger()]",
+    "BackupAndRestore": "give the trainer run= and resume='auto'",
+    "TerminateOnNaN": "the trainer stops at a loss that is NaN; step=mh.Step(on_nan='continue') goes on",
+    "SwapEMAWeights": "give callbacks=[mh.EMA(0.999)]",
+    "ProgbarLogger": "the trainer shows its progress itself",
+}
+_NAMES = {"train_loss": "loss", "train_acc": "accuracy", "val_acc": "val_accuracy"}
+_NO_FIGURES = ("epoch", "step", "samples", "seconds", "whole")
+
+
+class KerasCallback(Callback):
+    """A callback of Keras's, called at the trainer's moments."""
+
+    def __init__(self, callback: keras.callbacks.Callback) -> None:
+        _check(callback)
+        self.callback = callback
+        self.bring_home: Callable[[], None] | None = None  # puts the weights of this moment into the model
+        self._saved: dict[str, Any] = {}
+
+    def of_model(self, model: Any, bring_home: Callable[[], None]) -> None:
+        model.stop_training = False
+        self.callback.set_model(model)
+        self.bring_home = bring_home
+
+    def on_fit_start(self, training: Training) -> None:
+        self.callback.set_params({"verbose": 0, "epochs": training.max_epochs, "steps": training.batches})
+        self.callback.on_train_begin({})
+        for name, value in self._saved.items():  # Keras's own begin anew in on_train_begin
+            setattr(self.callback, name, value)
+
+    def on_epoch_start(self, training: Training) -> None:
+        self.callback.on_epoch_begin(training.epoch - 1, {})
+
+    def on_evaluation(self, training: Training, figures: Values) -> None:
+        self.callback.on_test_begin({})
+        self.callback.on_test_end({name.removeprefix("val_"): value for name, value in _logs(figures).items()})
+
+    def on_epoch_end(self, training: Training, row: Row) -> None:
+        if self.bring_home is not None:
+            self.bring_home()
+        self.callback.on_epoch_end(training.epoch - 1, _logs(row))
+        if getattr(self.callback.model, "stop_training", False):
+            training.stop(f"{type(self.callback).__name__} of Keras")
+
+    def on_fit_end(self, training: Training) -> None:
+        if training.error is None:
+            self.callback.on_train_end(_logs(training.rows[-1]) if training.rows else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self.callback).items() if _is_plain(value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._saved = dict(state)
+
+
+def adapted(values: Any) -> Any:
+    """The same callbacks, with Keras's own as ours."""
+    if isinstance(values, keras.callbacks.Callback):
+        values = [values]
+    if isinstance(values, (str, bytes, type)) or not hasattr(values, "__iter__"):
+        return values
+    return [KerasCallback(one) if isinstance(one, keras.callbacks.Callback) else one for one in values]
+
+
+def _check(callback: keras.callbacks.Callback) -> None:
+    name = type(callback).__name__
+    if isinstance(callback, keras.callbacks.CallbackList):
+        raise BadSettings("a CallbackList of Keras holds several: give them one by one, callbacks=[...]")
+    if type(callback).__module__.startswith("keras.") and name in _INSTEAD:
+        raise BadSettings(f"callbacks=[keras.callbacks.{name}(...)] is not for this trainer: {_INSTEAD[name]}")
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch":
+        return
+    plain = keras.callbacks.Callback
+    for moment in _OF_BATCHES:
+        if moment in vars(callback) or getattr(type(callback), moment) is not getattr(plain, moment):
+            raise BadSettings(
+                f"{name} has {moment}, which Keras calls with the figures of every batch, and waiting for these would "
+                "stall every step: derive a class from mh.Callback with every=100 and on_steps(training, figures), "
+                "which gets them late"
+            )
+
+
+def _logs(row: Row) -> dict[str, Any]:
+    figures = {name: value for name, value in row.items() if name not in _NO_FIGURES and value is not None}
+    return {_NAMES.get(name, name): value for name, value in figures.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (int, bool, str) or (type(value) is float and math.isfinite(value))
