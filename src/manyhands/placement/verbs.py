@@ -135,6 +135,8 @@ class Verbs(Generic[T, D]):
         What is there already is handed back as it is: ``to(x, d) is x``. Tensors of a tree that have
         to move are copied; leaves that are no tensors stay as they are. A model is moved in place.
 
+        In JAX a sharding is a place, too: ``to(x, NamedSharding(mesh, PartitionSpec("rows")))``.
+
         ``wait=False`` starts the move and gives an :class:`Arrival`, whose ``result()`` is the value.
         """
         backend = self._backend

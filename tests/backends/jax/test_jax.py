@@ -194,6 +194,22 @@ def test_an_array_spread_over_devices_has_no_one_device(two: list[Any]) -> None:
     assert [np.asarray(shard).tolist() for shard in mh.split(x, two)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_a_sharding_is_a_place(two: list[Any]) -> None:
+    rows = NamedSharding(Mesh(np.array(two), ("rows",)), PartitionSpec("rows"))
+    x = jnp.arange(8.0).reshape(4, 2)
+    spread_out = mh.to({"x": x}, rows)["x"]
+    assert spread_out.sharding == rows
+    assert mh.to(spread_out, rows) is spread_out
+    assert mh.to(x, rows, wait=False).result().sharding == mh.copy(x, rows).sharding == rows
+    shards = mh.split(spread_out, two)
+    assert [mh.device_of(shard) for shard in shards] == two
+    for place in (two[1], rows):
+        np.testing.assert_array_equal(mh.gather(shards, place), x)
+        np.testing.assert_array_equal(mh.to(mh.to(spread_out, place), two[0]), x)
+    with pytest.raises(BadDevice, match="spreads an array over 2 devices, and one device is needed here"):
+        mh.split(x, [rows])
+
+
 def test_shards_stay_where_they_are_put(two: list[Any]) -> None:
     with jax.default_device(two[0]):
         batch = jnp.arange(4.0)  # on its device only by default

@@ -61,7 +61,8 @@ def num_gpus() -> int:
 
 
 def is_device(value: object) -> bool:
-    return isinstance(value, jax.Device)
+    """A sharding is a place too: ``mh.to(x, NamedSharding(mesh, PartitionSpec("rows")))``."""
+    return isinstance(value, (jax.Device, jax.sharding.Sharding))
 
 
 def exists(device: jax.Device) -> bool:
@@ -69,6 +70,13 @@ def exists(device: jax.Device) -> bool:
 
 
 def neutral(device: jax.Device) -> Device:
+    if isinstance(device, jax.sharding.Sharding):
+        if len(device.device_set) > 1:
+            raise BadDevice(
+                f"{device} spreads an array over {len(device.device_set)} devices, and one device is needed here: give "
+                "a jax.Device or a name such as 'gpu:1'. mh.to(x, sharding) and mh.copy(x, sharding) take it"
+            )
+        (device,) = device.device_set
     if device.platform == "cpu":
         cpus = _cpus()
         return Device("virtual", _index(device, cpus)) if _virtual or len(cpus) > 1 else Device("cpu")
@@ -151,6 +159,8 @@ def device_of(tensor: jax.Array) -> jax.Device:
 def is_on(tensor: jax.Array, device: jax.Device) -> bool:
     if isinstance(tensor, jax.core.Tracer):
         return False
+    if isinstance(device, jax.sharding.Sharding):
+        return bool(tensor.sharding.is_equivalent_to(device, tensor.ndim))
     found = tensor.sharding.device_set
     return len(found) == 1 and device in found
 
@@ -160,6 +170,8 @@ def all_on(values: Sequence[object], device: jax.Device) -> bool:
     kinds = {type(value): value for value in values}.values()
     if not all(isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) for value in kinds):
         return False
+    if isinstance(device, jax.sharding.Sharding):
+        return all(is_on(value, device) for value in cast("Sequence[jax.Array]", values))
     alone = {device}
     return all(value.sharding.device_set == alone for value in cast("Sequence[jax.Array]", values))
 
