@@ -146,10 +146,9 @@ class KerasLearner:
                 weight.assign(value)
 
     def send_figures(self, step: int) -> None:
-        """Read by another thread, like those that are shown; of several processes they are added up in a step."""
-        sums = self.step_of.sums_together() if self.size > 1 else self.step_of.sums
-        snapshot = [tf.identity(one) for one in self.step_of.on_each(sums)]
-        self._sent.append((step, self._reader.submit(self._figures, snapshot[:1] if self.size > 1 else snapshot)))
+        """Read by another thread, like those that are shown; of several replicas they are added up on the devices."""
+        sums = self.step_of.on_each(self.step_of.sums_together())[0]
+        self._sent.append((step, self._reader.submit(self._figures, [sums])))
 
     def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
         found = []
