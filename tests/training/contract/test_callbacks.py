@@ -135,6 +135,9 @@ def test_early_stopping_and_best_checkpoints(bench: Bench) -> None:
     again = bench.fit(callbacks=[mh.EarlyStopping("val_loss", patience=2, min_delta=100)], resume="auto", **how)
     assert [row["val_loss"] for row in again.rows] == losses
     assert "has not improved" in again.stopped
+    epochs = losses.index(max(losses)) + 2
+    further = bench.fit(epochs=epochs, run=run, resume=best.best_path)
+    assert [row["val_loss"] for row in further.rows][: epochs - 1] == losses[: epochs - 1]
 
 
 def test_unknown_monitors_list_what_there_is(bench: Bench) -> None:
