@@ -13,13 +13,14 @@ from hypothesis import given
 from manyhands.errors import BadProfile, BadSettings, EngineError
 from manyhands.predict.all_reduce import all_reduce
 from manyhands.predict.link import LINKS, Link, as_json, link
+from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.prediction import predict
 from manyhands.predict.profile import (
     BUCKET,
     FIRST_BUCKET,
     Bucket,
     Memory,
-    MemoryPoint,
+    MemoryLine,
     Profile,
     StepTime,
     spread_buckets,
@@ -112,12 +113,12 @@ def test_a_disturbed_measurement_makes_no_small_batch_slower() -> None:
 
 
 def test_memory_is_on_a_line_and_fits_or_not() -> None:
-    points = (
-        MemoryPoint(32, False, Memory(weights=100, activations=320)),
-        MemoryPoint(64, False, Memory(weights=100, activations=640)),
-        MemoryPoint(32, True, Memory(weights=100, gradients=100, activations=320, buckets=1)),
+    lines = (
+        MemoryLine(False, Memory(weights=100), Memory(activations=10)),
+        MemoryLine(False, Memory(weights=100, gradients=100), Memory(activations=1)),
+        MemoryLine(True, Memory(weights=100, gradients=100, buckets=1), Memory(activations=10)),
     )
-    made = predict(profile(memory=points, capacity=700), PLAIN, [1, 2, 4])
+    made = predict(profile(memory=lines, capacity=700), PLAIN, [1, 2, 4])
     one, two, four = made.rows
     assert one.memory is not None
     assert two.memory is not None
@@ -125,6 +126,23 @@ def test_memory_is_on_a_line_and_fits_or_not() -> None:
     assert (one.fits, two.fits, four.fits) == (False, True, True)
     assert two.memory.as_dict()["buckets"] == 1
     assert made.headline.startswith("1 device does not fit: 64 samples a device take")
+
+
+def test_the_peak_moves_with_the_batch_size() -> None:
+    """x of one byte a sample; then a gradient of 10 bytes beside it, and in the end two such alone."""
+    events = [(0, 1), (1, 1), (0, -1), (2, 1)]
+    kinds = {1: "gradients", 2: "optimizer"}
+    small, large = (History(batch, events, {0: batch, 1: 10, 2: 10}, kinds) for batch in (2, 4))
+    lines = memory_lines(False, small, large)
+    one = profile(memory=tuple(lines))
+    for batch, peak in ((1, 20), (4, 20), (10, 20), (11, 21), (1000, 1010)):
+        memory = one.memory_of(batch, 1)
+        assert memory is not None
+        assert memory.peak == peak
+    assert len(lines) == 2
+    other = History(4, events[:2], {0: 4, 1: 10}, kinds)
+    (through_both,) = memory_lines(False, small, other)  # not the same order of events
+    assert through_both.at(4).peak == 14
 
 
 def test_the_first_line_says_where_devices_do_not_pay() -> None:
@@ -157,8 +175,8 @@ def test_links_by_name_and_from_files(tmp_path: Path) -> None:
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
-    point = MemoryPoint(32, True, Memory(weights=1, activations=2.5))
-    one = profile(memory=(point,), capacity=10, notes=("a note",))
+    line = MemoryLine(True, Memory(weights=1), Memory(activations=2.5))
+    one = profile(memory=(line,), capacity=10, notes=("a note",))
     assert Profile.load(one.save(tmp_path / "p.json")) == one
 
 

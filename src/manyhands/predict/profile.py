@@ -79,12 +79,23 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPoint:
-    """The peak for a shard of so many samples; ``several``: gradients are views of buckets, as with several ranks."""
+class MemoryLine:
+    """What a device holds at one moment of a step: fixed bytes, and bytes for each sample of its shard.
 
-    batch: int
+    The peak is the highest of all lines. ``several``: gradients are views of buckets, as with several ranks.
+    """
+
     several: bool
-    memory: Memory
+    fixed: Memory
+    per_sample: Memory
+
+    def at(self, batch: float) -> Memory:
+        return Memory(
+            **{
+                name: max(0.0, getattr(self.fixed, name) + batch * getattr(self.per_sample, name))
+                for name in MEMORY_PARTS
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,7 @@ class Profile:
     cores: int = 0  # of a CPU, which its devices share
     fixed: float = 0.0  # seconds of a step however small its batch is, where only one batch size was measured
     input_bytes: float = 0.0  # of one sample
-    memory: tuple[MemoryPoint, ...] = ()
+    memory: tuple[MemoryLine, ...] = ()
     capacity: int | None = None  # bytes of the device
     notes: tuple[str, ...] = field(default=())
 
@@ -148,28 +159,8 @@ class Profile:
         return StepTime(round(batch), threads=threads, **made)
 
     def memory_of(self, batch: float, devices: int) -> Memory | None:
-        several = devices > 1
-        points = sorted((point for point in self.memory if point.several == several), key=lambda point: point.batch)
-        if not points:
-            return None
-        made = Memory(
-            **{
-                name: _line([(point.batch, getattr(point.memory, name)) for point in points], batch)
-                for name in MEMORY_PARTS
-            }
-        )
-        top = points[-1]
-        if several or batch <= top.batch:
-            return made
-        # With one device the peak of a small batch is where all gradients are, of a large one where all activations
-        # are: beyond what was measured, activations grow as they do with several devices, whose peak is always there.
-        grown = replace(top.memory, batch=made.batch)
-        more = self._activations_of(batch) - self._activations_of(top.batch)
-        return replace(grown, activations=max(made.activations, top.memory.activations + more))
-
-    def _activations_of(self, batch: float) -> float:
-        points = sorted((point.batch, point.memory.activations) for point in self.memory if point.several)
-        return _line(points, batch) if len(points) > 1 else 0.0
+        lines = [line.at(batch) for line in self.memory if line.several == (devices > 1)]
+        return max(lines, key=lambda memory: memory.peak, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
@@ -185,8 +176,10 @@ class Profile:
             chosen: dict[str, Any] = {one.name: values[one.name] for one in fields(cls) if one.name in values}
             chosen["times"] = tuple(StepTime(**one) for one in chosen["times"])
             chosen["buckets"] = tuple(Bucket(**one) for one in chosen["buckets"])
-            points = [{**one, "memory": Memory(**one["memory"])} for one in chosen.get("memory", ())]
-            chosen["memory"] = tuple(MemoryPoint(**one) for one in points)
+            chosen["memory"] = tuple(
+                MemoryLine(one["several"], Memory(**one["fixed"]), Memory(**one["per_sample"]))
+                for one in chosen.get("memory", ())
+            )
             made = cls(**{**chosen, "notes": tuple(chosen.get("notes", ()))})
             made._check()
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -16,6 +16,7 @@ from manyhands import torch as mh
 from manyhands.cli import main
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.predict import profile as neutral
+from manyhands.predict.memory_lines import memory_lines
 from manyhands.predict.profile import Profile
 from manyhands.training.settings import Settings
 from manyhands.training.torch.predict import measure, measured_link
@@ -48,9 +49,10 @@ def test_bytes_count_from_birth_to_death() -> None:
         later = torch.ones(500)
         del view
         torch.ones(10)
-        count.hold("kept", [kept, kept[5:]])
+        count.hold("weights", [kept, kept[5:]])
         del later
-    assert count.at_peak() == {"kept": 4000, "activations": 6000}
+    (line,) = memory_lines(False, count.history(1))
+    assert (line.fixed.weights, line.fixed.activations) == (4000, 6000)
 
 
 def test_a_profile_counts_every_byte() -> None:
@@ -63,26 +65,40 @@ def test_a_profile_counts_every_byte() -> None:
         device=torch.device("cpu"),
     )
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert {(point.batch, point.several) for point in made.memory} == {(64, False), (32, False), (32, True), (16, True)}
-    for point in made.memory:
-        assert (point.memory.weights, point.memory.optimizer) == (weights, weights)
-        assert point.memory.batch == point.batch * (100 * 4 + 8)
-        # Kept for the backward pass: both results of ReLU, and the log-probabilities; in it, gradients of them. On one
-        # device the peak of a small batch is later: when all gradients are there, and no activations any more.
-        kept = 4 * point.batch * (200 + 300 + 10)
-        assert (kept if point.several else 0) <= point.memory.activations <= 2 * kept + weights
-        assert point.memory.peak >= 2 * weights + kept
-    several = [point.memory for point in made.memory if point.several]
-    assert all(memory.gradients == weights and memory.buckets == 4 * 7 for memory in several)
-    # Activations grow with the samples, on a line; what does not grow is the largest gradient on its way to its bucket.
-    wide, narrow = made.memory_of(64, 2), made.memory_of(32, 2)
-    assert wide is not None
-    assert narrow is not None
-    assert 4 * 510 <= (wide.activations - narrow.activations) / 32 <= 2 * 4 * 510
+    for devices, batch_size in ((1, 64), (1, 32), (2, 32), (2, 16), (1, 1000), (2, 1 << 20)):
+        memory = made.memory_of(batch_size, devices)
+        assert memory is not None
+        assert (memory.weights, memory.optimizer) == (weights, weights)
+        assert memory.batch == pytest.approx(batch_size * (100 * 4 + 8))
+        # Kept for the backward pass: both results of ReLU, and the log-probabilities; in it, gradients of them.
+        kept = 4 * batch_size * (200 + 300 + 10)
+        assert memory.peak >= 2 * weights + kept + memory.batch
+        assert memory.peak <= 4 * weights + 3 * kept + memory.batch
+        if devices == 2:
+            assert (memory.gradients, memory.buckets) == (weights, 4 * 7)
     assert made.input_bytes == 408
-    large = made.memory_of(1 << 20, 1)
-    assert large is not None
-    assert large.peak >= 2 * weights + 4 * (1 << 20) * (200 + 300 + 10)
+
+
+@pytest.mark.parametrize("several", [1, 2])
+def test_the_peak_of_a_large_batch_is_known_from_a_small_one(several: int) -> None:
+    """The peak of the small one is in the optimizer, that of the large one in the backward pass."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, dropout=0.0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(16 * 32, 10))
+    small, large = (
+        measure.profile(
+            model,
+            (torch.randn(size, 16, 8), torch.randint(10, (size,))),
+            optimizer="adamw",
+            settings=FP32,
+            device=torch.device("cpu"),
+        )
+        for size in (4, 64)
+    )
+    predicted, counted = small.memory_of(64, several), large.memory_of(64, several)
+    assert predicted is not None
+    assert counted is not None
+    assert predicted.peak == pytest.approx(counted.peak, rel=0.02)
+    assert predicted.peak > 3 * small.memory_of(4, several).peak
 
 
 def test_the_step_is_that_of_ranks() -> None:

@@ -10,14 +10,15 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from manyhands import machine, tree
 from manyhands.errors import BadSettings, ManyhandsError, first_line
-from manyhands.predict.profile import Bucket, MemoryPoint, Profile, StepTime, from_mapping
+from manyhands.predict.memory_lines import History, memory_lines
+from manyhands.predict.profile import Bucket, MemoryLine, Profile, StepTime
 from manyhands.training import refusals
 from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
@@ -37,6 +38,7 @@ from manyhands.training.torch.step.several_optimizers import Several
 _WARM_UP = 2
 _TRIALS = (3, 20)  # at least and at most
 _LONG_ENOUGH = 1.0  # seconds of trials
+_FEW = 8  # samples that are not divided
 
 
 @dataclass
@@ -118,51 +120,99 @@ def _profile(
     model: torch.nn.Module, batch: Batch, loss: Any, optimizer: Any, settings: Settings, device: torch.device
 ) -> Profile:
     size = sources.rows(batch)
-    name = type(model).__name__
     base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     subject, notes = _subject(model, loss, optimizer, settings, device)
     cores = 0 if device.type == "cuda" else machine.usable_cores()
-    times: list[StepTime] = []
-    memory: list[MemoryPoint] = []
+    times: dict[tuple[int, int], StepTime] = {}
+    memory: list[MemoryLine] = []
     buckets: tuple[Bucket, ...] = ()
-    for count, several in ((1, False), (2, False), (2, True), (4, True)):
-        shard = -(-size // count)
-        if any((point.batch, point.several) == (shard, several) for point in memory):
-            continue
-        part = _placed(subject, sources.cut(batch, 0, shard))
-        threads = max(1, cores // count) if several else cores
-        with subject.several(several), _threads(threads if several else 0):
-            try:
-                timed = _timed(subject, part, shard, threads)
-            except torch.cuda.OutOfMemoryError:  # what fits is enough: the rest is on a line
-                notes.append(f"{shard} samples do not fit into the memory of one device: figures are extrapolated.")
-                torch.cuda.empty_cache()
-                continue
-            if (shard, threads) not in {(point.batch, point.threads) for point in times}:
-                times.append(timed)
-            if several and not buckets:
-                buckets = _arrivals(subject, part)
-            memory.append(MemoryPoint(shard, several, from_mapping(_counted(subject, part, base))))
-    if not times:
+    for several in (False, True):
+        runs: dict[int, _Run] = {}
+        for shard in _shards(size, several):
+            threads = max(1, cores // max(2, round(size / shard))) if several and cores else cores
+            if len(runs) == 2:
+                break
+            with subject.several(several), _threads(threads if several else 0):
+                try:
+                    runs[shard] = _run(subject, _placed(subject, batch, shard), shard, threads, base)
+                except torch.cuda.OutOfMemoryError:  # what fits is enough: the rest is on lines
+                    notes.append(f"{shard} samples do not fit into the memory of one device: figures are extrapolated.")
+                    torch.cuda.empty_cache()
+                    continue
+            times.setdefault((shard, threads), runs[shard].time)
+            buckets = buckets or runs[shard].buckets
+        memory += _memory(subject, several, [runs[shard] for shard in sorted(runs)])
+    if not times or not buckets:
         raise BadSettings(
-            f"a quarter of the batch, {-(-size // 4)} samples, does not fit into memory: give a smaller one"
+            f"a part of the batch, {-(-size // 16)} samples, does not fit into memory: give a smaller one"
         )
-    if not buckets:  # a batch of one sample
-        with subject.several(True):
-            buckets = _arrivals(subject, _placed(subject, batch))
     return Profile(
-        name,
+        type(model).__name__,
         torch.cuda.get_device_name(device) if device.type == "cuda" else machine.host_name(),
         size,
-        tuple(times),
+        tuple(times.values()),
         buckets,
         kind="gpu" if device.type == "cuda" else "cpu",
         cores=cores,
-        input_bytes=_batch_bytes(batch) / size,
+        input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in _tensors(batch)) / size,
         memory=tuple(memory),
         capacity=_capacity(device),
         notes=tuple(notes),
     )
+
+
+def _shards(size: int, several: bool) -> list[int]:
+    """The numbers of samples to measure with: two, unless one of them does not fit.
+
+    One sample alone is no good measure, as some operations treat it in a way of its own.
+    """
+    if size < _FEW:
+        return [size, 2 * size]
+    return [-(-size // count) for count in ((2, 4, 8, 16) if several else (1, 2, 4, 8))]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What was measured with one shard. ``allocated``: the allocator's peak on a GPU."""
+
+    time: StepTime
+    history: History
+    buckets: tuple[Bucket, ...]
+    allocated: float | None
+
+
+def _run(subject: _Subject, part: Batch, shard: int, threads: int, base: int) -> _Run:
+    time = _timed(subject, part, shard, threads)
+    buckets = () if subject.gradients is None else _arrivals(subject, part)
+    return _Run(time, _counted(subject, part, shard), buckets, _allocated(subject, part, base))
+
+
+def _memory(subject: _Subject, several: bool, runs: list[_Run]) -> list[MemoryLine]:
+    """The lines of memory; on a GPU what the allocator had beyond the tensors is workspace."""
+    if not runs:
+        return []
+    lines = memory_lines(several, *(run.history for run in runs))
+    if several:  # all gradients are there all the time, and the buckets have a few numbers more
+        own = sum(p.numel() * p.element_size() for p in subject.model.parameters() if p.requires_grad)
+        lines = [
+            replace(line, fixed=replace(line.fixed, gradients=own, buckets=line.fixed.gradients - own))
+            for line in lines
+        ]
+    spaces = [
+        (run.history.batch, max(0.0, run.allocated - run.history.peak())) for run in runs if run.allocated is not None
+    ]
+    if not spaces:
+        return lines
+    largest, space = spaces[-1]
+    slope = max(0.0, (space - spaces[0][1]) / (largest - spaces[0][0])) if len(spaces) > 1 else 0.0
+    return [
+        replace(
+            line,
+            fixed=replace(line.fixed, workspace=space - slope * largest),
+            per_sample=replace(line.per_sample, workspace=slope),
+        )
+        for line in lines
+    ]
 
 
 def _subject(
@@ -287,19 +337,24 @@ def _moments(device: torch.device) -> Callable[[], Callable[[], float]]:
     return record
 
 
-def _counted(subject: _Subject, part: Batch, base: int) -> dict[str, float]:
-    """Bytes at the peak of a step; on a GPU what the allocator had beyond the tensors is workspace."""
-    on_gpu = subject.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(subject.device)
-        torch.cuda.reset_peak_memory_stats(subject.device)
-        subject.step(part)
-        torch.cuda.synchronize(subject.device)
-        peak = torch.cuda.max_memory_allocated(subject.device) - base
-    subject.begin()
-    if subject.gradients is None:
-        subject.optimizer.zero_grad(set_to_none=True)
-    with MemoryCount(subject.device) as count:
+def _allocated(subject: _Subject, part: Batch, base: int) -> float | None:
+    """The allocator's peak in a step, beyond what was there before; None on a CPU."""
+    if subject.device.type != "cuda":
+        return None
+    torch.cuda.synchronize(subject.device)
+    torch.cuda.reset_peak_memory_stats(subject.device)
+    subject.step(part)
+    torch.cuda.synchronize(subject.device)
+    return float(torch.cuda.max_memory_allocated(subject.device) - base)
+
+
+def _counted(subject: _Subject, part: Batch, shard: int) -> History:
+    """Every storage of a step, and what it is for."""
+    subject.optimizer.zero_grad(set_to_none=True)
+    if subject.gradients is not None:
+        subject.begin()
+    count = MemoryCount(subject.device)
+    with count:
         count.hold("weights", [*subject.model.parameters(), *subject.model.buffers()])
         count.hold("optimizer", _optimizer_tensors(subject.optimizer))
         count.hold("batch", _tensors(part))
@@ -307,14 +362,7 @@ def _counted(subject: _Subject, part: Batch, base: int) -> dict[str, float]:
             count.hold("gradients", [parameter.grad for parameter in subject.model.parameters()])
         subject.step(part)
         count.hold("gradients", [parameter.grad for parameter in subject.model.parameters()])
-    parts: dict[str, float] = {**count.at_peak()}
-    if subject.gradients is not None:
-        own = sum(p.numel() * p.element_size() for p in subject.model.parameters() if p.requires_grad)
-        parts["buckets"] = parts.get("gradients", 0) - own
-        parts["gradients"] = own
-    if on_gpu:
-        parts["workspace"] = max(0.0, peak - sum(parts.values()))
-    return parts
+    return count.history(shard)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -322,19 +370,16 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for value in kept if isinstance(value, torch.Tensor)]
 
 
-def _placed(subject: _Subject, part: Batch) -> Batch:
+def _placed(subject: _Subject, batch: Batch, shard: int) -> Batch:
     """A shard where the model is, in memory of its own: a view would hold the whole batch's."""
-    return as_the_model(
-        subject.model, tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, part)
-    )
+    size = sources.rows(batch)
+    part = sources.cut(batch, 0, shard) if shard <= size else sources.pick(batch, [n % size for n in range(shard)])
+    own = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, part)
+    return as_the_model(subject.model, own)
 
 
 def _tensors(batch: Batch) -> list[torch.Tensor]:
     return [leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-
-
-def _batch_bytes(batch: Batch) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(batch))
 
 
 def _capacity(device: torch.device) -> int:

@@ -3,26 +3,24 @@
 A dispatch mode sees the result of each operation; a storage counts from the operation that makes it until PyTorch frees
 it. So the count is that of PyTorch's allocator, without its fragments and without what libraries take for themselves
 (workspaces), and works on any device. What a storage is for is known at the end only: those that are gradients by then
-were so when they were made. So births and deaths are noted, and gone through once more when all is known.
+were so when they were made. So births and deaths are noted, for :mod:`manyhands.predict.memory_lines`.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from manyhands.backends.torch import compat
-
-_OTHER = "activations"
+from manyhands.predict.memory_lines import History
 
 
 class MemoryCount(compat.TorchDispatchMode):
-    """``with MemoryCount(device) as count: step()``, then :meth:`at_peak`."""
+    """``with MemoryCount(device) as count: step()``, then :meth:`history`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,18 +41,9 @@ class MemoryCount(compat.TorchDispatchMode):
                 if serial is not None:
                     self._kinds[serial] = kind
 
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the moment when most were held."""
-        held: dict[str, int] = defaultdict(int)
-        total = most = 0
-        best: dict[str, int] = {}
-        for serial, sign in self._events:
-            size = sign * self._sizes[serial]
-            held[self._kinds.get(serial, _OTHER)] += size
-            total += size
-            if total > most:
-                most, best = total, dict(held)
-        return best
+    def history(self, batch: int) -> History:
+        """What was held, and when, in the step of so many samples."""
+        return History(batch, self._events[:], dict(self._sizes), dict(self._kinds))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
