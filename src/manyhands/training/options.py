@@ -59,6 +59,9 @@ class Step(_Topic):
             ``nnx.PathContains("adapter")``. All others stay bit for bit as they are, and the optimizer keeps nothing
             for them. Elsewhere the model says it (``requires_grad_(False)``, ``layer.trainable = False``,
             ``grad_req = "null"``). Default: None, all parameters.
+        shard: Divide parameters, gradients and optimizer state over the devices (PyTorch's FSDP2), for models that one
+            device cannot hold. The same update; checkpoints are the same. PyTorch only. Default: False, every device
+            holds all of them.
         fast: Allow faster ways to run the step: one CUDA graph, data kept on the device, and what the options below
             choose. False runs plain steps, as you would write them; ``precision="auto"`` is the weights' own then.
             Default: True.
@@ -74,6 +77,7 @@ class Step(_Topic):
     batch_stats: BatchStats | None = None
     on_nan: Literal["stop", "continue"] = "stop"
     activation_checkpointing: bool | Callable[[Any], bool] = False
+    shard: bool = False
     wrt: Any = None
     fast: bool = True
     compile: bool | None = None
@@ -87,7 +91,7 @@ class Step(_Topic):
         if self.batch_stats is not None:
             check_choice(self, "batch_stats", ("per_device", "global"))
         check_choice(self, "on_nan", ("stop", "continue"))
-        for name in ("fast", "side_lanes", "fused_norms"):
+        for name in ("shard", "fast", "side_lanes", "fused_norms"):
             check_choice(self, name, (True, False))
         for name in ("compile", "parallel"):
             check_choice(self, name, (True, False, None))

@@ -185,6 +185,7 @@ def test_what_a_framework_cannot_do_is_refused_by_name(bench: Bench) -> None:
         "Step(side_lanes=False)": {"step": Step(side_lanes=False)},
         "Step(fused_norms=False)": {"step": Step(fused_norms=False)},
         "Step(parallel=True)": {"step": Step(parallel=True)},
+        "Step(shard=True)": {"step": Step(shard=True)},
         "Step(activation_checkpointing=True)": {"step": Step(activation_checkpointing=True)},
         "Workers(per_device=2)": {"workers": Workers(per_device=2)},
         "Workers(hang_seconds=5.0)": {"workers": Workers(hang_seconds=5)},

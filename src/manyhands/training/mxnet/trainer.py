@@ -45,6 +45,7 @@ class Trainer(BaseTrainer):
     }
     refused: ClassVar[dict[str, str]] = {
         "precision='fp16'": "the loss would have to be scaled; give 'fp32'",
+        "shard": "FSDP2 is PyTorch's; MXNet's replicas hold all weights",
         "activation_checkpointing": "MXNet decides itself: set MXNET_BACKWARD_DO_MIRROR=1 before it starts",
         "per_device": "MXNet drives all devices from one process: give more devices (mh.virtual_devices(2))",
         "hang_seconds": "MXNet drives all devices from one process, there are no workers to watch",

@@ -45,6 +45,7 @@ class Trainer(BaseTrainer):
     loss_kinds: ClassVar[tuple[type, ...]] = (str, dict, list, tuple)  # names, and losses of several outputs
     refused: ClassVar[dict[str, str]] = {
         "precision='fp16'": "the loss would have to be scaled; give 'bf16', which needs none",
+        "shard": "FSDP2 is PyTorch's; TensorFlow's replicas hold all weights",
         "activation_checkpointing": "in Keras the layers say it themselves: build the model in a keras.RematScope",
         "per_device": "TensorFlow's replicas share one process: mh.virtual_devices(n) makes several of the CPU",
         "hang_seconds": "TensorFlow's replicas share one process, there are no workers to watch",

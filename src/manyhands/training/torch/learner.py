@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from manyhands import tree
-from manyhands.errors import ManyhandsError
+from manyhands.errors import BadSettings, ManyhandsError
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
@@ -33,8 +33,9 @@ from manyhands.training.torch.fast.captured_step import GraphStep, fast_step
 from manyhands.training.torch.job import Job, numbers_for
 from manyhands.training.torch.objective import Objective, OwnStep, placed
 from manyhands.training.torch.preflight import precision
-from manyhands.training.torch.ranks import global_batch_norm, measured_shares
+from manyhands.training.torch.ranks import global_batch_norm, measured_shares, sharding
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
+from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.schedulers import Scheduler
@@ -79,9 +80,11 @@ class Rank:
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
         self.numbers = numbers_for(job, world.device)
         # Statistics over the whole batch need every rank in every layer, also one without samples.
-        self.all_take_part = job.settings.step.batch_stats == "global" and world.size > 1
-        self.model = self._place_model(job.model)
-        self.least = 2 if world.size > 1 and not self.all_take_part and captured_step.normalises(self.model) else 1
+        self._global_stats = job.settings.step.batch_stats == "global" and world.size > 1
+        self.sharded = job.settings.step.shard and world.size > 1
+        self.all_take_part = self._global_stats or self.sharded
+        self.model = self._shard_model(job) if self.sharded else self._place_model(job.model)
+        self.least = 2 if world.size > 1 and not self._global_stats and captured_step.normalises(self.model) else 1
         statistics, pick = job.settings.step.batch_stats, job.settings.step.activation_checkpointing
         self.checkpointed = activation_checkpoints.of(self.model, pick, statistics=statistics)
         self.objective = placed(job.objective, world.device, self.numbers.dtype)
@@ -118,9 +121,29 @@ class Rank:
         if self.numbers.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.world.broadcast_([*model.parameters(), *model.buffers()])
-        if self.all_take_part:
+        if self._global_stats:
             global_batch_norm.globalise(model)
         return model if model.training else model.train()  # layers that the caller has frozen stay so
+
+    def _shard_model(self, job: Job) -> torch.nn.Module:
+        """A copy of the model of which this rank holds a part."""
+        self.numbers.channels_last = False  # FSDP2 divides contiguous memory only
+        model = sharding.sharded(job.model, self.world, torch.float64 if self.settings.precision == "fp64" else None)
+        self.module_state = ModuleState(model)
+        return model
+
+    def bring_home(self) -> None:
+        """After the training, put the weights into the caller's model where another one was trained; all ranks do."""
+        if self.sharded:
+            sharding.bring_home(self.model, self.job.model)
+            self.model = self.job.model
+
+    def _gradients(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]
+    ) -> GradientSum | ShardedGradients | None:
+        if self.sharded:
+            return ShardedGradients(self.model, optimizer, self.world.device)
+        return GradientSum(parameters) if self.world.size > 1 else None
 
     def _loss_scale(self) -> LossScale | None:
         if self.settings.precision != "fp16":
@@ -132,6 +155,8 @@ class Rank:
         clock = None
         if self.world.size > 1 and self.settings.step.shares == "measured":
             clock = measured_shares.Clock(self.world.device)
+        if self.sharded and isinstance(self.optimizer, Several):
+            raise BadSettings("Step(shard=True) with several optimizers: parameters are gathered for all at once")
         if not isinstance(self.optimizer, Several):
             return self._step_of(self.optimizer, self.objective, clock, self.model.parameters())
         assert isinstance(self.objective, OwnStep)
@@ -161,7 +186,7 @@ class Rank:
             self.numbers,
             clip=self.settings.gradient_clip_val,
             accumulate=options.accumulate,
-            gradients=GradientSum(parameters) if self.world.size > 1 else None,
+            gradients=self._gradients(optimizer, parameters),
             clock=clock,
             spared=Spared(self.model, optimizer) if options.on_nan == "continue" or self.scale is not None else None,
             scale=self.scale,
@@ -370,6 +395,10 @@ class Rank:
         return self.metrics.peek()
 
     def keep_average(self, decay: float) -> None:
+        if self.sharded:
+            raise BadSettings(
+                "mh.EMA and Step(shard=True): the average would be of whole weights. Leave out one of them"
+            )
         self.average = self.plain_step.average = Average(self.model, decay)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
@@ -402,7 +431,8 @@ class Rank:
         if self.test is None:
             return None
         evaluation = Evaluation(self.model, self.world, self.numbers, self.settings.batch_size)
-        return evaluation.figures(self.objective, self.test, alive, take)
+        with sharding.gathered(self.model) if self.sharded else contextlib.nullcontext():
+            return evaluation.figures(self.objective, self.test, alive, take)
 
     def bad_samples(self, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> str | None:
         """Which of these samples of a dataset have NaN or infinity, in words."""
@@ -417,9 +447,13 @@ class Rank:
         self._share_buffers()
         generators = self.world.gather_bytes(job_state.pack(randomness.as_tensors(self.world.device)))
         devices = self._device_types()
+        weights = job_state.model_tensors(self.model)
+        tensors, numbers = job_state.optimizer_state(self.optimizer) if self.sharded or self.world.first else ({}, {})
+        if self.sharded:
+            weights = sharding.whole_tensors(weights, keep=self.world.first)
+            tensors = sharding.whole_tensors(tensors, keep=self.world.first)
         if not self.world.first:
             return None
-        tensors, numbers = job_state.optimizer_state(self.optimizer)
         random = {
             f"{number}.{name}": one
             for number, all_ in enumerate(generators)
@@ -440,7 +474,7 @@ class Rank:
                 "optimizer_groups": job_state.optimizer_groups(self.optimizer),
             },
             blobs={
-                "model": job_state.pack(job_state.model_tensors(self.model)),
+                "model": job_state.pack(weights),
                 "optimizer": job_state.pack(tensors),
                 "random": job_state.pack(random),
                 "module_state": job_state.pack(held_tensors),

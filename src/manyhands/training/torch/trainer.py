@@ -36,7 +36,7 @@ from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.preflight import checks, diagnose
-from manyhands.training.torch.ranks import world
+from manyhands.training.torch.ranks import sharding, world
 from manyhands.training.torch.state import job_state, module_state, randomness
 from manyhands.training.torch.workers import pool
 from manyhands.training.trainer import BaseTrainer
@@ -126,6 +126,9 @@ class Trainer(BaseTrainer):
             raise BadBatch(lesson) from error
 
     def _fit(self, job: Job, dispatcher: Dispatcher) -> Result:
+        several = launcher.size() > 1 if launcher.is_there() else len(self.ranks) > 1
+        if job.settings.step.shard and several:
+            sharding.check(job.settings, job.optimizer, [] if launcher.is_there() else self.ranks)
         if launcher.is_there():
             return self._fit_as_rank(job, dispatcher)
         ranks = self.ranks
@@ -283,7 +286,10 @@ def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     dtypes = {name: tensor.dtype for name, tensor in _own_tensors(job.model)}
     try:
         with randomness.kept(here.device), modes_kept(job.model):
-            return loop_of(job, here, dispatcher.event)[0].fit()
+            loop, rank = loop_of(job, here, dispatcher.event)
+            result = loop.fit()
+            rank.bring_home()
+            return result
     finally:
         job.model.to(device)
         job.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]

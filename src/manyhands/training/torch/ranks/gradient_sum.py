@@ -50,6 +50,8 @@ class _Bucket:
 class GradientSum:
     """The gradients of a model's parameters, summed over the process group."""
 
+    every_rank = False  # one without samples makes no pass
+
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._next = 0

@@ -55,10 +55,27 @@ def restore_model(model: torch.nn.Module, blob: bytes) -> None:
 
 def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Set a tensor's values; one that is expanded (many elements in one place) gets memory of its own if need be."""
+    if is_sharded(tensor):
+        parts: Any = tensor
+        parts.data.to_local().copy_(_part_of(value, tensor).to_local())
+        return
     if not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         tensor.data.copy_(value)
     elif not torch.equal(tensor.data, value.to(tensor.device, tensor.dtype)):
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is one of FSDP2's, of which this rank holds a part; asked without importing them."""
+    return type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
+
+
+def _part_of(value: torch.Tensor, like: torch.Tensor) -> Any:
+    """A whole tensor, which every rank has, divided as another one is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    parts: Any = like
+    return distribute_tensor(value.to(like.device), parts.device_mesh, parts.placements, src_data_rank=None)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -145,6 +162,12 @@ def _load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None
     Single numbers (NAdam's product of momenta) keep the dtype that the optimizer chose for them. The memory format
     matters: a fused kernel goes through the memory of a parameter and of its state side by side.
     """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, before in saved["state"].items():
+        if is_sharded(parameters[number]):
+            for name, value in before.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape and value.dim():
+                    before[name] = value if is_sharded(value) else _part_of(value, parameters[number])
     optimizer.load_state_dict(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, before in saved["state"].items():

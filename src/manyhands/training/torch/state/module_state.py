@@ -32,7 +32,8 @@ from manyhands.training.torch.workers import job_bytes
 Place = tuple[str, str]  # the path of a module, and the name of an attribute
 _LARGEST = 4 << 20  # bytes of JSON: larger things are data, not state
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_OF_COMPILERS = frozenset(("_compiled_call_impl",))
+_OF_PYTORCH = frozenset(("_compiled_call_impl", "_is_fsdp_managed_module", "_fsdp_use_orig_params"))
+_OF_SHARDING = "__composable_api"  # how its attributes begin
 
 
 class ModuleState:
@@ -56,7 +57,9 @@ class ModuleState:
     def _attributes(self) -> Iterator[tuple[Place, Any]]:
         for path, module in self._model.named_modules():
             for name, value in vars(module).items():
-                if name not in OF_EVERY_MODULE and name not in _OF_COMPILERS and not isinstance(value, FUNCTIONS):
+                if name in OF_EVERY_MODULE or name in _OF_PYTORCH or name.startswith(_OF_SHARDING):
+                    continue
+                if not isinstance(value, FUNCTIONS):
                     yield (path, name), value
 
     def _looks(self, kept: list[object]) -> dict[Place, Any]:

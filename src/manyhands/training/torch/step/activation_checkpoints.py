@@ -28,7 +28,7 @@ def of(model: torch.nn.Module, pick: Pick, *, statistics: str | None) -> Activat
     """The checkpointed blocks of a model, as :class:`~manyhands.training.options.Step` says; None without any."""
     if pick is False:
         return None
-    blocks = _blocks(model) if pick is True else _picked(model, pick)
+    blocks = blocks_of(model) if pick is True else _picked(model, pick)
     if not blocks and pick is True:
         raise BadSettings(
             f"Step(activation_checkpointing=True): {type(model).__name__} has no blocks, children of a ModuleList or a "
@@ -114,10 +114,10 @@ def _picked(model: torch.nn.Module, pick: Callable[[torch.nn.Module], bool]) -> 
     return list({id(one): one for child in model.children() for one in _picked(child, pick)}.values())
 
 
-def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The children with several layers of the outermost lists of modules."""
     if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)):
         large = [child for child in model.children() if sum(1 for _ in child.modules()) > 2]
         if large:
             return list({id(one): one for one in large}.values())
-    return list({id(one): one for child in model.children() for one in _blocks(child)}.values())
+    return list({id(one): one for child in model.children() for one in blocks_of(child)}.values())

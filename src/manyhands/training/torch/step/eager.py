@@ -9,6 +9,7 @@ Nothing here makes the host wait.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch import dict_batches
+from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data import sources
 from manyhands.training.torch.data.sources import Batch
-from manyhands.training.torch.objective import Objective, Supervised
+from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
+from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
@@ -86,7 +89,7 @@ class EagerStep:
         *,
         clip: float = 0.0,
         accumulate: int = 1,
-        gradients: GradientSum | None = None,
+        gradients: GradientSum | ShardedGradients | None = None,
         clock: Clock | None = None,
         spared: Spared | None = None,
         average: Average | None = None,
@@ -101,6 +104,8 @@ class EagerStep:
         self.scale = scale  # with float16; ``spared`` then takes updates back
         self._counts = counts  # whether this step counts its samples: of several optimizers' steps the first does
         self._losses: list[torch.Tensor] = []
+        # For a step of the model's own, with which a rank without samples takes part; it counts nothing.
+        self._sample: Batch | None = None
         # The sum and count of each part, its right answers and its samples.
         self._sums: list[tuple[LossSum, torch.Tensor | None, int]] = []
         self.in_parts = gradients is not None or accumulate > 1
@@ -168,7 +173,10 @@ class EagerStep:
 
     def _work(self, batch: Batch, whole: int, step: int, *, in_sums: bool) -> None:
         size = sources.rows(batch)
-        parts = min(self.accumulate, size) or 1
+        every_rank = self.gradients is not None and self.gradients.every_rank
+        parts = self.accumulate if every_rank else min(self.accumulate, size) or 1
+        if every_rank and size and self._sample is None and isinstance(self.objective, OwnStep):
+            self._sample = tree.map_leaves(_copied, sources.cut(batch, 0, 1))
         for number in range(parts):
             start, stop = size * number // parts, size * (number + 1) // parts
             part = self.numbers.lay(batch if parts == 1 else sources.cut(batch, start, stop))
@@ -227,18 +235,40 @@ class EagerStep:
     def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if size:
             return self.objective(self.model, part, part=self.in_parts)
-        # An empty shard: only to take part in what all ranks do together.
-        if isinstance(part, Mapping) and isinstance(self.objective, Supervised):
-            answer = dict_batches.answer(self.model, part)
-        elif isinstance(part, (tuple, list)):
-            answer = self.model(*part[:-1])
-        else:
-            raise BadBatch(
-                "batch_stats='global' needs every rank in every layer, also one without samples, and the trainer "
-                f"cannot tell what of a {type(part).__name__} the model's inputs are: give batches (inputs, target)"
-            )
+        with self._without_samples():
+            if self._sample is not None and isinstance(self.objective, OwnStep):
+                step = dataclasses.replace(self.objective, training=True)
+                value = step.value(self.model, self.numbers.lay(self._sample))[0]
+                return (value.total if isinstance(value, LossSum) else value) * 0, None
+            answer = self._empty_answer(part)
         leaves = [leaf for leaf in tree.flatten(answer)[0] if isinstance(leaf, torch.Tensor)]
         return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum(), None
+
+    def _empty_answer(self, part: Batch) -> Any:
+        """That of a shard without samples: only to take part in what all ranks do together."""
+        if isinstance(part, Mapping) and isinstance(self.objective, Supervised):
+            return dict_batches.answer(self.model, part)
+        if isinstance(part, (tuple, list)):
+            return self.model(*part[:-1])
+        raise BadBatch(
+            "every rank has to take part in every layer, also one without samples (batch_stats='global', shard=True), "
+            f"and the trainer cannot tell what of a {type(part).__name__} the model's inputs are: give batches "
+            "(inputs, target)"
+        )
+
+    @contextlib.contextmanager
+    def _without_samples(self) -> Iterator[None]:
+        """Layers that take statistics of a batch refuse an empty one, unless these are those of all ranks."""
+        if not isinstance(self.gradients, ShardedGradients):
+            yield
+            return
+        with modes_kept(self.model):
+            self.model.eval()
+            yield
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None:

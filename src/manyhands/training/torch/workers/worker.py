@@ -118,7 +118,10 @@ def _run(job: Job, place: dict[str, Any], say: Say) -> dict[str, Any]:
         loop, worker = loop_of(job, here, say)
         try:
             result = loop.fit()
+            worker.bring_home()
         except _AskedHome:
+            if worker.sharded:  # the ranks stand at different steps: they cannot gather the weights together
+                raise
             return {"kind": "home", "step": loop.cursor.step, **_luggage(job, worker)}
         home = _luggage(job, worker) if here.first else {}
         result.notes = [*worker.notes, *(outside.notes() if outside is not None else ())]

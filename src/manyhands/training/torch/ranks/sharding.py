@@ -1,0 +1,168 @@
+"""``Step(shard=True)``: every rank holds a part of each parameter, of its gradient and of the optimizer's state.
+
+PyTorch's FSDP2 (``fully_shard``) does the work. The model's blocks are gathered one after the other while they compute,
+and their gradients go back to the ranks that hold the parameters. Two ranks and a layer of 1000 numbers::
+
+    at rest    rank 0: 500, rank 1: 500        (weights, gradients, both moments of Adam)
+    computing  both: 1000, until the layer has done its part
+
+Everything else is as without: gradients are summed, not averaged, so shards of a batch may have any size, and
+checkpoints hold whole weights and states, so that a sharded run is resumed unsharded and the other way round. A copy of
+the caller's model is sharded; at the end the caller's own gets the whole weights.
+
+Gathering a block is something that all ranks do together. So all make the same number of passes: one without samples
+makes them with none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from manyhands.errors import BadSettings
+from manyhands.training import launcher
+from manyhands.training.settings import Settings
+from manyhands.training.torch.ranks.world import World, backend_for
+from manyhands.training.torch.state import job_state
+from manyhands.training.torch.step.activation_checkpoints import blocks_of
+
+_STEPS = ("training_step", "validation_step")
+
+
+def check(settings: Settings, optimizer: object, devices: list[torch.device]) -> None:
+    """Refuse what does not go together with sharded parameters; ``devices`` are those of the ranks."""
+    reason = None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        reason = "a finished optimizer holds whole parameters: give a name, a class or a function of the parameters"
+    elif settings.step.on_nan == "continue":
+        reason = "on_nan='continue' keeps whole copies of weights and states: leave it out"
+    elif settings.step.batch_stats == "global":
+        reason = "batch_stats='global' lets ranks meet in layers whose parameters they are gathering: leave it out"
+    elif settings.precision == "fp16":
+        reason = "precision='fp16' keeps whole copies of weights and states: give 'bf16'"
+    elif any(device.type == "cuda" for device in devices) and backend_for(devices) == "gloo":
+        reason = "every rank needs a GPU of its own: NCCL refuses two on one, and Gloo cannot gather on a GPU"
+    if reason is not None:
+        raise BadSettings(f"Step(shard=True): {reason}")
+
+
+def sharded(model: torch.nn.Module, world: World, dtype: torch.dtype | None) -> torch.nn.Module:
+    """A copy of the model of which each rank holds its part; the weights are those of the first rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    whole = copy.deepcopy(model)
+    if dtype is not None:
+        whole = whole.to(dtype)
+    whole.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    for tensor in [*whole.parameters(), *whole.buffers()]:
+        staged = tensor.detach().to(world.device)
+        world.broadcast_([staged])
+        job_state.write(tensor, staged)
+    if not launcher.is_there():  # in a worker the model is ours alone: what comes home is gathered at the end
+        for parameter in model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+    for block in blocks_of(whole):
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(whole, mesh=mesh, reshard_after_forward=False)
+    whole.to(world.device)  # buffers
+    for module in _modules(whole):
+        module.set_gradient_divide_factor(1.0)  # a sum over the ranks, not a mean
+        module.set_force_sum_reduction_for_comms(True)
+    for name in _STEPS:
+        if callable(getattr(whole, name, None)):
+            register_fsdp_forward_method(whole, name)
+    return whole if whole.training else whole.train()
+
+
+def _modules(model: torch.nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextlib.contextmanager
+def gathered(model: torch.nn.Module) -> Iterator[None]:
+    """Within it every rank holds all parameters, so that ranks compute each for itself (an evaluation)."""
+    modules = _modules(model)
+    for module in modules:
+        module.unshard()
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+            module.set_reshard_after_forward(module is not model, recurse=False)
+
+
+def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Sharded tensors, gathered one after the other into the host's memory; all ranks take part, some keep them."""
+    found: dict[str, torch.Tensor] = {}
+    part: Any
+    for name, part in sorted(tensors.items()):  # as they lie in a restored optimizer differs from rank to rank
+        whole: torch.Tensor = part.full_tensor() if job_state.is_sharded(part) else part
+        if keep:
+            found[name] = whole.detach().cpu()
+    return found
+
+
+def bring_home(model: torch.nn.Module, caller: torch.nn.Module) -> None:
+    """Put the whole weights into the caller's model; all ranks take part."""
+    whole = whole_tensors(job_state.model_tensors(model), keep=True)
+    own = caller.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in whole.items():
+            if own[name].shape == tensor.shape:
+                own[name].data.copy_(tensor)
+            else:
+                own[name].data = tensor
+
+
+class ShardedGradients:
+    """What :class:`~.gradient_sum.GradientSum` is, where FSDP2 sums the gradients itself."""
+
+    every_rank = True  # has to make every pass
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._model: Any = model
+        self._optimizer = optimizer
+        self.loss_mark = torch.zeros((), device=device)
+        self._weight: torch.Tensor | None = None
+        self._weight_work: Any = None
+
+    def begin(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self.loss_mark.zero_()
+
+    def arm(self, armed: bool) -> None:
+        """Whether the backward pass that comes is the last of this step: only then gradients go to their ranks."""
+        self._model.set_requires_gradient_sync(armed)
+        self._model.set_is_last_backward(armed)
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        loss = loss.detach()
+        self.loss_mark += (loss - loss).to(self.loss_mark.dtype)
+
+    def sum_weight(self, own: torch.Tensor) -> None:
+        self._weight, self._weight_work = own, dist.all_reduce(own, async_op=True)
+
+    def divide(self) -> torch.Tensor:
+        assert self._weight is not None
+        self._weight_work.wait()
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.to_local().div_(self._weight)
+        return self._weight
+
+    def finish(self) -> None:
+        dist.all_reduce(self.loss_mark)
+
+    def close(self) -> None:
+        pass
