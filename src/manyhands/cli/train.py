@@ -34,6 +34,7 @@ _ALWAYS: dict[str, Any] = {
     "precision": "auto",
     "shares": None,
     "accumulate": 1,
+    "micro_batch_size": None,
     "batch_stats": None,
     "on_nan": "stop",
     "fast": True,
@@ -49,7 +50,7 @@ _ALWAYS: dict[str, Any] = {
     "overfit_batches": None,
 }
 # Those of a step that mean the same in the library.
-_STEP = ("accumulate", "batch_stats", "on_nan", "fast", "compile", "parallel")
+_STEP = ("accumulate", "micro_batch_size", "batch_stats", "on_nan", "fast", "compile", "parallel")
 # Those of limits.
 _LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
 _ON_GPU: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1}
@@ -126,6 +127,7 @@ def _add_step(group: Any) -> None:
         metavar="N",
         help="gradient accumulation: micro-batches per step on each device; default: 1",
     )
+    option("--micro-batch-size", type=flags.whole_number(1), metavar="N", help="or by their size; default: no limit")
     option(
         "--batch-stats",
         choices=["per_device", "global"],

@@ -32,6 +32,7 @@ _CALLED = {
     "num_gpus": "gpus n_gpus ngpus gpu num_devices",
     "devices": "device accelerator strategy ctx context device_ids distribute_strategy",
     "accumulate": "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum",
+    "micro_batch_size": "microbatch_size micro_batch microbatch device_microbatch_size",
     "gradient_clip_val": "clip clipnorm global_clipnorm grad_clip max_grad_norm clip_grad_norm gradient_clip clip_norm",
     "precision": "amp fp16 bf16 mixed_precision dtype half",
     "batch_stats": "sync_batchnorm sync_bn",

@@ -46,6 +46,8 @@ class Step(_Topic):
             ``"measured"`` to balance them by their speed while training. Default: None, equal parts.
         accumulate: Gradient accumulation: each device processes its shard in this many micro-batches. Needs less memory
             and gives the same update. Default: 1.
+        micro_batch_size: Gradient accumulation by size, instead of ``accumulate``: no device processes more samples at
+            once. Default: None, whole shards.
         batch_stats: Whether BatchNorm takes its statistics over each device's shard (``"per_device"``) or over the
             whole batch (``"global"``). Default: None, per device; in JAX a step is one program over the whole batch,
             so they are always global there (with ``accumulate`` over each micro-batch).
@@ -74,6 +76,7 @@ class Step(_Topic):
 
     shares: Sequence[float] | Literal["measured"] | None = None
     accumulate: int = 1
+    micro_batch_size: int | None = None
     batch_stats: BatchStats | None = None
     on_nan: Literal["stop", "continue"] = "stop"
     activation_checkpointing: bool | Callable[[Any], bool] = False
@@ -86,8 +89,9 @@ class Step(_Topic):
     fused_norms: bool = True
 
     def __post_init__(self) -> None:
-        make_plain(self, ("accumulate",), Integral, int)
+        make_plain(self, ("accumulate", "micro_batch_size"), Integral, int)
         check_positive(self, "accumulate")
+        self._check_micro_batches()
         if self.batch_stats is not None:
             check_choice(self, "batch_stats", ("per_device", "global"))
         check_choice(self, "on_nan", ("stop", "continue"))
@@ -115,6 +119,31 @@ class Step(_Topic):
                 "it in micro-batches: choose one"
             )
         self._check_shares()
+
+    def _check_micro_batches(self) -> None:
+        if self.micro_batch_size is None:
+            return
+        check_positive(self, "micro_batch_size")
+        if self.accumulate > 1:
+            raise BadSettings(
+                f"accumulate={self.accumulate} says how many micro-batches there are, micro_batch_size="
+                f"{self.micro_batch_size} how large they are: choose one"
+            )
+        if self.batch_stats == "global":
+            raise BadSettings(
+                "batch_stats='global' takes statistics over the whole batch, micro_batch_size="
+                f"{self.micro_batch_size} processes it in micro-batches: choose one"
+            )
+
+    def in_micro_batches(self, batch_size: int, devices: int) -> Step:
+        """The same options, with the number of micro-batches in which no shard has larger ones than asked for."""
+        if self.micro_batch_size is None:
+            return self
+        if isinstance(self.shares, str):  # measured: any device may get almost all
+            largest = batch_size
+        else:
+            largest = max(_shares.sizes(batch_size, devices, self.shares))
+        return dataclasses.replace(self, accumulate=-(-largest // self.micro_batch_size), micro_batch_size=None)
 
     def _check_shares(self) -> None:
         if self.shares is None or isinstance(self.shares, str):

@@ -381,13 +381,19 @@ class BaseTrainer(HyperParameters, Evaluating):
         size, of_data = self._option("batch_size"), self.train_source.batch_size
         if None not in (size, of_data) and size != of_data:
             raise loader_batches.another_size(size, of_data)
-        return self._settings_with(of_data if size is None else size)
+        unknown = size is None and of_data is None and self.train_source.count is None
+        if unknown and self._option("step").micro_batch_size is not None:
+            raise BadSettings("micro_batch_size: the loader does not say how large its batches are: give batch_size=")
+        settings = self._settings_with(of_data if size is None else size)
+        step = settings.step.in_micro_batches(settings.batch_size, launcher.size() or len(self._natives()))
+        return dataclasses.replace(settings, step=step)
 
     def _settings_with(self, size: int | None) -> Settings:
         names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size"}
         chosen = {name: self._option(name) for name in names}
         if chosen["step"].batch_stats is None:
-            whole = self.default_batch_stats == "global" and chosen["step"].accumulate == 1
+            in_parts = chosen["step"].accumulate > 1 or chosen["step"].micro_batch_size is not None
+            whole = self.default_batch_stats == "global" and not in_parts
             chosen["step"] = dataclasses.replace(chosen["step"], batch_stats="global" if whole else "per_device")
         if chosen["max_epochs"] is None:
             chosen["max_epochs"] = self._meant_epochs(None) or ENDLESS
