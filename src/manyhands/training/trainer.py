@@ -30,7 +30,7 @@ from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
 from manyhands.training.evaluation.standalone import Evaluating
 from manyhands.training.learner import NAN_HINT
-from manyhands.training.limits import stop_signals
+from manyhands.training.limits import stop_signals, units
 from manyhands.training.limits.ending import ENDLESS
 from manyhands.training.limits.first_batches import first_batches
 from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers
@@ -331,6 +331,45 @@ class BaseTrainer(HyperParameters, Evaluating):
         loader_batches.check(self.train_source, epochs, may_be_endless=endless)
         loader_batches.check(self.test_source, epochs, may_be_endless=limits.limit_val_batches is not None)
         self.test_source = first_batches(self.test_source, limits.limit_val_batches, settings.batch_size)
+
+    @option_names.explained(too_many="find_batch_size takes a model and its training data; all others by name")
+    def find_batch_size(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        maximum: int | None = None,
+        memory: str | int | None = None,
+        of: Literal["batch", "micro_batch"] = "batch",
+    ) -> int:
+        """The largest ``batch_size`` that fits into memory, over all of the trainer's devices; within an eighth of it.
+
+        A few steps are made with larger and larger batches, on copies: the model, its optimizer and random numbers stay
+        as they are. In PyTorch.
+
+        Args:
+            model: As for ``fit``.
+            data: As for ``fit``, but no loader with batches of its own.
+            maximum: No batch is larger than that. Default: None, all samples.
+            memory: The memory that steps may take on each device, as ``"8GB"``. Default: None, all of a GPU; on a CPU
+                half of what is free, divided over the processes: a host that is full takes other programs with it.
+            of: ``"micro_batch"`` finds the largest ``Step(micro_batch_size=...)`` for the trainer's ``batch_size``.
+        """
+        if of not in ("batch", "micro_batch"):
+            raise BadSettings(f"find_batch_size(of={of!r}): choose one of batch, micro_batch")
+        bound = None if memory is None else units.memory(memory)
+        if memory is not None and bound is None:
+            raise BadSettings(f"find_batch_size(memory={memory!r}): give '8GB' or a number of bytes")
+        if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, Integral) or maximum < 1):
+            raise BadSettings(f"find_batch_size(maximum={maximum!r}): give a whole number of at least 1")
+        self.train_source, self.test_source = self._sources(data)
+        return self._find_batch_size(model, None if maximum is None else int(maximum), bound, micro=of != "batch")
+
+    def _find_batch_size(self, model: Any, maximum: int | None, memory: int | None, *, micro: bool) -> int:
+        raise BadSettings(
+            "find_batch_size is there in PyTorch only: this framework has one allocator for all devices of a process, "
+            "and a step that has filled its memory may leave the process unusable. Give batch_size="
+        )
 
     def _check_step(self, model: Any) -> None:
         """A training_step of the user's own computes its loss itself; the book's Module has one that does not count."""

@@ -30,8 +30,9 @@ from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.torch import evaluation, optimizers, schedulers, standalone
+from manyhands.training.torch.batch_size_search import Search
 from manyhands.training.torch.book.accuracy import modes_kept
-from manyhands.training.torch.data.sources import Source, source
+from manyhands.training.torch.data.sources import Arrays, Samples, Source, source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
@@ -212,6 +213,12 @@ class Trainer(BaseTrainer):
             ) from error
         finally:
             world.leave(here)
+
+    def _find_batch_size(self, model: torch.nn.Module, maximum: int | None, memory: int | None, *, micro: bool) -> int:
+        _check_model(model)
+        if not isinstance(self.train_source, Arrays | Samples):
+            raise BadSettings("find_batch_size: a loader has its own batches: give (X, y) or a Dataset instead")
+        return Search(self, model, self.train_source, memory, micro).largest(maximum)
 
     # Evaluation and prediction
 

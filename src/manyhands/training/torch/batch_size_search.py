@@ -1,0 +1,192 @@
+"""``trainer.find_batch_size``: real steps on a copy of the model, with larger and larger batches.
+
+Each device makes the steps of its shard alone, so a device that runs out of memory keeps no other one waiting; the
+ranks of a launcher tell each other what came of it. A GPU says itself when its memory is full. A host does not: it
+begins to swap, or ends the process. So on a CPU the memory that steps take is measured, and a batch is only tried
+where the one before lets us expect that it stays within the bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from manyhands import machine
+from manyhands import shares as _shares
+from manyhands.errors import BadSettings, LossIsNotANumber
+from manyhands.training import launcher
+from manyhands.training.callbacks.plan import NO_CALLBACKS
+from manyhands.training.limits import batch_size
+from manyhands.training.options import Checkpoints, Limits
+from manyhands.training.torch import optimizers
+from manyhands.training.torch.data.sources import Arrays, Samples
+from manyhands.training.torch.job import Job
+from manyhands.training.torch.learner import loop_of
+from manyhands.training.torch.objective import objective_for
+from manyhands.training.torch.preflight import checks
+from manyhands.training.torch.ranks import world
+from manyhands.training.torch.state import randomness
+
+if TYPE_CHECKING:
+    from manyhands.training.torch.trainer import Trainer
+
+_STEPS = 3  # the first ones make the optimizer's state
+_ON_HOST = 0.5  # of the free memory, where no bound is given
+_FOR_OTHERS = 512 * 2**20  # bytes of a GPU that NCCL takes where there are several
+_NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory")
+_PROC = Path("/proc/self")
+
+
+@dataclass
+class Search:
+    """One search: its trainer, model and data, and what was measured so far."""
+
+    trainer: Trainer
+    model: torch.nn.Module
+    data: Arrays | Samples
+    memory: int | None  # the bound of one device, in bytes
+    micro: bool  # whether micro-batches are tried, of the trainer's batch
+    measured: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a device: samples, and bytes that they took
+
+    def largest(self, maximum: int | None) -> int:
+        if not launcher.is_there():
+            ranks = self.trainer.ranks
+            return self._search(ranks, maximum, lambda fits: fits)
+        with self.trainer._as_rank(self.trainer._settings_with(None), lambda event: None) as here:
+            devices = [here.device] * here.size
+
+            def on_all(fits: bool) -> bool:
+                return all(bool(one) for one in here.gather(torch.tensor([fits])))
+
+            return self._search(devices, maximum, on_all)
+
+    def _search(self, devices: list[torch.device], maximum: int | None, on_all: Any) -> int:
+        shares = self.trainer._option("step").shares
+        fractions = None if shares is None or isinstance(shares, str) else shares
+        if self.micro:
+            whole = self.trainer._settings_with(self.trainer._option("batch_size") or self.data.batch_size).batch_size
+            shard = max(_shares.sizes(whole, len(devices), fractions))
+            most = min(maximum or shard, shard)
+            alone = dict.fromkeys(devices, shard)
+            return batch_size.largest(lambda size: on_all(self._fit_on(alone, size)), most, 1)
+        most = min(maximum or self.data.count, self.data.count)
+        if most < len(devices):
+            raise BadSettings(f"{most} samples are fewer than the devices, {len(devices)}: give a larger maximum")
+
+        def fits(size: int) -> bool:
+            sizes = _shares.sizes(size, len(devices), fractions)
+            largest = {
+                device: max(n for one, n in zip(devices, sizes, strict=True) if one == device) for device in devices
+            }
+            return bool(on_all(self._fit_on(largest, None)))
+
+        return batch_size.largest(fits, most, len(devices))
+
+    def _fit_on(self, shards: dict[torch.device, int], micro: int | None) -> bool:
+        return all(self._fits(device, shard, micro) for device, shard in shards.items())
+
+    def _fits(self, device: torch.device, shard: int, micro: int | None) -> bool:
+        if device.type == "cuda":
+            with self._bounded(device):
+                return self._tried(device, shard, micro)
+        bound, size = self._bound_of_host(), micro or shard
+        before = self.measured.get(str(device))
+        if before is None:
+            self._tried(device, shard, micro)  # once without measuring: libraries take memory of their own
+        elif before[1] * size > bound * before[0]:
+            return False
+        with _peak() as took:
+            fits = self._tried(device, shard, micro)
+        self.measured[str(device)] = size, took[0]
+        return fits and took[0] <= bound
+
+    def _bound_of_host(self) -> int:
+        if self.memory is not None:
+            return self.memory
+        ranks = launcher.place().local_size if launcher.is_there() else len(self.trainer.ranks)
+        return int((machine.host_memory().free or 0) * _ON_HOST / ranks)
+
+    @contextlib.contextmanager
+    def _bounded(self, device: torch.device) -> Iterator[None]:
+        """A GPU's memory up to the bound, without what several of them need to sum gradients."""
+        several = launcher.size() > 1 or len(self.trainer.ranks) > 1
+        total = torch.cuda.get_device_properties(device).total_memory
+        if self.memory is not None:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.memory / total), device)
+        kept = torch.empty(_FOR_OTHERS if several else 0, dtype=torch.uint8, device=device)
+        try:
+            yield
+        finally:
+            del kept
+            torch.cuda.empty_cache()
+            if self.memory is not None:
+                torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+    def _tried(self, device: torch.device, shard: int, micro: int | None) -> bool:
+        """Whether a few steps of a shard could be made."""
+        try:
+            with randomness.kept(device):
+                loop_of(self._job(shard, micro), world.World(0, 1, device), lambda event: None)[0].fit()
+            return True
+        except LossIsNotANumber:  # after its step
+            return True
+        except (torch.OutOfMemoryError, MemoryError):
+            return False
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _NO_MEMORY):
+                raise
+            return False
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _job(self, shard: int, micro: int | None) -> Job:
+        """A few steps on a copy, without files and callbacks; an average of the weights takes memory, so it stays."""
+        trainer = self.trainer
+        model, optimizer = copy.deepcopy((self.model, trainer._option("optimizer")))
+        checks.materialise(model, self.data)
+        settings = trainer._settings_with(shard)
+        parts = settings.step.accumulate if micro is None else -(-shard // micro)
+        step = dataclasses.replace(settings.step, shares=None, accumulate=parts, micro_batch_size=None)
+        limits = Limits(max_steps=_STEPS)
+        settings = dataclasses.replace(settings, step=step, limits=limits, checkpoints=Checkpoints(), max_epochs=_STEPS)
+        decays = [one.average_decay for one in trainer._callbacks() if one.average_decay is not None]
+        return Job(
+            model=model,
+            objective=objective_for(model, trainer._option("loss")),
+            train=dataclasses.replace(self.data, batch_size=None),
+            test=None,
+            settings=settings,
+            optimizer=optimizers.optimizer_for(model, optimizer, settings.lr),
+            callbacks=dataclasses.replace(NO_CALLBACKS, average=decays[0] if decays else None),
+        )
+
+
+@contextlib.contextmanager
+def _peak() -> Iterator[list[int]]:
+    """How many bytes this process takes at most, within, more than before."""
+    before, took = psutil.Process().memory_info().rss, [0]
+    with contextlib.suppress(OSError):
+        (_PROC / "clear_refs").write_text("5")  # Linux: forget the highest so far
+    try:
+        yield took
+    finally:
+        took[0] = max(0, _highest() - before)
+
+
+def _highest() -> int:
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)

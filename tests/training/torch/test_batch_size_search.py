@@ -1,0 +1,72 @@
+"""The largest batch that fits: searched with real steps, bounded on a host, and nothing is changed by it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands.torch as mh
+from manyhands.errors import BadSettings
+from manyhands.training.limits import batch_size
+
+WIDE = 2**15  # numbers that a sample is on its way: 128 KB, and as much again for each operation on it
+
+
+class Wide(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, WIDE), torch.nn.Linear(WIDE, 2)
+
+    def forward(self, X: torch.Tensor) -> Any:
+        return self.down(torch.tanh(self.up(X)))
+
+
+def data(count: int = 4096) -> Any:
+    return torch.rand(count, 4), torch.randint(0, 2, (count,))
+
+
+@pytest.mark.parametrize("limit", [1, 7, 8, 100, 777, 5000])
+def test_the_search_ends_near_the_largest(limit: int) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    for devices in (1, 3):
+        tried.clear()
+        if limit < devices:
+            with pytest.raises(BadSettings, match="not even a batch of"):
+                batch_size.largest(fits, 1000, devices)
+            continue
+        found = batch_size.largest(fits, 1000, devices)
+        assert min(limit, 1000) * 7 // 8 - devices < found <= limit
+        assert len(tried) < 20
+
+
+def test_a_bound_on_the_host_is_kept_and_nothing_is_changed() -> None:
+    """A batch of 128 MB and its gradient: some hundred samples fit into 256 MB, far fewer than there are."""
+    net, samples = Wide(), data()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    before, drawn = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    trainer = mh.Trainer(devices=["cpu"], optimizer=optimizer, precision="fp32")
+    found = trainer.find_batch_size(net, samples, memory="256MB")
+    assert 64 <= found <= 2048
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in net.parameters())
+    two = mh.Trainer(devices=["cpu"], workers=mh.Workers(per_device=2), lr=0.1, precision="fp32")
+    assert two.find_batch_size(net, samples, maximum=24) == 24
+
+
+def test_micro_batches_and_what_is_refused() -> None:
+    trainer = mh.Trainer(devices=["cpu"], lr=0.1, batch_size=64, precision="fp32")
+    assert trainer.find_batch_size(Wide(), data(200), of="micro_batch", maximum=16) == 16
+    with pytest.raises(BadSettings, match="a loader has its own batches"):
+        trainer.find_batch_size(Wide(), [data(4), data(4), data(4)])
+    with pytest.raises(BadSettings, match=r"memory='lots'\): give '8GB'"):
+        trainer.find_batch_size(Wide(), data(8), memory="lots")
