@@ -45,8 +45,13 @@ class Length:
     waited: dict[int, float] = field(default_factory=dict)
 
 
-def simulate(timeline: Iterable[Work | Wait], without: Collection[int] = ()) -> Length:
-    """Run a timeline, leaving out the waits of some findings.
+Drawn = tuple[str, float, float, int | None]  # lane (host or device), begin, end, finding
+
+
+def simulate(
+    timeline: Iterable[Work | Wait], without: Collection[int] = (), drawn: list[Drawn] | None = None
+) -> Length:
+    """Run a timeline, leaving out the waits of some findings; ``drawn`` is given what happens when.
 
     >>> steps = [Work(2.0, 5.0), Wait(1), Work(1.0, 1.0), Wait(2)]
     >>> simulate(steps).total, simulate(steps, {1}).total, simulate(steps, {2}).waited
@@ -59,23 +64,32 @@ def simulate(timeline: Iterable[Work | Wait], without: Collection[int] = ()) -> 
     for item in timeline:
         if isinstance(item, Work):
             if item.device:
-                device = max(device, host + item.lead) + item.device
-                device = max(device, host + item.host)
+                begin = max(device, host + item.lead)
+                device = max(begin + item.device, host + item.host)
                 length.busy += item.device
+                _draw(drawn, "device", device - item.device, device)
+            _draw(drawn, "host", host, host + item.host)
             host += item.host
             continue
         if item.device:
             device = max(device, host) + item.device
             length.busy += item.device
+            _draw(drawn, "device", device - item.device, device)
         if item.finding in without:
             continue
         begin = host
         host += item.host
         if item.drains:
             host = max(host, device)
+        _draw(drawn, "host", begin, host, item.finding)
         length.waited[item.finding] = length.waited.get(item.finding, 0.0) + host - begin
     length.total = max(host, device)
     return length
+
+
+def _draw(drawn: list[Drawn] | None, lane: str, begin: float, end: float, finding: int | None = None) -> None:
+    if drawn is not None and end > begin:
+        drawn.append((lane, begin, end, finding))
 
 
 def gains(timeline: Sequence[Work | Wait], findings: Collection[int]) -> tuple[Length, dict[int, float], float]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.audit import cures
-from manyhands.audit.critical_path import Length, Wait, Work, gains
+from manyhands.audit.critical_path import Drawn, Length, Wait, Work, gains, simulate
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Entry, Key, Recorder
 from manyhands.audit.sites import shown_path
 
 SCHEMA = 1
+_DRAWN = 3  # steps of the timeline
+_MOST_SPANS = 2000
 _FEWEST = 3  # waits of a line in a program without steps: fewer are no loop
 _LOADER_SECONDS = 0.02  # a batch: what stands in for a GPU makes the loader itself slower, so less says nothing
 
@@ -37,6 +39,16 @@ class Finding:
 
 
 @dataclass
+class Span:
+    """A piece of the timeline: what the host or the device does, and the finding (file:line) that it waits for."""
+
+    lane: str
+    begin: float
+    end: float
+    finding: str | None
+
+
+@dataclass
 class Report:
     """What an audit found; its fields are the keys of ``--json`` (docs/audit.md)."""
 
@@ -55,6 +67,7 @@ class Report:
     silenced: int = 0
     known: int = 0  # findings that the baseline has already
     findings: list[Finding] = field(default_factory=list)
+    timeline: list[Span] = field(default_factory=list)  # of the first counted steps, simulated
     notes: list[str] = field(default_factory=list)
     verdict: str = ""
 
@@ -64,7 +77,8 @@ class Report:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Report:
         findings = [Finding(**finding) for finding in data["findings"]]
-        return cls(**{**data, "findings": findings})
+        timeline = [Span(**span) for span in data.get("timeline", [])]
+        return cls(**{**data, "findings": findings, "timeline": timeline})
 
 
 def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
@@ -84,6 +98,8 @@ def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
     others = [(key, seconds) for step, key, seconds in recorder.others if first <= step < last]
     report.silenced = silenced + sum(key.site.allowed is not None for key, _ in others)
     length, alone, together = gains(_timeline(entries, keys, recorder), keys.values())
+    if recorder.steps and (recorder.launched or not report.predicted):
+        report.timeline = _drawn([entry for entry in entries if entry.step < first + _DRAWN], keys, recorder)
     _fill_times(report, recorder, first, length, together)
     for key, number in keys.items():
         mine = [entry for entry in entries if entry.key == key]
@@ -101,6 +117,17 @@ def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
     report.findings.sort(key=lambda finding: (finding.gained or 0.0, finding.waited), reverse=True)
     _summarise(report, recorder)
     return report
+
+
+def _drawn(entries: list[Entry], keys: dict[Key, int], recorder: Recorder) -> list[Span]:
+    """What the host and the device do in a few steps."""
+    names = {number: f"{shown_path(key.site.user.file)}:{key.site.user.number}" for key, number in keys.items()}
+    drawn: list[Drawn] = []
+    simulate(_timeline(entries, keys, recorder), drawn=drawn)
+    return [
+        Span(lane, begin, end, names.get(finding) if finding is not None else None)
+        for lane, begin, end, finding in drawn[:_MOST_SPANS]
+    ]
 
 
 def _is_slow_loader(waited: float, gained: float, total: float) -> bool:

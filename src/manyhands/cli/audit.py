@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from manyhands.audit.report import Report
 
 WAITS_TOO_LONG = 3
-_WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--fail-over", "--baseline", "--profile")
+_WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--html", "--fail-over", "--baseline", "--profile")
 
 
 def add(commands: Any) -> None:
@@ -53,6 +53,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report (docs/audit.md); default: no file")
     parser.add_argument("--sarif", type=Path, metavar="FILE", help="write code-scanning annotations; default: no file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at; default: no file")
     parser.add_argument(
         "--fail-over",
         type=_percent,
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
     program, is_module = _program(options.program)
     baseline = _baseline(options.baseline) if options.baseline is not None else None
-    for path in (options.json, options.sarif):
+    for path in (options.json, options.sarif, options.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise BadSettings(f"{path} cannot be written: there is no folder {path.parent}")
     with tempfile.TemporaryDirectory(prefix="manyhands-audit-") as folder:
@@ -207,7 +208,7 @@ def _same_end(code: int) -> int:
 
 
 def _show(made: Report, options: argparse.Namespace) -> None:
-    from manyhands.audit import sarif, table
+    from manyhands.audit import html, sarif, table
 
     if made.ended == "syntax-error":
         print(f"manyhands audit: {made.program} has a syntax error, so that nothing was run", file=sys.stderr)
@@ -221,5 +222,7 @@ def _show(made: Report, options: argparse.Namespace) -> None:
             options.json.write_text(json.dumps(made.as_data(), indent=2) + "\n")
         if options.sarif is not None:
             options.sarif.write_text(json.dumps(sarif.log(made), indent=2) + "\n")
+        if options.html is not None:
+            options.html.write_text(html.page(made))
     except OSError as error:
         raise BadSettings(f"{error.filename} cannot be written: {error.strerror}") from None

@@ -1,0 +1,69 @@
+"""The page: it says what the table says, needs nothing from elsewhere, and a real browser shows it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from manyhands.audit import html, profile, report, watch
+from manyhands.audit.kinds import Kind
+from manyhands.audit.recorder import Recorder
+from manyhands.audit.sites import Line, Site
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n\nfor x in loader:\n    total += loss.item() if a < b & c else 0\n    step()\n")
+    recorder = Recorder(profile=profile.h200())
+    recorder.frameworks.add("torch")
+    for _ in range(8):
+        for _ in range(10):
+            recorder.launch(1e-5)
+        site = Site(Line(str(script), 4), Line("/x/site-packages/lib.py", 7))
+        recorder.after(watch.Event(Kind.READ, "Tensor.item", site, 0.0, 0.0))
+        recorder.step("optimizer")
+    path = tmp_path / "report.html"
+    path.write_text(html.page(report.make(recorder, program="train.py", warmup=2)))
+    return path
+
+
+def test_a_page_is_whole_and_escaped(page: Path) -> None:
+    text = page.read_text()
+    assert "predicted for an NVIDIA H200" in text
+    assert "a &lt; b &amp; c" in text
+    assert "<mark>   4 " in text
+    assert "var(--wait)" in text
+    assert "in lib.py:7" in text
+    assert not re.search(r"(src|href)=|@import|url\(", text)  # nothing from elsewhere
+
+
+def test_a_browser_shows_it_also_on_a_phone(page: Path) -> None:
+    browser = next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
+    if browser is None:
+        pytest.skip("needs Chromium (apt-get install chromium)")
+    probe = page.with_name("probe.html")
+    script = (
+        "<script>document.title = [document.documentElement.scrollWidth <= innerWidth, innerWidth,"
+        "document.querySelectorAll('rect').length > 10, document.querySelector('mark').offsetHeight > 0,"
+        "getComputedStyle(document.querySelector('thead')).display].join(' ')</script>"
+    )
+    probe.write_text(page.read_text().replace("</body>", f"{script}</body>"))
+    for width, head in ((1200, "table-header-group"), (500, "none")):
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},800", "--dump-dom"]
+        done = subprocess.run(
+            [*command, f"--user-data-dir={page.parent / 'profile'}", probe.as_uri()],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        title = re.search(r"<title>(.*?)</title>", done.stdout)
+        assert title is not None
+        assert title[1] == f"true {width} true true {head}"
