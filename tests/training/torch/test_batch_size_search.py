@@ -67,6 +67,6 @@ def test_micro_batches_and_what_is_refused() -> None:
     trainer = mh.Trainer(devices=["cpu"], lr=0.1, batch_size=64, precision="fp32")
     assert trainer.find_batch_size(Wide(), data(200), of="micro_batch", maximum=16) == 16
     with pytest.raises(BadSettings, match="a loader has its own batches"):
-        trainer.find_batch_size(Wide(), [data(4), data(4), data(4)])
+        trainer.find_batch_size(Wide(), lambda: iter([data(4)]))
     with pytest.raises(BadSettings, match=r"memory='lots'\): give '8GB'"):
         trainer.find_batch_size(Wide(), data(8), memory="lots")
