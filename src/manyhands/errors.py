@@ -213,6 +213,10 @@ class CannotTrace(EngineError, RuntimeError):
     holds: Callable[[], bool] | None = None  # whether that is still so, where it may change
 
 
+class CannotGuard(EngineError, RuntimeError):
+    """A function that Dynamo cannot follow, so that its guards are not known."""
+
+
 class NotYet(CannotTrace):
     """A function that cannot be traced at this call, but perhaps at the next."""
 

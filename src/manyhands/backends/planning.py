@@ -93,6 +93,14 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def fuse(self, found: TraceT) -> TraceT:
         """The trace with runs of small operations compiled; :class:`~manyhands.errors.CannotFuse` says why not."""
 
+    def guards(
+        self, found: TraceT, function: Callable[..., Value], arguments: tuple[Value, ...], keywords: dict[str, Value]
+    ) -> Callable[[tuple[Value, ...], dict[str, Value]], bool] | None:
+        """Tells of a call whether all that the code looks at is as it was; None: the trace's own guards have to do.
+
+        :class:`~manyhands.errors.CannotGuard` says why there are no others.
+        """
+
     # Facts
 
     def device_of(self, one: CallT, found: TraceT) -> DevicesT | None: ...

@@ -72,7 +72,7 @@ class Parallel(ParallelFunction):
         if call is None:  # the framework is tracing: whoever does that compiles the whole
             return self.function(*arguments, **keywords)
         try:
-            planned = self._plans.of(call.signature)
+            planned = self._plans.of(call.signature, arguments, keywords)
         except Exception as error:  # a structure of the user's that has no hash, or cannot be compared
             planned = Planned(self._plainly, notes=[f"its arguments cannot be known again: {first_line(error)}"])
         if planned is None:

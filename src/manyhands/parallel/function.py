@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import numbers
+import statistics
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from manyhands.backends.planning import AnyPlanning, Call, Replay, Run, Trace
-from manyhands.errors import CannotTrace, ChangesOutside, EngineError, NotYet, first_line
+from manyhands.errors import CannotGuard, CannotTrace, ChangesOutside, EngineError, NotYet, first_line
 from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
 from manyhands.parallel.costs import costs
 from manyhands.parallel.interface import ParallelFunction
@@ -38,6 +40,8 @@ _tracing = threading.RLock()
 
 class Parallel(ParallelFunction):
     """A function that gives what the plain one gives, sooner where that is possible."""
+
+    has_guards = False  # whether the caller has seen to it that a plan is valid, as Dynamo does for its graphs
 
     def __init__(
         self,
@@ -66,12 +70,12 @@ class Parallel(ParallelFunction):
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         for planned in self._recent:
             tensors = planned.fits(arguments, keywords)  # type: ignore[misc]
-            if tensors is not None and planned.holds():
+            if tensors is not None and planned.is_valid_for(arguments, keywords):
                 self._last = planned
                 planned.used = True
                 return planned.run(tensors, arguments, keywords)
         call = self.backend.call(arguments, keywords)
-        self._last = planned = self._plans.of(call.signature) or self._plan_anew(call)
+        self._last = planned = self._plans.of(call.signature, arguments, keywords) or self._plan_anew(call)
         if not planned.again:
             self._remember(planned, call)
         return planned.run(*call.given)
@@ -79,7 +83,7 @@ class Parallel(ParallelFunction):
     def plan_for(self, arguments: tuple[Any, ...]) -> Planned:
         """The plan of a call with these arguments. Who runs it sees to it that later calls are alike."""
         call = self.backend.call(arguments, {})
-        self._last = self._plans.of(call.signature) or self._plan_anew(call)
+        self._last = self._plans.of(call.signature, arguments, {}) or self._plan_anew(call)
         return self._last
 
     def _remember(self, planned: Planned, call: Call) -> None:
@@ -156,7 +160,27 @@ class Parallel(ParallelFunction):
             why = "no memory was left to plan it" if without_memory else "it could not be planned"
             planned = Planned(self._plainly, notes=[f"{why}: {first_line(error)}"], again=first and not without_memory)
         planned.holds, planned.changed = found.holds, found.changed
+        if not planned.way.is_plain and not self.has_guards:
+            self._add_guards(planned, call, found)
         return planned
+
+    def _add_guards(self, planned: Planned, call: Call, found: Trace) -> None:
+        """Let Dynamo guard what the code looks at, if it can follow it; what that costs has to be won first."""
+        _, arguments, keywords = call.given
+        try:
+            with _tracing:
+                planned.guards = self.backend.guards(found, self.function, arguments, keywords)
+        except CannotGuard as error:
+            planned.notes.append(f"guarded by rules of our own: Dynamo cannot follow it ({error})")
+        if planned.guards is None or AS_WRITTEN not in planned.seconds:
+            return
+        cost = _seconds_of(lambda: planned.is_valid_for(arguments, keywords))
+        if planned.seconds[planned.way] + cost >= planned.seconds[AS_WRITTEN]:
+            planned.notes.append(
+                f"{planned.way} is not used: its guards take {cost * 1e6:.0f} us of every call, more than it gains"
+            )
+            planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
+            planned.guards = None
 
     def _plainly(self, _: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.function(*arguments, **keywords)
@@ -217,6 +241,15 @@ class Parallel(ParallelFunction):
             return self._plainly(tensors, arguments, keywords)
 
         return replay
+
+
+def _seconds_of(call: Callable[[], object], times: int = 20) -> float:
+    spent = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent)
 
 
 def _must_allow_memory(memory: object) -> None:

@@ -37,7 +37,12 @@ class Standing:
 
     holds: Callable[[], bool] = lambda: True  # whether that is as it was
     changed: Callable[[], str | None] = lambda: None  # what of it is not, in words
+    # Whether a call's arguments, and all that the function's code looks at, still give the same; None: not known.
+    guards: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     used: bool = False  # by another call than the one that it was made for
+
+    def is_valid_for(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+        return self.holds() and (self.guards is None or self.guards(arguments, keywords))
 
 
 Plan = TypeVar("Plan", bound=Standing)
@@ -50,9 +55,10 @@ class Plans(Generic[Plan]):
         self._wasted = 0
         self._came: OrderedDict[Any, int] = OrderedDict()  # how often, without having been planned
 
-    def of(self, signature: Any) -> Plan | None:
-        """The plan that holds."""
-        found = next((one for one in self._kept.get(signature, ()) if one.holds()), None)
+    def of(self, signature: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Plan | None:
+        """The plan that is valid for a call."""
+        kept = self._kept.get(signature, ())
+        found = next((plan for plan in kept if plan.is_valid_for(arguments, keywords)), None)
         if found is not None:
             found.used = True
             with suppress(KeyError):  # another thread may just have thrown it away

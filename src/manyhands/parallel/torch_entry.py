@@ -111,6 +111,7 @@ def compile_backend(module: Any, inputs: Any, **given: Any) -> Callable[..., Any
 
 def planner(function: Parallel) -> dynamo.Planner:
     """Plans a graph of Dynamo's, whose guards stand for the signature of later calls."""
+    function.has_guards = True
 
     def plan(arguments: tuple[Any, ...]) -> dynamo.Plan | None:
         planned = function.plan_for(arguments)

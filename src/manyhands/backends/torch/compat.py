@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, cast
@@ -193,6 +194,28 @@ def forward_graph() -> ForwardGraph | None:
     changed = [known.input_info[number] for number in known.mutated_inp_runtime_indices]
     copied = all(one.mutates_data and not one.mutates_metadata and not one.mutates_storage_metadata for one in changed)
     return ForwardGraph(frozenset(known.static_input_indices), len(changed) if copied else 0, known.num_forward)
+
+
+@contextmanager
+def dynamo_enabled() -> Iterator[None]:
+    """Dynamo captures here, also where the user has switched it off: a function is not to be run instead."""
+    import torch._dynamo
+
+    with torch.compiler.set_stance("default"), torch._dynamo.config.patch(disable=False, suppress_errors=False):
+        yield
+
+
+def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo capture a function as one graph, for these shapes; an error where it cannot."""
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+
+def dynamo_check(function: Any) -> Callable[[dict[str, Any]], bool] | None:
+    """What Dynamo asks of a captured function's variables before it uses what it has captured."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    entries = _debug_get_cache_entry_list(function.__code__)
+    return entries[0].guard_manager.check if len(entries) == 1 else None
 
 
 def is_dynamo_loaded() -> bool:

@@ -28,6 +28,7 @@ from manyhands.backends.torch.capture.fast_match import recogniser
 from manyhands.backends.torch.capture.results import opened
 from manyhands.backends.torch.capture.trace import Trace, together
 from manyhands.backends.torch.compat import tree_flatten
+from manyhands.backends.torch.guards.by_dynamo import guards
 from manyhands.backends.torch.passes.regions import fuse
 from manyhands.backends.torch.run import costs, float64
 from manyhands.backends.torch.run import threads as torch_threads
@@ -331,6 +332,7 @@ __all__ = [
     "footprint",
     "fuse",
     "graph_run",
+    "guards",
     "hardware",
     "is_out_of_memory",
     "let_go_at",

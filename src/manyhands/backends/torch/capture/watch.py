@@ -39,6 +39,7 @@ _TEXT = f"it makes a text of a tensor's numbers, which are not known yet: {_FOR_
 _OFFSET = f"it asks where in its memory a tensor begins, which may be elsewhere at the next call: {_FOR_GOOD}"
 _data: Any = torch.Tensor.data
 _MOVES = {_aten.set_, _aten.resize_, _aten.resize_as_}  # give a tensor other memory: a real one would get a made-up one
+_LITERALS = {_aten.lift_fresh, _aten.lift_fresh_copy}  # of torch.tensor(1.0), written in the function
 _MOVING = "it gives a tensor other memory (w.data = ..., w.set_(...)): write to the memory that it has, w.copy_(...)"
 
 
@@ -149,7 +150,7 @@ class Watch:
             self._before.setdefault(id(tensor), (tensor, tensor.grad))
 
     def refuses_reading(self, tensor: object) -> None:
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+        if isinstance(tensor, torch.Tensor) and _is_from_outside(tensor):
             self.refuses(_READING)
 
     def refuses(self, what: str) -> None:
@@ -234,7 +235,17 @@ class _Operations(TorchDispatchMode):
                 # Beside made-up ones only single numbers: make_fx computes with those that it knows.
                 if len(real) == len(tensors) or one.numel() <= 1:
                     self._watch.keeps(one)
-        return _apart(func(*args, **(kwargs or {})))
+        results = _apart(func(*args, **(kwargs or {})))
+        if func.overloadpacket not in _LITERALS and any(map(_is_from_outside, tensors)):
+            for result in tree_leaves(results):
+                if isinstance(result, FakeTensor):
+                    result.from_outside = True  # type: ignore[attr-defined]
+        return results
+
+
+def _is_from_outside(tensor: torch.Tensor) -> bool:
+    """Whether it is a real tensor, or computed from one: make_fx knows the numbers of a few, and would read them."""
+    return not isinstance(tensor, FakeTensor) or getattr(tensor, "from_outside", False)
 
 
 def _apart(results: Any) -> Any:
