@@ -5,8 +5,8 @@ depend on besides has no end: an attribute of a class, ``os.environ``, a ``UserD
 follows the code byte by byte and writes down what it looked at. So it captures the function once more, without running
 it, and its check is asked before every replay.
 
-It follows functions that compute something from tensors. At a backward pass or an optimizer's step it breaks the graph,
-so whole training steps are guarded by our own rules alone.
+At a backward pass or an optimizer's step Dynamo breaks the graph, so a function that leaves gradients behind, as whole
+training steps do, is guarded by our own rules alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.facts import written_memories
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.errors import CannotGuard, first_line
 from manyhands.generated import function as generated
@@ -36,7 +35,7 @@ def guards(
 
     Raises :class:`CannotGuard` where Dynamo cannot follow the function.
     """
-    if found.gradients or written_memories(found) or compat.count_dispatch_modes():
+    if found.gradients or compat.count_dispatch_modes():
         return None
     call = generated("call", _CALL, {})  # of its own: Dynamo keeps what it captures with the code
 
