@@ -90,8 +90,9 @@ class Parallel(ParallelFunction):
         if planned.fits is None:
             planned.fits = self.backend.recogniser(call)
         if planned.fits is not None:
-            others = [one for one in self._recent if one is not planned]
-            self._recent = (planned, *others[: _RECENT - 1])
+            others = [one for one in self._recent if one is not planned][: _RECENT - 1]
+            # Plain execution, which fits every state, comes after the plans of some states.
+            self._recent = (*others, planned) if planned.way.is_plain else (planned, *others)
 
     def _plan_anew(self, call: Call) -> Planned:
         if not self._plans.is_worth_one(call.signature):

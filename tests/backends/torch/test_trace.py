@@ -213,7 +213,7 @@ def _counts(x: torch.Tensor) -> torch.Tensor:
         (lambda x: TAKEN, "from outside"),
         (lambda x: x + 1 if x.sum() > 0 else x - 1, "needs a tensor's value"),
         (lambda x: x[x > 0], "depends on values"),
-        (lambda x: x * TAKEN.sum().item(), "depends on values"),
+        (lambda x: x * TAKEN.sum().item(), "reads numbers"),
         (lambda x: x * TAKEN.tolist()[0], "reads numbers"),
         (_counts, "COUNTS"),
         (_catches, "reads numbers"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,10 +199,15 @@ def forward_graph() -> ForwardGraph | None:
 
 @contextmanager
 def dynamo_enabled() -> Iterator[None]:
-    """Dynamo captures here, also where the user has switched it off: a function is not to be run instead."""
+    """Dynamo captures here, also where the user has switched it off: a function is not to be run instead.
+
+    What it warns of is for users of torch.compile.
+    """
     import torch._dynamo
 
-    with torch.compiler.set_stance("default"), torch._dynamo.config.patch(disable=False, suppress_errors=False):
+    patch = torch._dynamo.config.patch(disable=False, suppress_errors=False)
+    with torch.compiler.set_stance("default"), patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
 
 
