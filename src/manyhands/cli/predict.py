@@ -143,8 +143,7 @@ def _framework(name: str) -> Any:
 def _what(options: argparse.Namespace, entry: Any) -> tuple[str, Any, Any, Any]:
     """A name, model, batch and loss: of one of our models, or from the user's script."""
     if options.script is None:
-        mh: Any = importlib.import_module(f"manyhands.{options.framework}")
-        on_gpu = mh.num_gpus() > 0
+        on_gpu = entry.has_gpu()
         name = options.model or ("resnet18" if on_gpu else "lenet")
         return name, *entry.example(name, options.batch_size or (256 if on_gpu else 128)), None
     if options.model is not None:

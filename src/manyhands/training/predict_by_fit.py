@@ -68,8 +68,7 @@ class PredictByFit:
         return prediction.predict(profile, between, devices, per_device=per_device, assumptions=assumptions)
 
     def _profile(self, model: Any, batch: tuple[Any, Any], options: dict[str, Any]) -> Profile:
-        size, backend = len(batch[0]), self._trainer.backend
-        on_gpu = backend.num_gpus() > 0
+        size, on_gpu = len(batch[0]), has_gpu(self._trainer.backend)
         options |= {"devices": ["gpu:0" if on_gpu else "cpu"], "quiet": True}
         times = []
         try:
@@ -96,6 +95,11 @@ class PredictByFit:
             input_bytes=sum(part.nbytes for part in batch) / size,
             notes=(note,),
         )
+
+
+def has_gpu(backend: Any) -> bool:
+    """Whether there is a real GPU; virtual devices stand in for GPUs, and are as fast as the CPU."""
+    return bool(backend.num_gpus() > 0 and backend.neutral(backend.gpu(0)).kind == "gpu")
 
 
 def _arrays(batch: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from manyhands.training import predict_by_fit
 from manyhands.training.checkpoints import tensors
 from manyhands.training.mxnet import checks, command, modes, state
 from manyhands.training.mxnet.trainer import Trainer
@@ -36,3 +37,7 @@ predict = PredictByFit("mxnet", Trainer, _trial, _gradient_bytes)
 def example(name: str, batch_size: int) -> tuple[Any, Any]:
     """One of the models of ``manyhands train`` and a batch of noise."""
     return command.model(name, 0), noise(batch_size, (1, 28, 28))
+
+
+def has_gpu() -> bool:
+    return predict_by_fit.has_gpu(Trainer.backend)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from manyhands.training import predict_by_fit
 from manyhands.training.predict_by_fit import PredictByFit, noise
 from manyhands.training.predict_by_fit import resized as resized
 from manyhands.training.tensorflow import command
@@ -34,3 +35,7 @@ predict = PredictByFit("tensorflow", Trainer, _trial, _gradient_bytes)
 def example(name: str, batch_size: int) -> tuple[Any, Any]:
     """One of the models of ``manyhands train`` and a batch of noise."""
     return command.model(name, 0), noise(batch_size, (28, 28, 1))
+
+
+def has_gpu() -> bool:
+    return predict_by_fit.has_gpu(Trainer.backend)

@@ -82,6 +82,10 @@ def from_profile(
     return prediction.predict(profile, between, devices, batch, per_device=per_device, assumptions=assumptions)
 
 
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
 def example(name: str, batch_size: int) -> tuple[torch.nn.Module, Any]:
     """One of the models of ``manyhands train`` and a batch of noise: only shapes count here."""
     model = command.model(name, 0)
