@@ -14,6 +14,7 @@ from gluon_cases import contexts, mlp, vectors
 from mxnet import gluon
 
 from manyhands.training import loop as loop_module
+from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data import sources
 from manyhands.training.data.order import Cursor
@@ -75,7 +76,9 @@ CASES: dict[str, dict[str, Any]] = {
     "an empty shard": {"step": Step(shares=[1, 0])},
     "statistics over the whole batch": {"step": Step(batch_stats="global")},
     "go on after a bad loss": {"step": Step(on_nan="continue")},
+    "callbacks": {"step": Step(on_nan="continue")},
 }
+CALLBACKS = CallbackPlan(every=(2,), rates=True, average=0.9)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,7 +87,8 @@ def test_a_step_waits_for_no_step_but_that_of_two_ago(name: str, monkeypatch: py
     one = learner(settings, 2, norm=True)
     monkeypatch.setattr(loop_module, "_SHOW_EVERY", 0.0)  # so that the figures are looked at after every step
     said: list[Any] = []
-    loop = Loop(one, settings, said.append, schedule=one_cycle)
+    callbacks = CALLBACKS if name == "callbacks" else NO_CALLBACKS
+    loop = Loop(one, settings, said.append, schedule=one_cycle, callbacks=callbacks)
     waits = Waits(monkeypatch)
 
     def counted(window: Any, batch: Any, factor: float | None) -> None:
@@ -93,11 +97,12 @@ def test_a_step_waits_for_no_step_but_that_of_two_ago(name: str, monkeypatch: py
 
     step = one.step
     monkeypatch.setattr(one, "step", counted)
-    loop._train_epoch()
+    assert loop._make_steps()
     assert loop.cursor == Cursor(0, 80, 10, 10)
     assert len(waits.found) >= 8  # from the third step on
     assert all(of is not None and of <= now - 2 for now, of in waits.found)
-    assert said[-1]["loss"] is not None
+    assert [event for event in said if event["kind"] == "progress"][-1]["loss"] is not None
+    assert [event["step"] for event in said if event["kind"] == "steps"] == ([2, 4, 6, 8] if callbacks.every else [])
     assert one.read()[0].count == 80
 
 
