@@ -162,3 +162,12 @@ def test_a_regression_shows_its_validation_loss(bench: Bench, capsys: pytest.Cap
     assert result.rows[-1]["val_acc"] is None
     assert str(result).startswith(f"val loss {result.rows[-1]['val_loss']:.3f}, ")
     assert f"val loss {result.rows[-1]['val_loss']:.3f}, seconds" in capsys.readouterr().err
+
+
+def test_a_resumed_job_has_the_metrics_of_one_that_was_not_stopped(bench: Bench) -> None:
+    how: dict[str, Any] = {"metrics": [top_three, order]}
+    whole = bench.fit(epochs=2, **how)
+    first = bench.fit(epochs=1, **how)
+    resumed = bench.fit(epochs=2, run=first.run, resume="auto", **how)
+    for row, expected in zip(resumed.rows, whole.rows, strict=True):
+        assert {**row, "seconds": 0} == {**expected, "seconds": 0}

@@ -32,6 +32,10 @@ fit(net, (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=1, **options)
 options = {{**options, "resume": "auto"}}
 found, result = fit(Net(norm=True), (vectors(), vectors(41)), int(sys.argv[3]), max_epochs=3, **options)
 np.savez(f"{{out}}/{{jax.process_index()}}.npz", **found)
+trainer = mh.Trainer(1, devices=["virtual:0", "virtual:1"], metrics={{"rows": lambda outputs, targets: len(outputs)}})
+figures, outputs = trainer.evaluate(net, vectors(41)), trainer.predict(net, vectors(41)[0])
+assert figures["rows"] == 41, figures
+assert len(outputs) == 41 if jax.process_index() == 0 else outputs is None
 found, _ = fit(Net(), (Shuffles(), Shuffles()), int(sys.argv[3]), precision="fp64")
 np.savez(f"{{out}}/shuffled{{jax.process_index()}}.npz", **found)
 try:

@@ -41,6 +41,14 @@ if trainer_rank := int(__import__("os").environ["RANK"]):
 result = trainer.fit(model, (vectors(), vectors(9)))
 np.savez(folder / f"{trainer_rank}.npz", **tensors(model))
 (folder / f"{trainer_rank}.txt").write_text(f"{result.rows[-1]['samples']} {result.rows[-1]['val_loss']} {result}")
+trainer = mh.Trainer(1, quiet=True, loss=unequal, metrics={"rows": lambda outputs, targets: len(outputs)})
+figures, outputs = trainer.evaluate(model, vectors(9)), trainer.predict(model, vectors(9)[0])
+assert figures["rows"] == 9, figures
+assert abs(figures["loss"] - result.rows[-1]["val_loss"]) < 1e-5, figures
+if trainer_rank:
+    assert outputs is None
+else:
+    np.testing.assert_allclose(outputs, model(vectors(9)[0], training=False), atol=1e-5)
 
 data = tf.data.Dataset.from_tensor_slices(vectors())
 model, trainer = mixed(), mh.Trainer(2, lr=0.05, optimizer=momentum, quiet=True, step=mh.Step(shares=[3, 1]))

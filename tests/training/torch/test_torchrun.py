@@ -66,6 +66,13 @@ mine = torch.cat([value.double().flatten() for value in model.state_dict().value
 all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
 dist.all_gather(all_of_them, mine)  # the group is still there
 assert torch.equal(*all_of_them), all_of_them
+trainer = Trainer(1, devices=["cpu"], quiet=True, metrics={{"rows": lambda outputs, targets: len(outputs)}})
+figures, outputs = trainer.evaluate(model, vectors()), trainer.predict(model, vectors()[0])
+assert figures["rows"] == len(vectors()[0]), figures
+if dist.get_rank() == 0:
+    torch.testing.assert_close(outputs, model.eval()(vectors()[0]).detach())
+else:
+    assert outputs is None
 dist.destroy_process_group()  # who made it ends it: a process that leaves it open may abort when it ends
 """
 
