@@ -29,7 +29,7 @@ from manyhands.training.display.unit import unit_of
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.learner import NAN_HINT, Learner, Say
-from manyhands.training.limits.ending import ENDLESS, Ending
+from manyhands.training.limits.ending import ENDLESS, Ending, StopNow
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, or_none, together
 from manyhands.training.schedules import Schedule
@@ -173,11 +173,12 @@ class Loop:
     def _train_epoch(self) -> None:
         """Train to the end of the epoch, or of the job."""
         self._row_began, self._row_is_epoch = time.perf_counter(), self.cursor.sample == 0
-        over = self._make_steps()
+        with contextlib.suppress(StopNow):
+            over = self._make_steps()
+            if not self.ending.signal and (over or self.ending.reached or self.report.stop is not None):
+                self._end_epoch(over=over)
         if self.ending.signal:
             self.save_once()
-        elif over or self.ending.reached or self.report.stop is not None:
-            self._end_epoch(over=over)
 
     def _make_steps(self) -> bool:
         """The steps that are left of the epoch; False where the job ends before it does."""
@@ -289,6 +290,7 @@ class Loop:
         self.say({"kind": "alive", "step": self.cursor.step})
 
     def _say_alive_now_and_then(self) -> None:
+        self.ending.interrupt_evaluation()
         if time.perf_counter() - self._shown > _SHOW_EVERY:
             self.say_alive()
 

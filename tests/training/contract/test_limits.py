@@ -123,6 +123,27 @@ def test_a_signal_ends_a_job_with_a_checkpoint(bench: Bench, name: str) -> None:
     assert figures[0] == figures[1]
 
 
+def test_a_signal_within_an_evaluation(bench: Bench) -> None:
+    """It is given up, and made again when the job goes on."""
+    train, validation = bench.data()
+    signals = iter([signal.SIGTERM])
+
+    def batches() -> Iterator[Any]:
+        if (number := next(signals, None)) is not None:
+            os.kill(os.getpid(), number)
+        yield from validation
+
+    run = bench.new_run()
+    with pytest.raises(Stopped) as caught:
+        bench.fit(data=(train, batches), run=run)
+    assert (caught.value.result.steps, caught.value.result.rows) == (STEPS, [])
+    resumed = bench.fit(data=(train, batches), run=run, resume="auto")
+    whole = bench.fit(data=(train, batches))
+    assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
+    figures = [[(row["train_loss"], row["val_loss"]) for row in result.rows] for result in (resumed, whole)]
+    assert figures[0] == figures[1]
+
+
 def test_no_handlers_outside_the_main_thread(bench: Bench) -> None:
     seen: list[Any] = []
     look = Recorded(1, lambda: seen.append(signal.getsignal(signal.SIGTERM)))
@@ -141,3 +162,30 @@ def test_micro_batches_of_a_size(bench: Bench) -> None:
     assert Step(micro_batch_size=2, shares=[3, 1]).in_micro_batches(16, 2).accumulate == 6
     with pytest.raises(BadSettings, match=r"accumulate=2 .* micro_batch_size=5 .* choose one"):
         Step(accumulate=2, micro_batch_size=5)
+
+
+def own_schedule(framework: str) -> Any:
+    """An optimizer with a schedule of rates of the framework's own."""
+    if framework == "jax":
+        import optax
+
+        return optax.sgd(optax.cosine_decay_schedule(0.1, 8), momentum=0.9)
+    if framework == "tensorflow":
+        import keras
+
+        return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 8), momentum=0.9)
+    import mxnet as mx
+
+    return mx.optimizer.SGD(learning_rate=0.1, momentum=0.9, lr_scheduler=mx.lr_scheduler.FactorScheduler(2, 0.5))
+
+
+def test_a_schedule_of_the_frameworks_own_is_resumed(bench: Bench) -> None:
+    if bench.framework == "torch":
+        pytest.skip("tests/training/torch/test_schedulers.py")
+    whole = bench.fit(optimizer=own_schedule(bench.framework))
+    run = bench.new_run()
+    for steps in (3, 8):
+        bench.fit(optimizer=own_schedule(bench.framework), limits=Limits(max_steps=steps), run=run, resume="auto")
+    assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
+    with pytest.raises(BadSettings, match=r"PerStep\(\.\.\.\) is for PyTorch's schedulers"):
+        bench.mh.Trainer(schedule=bench.mh.PerStep(lambda optimizer: None))

@@ -25,6 +25,10 @@ _ASK_EVERY = 1.0  # seconds between two questions to the other processes
 _MOST_STEPS = 1000
 
 
+class StopNow(BaseException):
+    """Ends an evaluation that a signal has come in: it may take longer than a scheduler waits."""
+
+
 class Ending:
     """Knows whether a job goes on after a step, and what ended it."""
 
@@ -63,6 +67,15 @@ class Ending:
         elif step >= self._ask_at:
             self._ask_all(step)
         return bool(self.reached or self.signal)
+
+    def interrupt_evaluation(self) -> None:
+        """Raise where a signal has come; a resumed job evaluates again.
+
+        Several processes are somewhere else each, and the evaluation at the end of a job does not come again.
+        """
+        if self.learner.size == 1 and self.requests.asked is not None and self.reached is None:
+            self.signal = self.requests.asked
+            raise StopNow
 
     def _time_is_up(self) -> bool:
         return self.limits.max_time is not None and self.seconds >= float(self.limits.max_time)  # type: ignore[arg-type]
