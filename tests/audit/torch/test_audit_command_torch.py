@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,35 @@ def test_without_a_gpu_there_is_nothing_to_audit_and_the_program_runs(program: P
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all steps\n"
     assert "no tensor was on a GPU: there was nothing to audit" in done.stderr
+
+
+UNCHANGED = """
+import sys, warnings, torch
+lines = []
+sys.settrace(lambda frame, event, arg: lines.append(frame.f_lineno) if frame.f_code.co_name == "traced" else None)
+def traced():
+    return torch.ones(3).tolist()
+warnings.simplefilter("ignore", FutureWarning)
+filters = [entry[:3] for entry in warnings.filters]
+net = torch.nn.Linear(4, 2)
+torch.nn.init.ones_(net.weight); torch.nn.init.zeros_(net.bias)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+@torch.compile(backend="eager")
+def forward(x):
+    return torch.where(x > 0, net(x)[:, :1], 0.0).sum()
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    for step in range(8):
+        loss = forward(torch.ones(2, 4))
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.settrace(None)
+print(traced(), f"{loss:.4f}", loss.item(), net.weight.tolist(), len(profiler.events()) > 0, lines, filters)
+"""
+
+
+def test_a_program_with_a_profiler_a_tracer_and_a_compiler_is_unchanged(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(UNCHANGED)
+    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    audited = run_command("audit", str(script))
+    assert audited.returncode == 0, audited.stderr
+    assert audited.stdout == plain.stdout

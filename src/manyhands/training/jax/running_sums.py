@@ -70,8 +70,8 @@ def is_there(sums: Sums) -> bool:
 
 def figures(sums: Sums, *, counted: bool) -> Figures:
     """What the sums say; waits for them."""
-    loss = np.asarray(sums["loss"], np.float64)
-    right, count, bad = map(int, np.asarray(sums["counts"]))
+    loss = np.asarray(sums["loss"], np.float64)  # manyhands: wait-ok they are ready, or an epoch ends
+    right, count, bad = map(int, np.asarray(sums["counts"]))  # manyhands: wait-ok likewise
     total = float(loss.sum()) if np.isfinite(loss).all() else math.nan
     return Figures(total, right, count, None if bad == _NEVER else bad, counted)
 
