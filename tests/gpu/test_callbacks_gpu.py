@@ -1,4 +1,4 @@
-"""Callbacks beside a captured step: figures of steps, an average of the weights, and no wait for either."""
+"""Callbacks beside a captured step: figures of steps, and an average of the weights."""
 
 from __future__ import annotations
 
@@ -74,39 +74,3 @@ def test_weights_are_those_of_a_job_without_an_average(tmp_path: Path) -> None:
 
     job_state.restore_model(with_average, store.load(tmp_path / "run" / "checkpoints").blobs["model"])
     assert difference(with_average, without) < 1e-10
-
-
-def test_nothing_waits_for_callbacks() -> None:
-    """PyTorch itself raises where the host would wait in a step."""
-    waits: list[str] = []
-
-    class Watch(mh.Callback):
-        def on_epoch_start(self, training: Any) -> None:
-            torch.cuda.set_sync_debug_mode("error" if training.epoch > 1 else "default")
-
-        def on_evaluation(self, training: Any, figures: dict[str, float]) -> None:
-            waits.append("evaluated")
-
-    def quiet_end(*_: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-    from manyhands.training.loop import Loop
-
-    read = Loop._read_figures
-    try:
-        Loop._read_figures = lambda self: (quiet_end(), read(self))[1]  # type: ignore[method-assign]
-        trainer = mh.Trainer(
-            3,
-            devices=["gpu:0"],
-            batch_size=32,
-            quiet=True,
-            lr=0.05,
-            precision="fp32",
-            callbacks=[Diary(), mh.EMA(0.9), mh.LearningRateMonitor(every=1), Watch()],
-            schedule=mh.one_cycle,
-        )
-        trainer.fit(net().float(), (IMAGES, LABELS), (IMAGES[:77], LABELS[:77]))
-    finally:
-        Loop._read_figures = read  # type: ignore[method-assign]
-        quiet_end()
-    assert len(waits) == 3

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.errors import BadLabels  # noqa: E402
+from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan  # noqa: E402
 from manyhands.training.loop import Loop  # noqa: E402
 from manyhands.training.options import Step, Workers  # noqa: E402
 from manyhands.training.settings import Settings  # noqa: E402
@@ -131,7 +132,7 @@ def test_a_cpu_and_a_gpu_in_one_job() -> None:
     assert sum(result.shares) == pytest.approx(1)
 
 
-def _loop(**settings: Any) -> tuple[Loop, Rank]:
+def _loop(callbacks: CallbackPlan = NO_CALLBACKS, **settings: Any) -> tuple[Loop, Rank]:
     job = Job(
         model=net(),
         objective=Supervised(torch.nn.functional.cross_entropy),
@@ -139,23 +140,28 @@ def _loop(**settings: Any) -> tuple[Loop, Rank]:
         test=None,
         settings=Settings(batch_size=32, **settings),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+        callbacks=callbacks,
     )
     return loop_of(job, world.World(0, 1, torch.device("cuda", 0)), lambda event: None)
 
 
+@pytest.mark.parametrize("callbacks", [NO_CALLBACKS, CallbackPlan(every=(2,), rates=True, average=0.9)])
 @pytest.mark.parametrize("fast", [True, False])
-def test_no_step_makes_the_host_wait(fast: bool) -> None:
-    """The strictest check that torch has: an error for every synchronising operation it knows."""
-    loop, rank = _loop(step=Step(fast=fast), max_epochs=6, gradient_clip_val=1.0)
+def test_no_step_makes_the_host_wait(fast: bool, callbacks: CallbackPlan) -> None:
+    """The strictest check that torch has: an error for every synchronising operation it knows.
+
+    Neither do figures of steps and an average of the weights, which callbacks ask for.
+    """
+    loop, rank = _loop(callbacks, step=Step(fast=fast), max_epochs=6, gradient_clip_val=1.0)
     for _ in range(5):  # warm up: kernels, idle biases, graphs of both sizes
-        loop._train_epoch()
+        loop._make_steps()
         loop.cursor = loop.cursor.next_epoch()
         rank.metrics.peek()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         loop._shown = 0.0  # a look at the figures is due
-        loop._train_epoch()
+        loop._make_steps()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert rank.metrics.read().count == 6 * 330
@@ -165,11 +171,11 @@ def test_a_loader_is_prefetched_without_waits() -> None:
     dataset = torch.utils.data.TensorDataset(IMAGES, LABELS)
     samples = source(torch.utils.data.Subset(dataset, range(330)))
     loop, rank = _loop(train=samples, step=Step(fast=False))
-    loop._train_epoch()
+    loop._make_steps()
     assert rank.metrics.read().count == 330
     assert any("plain steps" in note for note in rank.notes)
     loop, rank = _loop(train=samples)
-    loop._train_epoch()
+    loop._make_steps()
     assert any("loader" in note for note in rank.notes)
 
 
