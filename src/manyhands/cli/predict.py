@@ -82,12 +82,15 @@ def _counts(text: str) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> int:
+    from manyhands.predict import files, plot
     from manyhands.predict import link as links
-    from manyhands.predict import plot
 
     # What can be refused is refused first: measuring takes a while.
     if options.plot is not None:
         plot.place(options.plot)
+    for path in (options.plot, options.save_profile):
+        if path is not None:
+            files.check_folder(path)
     between = None if options.link == "measured" else links.link(options.link, options.per_node)
     made = _stored(options, between) if options.profile is not None else _measured(options, between)
     if options.save_profile is not None:

@@ -204,6 +204,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["--profile", stored, "--model", "mlp"], "a profile has its own model"),
         (["--link", "wire"], "is not known"),
         (["--plot", str(tmp_path / "none" / "p.png")], "there is no folder"),
+        (["--save-profile", str(tmp_path / "none" / "p.json")], "there is no folder"),
+        (["--save-profile", str(tmp_path)], "it is a folder"),
     ):
         assert main(["predict", *arguments]) == 1
         error = capsys.readouterr().err
