@@ -2,7 +2,7 @@
 
 Of Keras's own training loop the trainer takes the loss with its weights, the optimizer, regularizers, ``compute_loss``
 and accuracy. It cannot take what is written for one device and one process: a ``train_step`` that updates the weights
-itself, and metrics that are not a mean over samples.
+itself, and metrics that are updated while training; the trainer's own ``metrics=`` are of the validation data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OWN_LOOP = {
     "train_step": "write training_step(self, batch), which returns the loss, instead: the trainer takes its gradients "
     "and makes the update",
     "test_step": "write validation_step(self, batch), which returns the loss, beside a training_step(self, batch)",
-    "compute_metrics": "leave it out, and call model.evaluate(X, y) after the training",
+    "compute_metrics": "leave it out, and give the trainer metrics=[...]",
 }
 _HALVES = ("float16", "mixed_float16")
 
@@ -47,8 +47,9 @@ def check(model: Any, *, loss: Any, tests: bool) -> None:
         if strange:
             name = strange[0] if isinstance(strange[0], str) else getattr(strange[0], "name", strange[0])
             raise BadSettings(
-                f"the model was compiled with {option}={name!r}, which the trainer does not compute (it shows loss and "
-                f"accuracy): compile the model without it; model.evaluate(X, y) computes it after the training"
+                f"the model was compiled with {option}={name!r}, and the trainer takes only accuracy from there: "
+                "compile the model without it and give it to the trainer, Trainer(metrics=[...]), which computes it "
+                "over the validation data"
             )
 
 
