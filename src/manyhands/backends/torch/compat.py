@@ -192,6 +192,7 @@ def forward_graph() -> ForwardGraph | None:
     known = None if context is None else context.fw_metadata
     if known is None:
         return None
+    known.bw_donated_idxs = []  # the backward graph takes nothing: a graph may be retained (see aot_autograd)
     changed = [known.input_info[number] for number in known.mutated_inp_runtime_indices]
     copied = all(one.mutates_data and not one.mutates_metadata and not one.mutates_storage_metadata for one in changed)
     return ForwardGraph(frozenset(known.static_input_indices), len(changed) if copied else 0, known.num_forward)
