@@ -71,10 +71,12 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
         size = len(batch[0])
         return (value.loss * size, size) if value.count is None else (value.loss, value.count)
 
+    gradients_of = jax.jit(jax.value_and_grad(total_of, has_aux=True))  # a program for each of a few sizes
+
     def compute(batch: Sequence[int], rows: Sequence[int]) -> Pass:
         picked = arrays.prepare(tuple(map(arrays.native, arrays.rows([batch[row] for row in rows]))))
         parts = tuple(map(jax.numpy.asarray, picked))
-        (total, count), gradients = jax.value_and_grad(total_of, has_aux=True)(numbers["parameters"], parts)
+        (total, count), gradients = gradients_of(numbers["parameters"], parts)
         arrays_of = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradients)]
         return Pass([Term(float(total), float(count), arrays_of)])
 
