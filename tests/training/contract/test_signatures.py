@@ -34,12 +34,13 @@ def test_one_device_needs_no_list(bench: Bench) -> None:
 
 def test_the_same_text_is_the_same_job(bench: Bench) -> None:
     """``devices="cpu:2"`` trains, and its run is the one of ``--devices cpu:2``."""
-    options: dict[str, Any] = {"optimizer": "adam", "lr": 0.01, "precision": "fp32", "quiet": True}
+    options: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "precision": "fp32", "quiet": True}
     trainer = bench.mh.Trainer(1, devices="cpu:2", **options)
     result = trainer.fit(bench.recipes.model("mlp", 0), bench.data())
     assert result.devices == ["virtual:0", "virtual:1"]
-    again = bench.fit(2, epochs=1, optimizer="adam", lr=0.01)
-    assert result.rows[-1]["train_loss"] == again.rows[-1]["train_loss"]
+    again = bench.fit(2, epochs=1, optimizer="adamw", lr=0.01)
+    # Sums over devices may be in another order.
+    assert result.rows[-1]["train_loss"] == pytest.approx(again.rows[-1]["train_loss"], rel=1e-5)
 
 
 def own_losses(bench: Bench) -> list[tuple[Any, float]]:

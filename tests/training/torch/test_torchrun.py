@@ -73,6 +73,11 @@ if dist.get_rank() == 0:
     torch.testing.assert_close(outputs, model.eval()(vectors()[0]).detach())
 else:
     assert outputs is None
+plain, sharded = mlp(), mlp()  # the caller's own model gets the whole weights of a sharded training
+for model, shard in ((plain, False), (sharded, True)):
+    Trainer(1, devices="cpu", precision="fp64", quiet=True, step=Step(shard=shard)).fit(model, vectors())
+assert type(sharded) is type(plain)
+assert difference(plain.state_dict(), sharded.state_dict()) <= 1e-12
 dist.destroy_process_group()  # who made it ends it: a process that leaves it open may abort when it ends
 """
 

@@ -20,9 +20,28 @@ Optimizer = mx.optimizer.Optimizer
 _FOR_ONE_DEVICE = (mx.optimizer.Nadam, mx.optimizer.LBSGD, mx.optimizer.SGLD)
 
 
+class AdamW(mx.optimizer.Adam):  # type: ignore[misc]
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), which MXNet 1.9 does not have."""
+
+    wd: float
+
+    def __init__(self, learning_rate: float = 0.001, wd: float = 0.01, **options: Any) -> None:
+        super().__init__(learning_rate=learning_rate, wd=wd, **options)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        weight *= 1 - self._get_lr(index) * self._get_wd(index)
+        decay: float = self.wd
+        self.wd = 0.0
+        try:
+            super().update(index, weight, grad, state)
+        finally:
+            self.wd = decay
+
+
 def _by_name() -> dict[str, Any]:
-    """MXNet's optimizers and those that the user has registered with it."""
-    return {name: kind for name, kind in sorted(Optimizer.opt_registry.items()) if name not in ("test", "ccsgd")}
+    """MXNet's optimizers, those that the user has registered with it, and AdamW."""
+    known = {"adamw": AdamW, **Optimizer.opt_registry}
+    return {name: kind for name, kind in sorted(known.items()) if name not in ("test", "ccsgd")}
 
 
 OPTIMIZERS = Optimizers(
