@@ -31,7 +31,9 @@ from manyhands.errors import CannotTrace, NotYet
 
 # What PyTorch's layers are made with, and say afterwards: the shapes of their parameters, which are watched.
 _AS_MADE = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "transposed", "groups"}
-_AS_MADE |= {"affine", "padding_mode", "return_indices", "ceil_mode"}
+_AS_MADE |= {"affine"}
+# Words of a function that looks values up by other names, which its code does not tell.
+_BY_OTHER_NAMES = ("globals", "environ", "getenv")
 _SETTINGS = (*PLAIN, tuple, types.FunctionType, types.BuiltinFunctionType)  # of PyTorch's layers: stride, activation
 _OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -209,13 +211,23 @@ class Outside:
             if not is_foreign(owner):
                 self.spaces.space(owner, owner.__name__)
             for word, content in list(vars(owner).items()) if not is_foreign(owner) else ():
-                if isinstance(content, PLAIN) and not word.startswith("__") and wanted(word):
+                if word.startswith("__") or not wanted(word):
+                    continue
+                if isinstance(content, PLAIN):
                     self._add(Fact(f"{name}.{word}", "attribute", owner, word, content))
+                elif isinstance(content, type) and word in self._words and content not in self._classes:
+                    self._add(Fact(f"{name}.{word}", "attribute", owner, word, content))
+                    self._class(content, f"{name}.{word}", wanted)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         if is_foreign(function):
             return
         names = words_of(function.__code__)
+        if (word := next((word for word in names if word in _BY_OTHER_NAMES), None)) is not None:
+            raise CannotTrace(
+                f"{name} uses {word}, through which it can read anything: that cannot be watched, so it is run as it "
+                "is; read it outside, and pass the value as an argument"
+            )
         self._words.update(names)
         self.spaces.space(function.__globals__, "")
         for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -232,6 +244,8 @@ class Outside:
             set(names) - function.__globals__.keys(), function.__globals__.get("__package__")
         ):
             self._named(module, word, names)
+        for word in ("__code__", "__defaults__"):  # autoreload puts others in their places
+            self._add(Fact(f"{name}.{word}", "attribute", function, word, getattr(function, word)))
         self._visit(function.__defaults__, f"a default of {name}")
         self._visit(function.__kwdefaults__, f"a default of {name}")
         self._dict(vars(function), name, whole=True)

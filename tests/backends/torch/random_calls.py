@@ -1,0 +1,531 @@
+"""Random programs for ``mh.parallel`` that change what they depend on between calls, compared with plain execution.
+
+A program is text: a few global values, a module, a function, and a list of calls with what changes before each. It is
+run in two worlds that know nothing of each other, once plainly and once through ``parallel``, call by call. Results,
+errors, arguments, state and random numbers have to be the same, to the bit.
+
+Any number of them, from any seed, with the program of each that fails::
+
+    python tests/backends/torch/random_calls.py --count 5000 --seed 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import random
+import re
+import sys
+import time
+import types
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyhands.backends.torch import planning
+from manyhands.parallel.function import Parallel
+
+# What a program stands on. Names in capitals are changed between calls.
+WORLD = """
+import collections, dataclasses, functools, math, operator, os, threading
+import random as python_random
+import numpy as np
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Settings:
+    scale = 1.5
+    def __init__(self):
+        self.shift, self.on, self.table = 0.25, True, {"a": 2.0, "b": [1.0, 3.0]}
+
+class Net(nn.Module):
+    factor = 1.0
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)
+        self.depth, self.bend = 1, torch.tanh
+        self.register_buffer("offset", torch.full((3,), 0.5))
+    def forward(self, x):
+        for _ in range(self.depth):
+            x = self.bend(self.first(x))
+        if self.training:
+            x = self.drop(x)
+        return x * self.factor + self.offset
+
+class Outer:
+    class Inner:
+        scale = 2.0
+    @property
+    def rate(self):
+        return self.base * 2
+    base = 1.0
+
+@dataclasses.dataclass
+class Record:
+    gain: float = 1.0
+    def __call__(self, v):
+        return v * self.gain
+
+class Running(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.mean = 0, None
+    def forward(self, x):
+        self.seen += 1
+        self.mean = x.detach().mean() if self.mean is None else 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x - self.mean
+
+def helper(v, k=2.0):
+    return v * k
+
+def decorated(f):
+    @functools.wraps(f)
+    def inside(*args):
+        return f(*args) * NUMBER
+    return inside
+
+@decorated
+def wrapped(v):
+    return v + 1
+
+torch.manual_seed(5)
+NUMBER, FLAG, WORD, NONE = 2.0, True, "tanh", None
+TABLE = {"x": 1.0, "y": 2}
+ITEMS = [1.0, 2.0]
+WEIGHTS = [torch.randn(3, 3), torch.randn(3, 3)]
+ARRAY = np.arange(3, dtype=np.float32)
+OBJECT = Settings()
+NET = Net()
+PARAMETER = nn.Parameter(torch.randn(3, 3))
+OPTIMIZER = torch.optim.SGD([PARAMETER], lr=0.1, momentum=0.9)
+SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)
+SET, QUEUE, WORDS = {1.0, 2.0}, collections.deque([1.0]), collections.UserDict(k=2.0)
+LOCAL = threading.local()
+LOCAL.value = 1.5
+COUNT = torch.tensor(3)
+PART = functools.partial(helper, k=3.0)
+POOL = nn.MaxPool2d(2)
+RECORD, OUTER, RUNNING = Record(), Outer(), Running()
+GENERATOR = torch.Generator().manual_seed(9)
+EMA = [torch.zeros(3, 3), 0]
+os.environ["MANYHANDS_TEST_SCALE"] = "2.0"
+LOG = []
+"""
+
+# Statements of the function: {a}, {b} are values so far, {new} the next one. All values are 3x3 in float32 or float64.
+STATEMENTS = """
+{new} = {a} + {b}
+{new} = {a} @ {b}
+{new} = {a}.t()
+{new} = torch.sin({a}) * {b}
+{new} = {a} * NUMBER
+{new} = {a} * NUMBER if FLAG else {a} - {b}
+{new} = getattr(torch, WORD)({a})
+{new} = {a} if NONE is None else {a} * NONE
+{new} = {a} * TABLE["x"] + len(TABLE)
+{new} = {a} * TABLE.get("z", 0.5)
+{new} = sum([{a} * i for i in ITEMS], {b})
+{new} = {a} @ WEIGHTS[0].to({a}.dtype)
+{new} = {a} + len(WEIGHTS) * WEIGHTS[-1].to({a}.dtype)
+{new} = {a} * float(ARRAY.sum())
+{new} = {a} + torch.from_numpy(ARRAY).to({a}.dtype)
+{new} = {a} * OBJECT.scale + OBJECT.shift
+{new} = {a} * OBJECT.table["b"][0] if OBJECT.on else {b} * 1
+{new} = {a} * Settings.scale
+{new} = NET({a}.float()).to({a}.dtype)
+{new} = F.linear({a}.float(), NET.first.weight, NET.first.bias).detach().to({a}.dtype)
+{new} = NET.norm({a}.float()).detach().to({a}.dtype)
+{new} = helper({a})
+{new} = helper({a}, k=inner["k"])
+{new} = {a} * inner["k"] + closed
+{new} = F.dropout({a}, 0.5)
+{new} = {a} + torch.rand(3, 3)
+{new} = torch.randn_like({a}) * {b}
+{new} = torch.where({a} > 0, {a}, {b})
+{new} = {a}.clone().mul_(2.0).add_({b})
+{new} = {a}.clone(); {new}[0] = {b}[1]
+{new} = torch.cat([{a}[:1], {b}[1:]])
+{new} = {a}.softmax(-1)
+{new} = {a}.sum(0, keepdim=True).expand(3, 3) + 0
+{new} = {a} * {a}.shape[0] / {a}.dim()
+{new} = {a}.double() if {a}.dtype == torch.float32 else {a} * 1
+{new} = torch.autograd.grad(({a}.detach().requires_grad_() * PARAMETER.to({a}.dtype)).sum(), PARAMETER)[0].to({a}.dtype)
+{new} = {a} * (2 if torch.is_grad_enabled() else 3)
+{new} = ({a}.float() @ {b}.float()).to({a}.dtype)
+{new} = {a} * (1 if {a}.requires_grad else 2)
+{new} = torch.linalg.inv({a} + 4 * torch.eye(3, dtype={a}.dtype))
+{new} = torch.linalg.cholesky({a} @ {a}.t() + torch.eye(3, dtype={a}.dtype))
+{new} = {a} * python_random.random()
+{new} = {a} + (0 if {a} is {b} else 1)
+{new} = {a} * int({a}.sum() > 0)
+{new} = {a} / ({b}.abs().max().item() + 1)
+{new} = {a} * Outer.Inner.scale + OUTER.rate
+{new} = RECORD({a})
+{new} = {a} * sum(SET)
+{new} = {a} * QUEUE[0] + len(QUEUE)
+{new} = {a} * WORDS["k"]
+{new} = {a} * LOCAL.value
+{new} = {a} * float(COUNT + 1)
+{new} = {a} * COUNT
+{new} = PART({a})
+{new} = wrapped({a})
+{new} = POOL({a}[None, None])[0, 0].sum() + {b}
+{new} = RUNNING({a})
+{new} = {a} + torch.rand(3, 3, generator=GENERATOR)
+{new} = {a} * float(os.environ["MANYHANDS_TEST_SCALE"])
+{new} = {a} + float(np.random.rand())
+{new} = {a} * operator.attrgetter("table")(OBJECT)["a"]
+{new} = {a} if isinstance(NUMBER, float) else {b} + 0
+{new} = {a} * globals()["NUMBER"]
+{new} = {a} * vars(OBJECT)["shift"]
+{new} = {a}.reshape(-1)[: 9].reshape(3, 3) * 1
+{new} = torch.stack([{a}, {b}]).mean(0)
+{new} = {a}.index_select(0, torch.tensor([2, 0, 1]))
+{new} = {a}.masked_fill({a} > {b}, NUMBER)
+{new} = (lambda v: v * NUMBER)({a})
+{new} = [{a} * n for n in (w.sum() for w in WEIGHTS)][0]
+{new} = {a}.detach().requires_grad_().mul(2).detach()
+{new} = {a} * OPTIMIZER.param_groups[0]["lr"]
+EMA[0].mul_(0.9).add_({a}.detach().float()); EMA[1] += 1
+SET.add(7.0)
+QUEUE.append(QUEUE[0])
+{a}.mul_(0.5)
+{a}.add_({b})
+{a}[1] = 0.25
+{a}.t()[0].sub_(1.0)
+WEIGHTS[0].mul_(0.5)
+TABLE["x"] += 1
+LOG.append(len(LOG))
+inner["k"] += 0.5
+OBJECT.shift = OBJECT.shift * 2
+PARAMETER.data.mul_(0.9)
+ARRAY[1] += 1
+OPTIMIZER.zero_grad(); ({a}.detach() * PARAMETER.to({a}.dtype)).sum().backward(); OPTIMIZER.step()
+if NUMBER > 3: raise ValueError("too large: " + str(NUMBER))
+assert FLAG or NUMBER < 9, "not now"
+if {a}.shape[1] == 3: {a} = {a} - 1
+"""
+# Statements for which a function is run plainly: rare, so that most programs are planned.
+_PLAIN = ("TABLE[", "LOG", "inner[", "OBJECT.shift =", "ARRAY[", "EMA", "SET", "QUEUE", "{new} = RUNNING")
+_PLAIN += (
+    "{new} = {a} + torch.rand(3, 3, gen",
+    "{new} = {a} + float(np",
+    "{new} = {a} * python",
+    "{new} = {a} / ({b}.abs",
+)
+_PLAIN += ("{new} = {a} * globals", "{new} = {a} * float(os")
+_RARE = [line for line in STATEMENTS.strip().splitlines() if line.startswith(_PLAIN)]
+_USUAL = [line for line in STATEMENTS.strip().splitlines() if not line.startswith(_PLAIN)]
+BLOCKS = (
+    "with torch.no_grad():",
+    "with torch.autocast('cpu', dtype=torch.bfloat16):",
+    "for step in range(2):",
+    "try:",
+    "if OBJECT.on:",
+)
+# What happens between two calls. Not among them: what docs/parallel.md lists as not noticed.
+CHANGES = """
+NUMBER = NUMBER + 1
+NUMBER = 2
+NUMBER = 1.0
+FLAG = not FLAG
+WORD = "cos"
+NONE = 3.0
+TABLE["x"] = 5.0
+TABLE["z"] = 4.0
+del TABLE["y"]
+TABLE = dict(TABLE, x=0.1)
+ITEMS.append(3.0)
+ITEMS[0] = -1.0
+ITEMS = ITEMS[:1]
+WEIGHTS[0] = torch.ones(3, 3)
+WEIGHTS[0].add_(1.0)
+WEIGHTS[-1].data.mul_(2.0)
+WEIGHTS.append(torch.zeros(3, 3))
+ARRAY[0] = 7.0
+ARRAY = ARRAY + 1
+OBJECT.shift = -1.0
+OBJECT.scale = 9.0
+OBJECT.on = not OBJECT.on
+OBJECT.table["b"][0] = 4.0
+Settings.scale = 0.5
+OBJECT = Settings()
+NET.eval()
+NET.train()
+NET.drop.p = 0.25
+NET.depth = 2
+NET.factor = 3.0
+Net.factor = 4.0
+NET.bend = torch.relu
+NET.first.weight.data.mul_(0.5)
+NET.first.weight = nn.Parameter(torch.ones(3, 3))
+NET.first.requires_grad_(False)
+NET.offset.add_(1.0)
+NET.norm.momentum = 0.5
+NET.load_state_dict({name: torch.ones_like(value) for name, value in NET.state_dict().items()})
+NET.first.register_forward_hook(lambda module, inputs, output: output * 2)
+NET = Net()
+PARAMETER.data.fill_(0.5)
+PARAMETER.grad = None
+OPTIMIZER.param_groups[0]["lr"] = 0.5
+OPTIMIZER.load_state_dict(OPTIMIZER.state_dict())
+def helper(v, k=2.0): return v - k
+helper.__defaults__ = (5.0,)
+cells["inner"]["k"] = 7.0
+torch.set_default_dtype(torch.float64)
+Outer.Inner.scale = 5.0
+Outer.base = 3.0
+OUTER.base = 4.0
+RECORD.gain = 2.5
+Record.__call__ = lambda self, v: v - self.gain
+SET.add(5.0)
+QUEUE.appendleft(4.0)
+WORDS["k"] = 0.25
+LOCAL.value = -1.0
+COUNT.add_(1)
+COUNT = COUNT + 2
+PART = functools.partial(helper, k=-3.0)
+helper.__code__ = (lambda v, k=2.0: v + k).__code__
+POOL.ceil_mode = True
+RUNNING.seen = 10
+RUNNING.mean = None
+GENERATOR.manual_seed(1)
+os.environ["MANYHANDS_TEST_SCALE"] = "3.5"
+SCHEDULER.step()
+EMA[0].zero_()
+OBJECT.__class__ = type("Other", (Settings,), {"scale": 8.0})
+"""
+ARGUMENTS = (
+    "(make(0), make(1))",
+    "(make(0), make(1).t())",
+    "(make(0).double(), make(1).double())",
+    "twice(make(0))",
+    "views(make(2, 6))",
+    "(make(0).requires_grad_(), make(1))",
+    "(make(0)[:, :3], make(1)[::1])",
+    "(make(0) * 0, make(1) - 5)",
+    "(make(0) * float('nan'), make(1))",
+)
+SURROUNDINGS = (
+    "nothing",
+    "nothing",
+    "nothing",
+    "nothing",
+    "torch.no_grad()",
+    "torch.inference_mode()",
+    "torch.autocast('cpu', dtype=torch.bfloat16)",
+)
+STATE = ("NUMBER", "FLAG", "WORD", "NONE", "TABLE", "ITEMS", "WEIGHTS", "ARRAY", "OBJECT", "NET", "PARAMETER")
+STATE += ("OPTIMIZER", "LOG", "cells", "SET", "QUEUE", "WORDS", "COUNT", "RUNNING", "GENERATOR", "EMA")
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.strip().splitlines() if line]
+
+
+@dataclass
+class Program:
+    """A program as text: the function's source, and for each call what changes, its surroundings and arguments."""
+
+    seed: int
+    function: str
+    calls: list[tuple[list[str], str, str]]
+
+    @classmethod
+    def of(cls, seed: int) -> Program:
+        chance = random.Random(seed)
+        values, body, depth = ["a", "b"], [], 1
+        for number in range(chance.randint(1, 6)):
+            depth, opened = _block(chance, body, depth)
+            new = f"v{number}"
+            line = chance.choice(_RARE if chance.random() < 0.04 else _USUAL)
+            names = {"a": chance.choice(values), "b": chance.choice(values), "new": new}
+            body.append("    " * depth + line.format(**names))
+            if opened and body[-2].strip() == "try:":
+                body.append("    " * (depth - 1) + f"except (RuntimeError, ValueError): {new} = a * 3")
+            depth = depth - 1 if opened else depth
+            if line.startswith("{new} =") and (not opened or "if OBJECT" not in body[-2]):
+                values.append(new)
+        kept = chance.sample(values, min(len(values), chance.randint(1, 3)))
+        kept = [name if chance.random() < 0.08 else f"{name}.detach() * 1" for name in kept]
+        result = chance.choice(["[{}]", "({},)", "{{'r': [{}]}}"]).format(", ".join(kept))
+        lines = ["def made():", "    inner, closed = {'k': 1.5}, 0.75", "    cells = {'inner': inner}"]
+        lines += ["    def function(a, b):", *("    " + line for line in body), f"        return {result}"]
+        lines += ["    return function, cells", "function, cells = made()"]
+        calls = []
+        for _ in range(chance.randint(3, 5)):
+            changes = [_change(chance, lines) for _ in range(chance.choice((0, 0, 1, 1, 2)))]
+            arguments = ARGUMENTS[0] if chance.random() < 0.6 else chance.choice(ARGUMENTS)
+            calls.append((changes, chance.choice(SURROUNDINGS), arguments))
+        return cls(seed, "\n".join(lines), calls)
+
+    def __str__(self) -> str:
+        lines = [f"# seed {self.seed}", self.function, ""]
+        for changes, surroundings, arguments in self.calls:
+            lines += [*changes, f"with {surroundings}: function(*{arguments})"]
+        return "\n".join(lines)
+
+
+def _change(chance: random.Random, function: list[str]) -> str:
+    """Mostly of something that the function reads."""
+    words = set(re.findall(r"\w+", " ".join(function)))
+    near = [line for line in _lines(CHANGES) if re.findall(r"\w+", line)[0] in words]
+    return chance.choice(near if near and chance.random() < 0.8 else _lines(CHANGES))
+
+
+def _block(chance: random.Random, body: list[str], depth: int) -> tuple[int, bool]:
+    """Sometimes one statement stands in a block of its own."""
+    if chance.random() > 0.25:
+        return depth, False
+    body.append("    " * depth + chance.choice(BLOCKS))
+    return depth + 1, True
+
+
+class World:
+    """The values that a program stands on, and one call after the other."""
+
+    def __init__(self, program: Program, *, parallel: bool) -> None:
+        module = sys.modules["random_program"] = types.ModuleType("random_program")  # dataclasses look for it
+        self.names: dict[str, Any] = vars(module)
+        self.names.update(_ARGUMENT_MAKERS)
+        self.module = module  # its names go with it
+        exec(WORLD, self.names)
+        exec(compile(program.function, f"<program {program.seed}>", "exec"), self.names)
+        self.call = self.names["function"]
+        if parallel:
+            self.call = Parallel(self.call, planning, synchronous=True)
+
+    def run(self, number: int, changes: list[str], surroundings: str, arguments: str) -> tuple[Any, Any, Any, Any]:
+        """What a call gives or raises; its arguments afterwards; the state; the random numbers that come next."""
+        seed(number)
+        for change in changes:
+            with contextlib.suppress(Exception):  # it may be gone already
+                exec(change, self.names)
+        seed(number)
+        given = eval(arguments, self.names)
+        made = contextlib.nullcontext() if surroundings == "nothing" else eval(surroundings, self.names)
+        try:
+            with made:
+                result = self.call(*given)
+            # Who is who is a part of the result: the argument itself, or the same value twice.
+            places = {id(one): n for n, one in enumerate(given)}
+            outcome = content(result), [places.get(id(one)) for one in _leaves(result)]
+        except Exception as error:
+            outcome = type(error).__name__, str(error).partition("\n")[0]
+        state = {name: content(self.names[name]) for name in STATE}
+        after = torch.get_rng_state().tolist()[:64], random.random(), torch.is_grad_enabled(), torch.get_default_dtype()
+        return outcome, content(list(given)), state, after
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def _make(number: int, columns: int = 3) -> torch.Tensor:
+    rows = 3
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(number), dtype=torch.float32)
+
+
+_ARGUMENT_MAKERS = {
+    "make": _make,
+    "twice": lambda x: (x, x),
+    "views": lambda x: (x[:, :3], x[:, 2:5]),
+}
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [leaf for one in value for leaf in _leaves(one)] if isinstance(value, (list, tuple)) else [value]
+
+
+def content(value: Any) -> Any:
+    """A value to compare: a tensor by its form and bits."""
+    if isinstance(value, torch.Tensor):
+        bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        form = (str(value.dtype), tuple(value.shape), value.stride(), value.requires_grad, value.is_inference())
+        return form, bits, None if not value.is_leaf or value.grad is None else content(value.grad)
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.tolist()
+    if isinstance(value, torch.nn.Module):
+        own = [content(vars(value).get(name)) for name in ("seen", "mean")]
+        return {name: content(one) for name, one in value.state_dict(keep_vars=True).items()}, value.training, own
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()[:64]
+    if isinstance(value, torch.optim.Optimizer):
+        return content(value.state_dict())
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [content(one) for one in value]
+    if isinstance(value, dict):
+        return {str(key): content(one) for key, one in value.items()}
+    if any(one.__name__ == "Settings" for one in type(value).__mro__):
+        return content({**vars(value), "class": type(value).scale})
+    return repr(value)
+
+
+_PARTS = ("the result", "the arguments", "the state", "random numbers or modes")
+
+
+def difference(program: Program) -> str | None:
+    """The first call in which ``parallel`` differs from plain execution, and in what; None where none does."""
+    plain, fast = World(program, parallel=False), World(program, parallel=True)
+    try:
+        for number, (changes, surroundings, arguments) in enumerate(program.calls):
+            dtype = torch.get_default_dtype()
+            expected = plain.run(number, changes, surroundings, arguments)
+            torch.set_default_dtype(dtype)
+            found = fast.run(number, changes, surroundings, arguments)
+            for what, one, other in zip(_PARTS, expected, found, strict=True):
+                if one != other:
+                    where = [name for name in one if one[name] != other[name]] if isinstance(one, dict) else ""
+                    texts = f"plain:    {_short(one, where)}\nparallel: {_short(other, where)}"
+                    return f"call {number}: {what} {where}\n{texts}"
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return None
+
+
+def _short(value: Any, where: Any) -> str:
+    return str({name: value[name] for name in where} if where else value)[:300]
+
+
+def kind_of(program: Program) -> tuple[str, ...]:
+    """The statements that stand in a program, to see what failing ones share."""
+    return tuple(line.strip() for line in program.function.splitlines()[4:-3])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--show", type=int, default=5, help="how many failing programs are printed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    failed, statements, start = [], collections.Counter[str](), time.time()
+    for seed in range(options.seed, options.seed + options.count):
+        program = Program.of(seed)
+        try:
+            wrong = difference(program)
+        except Exception as error:
+            wrong = f"the comparison itself failed: {type(error).__name__}: {error}"
+        if wrong is not None:
+            failed.append(seed)
+            statements.update(kind_of(program))
+            if len(failed) <= options.show:
+                print(f"{program}\n{wrong}\n", flush=True)
+    print(f"{len(failed)} of {options.count} programs differ ({time.time() - start:.0f} s): {failed[:50]}")
+    for line, times in statements.most_common(8) if failed else ():
+        print(f"{times:5}  {line}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
