@@ -66,7 +66,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], int]] = {
 }
 
 
-# cuDNN's workspace for large maps is larger in the first steps, which are measured, than in later ones.
+# Predicted a tenth too high on an H200 (2026-11-16); the cause is not known.
 LIMITS = {"vgg": 0.1}
 
 
