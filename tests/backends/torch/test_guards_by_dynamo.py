@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import UserDict
 from collections.abc import Callable
@@ -36,15 +35,6 @@ def nested_class() -> Any:
             scale = 2.0
 
     return lambda x: x * Outer.Inner.scale, lambda: setattr(Outer.Inner, "scale", Outer.Inner.scale + 1)
-
-
-def environment() -> Any:
-    os.environ["MANYHANDS_TEST_SCALE"] = "2"
-
-    def change() -> None:
-        os.environ["MANYHANDS_TEST_SCALE"] += "1"
-
-    return lambda x: x * float(os.environ["MANYHANDS_TEST_SCALE"]), change
 
 
 def user_dict() -> Any:
@@ -88,7 +78,6 @@ def dataclass_method() -> Any:
 
 CHANGES = [
     nested_class,
-    environment,
     user_dict,
     thread_local,
     layer_setting,

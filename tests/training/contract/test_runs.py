@@ -146,7 +146,7 @@ def test_a_folder_that_nobody_can_write_to(bench: Bench) -> None:
         ({"max_epochs": -1}, "max_epochs=-1"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"lr": -0.1}, "lr=-0.1"),
-        ({"precision": "16-mixed"}, "precision='16-mixed'.*'bf16'"),
+        ({"precision": "16-mixed"}, "precision='16-mixed'.*'fp16'"),
         ({"precision": "32-true"}, "Did you mean 'fp32'"),
         ({"resume": "auto"}, "resume='auto'.*run="),
         ({"run": 5}, "run=5: give the path"),
