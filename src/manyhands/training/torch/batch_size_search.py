@@ -121,7 +121,9 @@ class Search:
         several = launcher.size() > 1 or len(self.trainer.ranks) > 1
         total = torch.cuda.get_device_properties(device).total_memory
         if self.memory is not None:
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.memory / total), device)
+            torch.cuda.empty_cache()
+            bound = self.memory + torch.cuda.memory_reserved(device)  # what the caller has there is not the job's
+            torch.cuda.set_per_process_memory_fraction(min(1.0, bound / total), device)
         kept = torch.empty(_FOR_OTHERS if several else 0, dtype=torch.uint8, device=device)
         try:
             yield
