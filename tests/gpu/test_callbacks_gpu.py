@@ -34,7 +34,7 @@ def net() -> torch.nn.Module:
 
 
 def dense() -> torch.nn.Module:
-    """Without a bias before BatchNorm: the first step of a job updates such a bias by rounding errors, later ones not."""
+    """Without a bias before BatchNorm: rounding errors move it in the first step of a job, and in no other."""
     torch.manual_seed(0)
     layers = [torch.nn.Flatten(), torch.nn.Linear(144, 32, bias=False), torch.nn.BatchNorm1d(32), torch.nn.ReLU()]
     return torch.nn.Sequential(*layers, torch.nn.Linear(32, 5)).double()

@@ -23,10 +23,16 @@ def add(commands: Any) -> None:
         "--out", type=flags.folder, metavar="FOLDER", help="the new run's folder; default: RUN-FRAMEWORK beside RUN"
     )
     parser.add_argument(
-        "--names", type=Path, metavar="TABLE", help="a JSON table of names, for a model of your own: docs/training.md"
+        "--names",
+        type=Path,
+        metavar="TABLE",
+        help="a JSON table of names, for a model of your own: docs/training.md (default: the tables of mh's models)",
     )
     parser.add_argument(
-        "--like", type=flags.folder, metavar="RUN", help="a run of the new model; its names and shapes are checked"
+        "--like",
+        type=flags.folder,
+        metavar="RUN",
+        help="a run of the new model; its names and shapes are checked (default: they are not)",
     )
     parser.set_defaults(run_command=run)
 

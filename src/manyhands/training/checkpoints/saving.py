@@ -114,9 +114,8 @@ def _announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str])
     if settings["precision"] == "auto" and getattr(learner, "keeps_precision", False):
         del now[_ANNOUNCED["precision"]]
     known = {_ANNOUNCED.get(name, name) for name in announced} | set(announced)
-    endless = {ENDLESS: "without a limit"}
     changed = [
-        f"{name} {endless.get(value, value)} instead of {endless.get(then[name], then[name])}"
+        f"{name} {_in_words(value)} instead of {_in_words(then[name])}"
         for name, value in now.items()
         if name not in known and then.get(name, value) != value
     ]
@@ -126,6 +125,10 @@ def _announce(loop: Loop, before: Mapping[str, Any], announced: Collection[str])
     epochs = f"epoch {min(loop.cursor.epoch + 1, most)}" + (f" of {most}" if most < ENDLESS else "")
     new = f", with {', '.join(changed)}" if changed else ""
     loop.say({"kind": "note", "text": f"resuming after step {loop.cursor.step}, in {epochs}{new}"})
+
+
+def _in_words(value: object) -> str:
+    return "without a limit" if value == ENDLESS else str(value)
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
