@@ -76,7 +76,6 @@ PLACEMENT: list[tuple[Callable[[Any, Any], object], str]] = [
 X, Y = np.ones((8, 3), np.float32), np.zeros(8, np.int64)
 
 TRAINING: list[tuple[Callable[[Any, Any], object], str]] = [
-    (lambda mh, model: mh.Trainer(devices="cpu"), ONE_DEVICE),
     (lambda mh, model: mh.Trainer(devices=["gpu:99"]), NO_GPU[0]),
     (lambda mh, model: mh.Trainer(devices=["cpu:99"]), NOT_THE_HOST),
     (lambda mh, model: mh.Trainer(devices=["cpu", "cpu"]), TWICE),

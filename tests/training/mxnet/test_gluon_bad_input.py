@@ -196,7 +196,7 @@ def test_devices_that_are_not_there() -> None:
         ({"optimizer": lambda rate: rate}, BadSettings),
         ({"workers": Workers(per_device=2)}, BadSettings),
         ({"step": Step(compile=True)}, BadSettings),
-        ({"loss": "mse"}, BadSettings),
+        ({"loss": "msee"}, BadSettings),
         ({"schedule": 0.1}, BadSettings),
     ],
 )

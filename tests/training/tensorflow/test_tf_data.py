@@ -14,6 +14,12 @@ from manyhands.training.options import Checkpoints
 from manyhands.training.tensorflow.dataset import repeatable
 
 
+@pytest.fixture(autouse=True)
+def _no_global_seed() -> None:
+    """A global seed, which another test may have left, seeds every shuffle."""
+    tf.random.set_seed(None)
+
+
 def orders(dataset: Any, epochs: list[int], seed: int = 0) -> list[list[int]]:
     loader, found = repeatable(dataset, seed), []
     for epoch in epochs:

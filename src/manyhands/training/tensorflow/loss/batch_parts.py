@@ -109,13 +109,22 @@ def checked_answer(model: Any, parts: Parts, *, training: bool) -> Any:
     except (ValueError, tf.errors.InvalidArgumentError) as error:
         if isinstance(error, ManyhandsError):
             raise
-        shapes = ", ".join(str(tuple(one.shape[1:])) for one in keras.tree.flatten(parts.inputs))
-        wanted = ", ".join(str(tuple(one.shape[1:])) for one in getattr(model, "inputs", None) or ())
+        named = any(isinstance(part, dict) for part in parts.inputs)
+        shapes = ", ".join(_shape_of(part) for part in parts.inputs)
+        inputs = getattr(model, "inputs", None) or ()
+        wanted = ", ".join(_shape_of({one.name: one} if named else one) for one in inputs)
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         takes = f"takes inputs of shape {wanted}" if wanted else f"does not take it ({reason})"
         raise BadBatch(
             f"a sample of the data has shape {shapes}, and {type(model).__name__} {takes}{_cure(parts, model)}"
         ) from error
+
+
+def _shape_of(part: Any) -> str:
+    """Of one sample, by name where there are names."""
+    if isinstance(part, dict):
+        return ", ".join(f"{name!r}: {_shape_of(value)}" for name, value in part.items())
+    return ", ".join(str(tuple(leaf.shape[1:])) for leaf in keras.tree.flatten(part))
 
 
 def _cure(parts: Parts, model: Any) -> str:
