@@ -20,7 +20,7 @@ export MANYHANDS_VIRTUAL_DEVICES :=
 test-mxnet test-training-mxnet bench-mxnet: export OPENBLAS_NUM_THREADS := 1
 test-tensorflow test-training-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
 
-.PHONY: run test lint types test-core test-gpu test-audit-torch $(addprefix test-,$(FRAMEWORKS)) \
+.PHONY: run test test-long lint types test-core test-gpu test-audit-torch $(addprefix test-,$(FRAMEWORKS)) \
 	$(addprefix test-training-,$(FRAMEWORKS)) skipped bench $(addprefix bench-,$(FRAMEWORKS)) clean
 
 run: $(VENVS)/torch/.ready
@@ -59,6 +59,11 @@ $(addprefix test-,$(FRAMEWORKS)): test-%: $(VENVS)/%/.ready
 $(addprefix test-training-,$(FRAMEWORKS)): test-training-%: $(VENVS)/%/.ready
 	$(VENVS)/$*/bin/pytest tests/training/contract --framework $*
 	$(VENVS)/$*/bin/pytest tests/training/$*
+
+# What takes long and shows another case of what shorter tests show.
+test-long: $(addprefix $(VENVS)/,$(addsuffix /.ready,$(HERE)))
+	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/training/contract --long -m long --framework $(name) &&) true
+	$(TORCH)/pytest tests/training/torch --long -m long
 
 skipped:
 	@$(foreach name,$(SKIPPED),echo "skipped: $(name) cannot be installed for $$($(PYTHON) --version)";)

@@ -24,6 +24,7 @@ FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--framework", choices=FRAMEWORKS, help="run the contract suite against this framework")
+    parser.addoption("--long", action="store_true", help="also run the tests that are marked long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,8 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What this process's devices do not matter for would prove the same again in the run with virtual devices."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out long tests, and in the run with virtual devices those that would prove the same again."""
+    if not config.getoption("--long"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
     if os.environ.get("MANYHANDS_VIRTUAL_DEVICES"):
         skip = pytest.mark.skip(reason="once is enough: this process's devices do not matter")
         for item in items:

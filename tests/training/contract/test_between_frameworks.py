@@ -33,7 +33,10 @@ def run_of_torch(folder: Path, model: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model", reference.MODELS)
+LONG = {"resnet18": pytest.mark.long}
+
+
+@pytest.mark.parametrize("model", [pytest.param(name, marks=LONG.get(name, ())) for name in reference.MODELS])
 def test_the_same_weights_give_the_same_logits(bench: Bench, model: str) -> None:
     run = run_of_torch(bench.folder / "torch", model)
     if bench.framework != "torch":

@@ -102,7 +102,7 @@ def test_few_batches(bench: Bench) -> None:
     assert over.rows[-1]["train_acc"] == 1.0
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", pytest.param("SIGUSR1", marks=pytest.mark.long)])
 def test_a_signal_ends_a_job_with_a_checkpoint(bench: Bench, name: str) -> None:
     """Once, after the step that it came in; the job goes on to the same weights, and nobody's handlers are changed."""
     number = signal.Signals[name]

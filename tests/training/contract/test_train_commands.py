@@ -53,6 +53,7 @@ def test_train_and_go_on(framework: str, tmp_path: Path, capsys: pytest.CaptureF
     assert f"from {framework} to {other}" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_recipes")
 def test_parity(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["parity", "mlp", "--framework", framework, "--devices", "2"])

@@ -210,3 +210,29 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(BadSettings, match=r"mode='up'"):
         EarlyStopping("val_loss", mode="up")  # type: ignore[arg-type]
     assert plan_of([EMA(0.5)], has_run=False).average == 0.5
+
+
+def test_another_figure_begins_anew(tmp_path: Path) -> None:
+    """A checkpoint's best of one figure says nothing about another."""
+    before = EarlyStopping("val_loss", patience=1)
+    before.best, before.best_epoch, before.waited = 0.5, 1, 1
+    after = EarlyStopping("val_acc", patience=1, mode="max")
+    after.load_state_dict(before.state_dict())
+    assert (after.best, after.waited) == (None, 0)
+    best = BestCheckpoint("val_loss")
+    best._best = [(0.5, 4)]
+    other = BestCheckpoint("train_loss", mode="max")
+    other.load_state_dict(best.state_dict())
+    assert other._best == other._dropped == []
+
+
+def test_a_moment_of_another_library_is_refused() -> None:
+    class Lightning(Callback):
+        def on_train_epoch_end(self, *_: Any) -> None: ...
+
+    class Own(Callback):
+        def on_epoch_end(self, *_: Any) -> None: ...
+
+    with pytest.raises(BadSettings, match=r"on_train_epoch_end is no moment.*Did you mean on_epoch_end\?"):
+        checked("callbacks", [Lightning()], Callback)
+    assert len(checked("callbacks", [Own(), EarlyStopping("val_loss")], Callback)) == 2

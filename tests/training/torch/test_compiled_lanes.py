@@ -130,6 +130,7 @@ def test_what_somebody_waits_for_stays() -> None:
     assert not side.aside
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor needs a C++ compiler")
 def test_the_compiler_keeps_the_joins() -> None:
     """Through Inductor itself: with its own order of operations and its own use of memory."""

@@ -260,6 +260,7 @@ def test_a_step_of_the_users_own_is_told_its_layer() -> None:
         train(Step(torch.mean), (X[:, :2], y))
 
 
+@pytest.mark.long
 def test_data_that_a_model_does_not_take_on_two_devices() -> None:
     model, given, said = wrong_data()["width"]
     with pytest.raises(BadBatch, match=said):

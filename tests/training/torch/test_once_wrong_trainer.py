@@ -159,6 +159,7 @@ def test_an_interrupted_start_leaves_no_pool(monkeypatch: pytest.MonkeyPatch) ->
     assert started[0].process.poll() is not None
 
 
+@pytest.mark.long
 def test_changed_code_restarts_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "users_loss.py"

@@ -56,7 +56,7 @@ def test_optimizers_that_want_a_closure_are_refused(ranks: int) -> None:
 
 
 def test_a_function_that_gives_no_optimizer() -> None:
-    with pytest.raises(BadSettings, match="gave a tuple"):
+    with pytest.raises(BadSettings, match="gave a NoneType among its optimizers"):
         fit(mlp(), vectors(), optimizer=lambda parameters: (torch.optim.SGD(parameters), None))
 
 

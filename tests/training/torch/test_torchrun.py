@@ -145,6 +145,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
         assert json.loads((tmp_path / f"out{rank}").read_text()) == [1.0] * 40
 
 
+@pytest.mark.long
 def test_a_group_that_the_script_has_made(tmp_path: Path) -> None:
     """It is used and stays; all ranks end with the same numbers, running statistics too."""
     (tmp_path / "script.py").write_text(OWN_GROUP)

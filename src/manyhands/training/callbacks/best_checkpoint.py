@@ -102,8 +102,12 @@ class BestCheckpoint(Callback):
         self._dropped = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": [list(pair) for pair in self._best], "dropped": list(self._dropped)}
+        watched = {"monitor": self._monitor.name, "mode": self._monitor.mode}
+        return {"best": [list(pair) for pair in self._best], "dropped": list(self._dropped), **watched}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the best so far. A job that watches another figure begins anew, and leaves what is there alone."""
+        if (state["monitor"], state["mode"]) != (self._monitor.name, self._monitor.mode):
+            return
         self._best = [(value, step) for value, step in state["best"]]
         self._dropped = list(state["dropped"])

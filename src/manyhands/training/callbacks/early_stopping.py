@@ -62,7 +62,11 @@ class EarlyStopping(Callback):
         training.stop(f"{self._monitor.name} has not improved {self.waited} {times} in a row; {best}")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "best_epoch": self.best_epoch, "waited": self.waited}
+        watched = {"monitor": self._monitor.name, "mode": self._monitor.mode}
+        return {"best": self.best, "best_epoch": self.best_epoch, "waited": self.waited, **watched}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting; a job that watches another figure than before begins anew."""
+        if (state["monitor"], state["mode"]) != (self._monitor.name, self._monitor.mode):
+            return
         self.best, self.best_epoch, self.waited = state["best"], state["best_epoch"], state["waited"]

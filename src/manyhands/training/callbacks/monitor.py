@@ -39,15 +39,15 @@ class Monitor:
         """The figure of this epoch; None where evaluations have it."""
         if self.name.startswith("val_"):
             if not training.validates:
-                raise self._unknown(_figures_of(row), " There was no evaluation: give validation data to fit")
+                raise self._unknown(_figures_of(row), ", because nothing was evaluated: give validation data to fit")
             return None
         if self.name in _NO_FIGURES or row.get(self.name) is None:
             raise self._unknown(_figures_of(row))
         return float(row[self.name])
 
-    def _unknown(self, names: Iterable[str], why: str = ".") -> BadSettings:
+    def _unknown(self, names: Iterable[str], why: str = "") -> BadSettings:
         known = ", ".join(sorted(names))
-        return BadSettings(f"{self._who}: there is no figure {self.name!r}{why}. There are {known}".replace("..", "."))
+        return BadSettings(f"{self._who}: there is no figure {self.name!r}{why}. There are {known}")
 
     def is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
         """NaN is never better; a number is better than none."""

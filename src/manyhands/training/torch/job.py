@@ -51,7 +51,7 @@ class Job:
             raise BadSettings(
                 f"the function for the optimizer (or the model's configure_optimizers) gave a {type(made).__name__}: "
                 "it must give a torch.optim.Optimizer, or a list or dict of them; a schedule is the trainer's: "
-                "schedule=function of (0 to 1)"
+                "schedule=mh.PerEpoch(make) or mh.PerStep(make) for PyTorch's schedulers, or a function of (0 to 1)"
             )
         return made
 
