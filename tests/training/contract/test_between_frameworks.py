@@ -33,7 +33,7 @@ def run_of_torch(folder: Path, model: str) -> Path:
     return folder
 
 
-LONG = {"resnet18": pytest.mark.long}
+LONG = {"small-resnet": pytest.mark.long, "resnet18": pytest.mark.long}
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=LONG.get(name, ())) for name in reference.MODELS])

@@ -191,6 +191,7 @@ def test_an_average_is_in_the_model_after_fit(bench: Bench) -> None:
     assert (bench.answers(model, images) == bench.answers(loaded, images)).all()
 
 
+@pytest.mark.long
 def test_a_resumed_job_logs_as_one_that_was_not_stopped(bench: Bench) -> None:
     """Rows of steps that are made again are not there twice; the job that was stopped had logged step 5 already."""
     tables, how = [], {"epochs": 2, "checkpoints": Checkpoints(every=2)}

@@ -123,6 +123,7 @@ def test_a_signal_ends_a_job_with_a_checkpoint(bench: Bench, name: str) -> None:
     assert figures[0] == figures[1]
 
 
+@pytest.mark.long
 def test_a_signal_within_an_evaluation(bench: Bench) -> None:
     """It is given up, and made again when the job goes on."""
     train, validation = bench.data()

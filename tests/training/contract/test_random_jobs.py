@@ -16,7 +16,7 @@ from random_jobs import differences, draw, words_of
 from training_bench import Bench
 
 # As many as take less than half a minute on two cores: a case starts processes, compiles or traces several times.
-_USUAL = {"torch": 2, "jax": 2, "tensorflow": 2, "mxnet": 8}
+_USUAL = {"torch": 2, "jax": 1, "tensorflow": 1, "mxnet": 6}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -40,7 +40,7 @@ def spoilt(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return X, y
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_loss_that_is_no_number(ranks: int) -> None:
     """The step and its samples are named, the same on any number of ranks, whichever rank had the sample."""
     for number in (17, 18, 19):
@@ -170,6 +170,7 @@ def test_devices_that_are_not_there() -> None:
         Trainer(devices=[])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device must not be there")
 def test_a_device_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(1, devices=["cpu"], workers=Workers(per_device=2), quiet=True)

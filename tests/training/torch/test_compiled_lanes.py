@@ -52,6 +52,7 @@ def taken_aside(module: GraphModule, most_held: int | None = None) -> None:
     TakeAside(most_held)(module.graph)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_equal_to_the_bit(name: str) -> None:
     plain, _ = pair(MODELS[name])

@@ -94,7 +94,10 @@ def parametrised(kind: str) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize("kind", ["weight", "spectral", "before parametrisations"])
+@pytest.mark.parametrize(
+    "kind",
+    ["weight", *(pytest.param(name, marks=pytest.mark.long) for name in ("spectral", "before parametrisations"))],
+)
 def test_parametrised_models_are_sent_and_saved(kind: str, tmp_path: Path) -> None:
     net = parametrised(kind)
     net(vectors()[0])  # leaves a weight behind that is no leaf of autograd
