@@ -191,6 +191,13 @@ def test_every_sample_once_per_epoch(name: str, ranks: int) -> None:
     assert result.rows[0]["samples"] == COUNT
 
 
+def test_loader_processes_outlive_the_groups_of_earlier_jobs() -> None:
+    """The forks of a loader inherit what is left of the process groups of the jobs before."""
+    for _ in range(4):
+        _, result = fit(SumsUp(COUNT), sources()["workers"], 2, max_epochs=1, lr=1.0, loss=answer_itself)
+        assert result.rows[0]["samples"] == COUNT
+
+
 def test_a_loader_that_drops_the_last_batch_and_shuffles() -> None:
     """Every rank must see the loader's batches in the same order, or samples come twice and others never."""
     loader = DataLoader(TensorDataset(*one_hot(COUNT)), batch_size=8, shuffle=True, drop_last=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import itertools
 import json
 import os
@@ -112,8 +113,20 @@ def join(rank: int, size: int, device: torch.device, backend: str, *, address: s
         place: dict[str, Any] = (
             {"init_method": address} if address else {"store": _launchers_store(rank, size, timeout)}
         )
+        _keep_groups_from_forks()
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, **place)
     return World(rank, size, device)
+
+
+@functools.cache
+def _keep_groups_from_forks() -> None:
+    """Worker processes of a DataLoader, which are forks of this one, never collect what they inherit.
+
+    A process group that was destroyed lies in a cycle until the garbage collector comes by. Where it comes by in a
+    fork, the group's destructor takes its sockets out of the epoll of Gloo, which parent and forks share: the second
+    fork to do so is aborted ("epoll_ctl: No such file or directory").
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _in_callers_group(device: torch.device) -> World:
