@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from manyhands.cli import flags, script
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
+from manyhands.predict.scaling import DEVICES
 
 if TYPE_CHECKING:
     from manyhands.predict.link import Link
     from manyhands.predict.prediction import Prediction
 
 _MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
-_DEVICES = "1,2,4,8,16,64,1024"
+_DEVICES = ",".join(map(str, DEVICES))
 
 
 def add(commands: Any) -> None:

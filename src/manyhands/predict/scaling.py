@@ -36,6 +36,7 @@ DDP_COPIES = 3.5e-3 / 100e6  # seconds a byte: the middle of 2 to 5 ms per 100 M
 PAYS = 0.8  # of each device's time goes into training
 TERMS = ("fixed cost", "communication", "latency", "contention", "stragglers", "copies", "host")
 _LARGEST_BATCH = 1 << 24
+DEVICES = (1, 2, 4, 8, 16, 64, 1024)  # what is predicted for unless asked
 
 
 @dataclass(frozen=True, slots=True)

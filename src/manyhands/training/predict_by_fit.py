@@ -20,9 +20,8 @@ from manyhands.predict.link import Link
 from manyhands.predict.link import link as known_link
 from manyhands.predict.prediction import Prediction
 from manyhands.predict.profile import Profile, StepTime, spread_buckets
-from manyhands.predict.scaling import Assumptions, check_devices
+from manyhands.predict.scaling import DEVICES, Assumptions, check_devices
 
-DEVICES = (1, 2, 4, 8, 16, 64, 1024)
 _STEPS, _EPOCHS = 8, 3  # of each fit; the first epoch compiles, and does not count
 _FORWARD = 1 / 3
 

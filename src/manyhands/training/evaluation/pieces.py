@@ -8,13 +8,40 @@ have the same structure, and each array has one row per sample of the data set, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from manyhands import tree
 from manyhands.errors import BadBatch
 
+_AT_ONCE = 512  # samples: evaluation keeps nothing for gradients
+_TIMES = 8  # as many samples as a training step, where that takes few
+
+
+def batch_size_for(batch_size: int) -> int:
+    """How many samples to evaluate at once, where training processes so many."""
+    return max(batch_size, min(_AT_ONCE, _TIMES * batch_size))
+
+
 Join = Callable[[list[Any]], Any]  # the framework's concatenation along the first axis
+
+
+class Late:
+    """What is still on its way to the host, handed on in order; the newest ``ahead`` are not waited for."""
+
+    def __init__(self, hand_on: Callable[[Any], None], ahead: int = 1) -> None:
+        self._hand_on, self._ahead = hand_on, ahead
+        self._coming: deque[Any] = deque()
+
+    def add(self, coming: Any) -> None:
+        self._coming.append(coming)
+        while len(self._coming) > self._ahead:
+            self._hand_on(self._coming.popleft())
+
+    def finish(self) -> None:
+        while self._coming:
+            self._hand_on(self._coming.popleft())
 
 
 class Pieces:

@@ -22,7 +22,7 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.sources import Arrays, Source, Stream
-from manyhands.training.evaluation.pieces import check_rows
+from manyhands.training.evaluation.pieces import Late, batch_size_for, check_rows
 from manyhands.training.jax import feed, running_sums
 from manyhands.training.jax.division import Division, division
 from manyhands.training.jax.objective import Objective
@@ -33,8 +33,6 @@ from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
-_BATCH = 512  # samples of a batch, at least: evaluation needs no memory for gradients
-
 
 @dataclass
 class Evaluation:
@@ -42,7 +40,7 @@ class Evaluation:
 
     steps: Steps
     world: World
-    batch_size: int = _BATCH
+    batch_size: int
     seed: int = 0
     _under_way: deque[Any] = field(default_factory=deque)
 
@@ -92,7 +90,7 @@ class Evaluation:
                 yield window, feed.sent(parts, how, self.world), how
             return
         order = np.arange(data.count)
-        for window in windows(Cursor(), data.count, _even(data.count, max(self.batch_size, _BATCH))):
+        for window in windows(Cursor(), data.count, _even(data.count, batch_size_for(self.batch_size))):
             how = division(window.size, devices, None)
             yield window, None if arrays is not None else feed.rows_of(data, order, window, how, self.world), how
 
@@ -159,23 +157,20 @@ class _Outputs:
 
     def __init__(self, take: Take | None) -> None:
         self.take_pair = take if jax.process_index() == 0 else None
-        self._coming: deque[Any] = deque()
+        self._late = Late(self._arrive)
 
     def add(self, pair: Any, size: int) -> None:
         if self.take_pair is None:
             return
         check_rows(pair[0], size)
-        self._coming.append(pair)
-        if len(self._coming) > 1:
-            self._arrive()
+        self._late.add(pair)
 
     def finish(self) -> None:
-        while self._coming:
-            self._arrive()
+        self._late.finish()
 
-    def _arrive(self) -> None:
+    def _arrive(self, pair: Any) -> None:
         assert self.take_pair is not None
-        self.take_pair(*jax.tree.map(np.asarray, self._coming.popleft()))
+        self.take_pair(*jax.tree.map(np.asarray, pair))
 
 
 def prepared_by(source: Source) -> Callable[[Any], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from manyhands import tree
 from manyhands.training.data.order import Cursor, windows
 from manyhands.training.data.sources import Batch, Stream
 from manyhands.training.evaluation.inputs import input_count
-from manyhands.training.evaluation.pieces import Pieces, check_rows
+from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed, Shards
 from manyhands.training.mxnet.objective import Objective, checked_answer
@@ -22,7 +21,6 @@ from manyhands.training.python_attributes import Attributes
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 
-_BATCH = 512  # samples of a batch, at least: evaluation needs no memory for gradients
 _AHEAD = 2  # batches whose outputs may be on their way: MXNet would queue copies without end
 
 
@@ -31,7 +29,7 @@ class Outputs:
 
     def __init__(self, model: Any, take: Take | None) -> None:
         self.model, self.take_pair = model, take
-        self._coming: deque[Any] = deque()
+        self._late = Late(self._arrive, _AHEAD)
 
     def add(self, shards: Sequence[Batch | None], answers: Sequence[Any] | None = None) -> None:
         """The next batch: its shards, and what the model has answered to them (where that is known)."""
@@ -44,17 +42,14 @@ class Outputs:
             outputs = predicted(self.model, shard) if answer is None else answer
             check_rows(outputs, len(shard[0]))
             pieces.add(tree.map_leaves(_to_host, (outputs, target_of(self.model, shard))))
-        self._coming.append(pieces)
-        if len(self._coming) > _AHEAD:
-            self._arrive()
+        self._late.add(pieces)
 
     def finish(self) -> None:
-        while self._coming:
-            self._arrive()
+        self._late.finish()
 
-    def _arrive(self) -> None:
+    def _arrive(self, pieces: Pieces) -> None:
         assert self.take_pair is not None
-        pair = self._coming.popleft().whole()
+        pair = pieces.whole()
         for leaf in tree.flatten(pair)[0]:
             leaf.wait_to_read()
         self.take_pair(*pair)
@@ -92,7 +87,7 @@ def _batches(feed: Feed, settings: Settings) -> Iterator[Shards]:
     if isinstance(feed.source, Stream):
         batches = feed.stream(Cursor(), None, settings.seed)
     else:
-        size = max(settings.batch_size, _BATCH)
+        size = batch_size_for(settings.batch_size)
         batches = feed.shards(list(windows(Cursor(), feed.source.count, size)), None, None)
     return (shards for _, shards in batches)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor
 from manyhands.training.data.sources import Source
+from manyhands.training.evaluation import pieces
 from manyhands.training.evaluation.pieces import check_rows
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures
@@ -22,8 +22,6 @@ from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.objective import Objective, Supervised
 from manyhands.training.tensorflow.step import BAD_STEP, COUNT, LOSS, MOST_SUMS, RIGHT, Step
 from manyhands.training.tensorflow.world import World
-
-_BATCH = 512  # samples of a batch, at least: evaluation needs no memory for gradients
 
 
 class Evaluation:
@@ -106,7 +104,7 @@ class Evaluator:
 def batch_size_for(objective: Objective, settings: Settings) -> int:
     """Large batches, unless the loss is a sum over the batch, which grows with them."""
     is_sum = isinstance(objective, Supervised) and objective.is_sum
-    return settings.batch_size if is_sum else max(settings.batch_size, _BATCH)
+    return settings.batch_size if is_sum else pieces.batch_size_for(settings.batch_size)
 
 
 def prepared_by(source: Source) -> Any:
@@ -121,23 +119,20 @@ class Outputs:
 
     def __init__(self, world: World, take: Take | None) -> None:
         self.world, self.take_pair = world, take if world.first else None
-        self._coming: deque[tuple[Any, int]] = deque()
+        self._late = pieces.Late(self._arrive)
 
     def add(self, pair: Any, size: int) -> None:
         """Outputs and targets of the next batch, of each replica."""
         if self.take_pair is None:
             return
-        self._coming.append((pair, size))
-        if len(self._coming) > 1:
-            self._arrive()
+        self._late.add((pair, size))
 
     def finish(self) -> None:
-        while self._coming:
-            self._arrive()
+        self._late.finish()
 
-    def _arrive(self) -> None:
+    def _arrive(self, coming: tuple[Any, int]) -> None:
         assert self.take_pair is not None
-        pair, size = self._coming.popleft()
+        pair, size = coming
         outputs, targets = tf.nest.map_structure(self._whole, pair)
         check_rows(outputs, size)
         self.take_pair(outputs, None if isinstance(targets, tuple) and not targets else targets)

@@ -15,9 +15,8 @@ import contextlib
 import copy
 import dataclasses
 import pickle
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, windows
 from manyhands.training.evaluation.inputs import input_count
-from manyhands.training.evaluation.pieces import Pieces, check_rows
+from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows
 from manyhands.training.learner import Take
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.running_sums import Figures, together
@@ -43,8 +42,6 @@ from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.step.eager import Numbers
 from manyhands.training.torch.workers import job_bytes
 
-_BATCH = 512  # samples of a batch, at least: evaluation needs no memory for gradients
-_AHEAD = 1  # batches whose outputs may still be on their way to the host
 _HOST = torch.device("cpu")
 _LABELS = ("labels", "label", "targets", "target")
 
@@ -55,8 +52,8 @@ class Evaluation:
 
     model: torch.nn.Module
     world: World
-    numbers: Numbers = field(default_factory=Numbers)
-    batch_size: int = _BATCH
+    numbers: Numbers
+    batch_size: int
 
     @torch.no_grad()
     def figures(
@@ -113,7 +110,7 @@ class Evaluation:
             shards = feed.stream_shards(feed.stream_windows(data, Cursor()), self.world)
             return (batch for _, batch in loader_batches.agreed(shards, self._all_have, data.loader))
         assert data.count is not None
-        every = list(windows(Cursor(), data.count, max(self.batch_size, _BATCH)))
+        every = list(windows(Cursor(), data.count, batch_size_for(self.batch_size)))
         return feed.shards(data, np.arange(data.count), every, self.world)
 
     def _all_have(self, number: int) -> bool:
@@ -158,7 +155,7 @@ class _Outputs:
 
     def __init__(self, world: World, take: Take | None) -> None:
         self.world, self.take_pair = world, take
-        self._coming: deque[Any] = deque()
+        self._late = Late(self._arrive)
 
     def add(self, pair: tuple[Any, Any] | None, size: int = 0) -> None:
         """This rank's part of the next batch: outputs and targets, or None where it has no samples."""
@@ -167,16 +164,13 @@ class _Outputs:
         if pair is not None:
             check_rows(pair[0], size)
         leaves, structure = tree.flatten(pair)
-        self._coming.append(([_started(leaf) for leaf in leaves], structure))
-        while len(self._coming) > _AHEAD:
-            self._arrive()
+        self._late.add(([_started(leaf) for leaf in leaves], structure))
 
     def finish(self) -> None:
-        while self._coming:
-            self._arrive()
+        self._late.finish()
 
-    def _arrive(self) -> None:
-        moving, structure = self._coming.popleft()
+    def _arrive(self, coming: tuple[list[Any], Any]) -> None:
+        moving, structure = coming
         pair = structure.unflatten(one.result() if isinstance(one, Arrival) else one for one in moving)
         if self.world.size > 1:
             parts = self.world.bytes_to_first(job_bytes.dumps(tree.map_leaves(_compact, pair)))

@@ -14,14 +14,12 @@ from manyhands.predict.link import Link
 from manyhands.predict.link import link as known_link
 from manyhands.predict.prediction import Prediction
 from manyhands.predict.profile import Profile
-from manyhands.predict.scaling import Assumptions, check_devices
+from manyhands.predict.scaling import DEVICES, Assumptions, check_devices
 from manyhands.training.settings import Settings
 from manyhands.training.torch import command
 from manyhands.training.torch.data import sources
 from manyhands.training.torch.predict import measure
 from manyhands.training.torch.predict.measured_link import measure as measured_link
-
-DEVICES = (1, 2, 4, 8, 16, 64, 1024)
 
 
 def predict(
