@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from training_cases import difference, fit, mlp, rows, vectors
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, WrongCheckpoint
 from manyhands.training.options import Step
 from manyhands.training.torch.trainer import Trainer
 
@@ -106,6 +106,46 @@ def test_a_resumed_job_ends_with_the_same_bits(tmp_path: Path) -> None:
     resumed = GAN()
     Trainer(3, run=tmp_path / "run", resume="auto", **how).fit(resumed, data())
     assert difference(whole.state_dict(), resumed.state_dict()) == 0
+
+
+class Twins(nn.Module):
+    """Two nets of the same shape, each with an optimizer and a loss of its own."""
+
+    def __init__(self, *order: str, as_list: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.nets = nn.ModuleDict({name: nn.Linear(6, 1).double() for name in ("first", "second", "third")})
+        self.order, self.as_list = order, as_list
+
+    def configure_optimizers(self) -> Any:
+        rates = {"first": 0.1, "second": 0.01, "third": 0.3}
+        made = {name: torch.optim.Adam(self.nets[name].parameters(), lr=rates[name]) for name in self.order}
+        return list(made.values()) if self.as_list else made
+
+    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: Any) -> torch.Tensor:
+        name = self.order[optimizer_idx] if self.as_list else optimizer_idx
+        answer: torch.Tensor = self.nets[name](batch[0])
+        return (answer - (1 if name == "first" else -3)).square().mean()
+
+
+def test_states_are_restored_by_name(tmp_path: Path) -> None:
+    """In another order, two optimizers of the same kind and shape would take each other's state."""
+    how: dict[str, Any] = {"batch_size": 30, "quiet": True}
+    whole = Twins("first", "second")
+    Trainer(2, **how).fit(whole, data())
+    Trainer(1, run=tmp_path / "run", **how).fit(Twins("first", "second"), data())
+    turned = Twins("second", "first")
+    result = Trainer(2, run=tmp_path / "run", resume="auto", **how).fit(turned, data())
+    assert difference(whole.state_dict(), turned.state_dict()) == 0
+    assert not any("resumed with" in note and "lr" in note for note in result.notes)
+
+    again: dict[str, Any] = {"resume": tmp_path / "run", **how}
+    for order in (["first"], ["first", "third"], ["first", "second", "third"]):
+        with pytest.raises(WrongCheckpoint, match=r"the optimizer first: Adam, second: Adam, this job has first: Adam"):
+            Trainer(3, **again).fit(Twins(*order), data())
+    Trainer(1, run=tmp_path / "list", **how).fit(Twins("first", "second", as_list=True), data())
+    with pytest.raises(WrongCheckpoint, match=r"'0' has other parameters than in the checkpoint: nets.second.weight "):
+        Trainer(2, **(again | {"resume": tmp_path / "list"})).fit(Twins("second", "first", as_list=True), data())
 
 
 def test_what_cannot_be() -> None:

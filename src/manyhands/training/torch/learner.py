@@ -472,6 +472,7 @@ class Rank:
                 "optimizer": numbers,
                 "scheduler": None if self.scheduler is None else self.scheduler.state(),
                 "optimizer_groups": job_state.optimizer_groups(self.optimizer),
+                "optimizer_parameters": job_state.parameter_names(self.optimizer, self.model),
             },
             blobs={
                 "model": job_state.pack(weights),
@@ -497,6 +498,7 @@ class Rank:
                 saved["optimizer"],
                 saved.get("optimizer_groups", ()),
                 lambda name: saving.is_kept(name, self.optimizer_options, saved),
+                (job_state.parameter_names(self.optimizer, self.model), saved.get("optimizer_parameters", ())),
             )
         if self.average is not None and not self.average.restore(blobs):
             self.notes.append(NO_AVERAGE)

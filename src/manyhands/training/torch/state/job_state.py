@@ -105,14 +105,48 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer was made with, by name; with the group's number before it where there are several groups."""
+    """What an optimizer was made with, by name; with the group's name before it where there are several groups."""
     groups = optimizer_groups(optimizer)
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         group["lr"] = float(own["lr"])
-    several = len(groups) > 1
+    prefixes = _prefixes(optimizer)
     return {
-        f"{i}.{name}" if several else name: value for i, group in enumerate(groups) for name, value in group.items()
+        prefix + name: value for prefix, group in zip(prefixes, groups, strict=True) for name, value in group.items()
     }
+
+
+def _prefixes(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What stands before the options of each group of parameters: nothing, its number, or the optimizer's name."""
+    count = len(optimizer.param_groups)
+    names = getattr(optimizer, "group_names", [""] if count == 1 else list(map(str, range(count))))
+    return [f"{name}." if name else "" for name in names]
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[list[str | None]]:
+    """The names that an optimizer's parameters have in the model, per group; None for one that is not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _same_parameters(
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str | None]], saved: Sequence[Sequence[str | None]]
+) -> dict[int, int]:
+    """From the number of each parameter in a checkpoint to its number now; refuses other parameters than before."""
+    prefixes = _prefixes(optimizer)
+    for prefix, group, before in zip(prefixes, names, saved, strict=False):
+        if set(group) != set(before):
+            which = f"the optimizer (or group of parameters) {prefix[:-1]!r}" if prefix else "the optimizer"
+            new = [f"{name} is new" for name in group if name not in before]
+            gone = [f"{name} is missing" for name in before if name not in group]
+            shown = "; ".join([*new, *gone][:4]) + ("; ..." if len(new) + len(gone) > 4 else "")
+            raise WrongCheckpoint(
+                f"{which} has other parameters than in the checkpoint: {shown}. Keep each optimizer's parameters, and "
+                "the order of a list of optimizers; optimizers in a dict have names and may be in any order"
+            )
+    now, then = [name for group in names for name in group], [name for group in saved for name in group]
+    if len(now) != len(then) or None in now or len(set(now)) != len(now):
+        return {}
+    return {number: now.index(name) for number, name in enumerate(then)}
 
 
 def _listed(value: Any) -> Any:
@@ -133,20 +167,24 @@ def restore_optimizer(
     numbers: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = (),
     kept: Callable[[str], bool] = lambda name: False,
+    names: tuple[Sequence[Sequence[str | None]], Sequence[Sequence[str | None]]] = ((), ()),
 ) -> None:
-    """Give an optimizer its state; ``kept`` says which of its options stay as they are."""
+    """Give an optimizer its state; ``kept`` says which of its options stay as they are.
+
+    ``names``: those of the optimizer's parameters (:func:`parameter_names`), now and in the checkpoint.
+    """
+    now = _same_parameters(optimizer, *names)
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*unpack(blob).items(), *numbers.items()]:
         index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = value
+        state.setdefault(now.get(int(index), int(index)), {})[key] = value
     known = sum(len(group["params"]) for group in optimizer.param_groups)
     if state and max(state) >= known:
         raise WrongCheckpoint(f"the optimizer's state is of {max(state) + 1} parameters, the model has {known}")
     own = optimizer.state_dict()["param_groups"]
-    several = len(own) > 1
-    for i, (group, saved) in enumerate(zip(own, groups, strict=False)):
+    for prefix, group, saved in zip(_prefixes(optimizer), own, groups, strict=False):
         for name, value in saved.items():
-            if not kept(f"{i}.{name}" if several else name):
+            if not kept(prefix + name):
                 group[name] = _as_it_was(value, group.get(name))
     _load_state(optimizer, {"state": state, "param_groups": own})
     settle(optimizer)

@@ -54,19 +54,34 @@ class _States(ChainMap[Any, Any]):
 
 
 class Several(torch.optim.Optimizer):
-    """Several optimizers as one, for all that is not a step: states, groups, rates and checkpoints."""
+    """Several optimizers as one, for all that is not a step: states, groups, rates and checkpoints.
+
+    ``entries`` are in the order of the steps. Everything else is sorted by name: a checkpoint of
+    ``{"critic": ..., "generator": ...}`` fits a job with ``{"generator": ..., "critic": ...}``.
+    """
 
     def __init__(self, entries: Mapping[Key, Entry]) -> None:
         self.entries = dict(entries)
         self.defaults: dict[str, Any] = {}
+        self._sorted = sorted(self.entries, key=lambda key: (type(key).__name__, key))
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [entry.optimizer for entry in self.entries.values()]
+        """By name, not in the order of the steps."""
+        return [self.entries[key].optimizer for key in self._sorted]
 
     @property
     def name(self) -> str:
-        return "+".join(type(one).__name__ for one in self.optimizers)
+        """Each name and kind, as a checkpoint has to match them."""
+        return ", ".join(f"{key}: {type(self.entries[key].optimizer).__name__}" for key in self._sorted)
+
+    @property
+    def group_names(self) -> list[str]:
+        """Of each group of parameters the name of its optimizer, and its number where that has several."""
+        counts = {key: len(self.entries[key].optimizer.param_groups) for key in self._sorted}
+        return [
+            f"{key}.{number}" if count > 1 else f"{key}" for key, count in counts.items() for number in range(count)
+        ]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
