@@ -28,6 +28,7 @@ LAYERS = [
     ["training"],
     ["audit"],
     ["door", *FRAMEWORKS],
+    ["lab"],
     ["cli"],
     ["__main__"],
 ]
@@ -74,7 +75,7 @@ def test_only_a_frameworks_own_rooms_import_it(path: Path) -> None:
     for name in _imports(path):
         root = name.split(".")[0]
         if root in FRAMEWORKS:
-            assert relative.parts[0] in ("backends", "training", "audit"), f"{relative} imports {root}"
+            assert relative.parts[0] in ("backends", "training", "audit", "lab"), f"{relative} imports {root}"
             assert relative.parts[1] == root, f"{relative} imports {root}"
 
 

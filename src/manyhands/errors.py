@@ -47,6 +47,8 @@
      |   +- TaskCancelled        a task that was not run                           (RuntimeError)
      |   +- UndeclaredWrite      a task wrote to what it did not declare           (RuntimeError)
      |   +- WaitsForItself       tasks that wait for each other in a circle        (RuntimeError)
+     +- ResultsDiffer            ways that should compute the same did not         (ArithmeticError)
+     +- NotHere                  an experiment that this machine cannot show       (RuntimeError)
      +- FrameworkMissing         the framework of this door is not installed       (ImportError)
      +- PackageMissing           an optional package is not installed              (ImportError)
 
@@ -251,6 +253,14 @@ class UndeclaredWrite(EngineError, RuntimeError):
 
 class WaitsForItself(EngineError, RuntimeError):
     """A task asked for a result that cannot be there before it is over itself."""
+
+
+class ResultsDiffer(ManyhandsError, ArithmeticError):
+    """Two ways of an experiment gave different results, so that their times mean nothing."""
+
+
+class NotHere(ManyhandsError, RuntimeError):
+    """An experiment has nothing to show on this machine or in this framework."""
 
 
 class FrameworkMissing(ManyhandsError, ImportError):

@@ -31,18 +31,24 @@ _AROUND = 3  # lines of source before and after a marked one
 
 def page(report: Report) -> str:
     """The whole file."""
-    title = f"manyhands audit: {escape(report.program)}"
+    title = f"manyhands audit: {report.program}"
     parts = [
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head><body>',
-        f'<h1>{title}</h1><p id="verdict">{escape(report.verdict)}</p>',
+        f'<h1>{escape(title)}</h1><p id="verdict">{escape(report.verdict)}</p>',
         *(f'<p class="small">{escape(note)}</p>' for note in _notes(report)),
         _table(report) if report.findings else "",
         _timeline(report.timeline) if report.timeline else "",
         _sources(report.findings) if report.findings else "",
-        "</body></html>\n",
     ]
-    return "\n".join(part for part in parts if part)
+    return page_of(title, "\n".join(part for part in parts if part))
+
+
+def page_of(title: str, body: str, style: str = "") -> str:
+    """A self-contained file: light and dark, and on a phone every row of a table is a block."""
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}{style}</style></head><body>\n{body}\n</body></html>\n"
+    )
 
 
 def _notes(report: Report) -> list[str]:

@@ -1,15 +1,25 @@
-"""Times two ways in turns, so that a moment in which the machine is busy meets both."""
+"""Times ways in turns, so that a moment in which the machine is busy meets all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 _Way = TypeVar("_Way")
 _TURNS = 3
 
 
+def rounds(ways: Sequence[_Way], seconds_of: Callable[[_Way], float]) -> Iterator[list[float]]:
+    """Round after round, without end, the seconds of each way; each round begins with another of them."""
+    first = 0
+    while True:
+        order = [*range(first, len(ways)), *range(first)]
+        spent = {position: seconds_of(ways[position]) for position in order}
+        yield [spent[position] for position in range(len(ways))]
+        first = (first + 1) % len(ways)
+
+
 def in_turns(one: _Way, other: _Way, seconds_of: Callable[[_Way], float]) -> tuple[float, float]:
     """The seconds of each in its best turn: what disturbs only ever adds to them."""
-    turns = [(seconds_of(one), seconds_of(other)) for _ in range(_TURNS)]
+    turns = [times for _, times in zip(range(_TURNS), rounds((one, other), seconds_of), strict=False)]
     return min(times[0] for times in turns), min(times[1] for times in turns)

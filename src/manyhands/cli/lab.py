@@ -1,0 +1,167 @@
+"""``manyhands lab``: the textbook's experiments on this machine, as tables, plots and one report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.device import FRAMEWORKS
+from manyhands.errors import BadSettings, FrameworkMissing, ManyhandsError
+
+if TYPE_CHECKING:
+    from manyhands.lab.experiment import Experiment
+    from manyhands.lab.output import Output
+    from manyhands.lab.result import Report
+
+_FOLDER = Path("lab-report")
+_BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "lab",
+        help="experiments on this machine: when do two devices, overlap, lanes, capture pay? tables, plots, a report",
+        description="Without arguments: the list of experiments. docs/lab.md says how to read a report.",
+    )
+    parser.set_defaults(run_command=_list)
+    actions = parser.add_subparsers(dest="action", metavar="run")
+    running = actions.add_parser(
+        "run",
+        help="run experiments and write a report",
+        description="Runs experiments on the devices that are here. Virtual devices stand in where there are too few, "
+        "and are marked. Exit code: 0; 1 if an experiment failed; 2 for bad input; 130 after Ctrl-C, which keeps what "
+        "is finished.",
+    )
+    running.add_argument("names", nargs="+", metavar="NAME", help="experiments by name, or all")
+    running.add_argument(
+        "--framework",
+        action="append",
+        choices=FRAMEWORKS,
+        help="may be given several times; default: the first that is installed",
+    )
+    running.add_argument("--quick", action="store_true", help="small sizes, few rounds; default: no")
+    running.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page; default: see --out")
+    running.add_argument("--json", type=Path, metavar="FILE", help="write the raw trials; default: see --out")
+    running.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write report.html, report.json and every plot (SVG, PNG) there; default: lab-report, unless --html or "
+        "--json says where",
+    )
+    running.set_defaults(run_command=run)
+
+
+def _list(options: argparse.Namespace) -> int:
+    from manyhands.lab import experiments
+
+    width = max(map(len, experiments.NAMES))
+    for name in experiments.NAMES:
+        print(f"{name:{width}}  {experiments.load(name).question}")
+    print("\nmanyhands lab run NAME... (or all) runs them; --quick takes small sizes")
+    return 0
+
+
+def run(options: argparse.Namespace) -> int:
+    from manyhands.lab.output import Output
+
+    written = options.html or options.json or options.out
+    output = Output(options.html, options.json, options.out if written else _FOLDER)
+    try:  # what can be refused is refused before anything is run
+        chosen = _chosen(options.names)
+        frameworks = _frameworks(options.framework)
+        output.check()
+    except ManyhandsError as error:
+        print(f"manyhands lab: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    return _run_all(chosen, frameworks, options.quick, output)
+
+
+def _chosen(names: list[str]) -> list[Experiment]:
+    from manyhands.lab import experiments
+
+    everything = experiments.NAMES if "all" in names else ()
+    wanted = dict.fromkeys(name for name in (*everything, *names) if name != "all")
+    return [experiments.load(name) for name in wanted]
+
+
+def _frameworks(wanted: list[str] | None) -> list[str]:
+    from manyhands.cli import probe
+    from manyhands.placement import moves
+
+    if wanted is None:
+        installed = probe.installed()
+        if not installed:
+            raise FrameworkMissing("no framework is installed: pip install 'manyhands[torch]'")
+        return installed[:1]
+    for name in wanted:
+        moves.require(name)
+    return list(dict.fromkeys(wanted))
+
+
+def _run_all(chosen: list[Experiment], frameworks: list[str], quick: bool, output: Output) -> int:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("asking the frameworks for their devices") as status:
+        report = _begin(frameworks, quick)
+        jobs = [(name, experiment) for name in frameworks for experiment in chosen if name in experiment.frameworks]
+        if not jobs:
+            raise BadSettings(f"none of these experiments is for {', '.join(frameworks)}")
+        try:
+            for number, (framework, experiment) in enumerate(jobs):
+                status.update(head := f"{number + 1}/{len(jobs)} {experiment.name} ({framework})")
+                report = _run_one(
+                    report, experiment, framework, lambda text, head=head: status.update(f"{head}: {text}")
+                )
+                output.write(report)
+                print(_shown(report), flush=True)
+        except KeyboardInterrupt:
+            report = _interrupted(report, *jobs[len(report.results)])
+            output.write(report)
+            print("manyhands lab: interrupted; what is finished is in the report", file=sys.stderr)
+            code = _INTERRUPTED
+        else:
+            code = _FAILED if any(result.status == "failed" for result in report.results) else 0
+    for path in output.pages():
+        print(f"written: {path}")
+    return code
+
+
+def _begin(frameworks: list[str], quick: bool) -> Report:
+    from dataclasses import asdict
+
+    from manyhands import __version__, machine
+    from manyhands.cli import probe
+    from manyhands.lab.result import Report
+
+    answers = [
+        probe.ask(name, measured=False, expect=lambda n: None, progress=lambda text: None) for name in frameworks
+    ]
+    for answer in answers:
+        if "error" in answer:
+            raise FrameworkMissing(f"{answer['framework']} does not start here: {answer['error']}")
+    return Report(quick, asdict(machine.host()), answers, manyhands=__version__)
+
+
+def _run_one(report: Report, experiment: Experiment, framework: str, say: Any) -> Report:
+    from manyhands.lab import process
+
+    (answer,) = (answer for answer in report.frameworks if answer["framework"] == framework)
+    gpus = sum(row["kind"] == "gpu" for row in answer["devices"])
+    return report.with_result(process.run(experiment, framework, quick=report.quick, gpus=gpus, say=say))
+
+
+def _shown(report: Report) -> str:
+    from manyhands.lab import output
+
+    return output.text(report.results[-1])
+
+
+def _interrupted(report: Report, framework: str, experiment: Experiment) -> Report:
+    from manyhands.lab.result import Result
+
+    why = "stopped by Ctrl-C before it was finished"
+    return report.with_result(Result(experiment.name, experiment.question, framework, "interrupted", 0.0, why=why))

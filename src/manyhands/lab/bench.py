@@ -1,0 +1,150 @@
+"""What an experiment works with: devices, tensors, trials in turns, and the check that comes before them."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, NoReturn
+
+from manyhands import tree
+from manyhands.device import Device
+from manyhands.errors import NotHere, ResultsDiffer
+from manyhands.lab.finding import Times, Trial
+from manyhands.schedule import timing
+
+_LONG_ENOUGH = 5e-3  # seconds: shorter calls are timed several in a row
+_MOST_CALLS = 1000
+_ROUNDS = {True: (3, 15), False: (7, 31)}  # by quick: at least, at most
+_BUDGET = {True: 1.5, False: 8.0}  # seconds for one call of `trials`, beyond the least number of rounds
+
+
+class Bench:
+    """One experiment's workplace in one framework.
+
+    ``mh`` is the framework's door, ``quick`` asks for small sizes, ``operations`` are the few functions that
+    experiments need of every framework (:mod:`manyhands.lab.operations`).
+    """
+
+    def __init__(
+        self,
+        mh: Any,
+        framework: str,
+        *,
+        quick: bool = False,
+        real_gpus: int = 0,
+        most_devices: int = 1,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.mh, self.framework, self.quick = mh, framework, quick
+        self.real_gpus = real_gpus
+        self.virtual: list[str] = []  # the names of the virtual devices that were used
+        self.kept: list[Trial] = []
+        self._most, self._say, self._made = most_devices, say, list[Any]()
+
+    @property
+    def operations(self) -> ModuleType:
+        """``matmul``, ``norm``, ``relu``, ``tensor``, ``numpy``: see :mod:`manyhands.lab.operations`."""
+        return importlib.import_module(f"manyhands.lab.{self.framework}.operations")
+
+    # Devices and tensors
+
+    def devices(self, count: int) -> list[Any]:
+        """So many devices: GPUs, or virtual ones if there are fewer GPUs. One device is the GPU, else the CPU."""
+        if count > self._most:
+            raise ValueError(f"devices({count}): write @experiment(..., devices={count})")
+        if self.real_gpus >= count and not self._made:
+            return [self.mh.gpu(index) for index in range(count)]
+        if self._most == 1:
+            return [self.mh.cpu()]
+        if not self._made:
+            self._made = list(self.mh.virtual_devices(self._most))
+        self.virtual = [str(Device("virtual", index)) for index in range(max(count, len(self.virtual)))]
+        return self._made[:count]
+
+    def gpu(self) -> Any | None:
+        """The first real GPU, or None."""
+        return self.mh.gpu(0) if self.real_gpus and not self._made else None
+
+    def size(self, *, gpu: int, cpu: int, quick: int) -> int:
+        """A size that takes a sensible time: on real GPUs, on a CPU, and with ``--quick``."""
+        if self.quick:
+            return quick
+        return gpu if self.real_gpus >= self._most else cpu
+
+    def random(self, shape: tuple[int, ...], device: Any, seed: int = 0) -> Any:
+        """Normal float32 numbers on a device: the same ones for the same seed in every framework."""
+        import numpy
+
+        values = numpy.random.default_rng(seed).standard_normal(shape, dtype="float32")
+        return self.mh.to(self.operations.tensor(values), device)
+
+    # Measuring
+
+    def say(self, text: str) -> None:
+        """Show what is going on; a line of progress."""
+        self._say(text)
+
+    def equal(self, results: Any, expected: Any, *, tolerance: float = 0.0, what: str = "the two ways") -> None:
+        """Raise :class:`ResultsDiffer` unless both hold the same numbers, in tensors, numbers or trees of them.
+
+        ``tolerance``: the largest difference allowed, relative to the largest number; 0 is to the bit.
+        """
+        import numpy
+
+        mine, theirs = tree.flatten(results)[0], tree.flatten(expected)[0]
+        if len(mine) != len(theirs):
+            raise ResultsDiffer(f"{what}: {len(mine)} results instead of {len(theirs)}")
+        for position, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            a, b = (numpy.asarray(self.operations.numpy(value), dtype="float64") for value in (one, other))
+            if a.shape != b.shape:
+                raise ResultsDiffer(f"{what}: result {position} has the shape {a.shape} instead of {b.shape}")
+            far = float(numpy.max(numpy.abs(a - b), initial=0.0))
+            allowed = tolerance * float(numpy.max(numpy.abs(b), initial=0.0))
+            if not far <= allowed:  # NaN is not
+                raise ResultsDiffer(f"{what} differ: result {position} by {far:.3g}, {allowed:.3g} is allowed")
+
+    def trials(
+        self, ways: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any] | None = None, *, rounds: int = 0
+    ) -> Times:
+        """Time each way in turns, after a warm-up, with a wait for all devices at the end of each.
+
+        ``settings`` go with the raw trials into the report (a size, a batch size). ``rounds``: exactly so many; by
+        default as many as a few seconds allow, and at least 3 (7 without ``quick``).
+        """
+        settings = dict(settings or {})
+        told = ", ".join(f"{name} {value}" for name, value in settings.items())
+        calls = {}
+        for name, way in ways.items():
+            self.say(f"{name}{f' ({told})' if told else ''}")
+            self._seconds(way, 1)  # warm-up
+            once = self._seconds(way, 1)
+            calls[name] = max(1, min(_MOST_CALLS, math.ceil(_LONG_ENOUGH / max(once, 1e-7))))
+        least, most = (rounds, rounds) if rounds else _ROUNDS[self.quick]
+        times, begin = Times({name: [] for name in ways}), time.perf_counter()
+        for spent in timing.rounds(list(ways), lambda name: self._seconds(ways[name], calls[name])):
+            for name, each in zip(ways, spent, strict=True):
+                times[name].append(each)
+                self.kept.append(Trial(name, settings, each, calls[name]))
+            done = len(times[next(iter(ways))])
+            self.say(f"round {done}{f' ({told})' if told else ''}")
+            if done >= most or (done >= least and time.perf_counter() - begin > _BUDGET[self.quick]):
+                return times
+        raise AssertionError  # rounds has no end
+
+    def _seconds(self, way: Callable[[], Any], calls: int) -> float:
+        """Of one call, the devices' work included."""
+        self.mh.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            result = way()
+        self.mh.synchronize()
+        spent = time.perf_counter() - begin
+        del result  # after the clock has stopped: what it takes to free it is not the question
+        return spent / calls
+
+    def not_here(self, why: str) -> NoReturn:
+        """End the experiment without an error: it has nothing to show on this machine or in this framework."""
+        raise NotHere(why)

@@ -1,0 +1,74 @@
+'''How an experiment is written.
+
+One short file in ``lab/experiments/``, listed in ``experiments/__init__.py``: the question, the code that a reader
+would write, the trials, the plot, and the sentence that the figures support::
+
+    """Two devices, fifty matrix products each: do they work at once?"""
+
+    @experiment("two-devices", question="Do two devices work at once?", devices=2)
+    def run(bench: Bench) -> Finding:
+        mh = bench.mh                                        # the framework's door: the public verbs
+        size = bench.size(gpu=4000, cpu=300, quick=200)
+        inputs = [bench.random((size, size), device) for device in bench.devices(2)]
+
+        def at_once():
+            with mh.parallel():
+                tasks = [mh.task(products)(x) for x in inputs]
+            return [task.result() for task in tasks]
+        ...
+        bench.equal(at_once(), one_after_the_other())        # before any time is believed: raises if they differ
+        times = bench.trials({"one after the other": one_after_the_other, "at once": at_once})
+        gain = times.compare("at once", to="one after the other")
+        conclusion = f"At once {gain}." if gain.faster else ...
+        return Finding(conclusion, [times.table(to="one after the other")], [times.bars("Two devices")])
+
+What the runner does, so that no experiment has to:
+
+- Each experiment runs in a process of its own. Where it asks for more ``devices`` than there are real ones, they are
+  virtual: each is one core of the CPU, and the report marks every table, plot and conclusion of theirs.
+- Every trial of ``bench.trials`` is kept, timed in turns with the others, and ends with a wait for all devices.
+- An error is shown in the report, and the other experiments go on. ``bench.not_here("why")`` is no error: the
+  experiment has nothing to show on this machine or in this framework.
+
+Use framework-neutral code: ``bench.random``, ``bench.operations.matmul``, ``norm``, ``relu`` compute where their
+arguments are; ``a + b`` and ``a * b`` work everywhere. The conclusion follows from figures, so write one sentence for
+each outcome: a gain, no clear difference, a loss. ``--quick`` has to end in about fifteen seconds on two cores.
+'''
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from manyhands.device import FRAMEWORKS
+
+if TYPE_CHECKING:
+    from manyhands.lab.bench import Bench
+    from manyhands.lab.finding import Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A question and the function that answers it."""
+
+    name: str
+    question: str
+    frameworks: tuple[str, ...]
+    devices: int
+    run: Callable[[Bench], Finding]
+
+
+def experiment(
+    name: str, *, question: str, frameworks: tuple[str, ...] = FRAMEWORKS, devices: int = 1
+) -> Callable[[Callable[[Bench], Finding]], Experiment]:
+    """Make an experiment of a function.
+
+    ``frameworks``: where it makes sense. ``devices``: how many ``bench.devices`` may be asked for; where fewer are
+    real, so many virtual ones are made. ``devices=1`` means: the GPU if there is one, else the CPU.
+    """
+
+    def make(function: Callable[[Bench], Finding]) -> Experiment:
+        return Experiment(name, question, frameworks, devices, function)
+
+    return make

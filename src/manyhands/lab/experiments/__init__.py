@@ -1,0 +1,22 @@
+"""The experiments: a module each, in the order in which they are listed and run."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from manyhands.errors import BadSettings
+from manyhands.lab.experiment import Experiment
+
+# The name of an experiment, and of its module with "_" for "-".
+NAMES = ("two-devices",)
+
+
+def load(name: str) -> Experiment:
+    """The experiment of that name."""
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, 1)
+        guess = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(NAMES)}"
+        raise BadSettings(f"there is no experiment {name!r}{guess}")
+    made: Experiment = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").run
+    return made

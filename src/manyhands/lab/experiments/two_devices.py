@@ -1,0 +1,64 @@
+"""Two devices, fifty matrix products each: one after the other, and at once.
+
+The book's first example of automatic parallelism: work on two devices has no dependencies between them, so that
+both can be busy at the same time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiment import experiment
+from manyhands.lab.finding import Bound, Finding
+
+_PRODUCTS = 50
+
+
+@experiment("two-devices", question="Do two devices work at once?", devices=2)
+def run(bench: Bench) -> Finding:
+    mh, matmul = bench.mh, bench.operations.matmul
+    size = bench.size(gpu=4000, cpu=500, quick=300)
+    inputs = [bench.random((size, size), device, seed) for seed, device in enumerate(bench.devices(2))]
+
+    def products(x: Any) -> Any:
+        result = x
+        for _ in range(_PRODUCTS):
+            result = matmul(x, x)
+        return result
+
+    def one_after_the_other() -> list[Any]:
+        results = []
+        for x in inputs:
+            results.append(products(x))
+            mh.synchronize()
+        return results
+
+    def at_once() -> list[Any]:
+        with mh.parallel():
+            tasks = [mh.task(products)(x) for x in inputs]
+        return [task.result() for task in tasks]
+
+    bench.equal(at_once(), one_after_the_other())
+    ways = {
+        "first device alone": lambda: products(inputs[0]),
+        "second device alone": lambda: products(inputs[1]),
+        "one after the other": one_after_the_other,
+        "at once": at_once,
+    }
+    times = bench.trials(ways, {"size": size, "products": _PRODUCTS})
+    slower = max(times.median("first device alone"), times.median("second device alone"))
+    gain = times.compare("at once", to="one after the other")
+    if gain.faster:
+        part = slower / times.median("at once")
+        conclusion = (
+            f"Yes: both at once is {gain.ratio:.2f} times as fast as one after the other. The slower device alone "
+            f"takes {part:.0%} of that time, which is the least that both can take."
+        )
+    elif gain.slower:
+        conclusion = f"No: both at once takes {1 / gain.ratio:.2f} times as long as one after the other."
+    else:
+        conclusion = f"No: both at once {gain} as one after the other: the devices share what they are limited by."
+    title = f"{_PRODUCTS} products of {size} x {size} on each of two devices"
+    bounds = [Bound("the slower device alone", slower)]
+    return Finding(conclusion, [times.table(to="one after the other", title=title)], [times.bars(title, bounds)])

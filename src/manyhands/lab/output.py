@@ -1,0 +1,95 @@
+"""Where a report goes: the files, checked before anything is run, and what a terminal shows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.errors import BadSettings
+from manyhands.lab import html, plots
+from manyhands.lab.finding import Table
+from manyhands.lab.result import Report, Result
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The page, the raw trials, and a folder for both and for every plot as a file; None is not written."""
+
+    html: Path | None = None
+    json: Path | None = None
+    folder: Path | None = None
+
+    def check(self) -> None:
+        """Refuse what could not be written. The folder is made."""
+        if self.folder is not None:
+            try:
+                (self.folder / "plots").mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise BadSettings(f"the folder {str(self.folder)!r} cannot be made: {error.strerror}") from error
+            _check(self.folder / "plots" / "plot.svg")
+        for path in self.pages():
+            _check(path)
+
+    def pages(self) -> list[Path]:
+        inside = [] if self.folder is None else [self.folder / "report.html", self.folder / "report.json"]
+        return [path for path in (self.html, self.json, *inside) if path is not None]
+
+    def write(self, report: Report) -> list[Path]:
+        """Write everything anew; the paths of the page and the trials."""
+        texts = {".json": lambda: json.dumps(report.as_data(), indent=1) + "\n"}
+        try:
+            for path in self.pages():
+                is_json = path == self.json or (self.folder is not None and path.suffix == ".json")
+                path.write_text(texts[".json"]() if is_json else html.page(report), encoding="utf-8")
+            if self.folder is not None and report.results:
+                _draw(report.results[-1], self.folder / "plots")
+        except OSError as error:
+            raise BadSettings(f"{error.filename} cannot be written: {error.strerror}") from error
+        return self.pages()
+
+
+def _check(path: Path) -> None:
+    if path.is_dir():
+        raise BadSettings(f"{str(path)!r} cannot be written: it is a folder")
+    if not path.absolute().parent.is_dir():
+        raise BadSettings(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise BadSettings(f"{str(path)!r} cannot be written: you have no permission to write there")
+
+
+def _draw(result: Result, folder: Path) -> None:
+    """The plots of the last result: as SVG, and as PNG where matplotlib is installed."""
+    from manyhands.lab import png
+
+    for number, plot in enumerate(result.finding.plots if result.finding is not None else ()):
+        path = folder / f"{result.experiment}-{result.framework}-{number + 1}.svg"
+        path.write_text(plots.svg(plot, alone=True), encoding="utf-8")
+        png.draw(plot, path.with_suffix(".png"))
+
+
+def text(result: Result) -> str:
+    """A result as a terminal shows it."""
+    lines = [f"{result.question} ({result.experiment}, {result.framework}, {result.seconds:.0f} s)"]
+    if result.why:
+        lines.append(f"  {result.status}: {result.why}")
+    if result.finding is not None:
+        for table in result.finding.tables:
+            lines += ["", *_aligned(table)]
+        lines += ["", f"  {result.finding.conclusion}", *(f"  {note}" for note in result.finding.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _aligned(table: Table) -> list[str]:
+    rows: list[Sequence[str]] = [table.headers, *table.rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(table.headers))]
+    lines = [f"  {table.title}"] if table.title else []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if not i else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,142 @@
+"""Runs one experiment in a process of its own.
+
+Virtual devices and numbers of threads are settled when a framework starts, one framework takes all of a GPU's memory,
+and a crash must not take the other experiments with it. What the child says goes through a pipe, one JSON object per
+line: ``say`` (progress) and at last ``result``. What frameworks print goes to a file, whose end is shown if the child
+dies without a result.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.errors import ManyhandsError, NotHere, first_line
+from manyhands.lab import experiments
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiment import Experiment
+from manyhands.lab.result import Result, marked
+from manyhands.placement.moves import VIRTUAL_DEVICES
+
+# A virtual device is one core: otherwise a single one would use all cores, and two could not be faster.
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+}
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
+
+
+def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: Callable[[str], None]) -> Result:
+    """Its result; an interrupt (Ctrl-C) ends the child and goes on to the caller."""
+    reading, writing = os.pipe()
+    settings = {"experiment": experiment.name, "framework": framework, "quick": quick, "gpus": gpus, "pipe": writing}
+    begin, answer = time.perf_counter(), None
+    with tempfile.TemporaryFile("w+", errors="replace") as noise:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, json.dumps(settings)],
+            stdin=subprocess.PIPE,  # the child ends when this end is closed, even if we are killed
+            stdout=noise,
+            stderr=noise,
+            pass_fds=(writing,),
+            start_new_session=True,  # a terminal's Ctrl-C is ours; the child is ended by us
+            env=environment(experiment.devices, gpus),
+        )
+        os.close(writing)
+        try:
+            with open(reading) as lines:
+                for line in lines:
+                    message = json.loads(line)
+                    if "say" in message:
+                        say(message["say"])
+                    answer = message.get("result", answer)
+            child.wait()
+        finally:
+            child.kill()
+            child.wait()
+            assert child.stdin is not None
+            child.stdin.close()
+        if answer is not None:
+            return Result.from_data(answer)
+        noise.seek(0)
+        last = [line.strip() for line in noise if line.strip()][-3:]
+    why = f"its process ended with status {child.returncode}: {' / '.join(last) or 'it said nothing'}"
+    seconds = time.perf_counter() - begin
+    return Result(experiment.name, experiment.question, framework, "failed", seconds, why=why)
+
+
+def environment(devices: int, gpus: int) -> dict[str, str]:
+    """The child's environment: one thread for each virtual device, where it will make such."""
+    threads = dict(_ONE_THREAD) if devices > max(1, gpus) else {}
+    if "XLA_FLAGS" in threads and "XLA_FLAGS" in os.environ:
+        threads["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {threads['XLA_FLAGS']}"
+    inherited = {name: value for name, value in os.environ.items() if name != VIRTUAL_DEVICES}
+    return {**_QUIET, **inherited, **threads}
+
+
+def perform(experiment: Experiment, bench: Bench) -> Result:
+    """Run it here, and tell how it ended."""
+    begin = time.perf_counter()
+    status, finding, why = "done", None, ""
+    try:
+        finding = marked(experiment.run(bench), bench.virtual)
+    except NotHere as reason:
+        status, why = "not here", str(reason)
+    except ManyhandsError as error:
+        status, why = "failed", str(error)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        status, why = "failed", f"{first_line(error)} ({os.path.basename(frame.filename)}:{frame.lineno})"
+    return Result(
+        experiment.name,
+        experiment.question,
+        bench.framework,
+        status,  # type: ignore[arg-type]
+        time.perf_counter() - begin,
+        finding,
+        bench.kept,
+        bench.virtual,
+        why,
+    )
+
+
+def _child(settings: dict[str, Any]) -> None:
+    pipe = settings["pipe"]
+    os.set_inheritable(pipe, False)  # a process that the experiment starts must not hold it open
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def tell(message: dict[str, Any]) -> None:
+        os.write(pipe, json.dumps(message).encode() + b"\n")
+
+    experiment = experiments.load(settings["experiment"])
+    bench = Bench(
+        importlib.import_module(f"manyhands.{settings['framework']}"),
+        settings["framework"],
+        quick=settings["quick"],
+        real_gpus=settings["gpus"],
+        most_devices=experiment.devices,
+        say=lambda text: tell({"say": text}),
+    )
+    data = json.dumps({"result": perform(experiment, bench).as_data()}).encode() + b"\n"
+    with open(pipe, "wb") as stream:
+        stream.write(data)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _child(json.loads(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""What is known of an experiment when it has ended, however it ended; and the report of all of them as data."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from manyhands.lab.finding import Finding, Trial
+
+SCHEMA = 1
+
+Status = Literal["done", "not here", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """``why``: the reason where it is not done. ``virtual``: the virtual devices that stood in for real ones."""
+
+    experiment: str
+    question: str
+    framework: str
+    status: Status
+    seconds: float
+    finding: Finding | None = None
+    trials: Sequence[Trial] = ()
+    virtual: Sequence[str] = ()
+    why: str = ""
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Result:
+        finding = None if data["finding"] is None else Finding.from_data(data["finding"])
+        return cls(**{**data, "finding": finding, "trials": [Trial(**trial) for trial in data["trials"]]})
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Results in the order in which they came, and where they were measured."""
+
+    quick: bool
+    host: Mapping[str, Any]
+    frameworks: Sequence[Mapping[str, Any]]  # as `manyhands devices --json` lists them
+    results: Sequence[Result] = ()
+    manyhands: str = ""
+    date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+
+    def with_result(self, result: Result) -> Report:
+        return replace(self, results=[*self.results, result])
+
+    def as_data(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Report:
+        fields = {name: value for name, value in data.items() if name != "schema"}
+        return cls(**{**fields, "results": [Result.from_data(result) for result in data["results"]]})
+
+
+def marked(finding: Finding, virtual: Sequence[str]) -> Finding:
+    """The same finding; where devices were virtual every table, plot and conclusion says so."""
+    if not virtual:
+        return finding
+    mark = f"{len(virtual)} virtual devices"
+    tables = [replace(table, title=f"{table.title or 'Times'} ({mark})") for table in finding.tables]
+    plots = [replace(plot, title=f"{plot.title} ({mark})") for plot in finding.plots]
+    note = f"Measured on {mark}, each of them one core of the CPU, because there are fewer real ones."
+    return replace(finding, conclusion=f"{finding.conclusion} {note}", tables=tables, plots=plots)

@@ -1,0 +1,119 @@
+"""What the lab makes of figures: comparisons, marks, files. No framework."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from manyhands.errors import NotHere
+from manyhands.lab import experiments, plots, process
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiment import Experiment, experiment
+from manyhands.lab.finding import Bound, Comparison, Finding, Plot, Series, Times
+from manyhands.lab.result import Report, Result, marked
+from manyhands.schedule import timing
+from manyhands.schedule.timeline import Span
+
+TIMES = Times({"plain": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.0]})
+
+
+class Door:
+    """Counts how often the devices are waited for."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_ways_run_in_turns_and_each_round_begins_with_another() -> None:
+    order: list[str] = []
+
+    def seconds_of(way: str) -> float:
+        order.append(way)
+        return len(order)
+
+    turns = list(itertools.islice(timing.rounds("ab", seconds_of), 3))
+    assert "".join(order) == "abbaab"
+    assert turns == [[1, 2], [4, 3], [5, 6]]
+
+
+def test_a_comparison_is_clear_only_if_every_round_agrees() -> None:
+    gain = TIMES.compare("fast", to="plain")
+    assert gain.faster
+    assert str(gain) == "is 2 times as fast"
+    assert str(Comparison(0.5, 0.4, 0.6)) == "takes 2 times as long"
+    assert "about as long" in str(Comparison(1.3, 0.9, 1.5))
+
+
+def test_trials_are_kept_and_end_with_a_wait() -> None:
+    door = Door()
+    bench = Bench(door, "torch", quick=True)
+    times = bench.trials({"a": lambda: None, "b": lambda: None}, {"size": 3}, rounds=2)
+    assert [len(spent) for spent in times.values()] == [2, 2]
+    assert [(trial.name, trial.settings) for trial in bench.kept] == [("a", {"size": 3}), ("b", {"size": 3})] * 2
+    assert door.waits == 16  # before and after: warm-up and calibration of each, two rounds of each
+
+
+def test_virtual_devices_are_marked_in_table_plot_and_conclusion() -> None:
+    finding = Finding("Yes.", [TIMES.table(to="plain", title="T")], [TIMES.bars("P")])
+    assert marked(finding, []) is finding
+    shown = marked(finding, ["virtual:0", "virtual:1"])
+    assert all("virtual" in text for text in (shown.conclusion, shown.tables[0].title, shown.plots[0].title))
+
+
+def test_a_report_is_the_same_after_json() -> None:
+    timeline = Plot("timeline", "L", spans=[Span("mm", "lane 1", 0.0, 1.0)])
+    finding = Finding("Yes.", [TIMES.table(to="plain")], [TIMES.bars("P", [Bound("b", 1.0)]), timeline], ["a note"])
+    result = Result("two-devices", "?", "torch", "done", 1.0, finding)
+    data = Report(True, {}, [], [result]).as_data()
+    again = Report.from_data(json.loads(json.dumps(data)))
+    assert again.as_data() == json.loads(json.dumps(data))
+
+
+PLOTS = [
+    TIMES.bars("Bars", [Bound("least", 0.9)]),
+    Plot("line", "L & <M>", [Series("a", [1, 10, 100], [1.0, 2.0, 4.0])], log_x=True, log_y=True, x_label="x"),
+    Plot("line", "one point", [Series("a", [1], [0.0])]),
+    Plot("timeline", "T", spans=[Span("mm", "a", 0.0, 1.0), Span("copy", "b", 0.5, 2.0)]),
+]
+
+
+@pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.title)
+def test_a_plot_is_whole_svg(plot: Plot) -> None:
+    import xml.etree.ElementTree as xml
+
+    drawn = xml.fromstring(plots.svg(plot, alone=True))
+    width, height = map(float, drawn.attrib["viewBox"].split()[2:])
+    for box in drawn.iter("{http://www.w3.org/2000/svg}rect"):
+        assert 0 <= float(box.attrib["x"]) <= float(box.attrib["x"]) + float(box.attrib["width"]) <= width
+        assert float(box.attrib["y"]) + float(box.attrib["height"]) <= height
+
+
+def _that(function: Any) -> Experiment:
+    return experiment("probe", question="?")(function)
+
+
+def test_how_an_experiment_ends_is_in_its_result() -> None:
+    def fails(bench: Bench) -> Finding:
+        raise ZeroDivisionError("by hand")
+
+    def has_nothing(bench: Bench) -> Finding:
+        bench.not_here("no GPU")
+
+    ends = [process.perform(_that(run), Bench(Door(), "torch")) for run in (fails, has_nothing)]
+    assert [end.status for end in ends] == ["failed", "not here"]
+    assert "ZeroDivisionError: by hand (test_lab_finding.py:" in ends[0].why
+    with pytest.raises(NotHere):
+        Bench(Door(), "torch").not_here("x")
+
+
+@pytest.mark.parametrize("name", experiments.NAMES)
+def test_every_experiment_is_called_as_it_is_listed(name: str) -> None:
+    loaded = experiments.load(name)
+    assert loaded.name == name
+    assert loaded.question.endswith("?")
