@@ -94,13 +94,14 @@ class Loop:
             note = self.run.begin(run, self.settings.as_dict())
             if note is not None:
                 self.say({"kind": "warning", "text": note})
-            self.result.rows = saving.rows_before(self.run, self.last_row)
+            # A job that is at its end has a row that one that goes on does not count (_add_last_row).
+            self.result.rows = saving.rows_before(self.run, self.cursor.step if self._is_over() else self.last_row)
             self._begun = self.cursor, self.last_row
         if resumed:
             saving.share_rows(self)
 
     def _commit(self) -> None:
-        """Write to a run that is there already, now that the job's first step was made."""
+        """Write to a run that is there already, now that the job's first step (or its evaluation) was made."""
         if self.run is not None and self._begun is not None:
             self.run.commit()
             saving.rewind(self.run, *self._begun)
@@ -128,10 +129,10 @@ class Loop:
             else:
                 self._check_repeats()
             self.report.begin()
-            while not self._ends():
+            while (ended := self._ended()) is None:
                 self.report.epoch_start()
                 self._train_epoch()
-            self._say_stop()
+            self._say_end(ended)
             self.result.notes = self.learner.notes
             self.result.shares = self.learner.shares
             self.result.steps = self.cursor.step
@@ -144,27 +145,30 @@ class Loop:
         finally:
             self._close()
 
-    def _say_stop(self) -> None:
-        """Why the training ends before its last epoch, if it does."""
-        if self.ending.signal is not None:
-            self.result.signal = self.report.stop = self.ending.signal
-        if self.report.stop is None:
+    def _say_end(self, ended: str) -> None:
+        """Why the training ends, which is a note where it is before its last epoch."""
+        self.result.ended = ended
+        if ended == "max_epochs":
             return
-        self.result.stopped = self.report.stop
+        self.result.signal, self.result.stopped = self.ending.signal, self.ending.signal or self.report.stop
         where = f"step {self.cursor.step}" if self.cursor.sample else f"epoch {self.cursor.epoch}"
-        text = f"stopped after {where}: {self.report.stop}"
-        self.learner.notes.append(text)
-        self.say({"kind": "note", "text": text})
+        if self.result.stopped is not None:
+            self.learner.notes.append(f"stopped after {where}: {self.result.stopped}")
+        self.say({"kind": "note", "text": f"ended after {where}: {ended}"})
 
-    def _ends(self) -> bool:
-        """Whether there are no more steps."""
-        if self._is_over() or self.ending.signal is not None or self.report.stop is not None:
-            return True
+    def _ended(self) -> str | None:
+        """Why there are no more steps, as ``Result.ended`` has it; None where there are."""
+        if self.ending.signal is not None:
+            return f"signal {self.ending.signal}"
+        if self.report.stop is not None:
+            return f"{self.report.stopped_by}: {self.report.stop}"
+        if self._is_over():
+            return "max_epochs" if self.cursor.epoch >= self.settings.max_epochs else self.ending.reached
         endless = self.settings.max_epochs == ENDLESS
         if self.cursor.epoch and endless and loader_batches.is_used_up(self._loader):
             self.learner.notes.append(f"the data ended after {self.cursor.step} steps, before a limit was reached")
-            return True
-        return False
+            return "end of the data"
+        return None
 
     def _is_over(self) -> bool:
         """Whether a limit was reached."""
@@ -175,6 +179,7 @@ class Loop:
         self._row_began, self._row_is_epoch = time.perf_counter(), self.cursor.sample == 0
         with contextlib.suppress(StopNow):
             over = self._make_steps()
+            self.report.take_stop(self.ending.stop or {})
             if not self.ending.signal and (over or self.ending.reached or self.report.stop is not None):
                 self._end_epoch(over=over)
         if self.ending.signal:
@@ -186,6 +191,7 @@ class Loop:
         with contextlib.closing(self._batches_left()) as batches:
             for window, batch in batches:
                 if self._evaluation_is_due():
+                    self._commit()
                     self._add_row(self._read_figures(), evaluates=True)
                     saving.save(self, self.report.take_wanted())
                     if self.report.stop is not None:
@@ -271,7 +277,7 @@ class Loop:
         figures = self.learner.peek()
         if figures is not None:
             self.check_numbers(figures)
-        self.say(
+        answer = self.say(
             {
                 "kind": "progress",
                 "epoch": self.cursor.epoch + 1,
@@ -284,6 +290,7 @@ class Loop:
                 "accuracy": or_none(figures.accuracy) if figures else None,
             }
         )
+        self.report.heard(answer)
 
     def say_alive(self) -> None:
         self._shown = time.perf_counter()
@@ -356,25 +363,49 @@ class Loop:
         if self.cursor.step > self.last_row:
             epoch, every = self.cursor.epoch, self.settings.limits.evaluation_epoch()
             due = (epoch + 1) % every == 0 if every is not None else self._evaluation_is_due()
-            ends = over and epoch + 1 >= self.settings.max_epochs
+            is_last = self._is_over() or self.report.stop is not None
+            is_last = is_last or (over and epoch + 1 >= self.settings.max_epochs)
             self._row_is_epoch = self._row_is_epoch and over
-            self._add_row(figures, evaluates=due or ends or self._is_over(), ends_epoch=True)
+            if is_last and not (over and due):
+                self._add_last_row(figures, over=over)
+                return
+            self._add_row(figures, evaluates=due, ends_epoch=True)
         if over:
-            if self.learner.data.count is None:
-                self._count_batches()
-            self.cursor = self.cursor.next_epoch()
-            schedules.after_epoch(self.schedule, self)
+            self._next_epoch()
         is_last = self._is_over() or self.report.stop is not None
         regular = ["checkpoints"] if is_last or not self.settings.checkpoints.every else []
         self.save_once([*self.report.take_wanted(), *regular])
+
+    def _next_epoch(self) -> None:
+        if self.learner.data.count is None:
+            self._count_batches()
+        self.cursor = self.cursor.next_epoch()
+        schedules.after_epoch(self.schedule, self)
+
+    def _add_last_row(self, figures: Figures, *, over: bool) -> None:
+        """Add the row, with an evaluation, of a job that ends where one with larger limits would have none.
+
+        The checkpoint is of the moment before, as after a signal: schedulers and callbacks have not seen this row when
+        the job is resumed, so that it goes on as one that never ended here.
+        """
+        before = saving.captured(self)
+        if self._saved != (self.cursor, self.last_row):
+            saving.write(self, before, ["checkpoints"])
+            self._saved = self.cursor, self.last_row
+        stop, by = self.report.stop, self.report.stopped_by
+        self._add_row(figures, evaluates=True, ends_epoch=True, counts=False)
+        self.report.stop, self.report.stopped_by = stop, by
+        saving.write(self, before, self.report.take_wanted())
+        if over:
+            self._next_epoch()
 
     def _evaluation_is_due(self) -> bool:
         """Whether ``evaluate_every`` asks for an evaluation after the step that was made last."""
         every = self.settings.limits.evaluation_step()
         return every is not None and self.cursor.step % every == 0 and self.cursor.step > self.last_row
 
-    def _add_row(self, figures: Figures, *, evaluates: bool, ends_epoch: bool = False) -> None:
-        """Add a row with the figures since the row before."""
+    def _add_row(self, figures: Figures, *, evaluates: bool, ends_epoch: bool = False, counts: bool = True) -> None:
+        """Add a row with the figures since the row before; ``counts``: schedulers follow it."""
         seconds = time.perf_counter() - self._row_began
         self.say_alive()
         tested, metrics = self._evaluate(self.cursor.epoch + 1) if evaluates else (None, {})
@@ -394,7 +425,8 @@ class Loop:
             **self.report.rates(),
         }
         self.last_row, self._row_began, self._row_is_epoch = self.cursor.step, time.perf_counter(), False
-        schedules.after_row(self.schedule, self, row)
+        if counts:
+            schedules.after_row(self.schedule, self, row)
         self.result.rows.append(row)
         if self.run is not None:
             self._write_row(self.run, row)

@@ -15,7 +15,10 @@ class Result:
     notes: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     shares: list[float] | None = None
-    # Why the training ended before its last epoch; None: it did not.
+    # Why the training ended: "max_epochs", "max_steps", "max_time", "signal SIGTERM", "end of the data" (of a stream),
+    # "early stopping: val_loss has not improved for 3 evaluations; ...", "stopped by callback: the reason".
+    ended: str = ""
+    # The reason alone where a callback or a signal ended it; None: none did.
     stopped: str | None = None
     run: str | None = None
     # What could not be written to the run's folder (a full disk); empty: all is there.
@@ -43,8 +46,12 @@ class Result:
         return sum(seconds) / len(seconds) if seconds else math.nan
 
     def __str__(self) -> str:
-        """The book's line; without classes it has the validation loss in place of the accuracy."""
+        """The book's line; without classes it has the validation loss in place of the accuracy.
+
+        Where the training ended before its last epoch, the line says why.
+        """
         figures = {"test acc": self.test_accuracy, "val loss": self.validation_loss}
         known = [f"{name} {value:.3f}" for name, value in figures.items() if not math.isnan(value)][:1]
         seconds = [] if math.isnan(self.seconds_per_epoch) else [f"{self.seconds_per_epoch:.2f} sec/epoch"]
-        return f"{', '.join(known + seconds) or 'trained'} on [{', '.join(self.devices)}]"
+        why = f"; ended: {self.ended}" if self.ended not in ("", "max_epochs") else ""
+        return f"{', '.join(known + seconds) or 'trained'} on [{', '.join(self.devices)}]{why}"

@@ -14,7 +14,7 @@ from manyhands.errors import BadSettings, CallbackFailed, WorkerFailed
 from manyhands.training.callbacks.callback import Callback, Training
 from manyhands.training.checkpoints import store
 from manyhands.training.commands.parity import largest_difference
-from manyhands.training.options import Checkpoints
+from manyhands.training.options import Checkpoints, Limits
 
 # 50 samples in batches of 16: four steps an epoch.
 
@@ -109,8 +109,27 @@ class StopIn(Callback):
 def test_a_callback_stops_all_devices(bench: Bench) -> None:
     result = bench.fit(2, epochs=5, callbacks=[StopIn(2)], checkpoints=Checkpoints(every=3))
     assert [row["epoch"] for row in result.rows] == [1, 2]
-    assert result.stopped == "it is enough"
+    assert (result.stopped, result.ended) == ("it is enough", "stopped by callback: it is enough")
     assert (Path(result.run) / "checkpoints" / "step-00000008").is_dir()
+
+
+class StopAtStep(Callback):
+    every = 1
+
+    def on_steps(self, training: Training, figures: dict[str, float]) -> None:
+        if training.step == 2:
+            training.stop("two are enough")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_callback_stops_between_steps(bench: Bench, devices: int) -> None:
+    """The job ends soon after, on all devices after the same step, with an evaluation and a checkpoint."""
+    result = bench.fit(devices, epochs=2000, limits=Limits(evaluate_every="2000 epochs"), callbacks=[StopAtStep()])
+    assert result.ended == "stopped by callback: two are enough"
+    assert 2 <= result.steps < 8000
+    assert result.rows[-1]["step"] == result.steps
+    assert result.rows[-1]["val_loss"] is not None
+    assert (Path(result.run) / "checkpoints" / f"step-{result.steps:08d}").is_dir()
 
 
 def test_an_error_names_callback_and_moment(bench: Bench) -> None:
@@ -126,7 +145,8 @@ def test_early_stopping_and_best_checkpoints(bench: Bench) -> None:
     stopping, best = mh.EarlyStopping("val_loss", patience=2, min_delta=100), mh.BestCheckpoint("val_loss", "max")
     result = bench.fit(callbacks=[stopping, best], **how)
     assert len(result.rows) == 3
-    assert "val_loss has not improved 2 times in a row" in result.stopped
+    assert "val_loss has not improved for 2 evaluations" in result.stopped
+    assert result.ended == f"early stopping: {result.stopped}"
     losses = [row["val_loss"] for row in result.rows]
     assert best.best_value == pytest.approx(max(losses))
     assert best.best_path == run / "best" / f"step-{4 * (1 + losses.index(max(losses))):08d}"

@@ -14,6 +14,7 @@ import pytest
 from training_bench import Bench
 
 from manyhands.errors import BadSettings
+from manyhands.training.checkpoints import store
 from manyhands.training.commands.parity import largest_difference
 from manyhands.training.limits.stop_signals import Stopped
 from manyhands.training.options import Checkpoints, Limits, Step
@@ -43,7 +44,8 @@ def test_steps_end_a_job_and_more_of_them_go_on(bench: Bench) -> None:
     assert schedule.asked == [step / 6 for step in range(6)]
     assert [(row["epoch"], row["step"], row["whole"]) for row in whole.rows] == [(1, 4, True), (2, 6, False)]
     assert [row["val_loss"] is None for row in whole.rows] == [True, False]
-    assert (whole.steps, whole.rows[1]["samples"]) == (6, 32)
+    assert (whole.steps, whole.rows[1]["samples"], whole.ended) == (6, 32, "max_steps")
+    assert str(whole).endswith("; ended: max_steps")
     bench.fit(epochs=None, schedule=by_step, limits=Limits(max_steps=3), run=run)
     bench.fit(epochs=None, schedule=by_step, limits=Limits(max_steps=6), run=run, resume="auto")
     assert by_step.function.asked == [0, 1, 2, 3, 4, 5]
@@ -51,12 +53,40 @@ def test_steps_end_a_job_and_more_of_them_go_on(bench: Bench) -> None:
     assert largest_difference(bench.weights(run), bench.weights(plain.run)) == 0
 
 
+def kept(run: Any) -> dict[str, Any]:
+    """What the last checkpoint of a run holds besides the weights, without times and limits."""
+    state = store.load(run / "checkpoints").state
+    return {name: state[name] for name in ("cursor", "figures", "callbacks", "last_row")}
+
+
+def test_an_evaluation_that_only_the_end_brings_changes_nothing(bench: Bench) -> None:
+    """A job that ends within an epoch is evaluated there; resumed, it goes on as if that had never been."""
+    mh, runs, results = bench.mh, [bench.new_run(), bench.new_run()], []
+    for run, ends in zip(runs, ([12], [6, 8, 12]), strict=True):  # 8: the end of an epoch that has no evaluation
+        for steps in ends:
+            callbacks = [mh.EarlyStopping("val_loss", patience=9, min_delta=100), mh.EarlyStopping("train_loss", 9)]
+            limits = Limits(max_steps=steps, evaluate_every="3 epochs")
+            how: dict[str, Any] = {"limits": limits, "run": run, "resume": "auto"}
+            result = bench.fit(epochs=None, callbacks=callbacks, loggers=[mh.CSVLogger()], **how)
+        results.append(result)
+    assert kept(runs[0]) == kept(runs[1])
+    assert largest_difference(*(bench.weights(run) for run in runs)) == 0
+    assert [without_times(result.rows) for result in results] == [without_times(results[0].rows)] * 2
+    assert [row["val_loss"] is None for row in result.rows] == [True, True, False]
+    tables = [[row.split(",")[:4] for row in (run / "metrics.csv").read_text().splitlines()] for run in runs]
+    assert tables[0] == tables[1]
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in ("seconds", "whole")} for row in rows]
+
+
 def test_time_ends_a_job_and_is_the_runs(bench: Bench) -> None:
     run, limits = bench.new_run(), Limits(max_time=0.001)
     first = bench.fit(epochs=None, limits=limits, run=run)
-    assert first.steps == 1
+    assert (first.steps, first.ended) == (1, "max_time")
     again = bench.fit(epochs=None, limits=limits, run=run, resume="auto")
-    assert again.steps == 1
+    assert (again.steps, again.ended, again.rows) == (1, "max_time", first.rows)
     assert any("at its end already" in note for note in again.notes)
     with pytest.raises(BadSettings, match="max_time alone does not say how many steps"):
         bench.fit(epochs=None, limits=limits, schedule=Recorded())
@@ -86,9 +116,9 @@ def test_a_stream_without_an_end(bench: Bench) -> None:
         limits = Limits(max_steps=steps, evaluate_every="3 steps")
         cut = bench.fit(epochs=None, data=data, limits=limits, run=run, resume="auto", checkpoints=every)
     assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
-    assert [row["step"] for row in cut.rows] == [3, 5, 6, 7]
+    assert [row["step"] for row in cut.rows] == [3, 6, 7]
     used_up = bench.fit(epochs=None, data=(itertools.islice(batches(), 2), None), limits=Limits(max_steps=7))
-    assert used_up.steps == 2
+    assert (used_up.steps, used_up.ended) == (2, "end of the data")
     assert any("the data ended after 2 steps" in note for note in used_up.notes)
 
 

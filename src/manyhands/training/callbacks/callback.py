@@ -58,11 +58,17 @@ class Training:
         self.result: Result | None = None
         self.error: BaseException | None = None
         self.stopped: str | None = None
+        self.stopped_by = ""
         self.wanted: list[str] = []
 
-    def stop(self, reason: str) -> None:
-        """End the training after the epoch or evaluation that is under way; ``result.stopped`` will be the reason."""
-        self.stopped = self.stopped or str(reason)
+    def stop(self, reason: str, by: str = "stopped by callback") -> None:
+        """End the training; ``result.stopped`` will be the reason, and ``result.ended`` "stopped by callback: reason".
+
+        From ``on_evaluation`` and ``on_epoch_end`` it ends there. From any other moment it ends as soon as all devices
+        know it: one process after the next step, several about a second later, all of them after the same step.
+        """
+        if self.stopped is None:
+            self.stopped, self.stopped_by = str(reason), by
 
     def save(self, folder: str) -> None:
         """Write a checkpoint of this moment into a folder of the run; for ``on_evaluation`` and ``on_epoch_end``."""

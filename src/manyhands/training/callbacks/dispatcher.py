@@ -1,7 +1,8 @@
 """The caller's end of a training: events of the first process become calls of callbacks, and what they want its answer.
 
 An event is a dictionary with a ``kind``. One that ``asks`` gets an answer: whether to stop and why, and into which
-folders to write a checkpoint; or the callbacks' states.
+folders to write a checkpoint; or the callbacks' states. One that does not ask is answered only if the training shall
+stop, and nobody waits for that.
 """
 
 from __future__ import annotations
@@ -99,10 +100,11 @@ class Dispatcher:
             warnings.warn(event["text"], stacklevel=2)
         elif (handle := self._handlers.get(event["kind"])) is not None:
             handle(event)
+        answer = {"stop": self.training.stopped, "by": self.training.stopped_by}
         if not event.get("asks"):
-            return None
+            return answer if self.training.stopped is not None else None
         wanted, self.training.wanted = self.training.wanted, []
-        return {"stop": self.training.stopped, "save": wanted}
+        return {**answer, "save": wanted}
 
     # One method for each kind of event
 

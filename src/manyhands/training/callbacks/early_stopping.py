@@ -58,8 +58,9 @@ class EarlyStopping(Callback):
 
     def _stop(self, training: Training) -> None:
         best = "it was NaN" if self.best is None else f"the best was {self.best:.6g} in epoch {self.best_epoch}"
-        times = "time" if self.waited == 1 else "times"
-        training.stop(f"{self._monitor.name} has not improved {self.waited} {times} in a row; {best}")
+        times = "evaluation" if self._monitor.is_of_evaluations else "epoch"
+        times += "" if self.waited == 1 else "s"
+        training.stop(f"{self._monitor.name} has not improved for {self.waited} {times}; {best}", by="early stopping")
 
     def state_dict(self) -> dict[str, Any]:
         watched = {"monitor": self._monitor.name, "mode": self._monitor.mode}

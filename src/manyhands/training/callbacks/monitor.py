@@ -26,18 +26,23 @@ class Monitor:
         self.mode: Mode = mode or ("max" if name.endswith(("_acc", "_accuracy")) else "min")
         self._was_there = False
 
+    @property
+    def is_of_evaluations(self) -> bool:
+        """Whether evaluations have the figure; else epochs do."""
+        return self.name.startswith("val_")
+
     def after_evaluation(self, figures: Values) -> float | None:
         """The figure of this evaluation; None where it is one of an epoch."""
         if self.name in figures:
             self._was_there = True
             return figures[self.name]
-        if self.name.startswith("val_"):
+        if self.is_of_evaluations:
             raise self._unknown(figures)
         return None
 
     def at_epoch_end(self, training: Training, row: Row) -> float | None:
         """The figure of this epoch; None where evaluations have it."""
-        if self.name.startswith("val_"):
+        if self.is_of_evaluations:
             if not training.validates:
                 raise self._unknown(_figures_of(row), ", because nothing was evaluated: give validation data to fit")
             return None

@@ -24,6 +24,7 @@ class Reporter:
     def __init__(self, loop: Loop, plan: CallbackPlan) -> None:
         self._loop, self.plan = loop, plan
         self.stop: str | None = None  # why the training shall end
+        self.stopped_by = ""  # what wants it to: "early stopping", "stopped by callback"
         self.wanted: list[str] = []  # folders of the run that a checkpoint is wanted in
         self.states_before: Event | None = None  # the callbacks' states in the checkpoint that the job goes on from
         self.resumed = False
@@ -91,12 +92,22 @@ class Reporter:
             answer = self._loop.say({**self._place(event), **place, "asks": self.plan.asks})
         if self.plan.asks:
             shared = json.loads(self._loop.learner.from_first(json.dumps(answer or {}).encode()))
-            self.stop = self.stop or shared.get("stop")
+            self.take_stop(shared)
             self.wanted += [folder for folder in shared.get("save", ()) if folder not in self.wanted]
 
+    def take_stop(self, answer: Event) -> None:
+        """The callbacks' answer, the same in every process: whether the training ends, and why; the first counts."""
+        if self.stop is None and answer.get("stop") is not None:
+            self.stop, self.stopped_by = answer["stop"], answer["by"]
+
     def _say(self, event: Event, **place: int) -> None:
+        """Nobody waits for an answer. In the callbacks' own process it is there already; a worker hears of it later."""
         if self._loop.first:
-            self._loop.say({**self._place(event), **place})
+            self.heard(self._loop.say({**self._place(event), **place}))
+
+    def heard(self, answer: Event | None) -> None:
+        """What callbacks have said without being asked: that the training shall end."""
+        self._loop.ending.wish = self._loop.ending.wish or answer
 
     def _place(self, event: Event) -> Event:
         cursor = self._loop.cursor

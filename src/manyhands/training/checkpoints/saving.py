@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +37,29 @@ def save(loop: Loop, folders: Sequence[str] = ("checkpoints",)) -> None:
 
     Only in ``checkpoints`` older ones are deleted; of others, those who asked for them take care.
     """
-    if not loop.keeps_checkpoints or not folders:
-        return
+    if folders:
+        write(loop, captured(loop), folders)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A job's state of one moment, in the first process."""
+
+    content: Mapping[str, Any]
+    blobs: Mapping[str, bytes]
+
+
+def captured(loop: Loop) -> Captured | None:
+    """What a checkpoint of this moment holds; every process takes part. None where this one writes none."""
+    if not loop.keeps_checkpoints:
+        return None
     learner = loop.learner
     figures = learner.read()
     loop.check_numbers(together(figures))
     loop.report.hand_on(wait=True)
     saved = learner.save()
     if loop.run is None or saved is None:
-        return
+        return None
     content = {
         **saved.state,
         "framework": learner.framework,
@@ -62,8 +76,15 @@ def save(loop: Loop, folders: Sequence[str] = ("checkpoints",)) -> None:
         "last_row": loop.last_row,
         "seconds": loop.ending.seconds,
     }
+    return Captured(content, saved.blobs)
+
+
+def write(loop: Loop, state: Captured | None, folders: Sequence[str]) -> None:
+    """Write what was captured at the job's last step into these folders of the run."""
+    if state is None or loop.run is None:
+        return
     for name in folders:
-        _write(loop, loop.run.path / name, content, saved.blobs)
+        _write(loop, loop.run.path / name, state.content, state.blobs)
 
 
 def _write(loop: Loop, path: Path, content: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:

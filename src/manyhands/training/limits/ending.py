@@ -7,7 +7,8 @@ process chooses::
     step      1    2  ...  40  ...  81  ...
     asked     *             *        *        the first process measured 40 steps a second
 
-One process has nobody to ask: it stops after the step in which the signal came.
+One process has nobody to ask: it stops after the step in which the signal came. A callback that stops the training from
+``on_steps`` is heard in the same way: no step waits for its answer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Ending:
         self.learner, self.limits = learner, limits
         self.requests = stop_signals.current()
         self.signal: str | None = None  # that has stopped the job
-        self.reached: str | None = None  # the limit that has ended it, in words
+        self.reached: str | None = None  # the limit that has ended it: "max_steps" or "max_time"
+        self.wish: dict[str, Any] | None = None  # in the first process: a callback's, that the training shall end
+        self.stop: dict[str, Any] | None = None  # that wish, when all processes know it
         self._before = 0.0  # seconds of training in the jobs that this one resumes
         self._begun = self._asked_at = time.monotonic()
         self._asked_step: int | None = None
@@ -53,20 +56,20 @@ class Ending:
     def is_reached(self, step: int) -> bool:
         """Whether a limit of steps or time was reached; every process knows it."""
         if self.limits.max_steps is not None and step >= self.limits.max_steps:
-            self.reached = f"max_steps={self.limits.max_steps}"
+            self.reached = "max_steps"
         elif self.limits.max_time is not None and self._before >= float(self.limits.max_time):  # type: ignore[arg-type]
-            self.reached = f"max_time={self.limits.max_time:g} seconds"
+            self.reached = "max_time"
         return self.reached is not None
 
     def check(self, step: int) -> bool:
         """Whether the job ends after so many steps; asks the other processes now and then."""
-        if self.is_reached(step) or self.signal:
+        if self.is_reached(step) or self.signal or self.stop:
             return True
         if self.learner.size == 1:
-            self._decide(self.requests.asked, time_is_up=self._time_is_up())
+            self._decide(self.requests.asked, self._wish(), time_is_up=self._time_is_up())
         elif step >= self._ask_at:
             self._ask_all(step)
-        return bool(self.reached or self.signal)
+        return bool(self.reached or self.signal or self.stop)
 
     def interrupt_evaluation(self) -> None:
         """Raise where a signal has come; a resumed job evaluates again.
@@ -80,19 +83,27 @@ class Ending:
     def _time_is_up(self) -> bool:
         return self.limits.max_time is not None and self.seconds >= float(self.limits.max_time)  # type: ignore[arg-type]
 
-    def _decide(self, name: str | None, *, time_is_up: bool) -> None:
+    def _wish(self) -> dict[str, Any] | None:
+        return self.wish or self.requests.wish
+
+    def _decide(self, name: str | None, wish: dict[str, Any] | None, *, time_is_up: bool) -> None:
         self.signal = name
-        if time_is_up and name is None:
-            self.reached = f"max_time={self.limits.max_time:g} seconds"
+        if name is not None:
+            return
+        if time_is_up:
+            self.reached = "max_time"
+        else:
+            self.stop = wish
 
     def _ask_all(self, step: int) -> None:
         wants = 0 if self.requests.asked is None else 1 + stop_signals.NAMES.index(self.requests.asked)
         nobody = self.learner.all_have(wants) and not wants
         name = None if nobody else self._signal_of_any(wants)
-        first: dict[str, Any] = {"up": self._time_is_up(), "next": step + self._steps_a_second(step)}
+        first: dict[str, Any] = {"up": self._time_is_up(), "wish": self._wish()}
+        first["next"] = step + self._steps_a_second(step)
         first = json.loads(self.learner.from_first(json.dumps(first).encode()))
         self._ask_at = first["next"]
-        self._decide(name, time_is_up=first["up"])
+        self._decide(name, first["wish"], time_is_up=first["up"])
 
     def _signal_of_any(self, wants: int) -> str:
         """The signal that some process got; all processes ask for each in turn, so that all find the same."""

@@ -30,7 +30,13 @@ class Requests:
     """Which signal has asked this process to stop; None: go on."""
 
     asked: str | None = None
+    # In a worker: why its caller's callbacks want the training to end, as :mod:`..callbacks.dispatcher` answers.
+    wish: dict[str, Any] | None = None
     _when: float = 0.0
+
+    def clear(self) -> None:
+        """A new job begins."""
+        self.asked = self.wish = None
 
     def ask(self, name: str) -> None:
         """Note a request; the first one counts."""

@@ -21,6 +21,7 @@ from manyhands.training.torch.job import Job
 ANSWER = b"answer "  # to the first rank: what callbacks say to an event of it; JSON follows
 COME_HOME = b"come home"  # to a rank: end the job between two steps, and send the weights
 STOP = b"stop after this step: "  # to the first rank, and the name of the signal that the caller got
+WISH = b"callbacks stop: "  # to the first rank: callbacks stop the training without being asked; JSON follows
 
 
 def pickled(job: Job) -> bytes:

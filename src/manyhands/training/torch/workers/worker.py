@@ -31,7 +31,7 @@ from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.state.outer_variables import Outside
-from manyhands.training.torch.workers.job_bytes import ANSWER, COME_HOME, STOP
+from manyhands.training.torch.workers.job_bytes import ANSWER, COME_HOME, STOP, WISH
 
 _ANSWER_SECONDS = 0.5  # between two looks whether the caller was interrupted while a callback runs
 
@@ -67,8 +67,10 @@ def _listen(
                 answers.put(message.removeprefix(ANSWER))
             elif message.startswith(STOP):
                 stop_signals.current().ask(message.removeprefix(STOP).decode())
+            elif message.startswith(WISH):
+                stop_signals.current().wish = json.loads(message.removeprefix(WISH))
             else:
-                stop_signals.current().asked = None
+                stop_signals.current().clear()
                 jobs.put(message)
     except (EOFError, OSError):
         os._exit(0)
