@@ -64,6 +64,19 @@ class Bench:
         self.virtual = [str(Device("virtual", index)) for index in range(max(count, len(self.virtual)))]
         return self._made[:count]
 
+    def for_trainer(self, count: int) -> Any:
+        """So many devices as ``mh.Trainer(devices=...)`` takes them: GPUs, or devices made of the CPU.
+
+        All of them are GPUs or none is: one GPU is not compared with two cores.
+        """
+        if self.real_gpus >= max(count, self._most):
+            return [self.mh.gpu(index) for index in range(count)]
+        if self.framework != "torch":
+            return self.devices(self._most)[:count]
+        # PyTorch's trainer has a process for each, not a virtual device of this process.
+        self.virtual = [str(Device("virtual", index)) for index in range(max(count, len(self.virtual)))]
+        return "cpu" if count == 1 else f"cpu:{count}"
+
     def gpu(self) -> Any | None:
         """The first real GPU, or None."""
         return self.mh.gpu(0) if self.real_gpus and not self._made else None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from manyhands.audit.table import seconds as seconds
 from manyhands.schedule.timeline import Span
 
-Kind = Literal["bar", "line", "timeline"]
+Kind = Literal["bar", "line", "timeline", "drawing"]
 
 _CLEAR = 0.05  # a difference below this is not called one
 
@@ -57,7 +57,8 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture, described. ``spans`` are drawn by the kind ``timeline``, ``series`` by the others.
+    """A picture, described. ``spans`` are drawn by the kind ``timeline``, ``series`` by bars and lines; a ``drawing``
+    is finished SVG, as ``mh.parallel(fn).draw`` gives it.
 
     A bar plot has one group of bars for each ``x``; ``y_label`` names what the bars' length is. Times are given in
     seconds, and ``unit="s"`` writes them with their unit.
@@ -72,6 +73,7 @@ class Plot:
     unit: str = ""
     log_x: bool = False
     log_y: bool = False
+    drawing: str = ""
     bounds: Sequence[Bound] = ()
 
 

@@ -22,3 +22,20 @@ class Operations(Protocol):
         """The Frobenius norm, as a tensor on the device of ``x``."""
 
     def relu(self, x: Any, /) -> Any: ...
+
+    def transpose(self, x: Any, /) -> Any: ...
+
+    def join(self, tensors: Any, /) -> Any:
+        """All numbers of some tensors of one device, as one tensor with one dimension."""
+
+    def cut(self, joined: Any, shapes: Any, /) -> Any:
+        """The inverse of ``join``: a list of tensors of these shapes."""
+
+    def number(self, x: Any, index: int, /) -> float:
+        """The number in row 0 and this column of a matrix, on the host."""
+
+    def with_number(self, x: Any, index: int, value: float, /) -> Any:
+        """The matrix with another number in row 0 and this column: itself where it can be changed in place."""
+
+    def pin(self, x: Any, /) -> Any:
+        """The same numbers in page-locked memory of the host; None where the framework offers none."""

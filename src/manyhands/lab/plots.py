@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -30,7 +32,9 @@ _LETTER = 6.6  # width of a letter, about: for where to break lines
 def svg(plot: Plot, *, alone: bool = False) -> str:
     """The picture; ``alone``: as a file of its own, with its style inside."""
     title = _wrapped(plot.title, _WIDTH)
-    drawn = {"bar": _bars, "line": _lines, "timeline": _timeline}[plot.kind](plot, len(title) * _TITLE + 10)
+    drawn = {"bar": _bars, "line": _lines, "timeline": _timeline, "drawing": _drawing}[plot.kind](
+        plot, len(title) * _TITLE + 10
+    )
     body, height = drawn
     head = [
         f'<text class="title" x="0" y="{13 + row * _TITLE}">{escape(text)}</text>' for row, text in enumerate(title)
@@ -142,6 +146,17 @@ def _timeline(plot: Plot, top: float) -> tuple[list[str], float]:
         anchor = "start" if x < 20 else "middle"
         body.append(f'<text class="small" x="{x:.1f}" y="{y + 13:.1f}" text-anchor="{anchor}">{seconds(tick)}</text>')
     return body, y + 22
+
+
+def _drawing(plot: Plot, top: float) -> tuple[list[str], float]:
+    """As an image within the picture, so that the page's style does not reach into it; scaled down where it is wide."""
+    size = re.search(r'<svg[^>]*\bwidth="([\d.]+)"[^>]*\bheight="([\d.]+)"', plot.drawing)
+    assert size is not None, "a drawing says its width and height"
+    width, height = map(float, size.groups())
+    scale = min(1.0, _WIDTH / width)
+    data = base64.b64encode(plot.drawing.encode()).decode()
+    box = f'x="0" y="{top}" width="{width * scale:.1f}" height="{height * scale:.1f}"'
+    return [f'<image {box} href="data:image/svg+xml;base64,{data}"/>'], top + height * scale + 6
 
 
 class _Axis:

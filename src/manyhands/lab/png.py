@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def draw(plot: Plot, path: Path) -> Path | None:
-    """The path, or None where matplotlib is not installed."""
+    """The path, or None where matplotlib is not installed or the plot is a drawing, which is SVG already."""
+    if plot.kind == "drawing":
+        return None
     try:
         # Not pyplot: its current figure and its backend belong to the user's program.
         from matplotlib.figure import Figure

@@ -9,7 +9,16 @@ from manyhands.errors import BadSettings
 from manyhands.lab.experiment import Experiment
 
 # The name of an experiment, and of its module with "_" for "-".
-NAMES = ("two-devices",)
+NAMES = (
+    "two-devices",
+    "harder-graphs",
+    "training-scaling",
+    "unequal-devices",
+    "steps-in-flight",
+    "parameter-access",
+    "hidden-wait",
+    "many-small-tensors",
+)
 
 
 def load(name: str) -> Experiment:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,3 +27,28 @@ def norm(x: jax.Array) -> jax.Array:
 
 def relu(x: jax.Array) -> jax.Array:
     return jax.nn.relu(x)
+
+
+def transpose(x: jax.Array) -> jax.Array:
+    return x.T
+
+
+def join(tensors: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate([x.reshape(-1) for x in tensors])
+
+
+def cut(joined: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
+    return [part.reshape(shape) for part, shape in zip(jnp.split(joined, ends[:-1]), shapes, strict=True)]
+
+
+def number(x: jax.Array, index: int) -> float:
+    return float(x[0, index])
+
+
+def with_number(x: jax.Array, index: int, value: float) -> jax.Array:
+    return x.at[0, index].set(value)
+
+
+def pin(x: jax.Array) -> None:
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,3 +29,32 @@ def norm(x: Any) -> Any:
 def relu(x: Any) -> Any:
     with tf.device(device_of(x)):
         return tf.nn.relu(x)
+
+
+def transpose(x: Any) -> Any:
+    with tf.device(device_of(x)):
+        return tf.transpose(x)
+
+
+def join(tensors: Sequence[Any]) -> Any:
+    with tf.device(device_of(tensors[0])):
+        return tf.concat([tf.reshape(x, [-1]) for x in tensors], axis=0)
+
+
+def cut(joined: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    with tf.device(device_of(joined)):
+        parts = tf.split(joined, [math.prod(shape) for shape in shapes])
+        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def number(x: Any, index: int) -> float:
+    return float(x[0, index])
+
+
+def with_number(x: Any, index: int, value: float) -> Any:
+    with tf.device(device_of(x)):
+        return tf.tensor_scatter_nd_update(x, [[0, index]], [value])
+
+
+def pin(x: Any) -> None:
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,3 +25,29 @@ def norm(x: torch.Tensor) -> Any:
 
 def relu(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x)
+
+
+def transpose(x: torch.Tensor) -> torch.Tensor:
+    return x.T
+
+
+def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def cut(joined: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    parts = joined.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def number(x: torch.Tensor, index: int) -> float:
+    return x[0, index].item()
+
+
+def with_number(x: torch.Tensor, index: int, value: float) -> torch.Tensor:
+    x[0, index] = value
+    return x
+
+
+def pin(x: torch.Tensor) -> torch.Tensor | None:
+    return x.pin_memory()

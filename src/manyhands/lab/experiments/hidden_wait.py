@@ -1,0 +1,104 @@
+"""The book's loop prints the loss of every minibatch: what that wait costs, as the auditor sees it.
+
+To print a loss the host waits until the device has computed it, and meanwhile launches nothing. The program is
+``book_loop.py`` in ``lab/<framework>/``: once it prints the losses, once it keeps them on the device until the end.
+``manyhands audit`` runs both; without a GPU it predicts for one (``--as-if-gpu``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiment import experiment
+from manyhands.lab.finding import Comparison, Finding, Plot, Table, seconds
+from manyhands.schedule.timeline import Span
+
+_WAYS = {"printed every minibatch": "printed", "kept on the device": "kept"}
+
+
+@experiment("hidden-wait", question="What does it cost to print the loss of every minibatch?")
+def run(bench: Bench) -> Finding:
+    program: Any = importlib.import_module(f"manyhands.lab.{bench.framework}.book_loop")
+    minibatches = bench.size(gpu=200, cpu=100, quick=30)
+
+    def train(way: str) -> list[float]:
+        with contextlib.redirect_stdout(io.StringIO()):  # not the terminal's time
+            losses: list[float] = program.train(way, minibatches)
+        return losses
+
+    bench.equal(train("printed"), train("kept"), tolerance=1e-6)
+    ways = {name: lambda way=way: train(way) for name, way in _WAYS.items()}
+    times = bench.trials(ways, {"minibatches": minibatches})
+    reports = {name: _audit(bench, program.__file__, way) for name, way in _WAYS.items()}
+    rows = [
+        (name, seconds(times.median(name) / minibatches), str(_waits(report)), _percent(report["gain"]))
+        for name, report in reports.items()
+    ]
+    printed = reports["printed every minibatch"]
+    where = f"for {printed['device']}, " if printed["predicted"] and printed["device"] else ""
+    headers = ("loop", "a minibatch, measured", "waits the auditor sees", f"of a step, {where}removing them gains")
+    found = [
+        (f"{Path(finding['file']).name}:{finding['line']}", finding["source"], f"{finding['count']}", finding["cure"])
+        for finding in printed["findings"]
+    ]
+    tables = [
+        Table(headers, rows, "The book's loop"),
+        Table(("line", "source", "waits", "cure"), found, "What the auditor found"),
+    ]
+    spans = [
+        Span("waits" if span["finding"] else "works", span["lane"], span["begin"], span["end"])
+        for span in printed["timeline"]
+    ]
+    lines = (
+        [Plot("timeline", "Some steps of the loop that prints, as the auditor sees them", spans=spans)] if spans else []
+    )
+    gain = times.compare("kept on the device", to="printed every minibatch")
+    notes = [f"manyhands audit: {report['verdict']}" for report in reports.values()]
+    return Finding(_conclusion(bench, gain, reports), tables, [times.bars("The book's loop"), *lines], notes)
+
+
+def _audit(bench: Bench, file: str, way: str) -> dict[str, Any]:
+    """The report of ``manyhands audit --json`` on a copy of the program: it is audited as a user's own."""
+    bench.say(f"manyhands audit book_loop.py {way}")
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "book_loop.py"
+        program.write_text(Path(file).read_text())
+        options = ["--json", str(Path(folder) / "report.json"), *([] if bench.gpu() else ["--as-if-gpu"])]
+        command = [sys.executable, "-m", "manyhands", "audit", *options, str(program), way]
+        subprocess.run(command, check=True, capture_output=True)
+        report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
+    return report
+
+
+def _waits(report: dict[str, Any]) -> int:
+    return sum(finding["count"] for finding in report["findings"])
+
+
+def _percent(part: float | None) -> str:
+    return "not known" if part is None else f"{part:.1%}"
+
+
+def _conclusion(bench: Bench, gain: Comparison, reports: dict[str, dict[str, Any]]) -> str:
+    printed, kept = reports.values()
+    seen = (
+        f"The auditor sees {_waits(printed)} waits in the loop that prints, and {_waits(kept)} in the one that keeps."
+    )
+    if printed["gain"] is None:
+        predicted = ""
+    elif printed["predicted"]:
+        predicted = f" On {printed['device']} it predicts a gain of {printed['gain']:.1%} of a step without them."
+    else:
+        predicted = f" It estimates a gain of {printed['gain']:.1%} of a step without them."
+    measured = f" Measured here, the loop that keeps its losses {gain}."
+    if bench.gpu() is None and bench.framework in ("torch", "tensorflow") and not gain.faster:
+        measured += " A CPU's operations are done when their call returns, so there is nothing left to wait for."
+    return seen + predicted + measured

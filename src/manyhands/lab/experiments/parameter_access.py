@@ -1,0 +1,89 @@
+"""Reading and writing the parameters of a model that is on a device: what each way costs.
+
+The exercise of the book's chapter on GPUs. A single number costs a round trip between host and device, and so does
+every tensor that is copied on its own. What is computed on the device costs no trip at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiment import experiment
+from manyhands.lab.finding import Finding, Plot, Series, Table, Times, seconds
+
+_Ways = dict[str, Callable[[], Any]]
+_ONE_BY_ONE = "number by number"
+_SOME = 50  # numbers that are read or written one by one
+_LAYERS = 20
+
+
+@experiment("parameter-access", question="What does it cost to read and write parameters on a device?", devices=2)
+def run(bench: Bench) -> Finding:
+    mh, operations, host = bench.mh, bench.operations, bench.mh.cpu()
+    device = bench.devices(2)[1]  # virtual device 0 may be the host itself
+    width = bench.size(gpu=1024, cpu=384, quick=128)
+    shapes = [(width, width), (1, width)] * _LAYERS  # weights and biases
+    values = [bench.random(shape, host, seed) for seed, shape in enumerate(shapes)]
+    parameters = mh.copy(values, device)
+
+    def write_numbers() -> Any:
+        weight = parameters[0]
+        for index in range(_SOME):
+            weight = operations.with_number(weight, index, 0.5)
+        return weight
+
+    reading: _Ways = {
+        _ONE_BY_ONE: lambda: [operations.number(parameters[0], index) for index in range(_SOME)],
+        "tensor by tensor": lambda: [mh.to(x, host) for x in parameters],
+        "all at once": lambda: mh.to(parameters, host, wait=False).result(),
+        "joined first": lambda: operations.cut(mh.to(operations.join(parameters), host), shapes),
+    }
+    writing: _Ways = {
+        _ONE_BY_ONE: write_numbers,
+        "tensor by tensor": lambda: [mh.to(x, device) for x in values],
+        "all at once": lambda: mh.to(values, device, wait=False).result(),
+        "joined first": lambda: operations.cut(mh.to(operations.join(values), device), shapes),
+        "computed on the device": lambda: [x * 0.5 for x in parameters],
+    }
+    for way in ("tensor by tensor", "all at once", "joined first"):
+        bench.equal((reading[way](), writing[way]()), (values, values), what=f"parameters, {way}")
+    count = sum(rows * columns for rows, columns in shapes)
+    each: dict[str, dict[str, float]] = {}
+    rows = []
+    for verb, ways in {"read": reading, "write": writing}.items():
+        times = bench.trials(ways, {"direction": verb, "parameters": count})
+        each[verb] = {way: times.median(way) / (_SOME if way == _ONE_BY_ONE else count) for way in ways}
+        rows += _rows(verb, times, each[verb])
+    title = f"{count:,} parameters in {len(shapes)} tensors"
+    table = Table(("", "way", "time", "time of one number"), rows, title)
+    bars = [Series(verb, list(own), list(own.values())) for verb, own in each.items()]
+    plot = Plot("bar", f"Time of one number of {title}", bars, y_label="time of one number", unit="s", log_y=True)
+    return Finding(
+        _conclusion(each, count), [table], [plot], [f"Number by number: the first {_SOME} of the first tensor."]
+    )
+
+
+def _rows(verb: str, times: Times, each: Mapping[str, float]) -> list[tuple[str, ...]]:
+    return [(verb, way, seconds(times.median(way)), seconds(each[way])) for way in times]
+
+
+def _conclusion(each: dict[str, dict[str, float]], count: int) -> str:
+    best = {
+        verb: min(("tensor by tensor", "all at once", "joined first"), key=own.__getitem__)
+        for verb, own in each.items()
+    }
+    ratio = each["read"][_ONE_BY_ONE] / each["read"][best["read"]]
+    written = each["write"][_ONE_BY_ONE] / each["write"][best["write"]]
+    stays = each["write"]["computed on the device"] / each["write"][best["write"]]
+    return (
+        f"Read number by number, each number costs {seconds(each['read'][_ONE_BY_ONE])}: {ratio:,.0f} times as much as "
+        f"in whole tensors (cheapest here: {best['read']}, {seconds(each['read'][best['read']] * count)} for all). "
+        f"Written number by number, {written:,.0f} times as much ({best['write']} is cheapest). "
+        + (
+            f"To compute new values on the device takes {stays:.0%} of the time of writing them from the host."
+            if stays < 0.95
+            else "To compute new values on the device saves no time here: its memory is the host's."
+        )
+    )

@@ -1,0 +1,86 @@
+"""Training steps with work on the host before each: wait for every step, or let two be in flight.
+
+The host prepares a batch, hands the step over, and may prepare the next batch while the device computes. If it reads
+every loss at once it waits, and then the device waits for the next batch. Reading the loss of the step before the
+last keeps both busy, and bounds what is queued: memory for two steps, not for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy
+
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiment import experiment
+from manyhands.lab.finding import Bound, Comparison, Finding
+
+
+@experiment("steps-in-flight", question="What does it gain to have two steps in flight?", devices=2)
+def run(bench: Bench) -> Finding:
+    mh, operations = bench.mh, bench.operations
+    device = bench.devices(1)[0]
+    width, batch, steps = bench.size(gpu=2048, cpu=384, quick=256), 512, bench.size(gpu=100, cpu=60, quick=30)
+    images = numpy.random.default_rng(0).integers(0, 256, (batch, width), dtype="uint8")
+    targets, start = bench.random((batch, width), device, 1), bench.random((width, width), device, 2)
+
+    def prepare(number: int) -> Any:
+        """The host's work: images with noise, standardised."""
+        noise = numpy.random.default_rng(number).standard_normal(images.shape, dtype="float32")
+        x = numpy.roll(images, number, axis=1) + 8 * noise
+        x = (x - x.mean(axis=0)) / x.std(axis=0)
+        return mh.to(operations.tensor(x), device)
+
+    def step(state: dict[str, Any], x: Any) -> Any:
+        """One step of gradient descent; the loss is on its way to the host, and nobody waits for it."""
+        error = operations.matmul(x, state["weight"]) - targets
+        state["weight"] = state["weight"] - operations.matmul(operations.transpose(x), error) * 1e-4
+        return mh.to(operations.norm(error), mh.cpu(), wait=False)
+
+    def train(in_flight: int) -> list[Any]:
+        state, pending, losses = {"weight": start}, deque[Any](), []
+        with mh.parallel():
+            for number in range(steps):
+                x = prepare(number)
+                pending.append(mh.task(step, writes=(state,))(state, x))
+                while len(pending) > in_flight:
+                    losses.append(pending.popleft().result().result())
+            losses += [future.result().result() for future in pending]
+        return losses
+
+    def host_alone() -> None:
+        for number in range(steps):
+            prepare(number)
+
+    ways = {
+        "wait for every step": lambda: train(0),
+        "one step in flight": lambda: train(1),
+        "two steps in flight": lambda: train(2),
+        "never wait": lambda: train(steps),
+    }
+    expected = train(0)
+    for in_flight in (1, 2, steps):
+        bench.equal(train(in_flight), expected, what=f"losses with {in_flight} steps in flight")
+    times = bench.trials({**ways, "the host's work alone": host_alone}, {"steps": steps, "width": width})
+    host = times.median("the host's work alone")
+    del times["the host's work alone"]
+    gain = times.compare("two steps in flight", to="wait for every step")
+    more = times.compare("never wait", to="two steps in flight")
+    title = f"{steps} steps"
+    bounds = [Bound("the host's work alone", host)]
+    return Finding(
+        _conclusion(gain, more), [times.table(to="wait for every step", title=title)], [times.bars(title, bounds)]
+    )
+
+
+def _conclusion(gain: Comparison, more: Comparison) -> str:
+    if gain.slower:
+        return f"Two steps in flight do not pay here: the loop takes {1 / gain.ratio:.2f} times as long."
+    if not gain.faster:
+        return (
+            f"No clear gain: with two steps in flight the loop {gain}. The host's work and the device's do not overlap "
+            "here, or one of them is nearly all of the time."
+        )
+    rest = f"never to wait {more}" if more.faster or more.slower else "never to wait is no better, so two are enough"
+    return f"With two steps in flight the loop {gain}, with the same losses to the bit; {rest}."

@@ -1,0 +1,167 @@
+"""Two nets on Fashion-MNIST on one device, two devices, and so on: the exercise of the book's chapter on several GPUs.
+
+The batch is global: with twice the devices each one gets half of it, and the update stays the same. So accuracy depends
+on the batch size and the learning rate alone, and the number of devices changes the time: computing is divided,
+communication is added in every step. Small batches mean many steps, and a small net has little to divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiment import experiment
+from manyhands.lab.finding import Finding, Plot, Series, Table, Trial, seconds
+from manyhands.training.commands import recipes
+from manyhands.training.data import fashion_mnist
+
+
+@dataclass(frozen=True)
+class _Job:
+    model: str
+    batch_size: int
+    lr: float
+    devices: int
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    accuracy: float
+    epochs: list[float]  # seconds of each, the first apart
+    first_loss: float
+
+    @property
+    def seconds(self) -> float:
+        return sorted(self.epochs)[len(self.epochs) // 2]
+
+
+@experiment(
+    "training-scaling",
+    question="What do two devices give in training, by net, batch size and learning rate?",
+    devices=2,
+)
+def run(bench: Bench) -> Finding:
+    data = fashion_mnist.load()
+    outcomes: dict[_Job, _Outcome] = {}
+    for job in _jobs(bench):
+        bench.say(f"{job.model}, batch size {job.batch_size}, lr {job.lr}, {job.devices} devices")
+        outcomes[job] = _train(bench, job, data)
+        alone = _Job(job.model, job.batch_size, job.lr, 1)
+        # The first epoch's loss: rounding, and BatchNorm's statistics of each device, grow apart later.
+        close = 0.01 if job.model == "lenet" else 0.2
+        losses = outcomes[job].first_loss, outcomes[alone].first_loss
+        bench.equal(*losses, tolerance=close, what=f"{job.model} on 1 and {job.devices} devices")
+    notes = [f"Data: {data.source}. {_count(bench, 'lenet')} images in each epoch of LeNet."]
+    return Finding(_conclusion(outcomes), [_table(outcomes)], [_speed_plot(outcomes), _accuracy_plot(outcomes)], notes)
+
+
+def _jobs(bench: Bench) -> list[_Job]:
+    large = "small-resnet" if bench.quick else "resnet18"
+    batch_sizes = (64, 512) if bench.quick else (64, 256, 1024)
+    counts = range(1, max(2, bench.real_gpus) + 1)
+    rates = {"lenet": (0.05, 0.2), large: (0.05,) if bench.quick else (0.05, 0.2)}
+    return [
+        _Job(model, batch_size, rate, count)
+        for model in rates
+        for batch_size in batch_sizes
+        for rate in rates[model]
+        for count in counts
+    ]
+
+
+def _count(bench: Bench, model: str) -> int:
+    """Images of an epoch: on a CPU a ResNet has fewer."""
+    if model == "lenet":
+        return bench.size(gpu=60_000, cpu=20_000, quick=2048)
+    return bench.size(gpu=60_000, cpu=2048, quick=1024)
+
+
+def _train(bench: Bench, job: _Job, data: fashion_mnist.FashionMnist) -> _Outcome:
+    how = recipes.of(bench.framework)
+    train, test = how.data(data, job.batch_size)
+    epochs = bench.size(gpu=6, cpu=4, quick=3)
+    trainer = bench.mh.Trainer(max_epochs=epochs, lr=job.lr, quiet=True, devices=bench.for_trainer(job.devices))
+    parts = train.first(_count(bench, job.model)), test.first(1000) if bench.quick else test
+    rows: list[dict[str, Any]] = trainer.fit(how.model(job.model, seed=0), *parts).rows
+    spent = [row["seconds"] for row in rows[1:]]
+    settings = {"batch size": job.batch_size, "lr": job.lr, "devices": job.devices, "model": job.model}
+    bench.kept.extend(Trial("epoch", settings, value) for value in spent)
+    return _Outcome(rows[-1]["val_acc"], spent, rows[0]["train_loss"])
+
+
+def _speed_up(outcomes: dict[_Job, _Outcome], job: _Job) -> float:
+    """Times as fast as one device, over all learning rates, which do not change the time."""
+
+    def spent(devices: int) -> float:
+        jobs = (other for other in outcomes if (other.model, other.batch_size) == (job.model, job.batch_size))
+        return min(outcomes[other].seconds for other in jobs if other.devices == devices)
+
+    return spent(1) / spent(job.devices)
+
+
+def _table(outcomes: dict[_Job, _Outcome]) -> Table:
+    rows = [
+        (
+            job.model,
+            str(job.batch_size),
+            f"{job.lr:g}",
+            str(job.devices),
+            f"{outcome.accuracy:.3f}",
+            seconds(outcome.seconds),
+            "1" if job.devices == 1 else f"{_speed_up(outcomes, job):.2f}",
+        )
+        for job, outcome in outcomes.items()
+    ]
+    headers = ("net", "batch size", "lr", "devices", "test accuracy", "per epoch", "times as fast as one")
+    return Table(headers, rows, "Training on Fashion-MNIST")
+
+
+def _speed_plot(outcomes: dict[_Job, _Outcome]) -> Plot:
+    """Seconds per epoch by batch size: a line for each net and number of devices."""
+    lines: dict[str, dict[int, float]] = {}
+    for job, outcome in outcomes.items():
+        line = lines.setdefault(f"{job.model}, {job.devices} device{'s' * (job.devices > 1)}", {})
+        line[job.batch_size] = min(outcome.seconds, line.get(job.batch_size, outcome.seconds))
+    series = [Series(name, list(line), list(line.values())) for name, line in lines.items()]
+    title = "Time of an epoch by batch size"
+    return Plot("line", title, series, x_label="batch size", y_label="time", unit="s", log_x=True, log_y=True)
+
+
+def _accuracy_plot(outcomes: dict[_Job, _Outcome]) -> Plot:
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for job, outcome in outcomes.items():
+        xs, ys = lines.setdefault(f"{job.model}, lr {job.lr:g}, {job.devices} devices", ([], []))
+        xs.append(job.batch_size)
+        ys.append(outcome.accuracy)
+    series = [Series(name, *line) for name, line in lines.items()]
+    return Plot("line", "Test accuracy", series, x_label="batch size", y_label="test accuracy", log_x=True)
+
+
+def _conclusion(outcomes: dict[_Job, _Outcome]) -> str:
+    most = max(job.devices for job in outcomes)
+    parts = []
+    for model in dict.fromkeys(job.model for job in outcomes):
+        gains = {
+            job.batch_size: _speed_up(outcomes, job) for job in outcomes if (job.model, job.devices) == (model, most)
+        }
+        pays = [size for size, gain in gains.items() if gain > 1.05]
+        told = ", ".join(f"{gain:.2f} times as fast with batch size {size}" for size, gain in gains.items())
+        if len(pays) == len(gains):
+            parts.append(f"{model}: {most} devices pay ({told}).")
+        elif pays:
+            pay = f"{most} devices pay from batch size {min(pays)} on; below it communication eats the gain"
+            parts.append(f"{model}: {pay} ({told}).")
+        else:
+            parts.append(f"{model}: {most} devices do not pay: communication eats the gain ({told}).")
+    apart = max(
+        abs(outcome.accuracy - outcomes[_Job(job.model, job.batch_size, job.lr, 1)].accuracy)
+        for job, outcome in outcomes.items()
+    )
+    parts.append(f"Accuracy on {most} devices is within {apart:.3f} of one device's.")
+    best = max(outcomes, key=lambda job: outcomes[job].accuracy)
+    parts.append(
+        f"The best accuracy, {outcomes[best].accuracy:.3f}, is that of {best.model} with batch size {best.batch_size} "
+        f"and lr {best.lr:g}."
+    )
+    return " ".join(parts)

@@ -1,0 +1,22 @@
+"""A model that is slow on one device: a stand-in for a slow device where all devices are equal."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class SlowOnRank(nn.Module):
+    """``net``; on one rank each forward pass is computed ``again`` times more, and thrown away."""
+
+    def __init__(self, net: nn.Module, rank: int, again: int) -> None:
+        super().__init__()
+        self.net, self.rank, self.again = net, rank, again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == self.rank:
+            with torch.no_grad():
+                for _ in range(self.again):
+                    self.net(x)
+        result: torch.Tensor = self.net(x)
+        return result
