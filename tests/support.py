@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 def eventually(holds: Callable[[], bool]) -> bool:
     """Whether it comes true; on a busy machine that may take a while."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 180
     while not holds() and time.monotonic() < until:
         time.sleep(0.005)
     return holds()

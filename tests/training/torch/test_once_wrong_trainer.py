@@ -151,7 +151,7 @@ def test_an_interrupted_start_leaves_no_pool(monkeypatch: pytest.MonkeyPatch) ->
         started.append(spawn(self, rank, address, key))
         return started[-1]
 
-    pool.stop_all()
+    pool._stop_pools()
     monkeypatch.setattr(pool.Pool, "_spawn", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(mlp(), vectors(), ranks=2)
@@ -159,7 +159,6 @@ def test_an_interrupted_start_leaves_no_pool(monkeypatch: pytest.MonkeyPatch) ->
     assert started[0].process.poll() is not None
 
 
-@pytest.mark.long
 def test_changed_code_restarts_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "users_loss.py"

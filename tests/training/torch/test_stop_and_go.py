@@ -25,7 +25,7 @@ from manyhands.training.checkpoints import atomic_files, store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.options import Checkpoints, Workers
 from manyhands.training.torch.trainer import Trainer
-from manyhands.training.torch.workers import pool
+from manyhands.training.torch.workers import fork_server, pool
 
 COUNT = 40
 STEPS = 12  # of 96 samples in batches of 16, in two epochs
@@ -142,6 +142,26 @@ def test_an_error_in_a_worker_shows_rank_and_traceback() -> None:
         fit(SumsUp(COUNT), OneHot(COUNT, Harm("raise", 17)), 2, loss=answer_itself)
 
 
+def prints(answer: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    print("a word from the first rank")
+    return answer.mean()
+
+
+def test_workers_that_follow_are_forked_from_the_same_process(capfd: pytest.CaptureFixture[str]) -> None:
+    """They load nothing again; what the first rank prints goes where the caller prints now."""
+    fit(mlp(), vectors(), 2, max_epochs=1)
+    before = fork_server._server
+    with pytest.raises(WorkerFailed):
+        fit(SumsUp(COUNT), OneHot(COUNT, Harm("raise", 17)), 2, loss=answer_itself)
+    fit(SumsUp(COUNT), OneHot(COUNT), 2, loss=prints, max_epochs=1)
+    assert "a word from the first rank" in capfd.readouterr().out
+    assert before is not None
+    (workers,) = [one.workers for one in pool._pools.values()]
+    assert {psutil.Process(worker.process.pid).ppid() for worker in workers} == {before.process.pid}
+    assert before.fits(before.environment)
+    assert not before.fits({**before.environment, "LD_PRELOAD": "another.so"})
+
+
 def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:
     """kill -9 leaves the caller no time to say goodbye: the workers notice."""
     code = f"""
@@ -154,7 +174,7 @@ def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:
     try:
         assert eventually(lambda: store.latest(tmp_path / "run" / "checkpoints") is not None)
         workers = psutil.Process(caller.pid).children(recursive=True)
-        assert len(workers) == 2
+        assert len(workers) == 3  # two, and the process that forked them
     finally:
         caller.kill()
         caller.wait()

@@ -34,9 +34,11 @@ from manyhands.training.learner import Say
 from manyhands.training.limits import stop_signals
 from manyhands.training.torch.job import Job, torch_settings
 from manyhands.training.torch.ranks import gradient_sum, world
+from manyhands.training.torch.workers import fork_server
 from manyhands.training.torch.workers import job_bytes as sending
 
 _START_SECONDS = 120
+_STDOUT = 1
 _FIRST_STEPS = 10  # times as long as later ones may take: compilers and caches are cold
 _HOME_SECONDS = (5, 60)  # how long an interrupted job waits for the weights: at least, and at most
 _STACK_SECONDS = 5  # how long a hanging worker may take to write its stack
@@ -56,7 +58,7 @@ class Interrupted(KeyboardInterrupt):
 class _Worker:
     rank: int
     device: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | fork_server.Forked
     log: Path
     connection: Connection = None  # type: ignore[assignment]
     heard: float = 0.0
@@ -108,17 +110,22 @@ class Pool:
     def _spawn(self, rank: int, address: str, key: bytes) -> _Worker:
         device = self.devices[rank]
         log = Path(self.folder.name) / f"rank{rank}.log"
-        environment = {**os.environ, "MANYHANDS_WORKER_KEY": key.hex(), "OMP_NUM_THREADS": str(self.threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment.pop("MANYHANDS_VIRTUAL_DEVICES", None)  # a rank is a process of its own: it needs no pretence
+        process: subprocess.Popen[bytes] | fork_server.Forked
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "manyhands.training.torch.workers.worker", address, str(rank)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else file,
-                stderr=file,
-            )
+            if device.type == "cpu" and fork_server.usable():
+                output = _STDOUT if rank == 0 and _is_open(_STDOUT) else file.fileno()
+                process = fork_server.current(environment).fork(address, rank, key, output, file.fileno())
+            else:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "manyhands.training.torch.workers.worker", address, str(rank)],
+                    env={**environment, "MANYHANDS_WORKER_KEY": key.hex()},
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else file,
+                    stderr=file,
+                )
         return _Worker(rank, str(device), process, log)
 
     @property
@@ -316,7 +323,7 @@ def pool_for(devices: list[torch.device]) -> Pool:
     """The pool of those devices: the one of the job before, if all its workers are still there."""
     key = tuple(map(str, devices))
     if key not in _pools or not _pools[key].alive() or _pools[key].is_stale():
-        stop_all()  # idle workers of other devices would keep memory and cores
+        _stop_pools()  # idle workers of other devices would keep memory and cores
         pool = Pool(devices)
         pool.start()
         pool.is_stale()
@@ -326,11 +333,24 @@ def pool_for(devices: list[torch.device]) -> Pool:
 
 @atexit.register
 def stop_all() -> None:
-    """End all workers."""
+    """End all workers, and the process that forks them."""
+    _stop_pools()
+    fork_server.stop()
+
+
+def _stop_pools() -> None:
     for pool in _pools.values():
         pool.stop()
         pool.folder.cleanup()
     _pools.clear()
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _user_files() -> dict[str, int]:

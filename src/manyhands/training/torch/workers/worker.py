@@ -1,9 +1,10 @@
 """A worker process: waits for jobs, does its rank of each, and says how it goes.
 
-Started by :mod:`.pool` as ``python -m manyhands.training.torch.workers.worker ADDRESS RANK``. It does not import the
-caller's main module, so scripts need no ``if __name__ == "__main__"`` and notebooks work, also when the caller has used
-CUDA already. When the caller goes away, so does the worker. When the caller is interrupted, one rank is asked for the
-weights: it ends its job between two steps and sends them home.
+Started by :mod:`.pool`: forked from a process that has loaded PyTorch (:mod:`.fork_server`), or for a GPU as
+``python -m manyhands.training.torch.workers.worker ADDRESS RANK``. It does not import the caller's main module, so
+scripts need no ``if __name__ == "__main__"`` and notebooks work, also when the caller has used CUDA already. When the
+caller goes away, so does the worker. When the caller is interrupted, one rank is asked for the weights: it ends its job
+between two steps and sends them home.
 """
 
 from __future__ import annotations
