@@ -37,6 +37,7 @@
      |   +- NotSendable          something that cannot be sent to a worker         (TypeError)
      |   +- WorkerFailed         a worker that died, failed or hangs               (RuntimeError)
      |   +- CallbackFailed       a callback of the user's raised an error          (RuntimeError)
+     |   +- MetricFailed         a metric of the user's raised an error            (RuntimeError)
      +- HiddenWait               the host waited for a device where that is forbidden  (RuntimeError)
      +- EngineError
      |   +- CannotTrace          a function whose operations depend on values      (RuntimeError)
@@ -199,6 +200,10 @@ class WorkerFailed(TrainingError, RuntimeError):
 
 class CallbackFailed(TrainingError, RuntimeError):
     """A callback raised an error; the message names it and the moment, ``__cause__`` is the error itself."""
+
+
+class MetricFailed(TrainingError, RuntimeError):
+    """A metric raised an error; the message names it and what it was given, ``__cause__`` is the error itself."""
 
 
 class HiddenWait(ManyhandsError, RuntimeError):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from training_bench import Bench
 
-from manyhands.errors import BadBatch, BadSettings
+from manyhands.errors import BadBatch, BadSettings, MetricFailed
 from manyhands.training.data.sources import as_numpy
 
 
@@ -85,6 +85,19 @@ def test_metrics_that_are_none(bench: Bench) -> None:
         bench.fit(metrics=[top_three], data=bench.data()[0])
 
 
+def broken(outputs: Any, targets: Any) -> float:
+    raise ZeroDivisionError("nothing is positive")
+
+
+def test_a_metric_that_fails_is_named(bench: Bench) -> None:
+    X, y = labelled(bench, 20)
+    trainer = bench.mh.Trainer(1, metrics=[top_three, broken], **bench.on(1))
+    said = r"'broken' failed with ZeroDivisionError: nothing is positive. It was given outputs \(\(20, 10\)\) and targ"
+    with pytest.raises(MetricFailed, match=said) as caught:
+        trainer.evaluate(bench.recipes.model("mlp", 0), (X, y))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
 # Evaluation and prediction
 
 
@@ -115,7 +128,7 @@ def test_predictions_are_the_models_answers_in_order(bench: Bench) -> None:
     batches = [native(bench, X[start : start + 200]) for start in (0, 200, 400)]
     for count in (1, 3):
         trainer = bench.mh.Trainer(1, quiet=True, precision="fp32", **bench.on(count))
-        for data in (X, (X, y), lambda: iter(batches)):
+        for data in (X, (X, y), batches, lambda: iter(batches)):
             predicted = as_numpy(trainer.predict(model, data))
             assert predicted.shape == (530, 10)
             np.testing.assert_allclose(predicted, expected, atol=1e-5)
@@ -134,6 +147,26 @@ def test_evaluation_is_that_of_a_training(bench: Bench) -> None:
         for name, value in figures.items():
             assert value == pytest.approx(row[f"val_{name}"], abs=1e-5)
     np.testing.assert_array_equal(bench.answers(model, np.full((2, 28, 28), 100, np.uint8)), before)
+
+
+def test_what_predict_takes(bench: Bench) -> None:
+    X, y = labelled(bench, 20)
+    trainer, model = bench.mh.Trainer(1, quiet=True, precision="fp32", **bench.on(1)), bench.recipes.model("mlp", 0)
+    expected = as_numpy(trainer.predict(model, X))
+    assert as_numpy(trainer.predict(model, [X[:10], X[10:]])).shape == (20, 10), "two batches, not (X, y)"
+    np.testing.assert_array_equal(as_numpy(trainer.predict(model, (X, y), targets=True)), expected)
+    pairs = [(X[:10], y[:10]), (X[10:], y[10:])]
+    if bench.framework == "torch":
+        with pytest.raises(BadBatch, match="a list of 2 tuples of arrays may be batches, or a data set"):
+            trainer.predict(model, pairs)
+    else:
+        np.testing.assert_array_equal(as_numpy(trainer.predict(model, pairs)), expected)
+    with pytest.raises(
+        BadBatch, match=r"a list of arrays is a list of batches, and the samples .*give a tuple, \(X, y"
+    ):
+        trainer.predict(model, [X, y])
+    with pytest.raises(BadBatch, match="the data set is empty: it has no samples"):
+        trainer.predict(model, X[:0])
 
 
 def test_one_data_set_at_a_time(bench: Bench) -> None:

@@ -343,7 +343,7 @@ def test_labels_of_a_loader_are_looked_at() -> None:
     chunks.y[40] = CLASSES
     with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
         fit(Net(), chunks)
-    with pytest.raises(BadBatch, match="nothing to train on"):
+    with pytest.raises(BadBatch, match="it has no samples"):
         fit(Net(), Chunks(0))
     X, y = vectors()
     with pytest.raises(BadLabels, match="float32, and class numbers are whole"):

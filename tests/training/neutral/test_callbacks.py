@@ -236,3 +236,13 @@ def test_a_moment_of_another_library_is_refused() -> None:
     with pytest.raises(BadSettings, match=r"on_train_epoch_end is no moment.*Did you mean on_epoch_end\?"):
         checked("callbacks", [Lightning()], Callback)
     assert len(checked("callbacks", [Own(), EarlyStopping("val_loss")], Callback)) == 2
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping("val_f1"), BestCheckpoint("val_f1")])
+def test_a_figure_of_several_values_cannot_be_followed(callback: Any, tmp_path: Path) -> None:
+    training = Training(3, tmp_path)
+    callback.on_fit_start(training)
+    with pytest.raises(
+        BadSettings, match=r"\('val_f1'\): 'val_f1' has several values \(\[0.5, 1.0\]\).*return one number"
+    ):
+        callback.on_evaluation(training, {"val_loss": 1.0, "val_f1": [0.5, 1.0]})

@@ -98,7 +98,7 @@ def test_models_that_are_none() -> None:
 def test_data_that_is_none() -> None:
     with pytest.raises(BadBatch, match="no batch"):
         fit(mlp(), [])
-    with pytest.raises(NotATensor, match="no data to train on"):
+    with pytest.raises(NotATensor, match="cannot be read as data"):
         fit(mlp(), 5)
     X, y = vectors()
     with pytest.raises(BadBatch, match=r"has shape 'a': \(6,\), and Sequential takes inputs of shape '\w+': \(6,\)"):

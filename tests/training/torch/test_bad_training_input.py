@@ -211,7 +211,7 @@ def test_empty_data() -> None:
     X, y = vectors()
     empty = (X[:0], y[:0])
     for data in (empty, TensorDataset(*empty), OneHot(0), DataLoader(TensorDataset(*empty)), Chunks(*empty, 4)):
-        with pytest.raises(BadBatch, match="nothing to train on"):
+        with pytest.raises(BadBatch, match="it has no samples"):
             fit(mlp(), data)
     for wrong in (None, 3, object()):
         with pytest.raises(NotATensor):
@@ -314,7 +314,7 @@ def test_an_error_that_is_not_of_the_data_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("data", [{"X": [1.0, 2.0]}, "text", (vectors()[0].tolist(), vectors()[1].tolist())])
 def test_what_is_no_data(data: Any) -> None:
-    with pytest.raises(NotATensor, match="no data to train on"):
+    with pytest.raises(NotATensor, match="cannot be read as data"):
         Trainer(1, quiet=True).fit(mlp(), data)
 
 

@@ -103,7 +103,7 @@ def test_outputs_of_several_devices_keep_their_structure_too() -> None:
 def test_any_data_is_predicted_in_its_order(data: Any) -> None:
     net = torch.nn.Linear(4, 2)
     if isinstance(data, list):
-        with pytest.raises(BadBatch, match="two batches, or data to train on"):
+        with pytest.raises(BadBatch, match="may be batches, or a data set whose entries are samples"):
             quiet().predict(net, data)
         batches = data
 
@@ -123,6 +123,27 @@ def test_a_model_with_two_inputs() -> None:
     torch.testing.assert_close(quiet().predict(net, (X, X, Y)), expected)
 
 
+def test_an_optional_input_is_asked_for() -> None:
+    class Masked(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x if mask is None else x * mask)
+
+    net, mask = Masked(4, 1), (X > 0).float()
+    with pytest.raises(BadBatch, match=r"Masked takes 1 to 2 inputs: .* predict\(model, data, targets=True\)"):
+        quiet().predict(net, (X, mask))
+    torch.testing.assert_close(quiet().predict(net, (X, mask), targets=False), net(X, mask).detach())
+    torch.testing.assert_close(quiet().predict(net, (X, Y), targets=True), net(X).detach())
+    torch.testing.assert_close(quiet().predict(net, {"x": X, "mask": mask}), net(X, mask).detach())
+
+
+def test_samples_of_another_dtype_are_a_lesson() -> None:
+    for data in (X.double().numpy(), (X.double(), Y), DataLoader(X.double(), batch_size=200)):
+        with pytest.raises(
+            BadBatch, match=r"samples are float64, the model's weights float32: give X.to\(torch.float32"
+        ):
+            quiet().predict(torch.nn.Linear(4, 1), data)
+
+
 def test_dict_batches() -> None:
     class Named(torch.nn.Module):
         def __init__(self) -> None:
@@ -139,8 +160,29 @@ def test_dict_batches() -> None:
     assert list(outputs) == ["logits"]
     torch.testing.assert_close(outputs["logits"], net(X)["logits"].detach())
     metrics = {"right": lambda outputs, targets: (outputs["logits"].argmax(1) == targets).float().mean()}
+    metrics["own"] = torchmetrics.Accuracy("multiclass", num_classes=2, average="micro")  # of the logits
     figures = quiet(metrics=metrics).evaluate(net, batch)
-    assert figures["right"] == pytest.approx(figures["acc"])
+    assert figures["right"] == figures["own"] == pytest.approx(figures["acc"])
+
+
+def test_targets_in_dict_batches() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).flatten()
+
+    def squared(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (output - batch["price"]).square().mean()
+
+    metrics = {"mse": torchmetrics.MeanSquaredError()}
+    batch = {"x": X, "price": Y.float()}
+    figures = quiet(loss=squared, metrics=metrics).evaluate(Net(), batch)
+    assert figures["mse"] == pytest.approx(figures["loss"], rel=1e-5), "what the model does not take is the target"
+    with pytest.raises(BadBatch, match=r"a dict with 'x', 'price', 'area': call the targets 'labels' \(or 'label', "):
+        quiet(loss=squared, metrics=metrics).evaluate(Net(), {**batch, "area": Y.float()})
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -55,12 +55,22 @@ class Monitor:
         return BadSettings(f"{self._who}: there is no figure {self.name!r}{why}. There are {known}")
 
     def is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
-        """NaN is never better; a number is better than none."""
+        """NaN is never better; a number is better than none. What is not one number cannot be compared."""
+        if not isinstance(value, (int, float)):
+            raise several_values(self._who, self.name, value)
         if math.isnan(value):
             return False
         if than is None:
             return True
         return value < than - min_delta if self.mode == "min" else value > than + min_delta
+
+
+def several_values(who: str, name: str, value: object) -> BadSettings:
+    """The error for a figure that is followed and is not one number."""
+    return BadSettings(
+        f"{who}: {name!r} has several values ({value}), which are not better or worse than others: let the metric "
+        f"return one number, or a dict of names and numbers, of which each is a figure ({name}_<key>)"
+    )
 
 
 def _figures_of(row: Row) -> list[str]:

@@ -208,7 +208,7 @@ _AGAIN = "Give the function that makes it (batches instead of batches()), or an 
 
 def _no_batch(loader: Any, epoch: int) -> BadBatch:
     if not isinstance(loader, Iterator):
-        return BadBatch("the loader gave no batch: there is nothing to train on")
+        return BadBatch("the loader gave no batch: it has no samples")
     return BadBatch(
         f"there is no batch left for epoch {epoch + 1}: a {type(loader).__name__} can be iterated only once, and this "
         f"one is used up. {_AGAIN}"

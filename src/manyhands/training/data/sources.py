@@ -30,7 +30,7 @@ def check_lengths(arrays: Sequence[Any]) -> None:
     if not lengths or len(set(lengths)) != 1:
         raise BadBatch(f"the arrays of a data set must have the same number of samples, these have {lengths}")
     if not lengths[0]:
-        raise BadBatch("the data set is empty: there is nothing to train on")
+        raise BadBatch("the data set is empty: it has no samples")
 
 
 def not_finite(data: Any) -> str | None:
@@ -229,7 +229,7 @@ def source(data: Any, *, shuffle: bool = True, nested: bool = False) -> Source:
     if hasattr(data, "__iter__") and not isinstance(data, Mapping):
         return Stream(data, structure=Structure() if nested else None)
     raise NotATensor(
-        f"a {type(data).__name__} is no data to train on: give (X, y) arrays, or a loader that gives batches (X, y)"
+        f"a {type(data).__name__} cannot be read as data: give (X, y) arrays, or a loader that gives batches (X, y)"
     )
 
 

@@ -1,33 +1,94 @@
-"""Which parts of a batch a model takes: data for prediction may come with their targets or without."""
+"""Which parts of a batch a model takes: data for prediction may come with their targets or without.
+
+As in training, the last part of a batch is the target, unless the model needs it as an input. Where it could be either,
+because it would fit an optional argument, prediction asks::
+
+    forward(x)             (X, y): y is the target
+    forward(x, mask)       (X, mask): both are inputs;  (X, mask, y): y is the target
+    forward(x, mask=None)  (X, something): an error; say targets=True or targets=False
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from manyhands.errors import BadBatch
+
+LABELS = ("labels", "label", "targets", "target")
+_NO_ARRAYS = (*LABELS, "y", "training", "train", "deterministic", "use_running_average", "rngs", "rng", "key")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How many inputs a model takes, and what the caller says of the last part of the data."""
+
+    name: str  # the model's
+    needed: int  # the arguments without a default
+    arrays: float  # those that may be arrays, optional ones included
+    most: float  # all
+    targets: bool | None = None  # whether the last part is a target; None: as the model takes its arguments
+
+    def count(self, parts: int) -> int:
+        """How many of the parts of a batch are inputs.
+
+        >>> inputs_of(lambda x: x).count(2), inputs_of(lambda x, mask: x).count(2)
+        (1, 2)
+        """
+        if self.targets is not None:
+            return max(1, parts - self.targets)
+        if parts < 2 or parts <= self.needed:
+            return parts
+        if parts <= self.arrays < math.inf:
+            raise BadBatch(
+                f"the data have {parts} parts, and {self.name} takes {self.needed} to {self.arrays:g} inputs: the last "
+                "part may be an input or a target. Write predict(model, data, targets=True) if it is a target (it is "
+                "not used), or targets=False if it is an input"
+            )
+        if parts - 1 > self.most:
+            takes = f"{self.most:g} input{'' if self.most == 1 else 's'}"
+            raise BadBatch(f"the data have {parts} parts, and {self.name} takes {takes}: give (inputs..., target)")
+        return parts - 1
+
+    def of(self, batch: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(batch[: self.count(len(batch))])
+
+    def after(self, prepare: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What prepares a batch, and then leaves the target out."""
+        return lambda batch: self.of(prepare(batch))
+
+
+def inputs_of(call: Callable[..., Any], name: str = "the model", targets: bool | None = None) -> Inputs:
+    """The inputs of a model that is called in this way."""
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError):
+        return Inputs(name, 1, 1, math.inf, targets)
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    needed = sum(one.default is one.empty for one in positional)
+    arrays = needed
+    for one in positional[needed:]:
+        if not _may_be_array(one):
+            break
+        arrays += 1
+    endless = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    return Inputs(name, needed, math.inf if endless else arrays, math.inf if endless else len(positional), targets)
+
+
+def _may_be_array(optional: inspect.Parameter) -> bool:
+    if optional.name in _NO_ARRAYS or isinstance(optional.default, (bool, int, float, str)):
+        return False
+    kind = optional.annotation if isinstance(optional.annotation, str) else repr(optional.annotation)
+    return not any(word in kind for word in ("bool", "int", "float", "str", "Rngs"))
 
 
 def input_count(call: Callable[..., Any], parts: int) -> int:
-    """How many parts of a batch are inputs of a model that is called in this way; one behind them is the target.
-
-    As in training, the last part is the target. It is an input where the model needs it, because its signature takes
-    all parts and no fewer.
+    """How many parts of a batch with a target are inputs; the last is one, too, where the model needs it.
 
     >>> input_count(lambda x: x, 1), input_count(lambda x: x, 2), input_count(lambda x, mask: x, 2)
     (1, 1, 2)
     """
-    if parts < 2:
-        return parts
-    try:
-        signature = inspect.signature(call)
-    except (TypeError, ValueError):
-        return parts - 1
-    return parts if not _takes(signature, parts - 1) and _takes(signature, parts) else parts - 1
-
-
-def _takes(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
+    return parts if parts < 2 or parts == inputs_of(call).needed else parts - 1

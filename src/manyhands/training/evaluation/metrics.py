@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from manyhands.errors import BadSettings
+from manyhands import tree
+from manyhands.errors import BadSettings, ManyhandsError, MetricFailed
 from manyhands.training.evaluation.pieces import Join, Pieces
 
 _RESERVED = ("loss", "acc")
@@ -62,6 +63,7 @@ class Metrics:
 
     def __init__(self, meters: dict[str, Meter] | None = None) -> None:
         self._meters, self._packed = meters or {}, b""
+        self._given = ("", "")  # outputs and targets of the last piece, in words
 
     @property
     def meters(self) -> dict[str, Meter]:
@@ -78,7 +80,7 @@ class Metrics:
         return (bytes(cloudpickle.dumps(self.meters)) if self else b"",)
 
     def __setstate__(self, state: tuple[bytes]) -> None:
-        self._meters, (self._packed,) = {}, state
+        self._meters, (self._packed,), self._given = {}, state, ("", "")
 
     def reset(self) -> None:
         for meter in self.meters.values():
@@ -86,14 +88,15 @@ class Metrics:
 
     def update(self, outputs: Any, targets: Any) -> None:
         """The next samples, on the host and in order."""
+        self._given = _in_words(outputs), _in_words(targets)
         for name, meter in self.meters.items():
-            _explained(name, meter.update, outputs, targets)
+            _explained(name, meter.update, self._given, outputs, targets)
 
     def figures(self) -> dict[str, Any]:
         """The value of each metric, as JSON has it. A metric with several named values gives as many figures."""
         found: dict[str, Any] = {}
         for name, meter in self.meters.items():
-            value = _explained(name, meter.result)
+            value = _explained(name, meter.result, self._given)
             if isinstance(value, Mapping):
                 found |= {f"{name}_{key}": _plain(part, name) for key, part in value.items()}
             else:
@@ -162,12 +165,30 @@ def _first_parameter(function: Any) -> str | None:
         return None
 
 
-def _explained(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+def _explained(name: str, work: Callable[..., Any], given: tuple[str, str], *arguments: Any) -> Any:
+    """What a metric's code gives; an error in it is one of that metric. ``given``: outputs and targets, in words."""
     try:
         return work(*arguments)
-    except Exception as error:
-        error.add_note(f"This happened in the metric {name!r}, which gets the outputs and targets on the host.")
+    except ManyhandsError:
         raise
+    except Exception as error:
+        raise MetricFailed(
+            f"metric {name!r} failed with {type(error).__name__}: {error}. It was given outputs ({given[0]}) and "
+            f"targets ({given[1]}), on the host"
+        ) from error
+
+
+def _in_words(value: Any) -> str:
+    """What a metric was given: shapes, by name where there are names."""
+    if value is None:
+        return "None"
+    leaves, structure = tree.flatten(value)
+    shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in leaves]
+    if isinstance(value, Mapping):
+        return (
+            f"a dict: {', '.join(f'{path} {one}' for path, one in zip(tree.paths(structure, ''), shapes, strict=True))}"
+        )
+    return shapes[0] if len(shapes) == 1 else f"a {type(value).__name__} of {', '.join(shapes)}"
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from manyhands.errors import BadBatch
+import numpy as np
+
+from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import option_names
 from manyhands.training.data import loader_batches
+from manyhands.training.data.sources import as_numpy
+from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.settings import Settings
 
 
@@ -32,17 +37,71 @@ class Evaluating(abc.ABC):
         return self._evaluate(model, source, self._settings_for(source))
 
     @option_names.explained(too_many="predict takes a model and data, with or without targets: predict(model, X)")
-    def predict(self, model: Any, data: Any) -> Any:
+    def predict(self, model: Any, data: Any, *, targets: bool | None = None) -> Any:
         """What a model answers, one row per sample, in the order of the data, in the host's memory.
 
         Arrays are PyTorch's tensors on the CPU, NumPy's in JAX and TensorFlow, and MXNet's on the CPU. An answer that
-        is a tuple, a dict or a dataclass keeps its structure. ``data`` may have targets, which are not looked at, or
-        none: ``predict(model, X)``. As in training, the last part of a batch is the target, unless the model takes all
-        parts. All devices of the trainer compute, and the model is left as it was, as in :meth:`evaluate`. Under a
-        launcher (torchrun) every process calls it with the same data; the first gets the outputs, the others None.
+        is a tuple, a dict or a dataclass keeps its structure. All devices of the trainer compute, and the model is left
+        as it was, as in :meth:`evaluate`. Under a launcher (torchrun) every process calls it with the same data; the
+        first gets the outputs, the others None.
+
+        Args:
+            model: As for ``fit``.
+            data: One of these; samples come in the order of the data set, also from a loader that shuffles.
+
+                * ``X``, an array with one row per sample
+                * a tuple of arrays of the same length: ``(X, y)`` (y is not used), ``(A, B)`` for a model that takes
+                  two inputs, ``(A, B, y)``
+                * a list of arrays: batches, one after the other. For a model that needs several inputs, these
+                * a list of tuples: batches (in PyTorch give a loader, or a function that makes batches: there a list is
+                  a data set, and each entry a sample)
+                * a dict of arrays by name (PyTorch, Keras)
+                * a data set or a loader of the framework, or a function that makes batches; each batch is an array, a
+                  tuple or a dict as above
+            targets: Whether the last part of a tuple is a target. Default: None, it is one unless the model needs it
+                as an input. If it could be an optional input of the model, that is an error that asks for this
+                argument.
         """
-        source = self._in_order(data, "predict")
-        return self._predict(model, source, self._settings_for(source))
+        if targets not in (None, True, False):
+            raise BadSettings(f"predict(targets={targets!r}): give True, False or None")
+        inputs = self._inputs_of(model, targets)
+        source = self._in_order(self._one_data_set(data, inputs), "predict")
+        return self._predict(model, source, self._settings_for(source), inputs)
+
+    def _one_data_set(self, data: Any, inputs: Inputs) -> Any:
+        """Data for prediction: of a list of arrays its samples as one array, or the inputs of a model with several."""
+        if not isinstance(data, list) or not data:
+            return data
+        if all(map(self._is_array, data)):
+            return tuple(data) if inputs.needed > 1 else self._batches_as_one(data)
+        if all(isinstance(batch, (tuple, list)) and batch and all(map(self._is_array, batch)) for batch in data):
+            return self._list_of_batches(data)
+        return data
+
+    def _list_of_batches(self, batches: list[Any]) -> Any:
+        """A list of tuples of arrays: one data set with the samples of all."""
+        counts = {len(batch) for batch in batches}
+        if len(counts) > 1:
+            raise BadBatch(f"the batches of the list have {', '.join(map(str, sorted(counts)))} parts: give equal ones")
+        return tuple(self._batches_as_one(list(part)) for part in zip(*batches, strict=True))
+
+    def _batches_as_one(self, batches: list[Any]) -> Any:
+        shapes = {tuple(batch.shape[1:]) for batch in batches}
+        if len(shapes) > 1 or not all(batch.shape for batch in batches):
+            shown = ", ".join(str(tuple(batch.shape)) for batch in batches[:4])
+            raise BadBatch(
+                f"a list of arrays is a list of batches, and the samples of these have unequal shapes ({shown}"
+                f"{', ...' if len(batches) > 4 else ''}): for one data set with targets give a tuple, (X, y); for "
+                "batches of unequal shapes a loader, or a function that makes them"
+            )
+        return self._concatenated(batches)
+
+    def _concatenated(self, arrays: list[Any]) -> Any:
+        return np.concatenate(list(map(as_numpy, arrays)))
+
+    @abc.abstractmethod
+    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+        """How many inputs the model takes."""
 
     def _in_order(self, data: Any, method: str) -> Any:
         """A source of the data that gives them in their own order."""
@@ -65,7 +124,7 @@ class Evaluating(abc.ABC):
     def _evaluate(self, model: Any, source: Any, settings: Settings) -> dict[str, Any]: ...
 
     @abc.abstractmethod
-    def _predict(self, model: Any, source: Any, settings: Settings) -> Any: ...
+    def _predict(self, model: Any, source: Any, settings: Settings, inputs: Inputs) -> Any: ...
 
     # Of the trainer
 
@@ -74,6 +133,8 @@ class Evaluating(abc.ABC):
 
     @abc.abstractmethod
     def _option(self, name: str) -> Any: ...
+
+    _is_array: Callable[[Any], bool]
 
     @abc.abstractmethod
     def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]: ...

@@ -22,6 +22,7 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.sources import Arrays, Source, Stream
+from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.pieces import Late, batch_size_for, check_rows
 from manyhands.training.jax import feed, running_sums
 from manyhands.training.jax.division import Division, division
@@ -67,12 +68,12 @@ class Evaluation:
         outputs.finish()
         return running_sums.mean_of(total, counted=self.steps.tests_right)
 
-    def predict(self, state: State, data: Source, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, state: State, data: Source, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
         """What the model answers to all samples."""
-        outputs = _Outputs(take)
+        outputs, prepare = _Outputs(take), inputs.after(prepared_by(data))
         for window, rows, how in self._batches(data, None):
             assert rows is not None
-            found = self.steps.predict_on(state, rows, how, prepared_by(data))
+            found = self.steps.predict_on(state, rows, how, prepare)
             self._wait_for_an_old_one(found)
             outputs.add((found, None), window.size)
             alive()
@@ -125,8 +126,8 @@ class Evaluator:
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
         return self.evaluation.figures(self.state, self.data, None, alive, take)
 
-    def predict(self, alive: Callable[[], None], take: Take) -> None:
-        self.evaluation.predict(self.state, self.data, alive, take)
+    def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
+        self.evaluation.predict(self.state, self.data, inputs, alive, take)
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.from_first(data)

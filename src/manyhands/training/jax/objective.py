@@ -112,8 +112,17 @@ def check_shares(objective: Objective) -> None:
 
 
 def predicted(model: nnx.Module, batch: Batch) -> Any:
-    """The model's answer to a batch with or without a target, in full precision."""
-    return _widened(_answer(model, batch[: input_count(type(model).__call__.__get__(model), len(batch))]))
+    """The model's answer to a batch with a target, in full precision."""
+    return answered(model, batch[: input_count(call_of(model), len(batch))])
+
+
+def answered(model: nnx.Module, inputs: Batch) -> Any:
+    """The model's answer in full precision."""
+    return _widened(_answer(model, inputs))
+
+
+def call_of(model: nnx.Module) -> Callable[..., Any]:
+    return type(model).__call__.__get__(model)  # type: ignore[no-any-return]
 
 
 def _answer(model: nnx.Module, inputs: Batch) -> Any:

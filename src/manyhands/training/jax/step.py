@@ -28,7 +28,7 @@ from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.accumulation import Sum, accumulated
 from manyhands.training.jax.division import Division
 from manyhands.training.jax.masking import counting_only
-from manyhands.training.jax.objective import Batch, Objective, Rows, predicted
+from manyhands.training.jax.objective import Batch, Objective, Rows, answered, predicted
 from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
@@ -91,7 +91,7 @@ class Steps:
         return self._program(name, division, prepare)(_numbers(state), so_far, rows)
 
     def predict_on(self, state: State, rows: Batch, division: Division, prepare: Any) -> Any:
-        """What the model answers to rows that were sent to the devices."""
+        """What the model answers to rows that were sent to the devices; ``prepare`` gives its inputs alone."""
         return self._program("predict_on", division, prepare)(_numbers(state), rows)
 
     def _program(self, name: str, division: Division, prepare: Any, *, donated: bool = False) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ class Steps:
         batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
         model = self._evaluating(numbers)
         with self._watched(model):
-            return predicted(model, batch)
+            return answered(model, batch)
 
     def _slice(self, data: Any, start: Any, division: Division, prepare: Any) -> Batch:
         rows = tuple(jax.lax.dynamic_slice_in_dim(array, start, division.size) for array in data)

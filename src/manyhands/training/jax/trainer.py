@@ -7,6 +7,7 @@ its own, and the same script runs on several machines unchanged (:mod:`.world`).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,12 +25,13 @@ from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.sources import Source, source
 from manyhands.training.evaluation import evaluate
+from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.jax import checks, linen, optimizers, world
 from manyhands.training.jax.book.datasets import load_data_fashion_mnist
 from manyhands.training.jax.book.module import cross_entropy
 from manyhands.training.jax.evaluation import Evaluator
 from manyhands.training.jax.learner import JaxLearner, Job
-from manyhands.training.jax.objective import Objective, check_shares, objective_for
+from manyhands.training.jax.objective import Objective, call_of, check_shares, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loop import Loop
 from manyhands.training.options import BatchStats
@@ -142,11 +144,15 @@ class Trainer(BaseTrainer):
         assert figures is not None
         return evaluate.as_dict(figures, values)
 
-    def _predict(self, model: nnx.Module, source: Source, settings: Settings) -> Any:
+    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+        call: Any = call_of(model) if callable(model) else None
+        return inputs_of(call, type(model).__name__, targets)
+
+    def _predict(self, model: nnx.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
         model = linen.with_weights(model)
         objective = objective_for(model, self._option("loss"))
         with self._evaluating(model, objective, source, settings) as evaluator:
-            return evaluate.predicted(evaluator.predict, self._joined)
+            return evaluate.predicted(functools.partial(evaluator.predict, inputs), self._joined)
 
     @contextlib.contextmanager
     def _evaluating(

@@ -10,7 +10,7 @@ import mxnet as mx
 from manyhands import tree
 from manyhands.training.data.order import Cursor, windows
 from manyhands.training.data.sources import Batch, Stream
-from manyhands.training.evaluation.inputs import input_count
+from manyhands.training.evaluation.inputs import Inputs, input_count
 from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed, Shards
@@ -73,11 +73,12 @@ def figures(
     return sums.read()
 
 
-def predict(model: Any, feed: Feed, settings: Settings, alive: Callable[[], None], take: Take) -> None:
+def predict(model: Any, inputs: Inputs, feed: Feed, settings: Settings, alive: Callable[[], None], take: Take) -> None:
     """What the model answers to all samples, on all devices."""
     outputs = Outputs(model, take)
     for shards in _batches(feed, settings):
-        outputs.add(shards)
+        given = [inputs.of(shard) for shard in shards if shard is not None]
+        outputs.add([part[:1] for part in given], [checked_answer(model, part) for part in given])
         alive()
     outputs.finish()
 
@@ -93,16 +94,16 @@ def _batches(feed: Feed, settings: Settings) -> Iterator[Shards]:
 
 
 def predicted(model: Any, batch: Batch) -> Any:
-    """The model's answer to a batch with or without a target."""
-    return checked_answer(model, batch[: input_count(_call(model), len(batch))])
+    """The model's answer to a batch with a target."""
+    return checked_answer(model, batch[: input_count(call_of(model), len(batch))])
 
 
 def target_of(model: Any, batch: Batch) -> Any:
     """The last part of a batch, unless it is an input; None where there is none."""
-    return batch[-1] if input_count(_call(model), len(batch)) < len(batch) else None
+    return batch[-1] if input_count(call_of(model), len(batch)) < len(batch) else None
 
 
-def _call(model: Any) -> Any:
+def call_of(model: Any) -> Any:
     """How a block is called; what a hybrid block is written with gets MXNet's operations first."""
     own = type(model)
     if isinstance(model, mx.gluon.HybridBlock) and own.forward is mx.gluon.HybridBlock.forward:

@@ -21,6 +21,7 @@ from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data import sources
 from manyhands.training.data.sources import Source
 from manyhands.training.evaluation import evaluate
+from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.loop import Loop
 from manyhands.training.mxnet import checks, evaluation, modes, optimizers, replicas
 from manyhands.training.mxnet.feed import Feed
@@ -110,9 +111,12 @@ class Trainer(BaseTrainer):
             )
             return evaluate.as_dict(figures, metrics.figures())
 
-    def _predict(self, model: Any, source: Source, settings: Settings) -> Any:
+    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+        return inputs_of(evaluation.call_of(model), type(model).__name__, targets)
+
+    def _predict(self, model: Any, source: Source, settings: Settings, inputs: Inputs) -> Any:
         with self._feeding(model, source, settings) as feed:
-            work = functools.partial(evaluation.predict, model, feed, settings)
+            work = functools.partial(evaluation.predict, model, inputs, feed, settings)
             return evaluate.predicted(work, self._joined)
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor
 from manyhands.training.data.sources import Source
 from manyhands.training.evaluation import pieces
+from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.pieces import check_rows
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures
@@ -94,7 +95,8 @@ class Evaluator:
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
         return self.evaluation.figures(self.feed, alive, take)
 
-    def predict(self, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
+        self.evaluation.step.function.inputs = inputs
         self.evaluation.predict(self.feed, alive, take)
 
     def from_first(self, data: bytes) -> bytes:

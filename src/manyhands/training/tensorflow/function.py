@@ -25,6 +25,7 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.distribute import distribute_lib
 
 from manyhands.training.data.sources import Batch
+from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.python_attributes import Attributes
 from manyhands.training.tensorflow.loss import batch_parts
 from manyhands.training.tensorflow.loss.keras_losses import Losses
@@ -38,6 +39,7 @@ class Function:
 
     def __init__(self, model: Any, objective: Objective, seed: int) -> None:
         self.model, self.objective = model, objective
+        self.inputs: Inputs | None = None  # for predictions, of data that may have no targets
         self.changed: set[str] = set()  # Python attributes that the model's code has changed while it was traced
         self._attributes = Attributes(_own_layers(model), ignored=_OF_EVERY_MODEL)
         self.unknown = list(_unknown_variables(model))
@@ -67,7 +69,7 @@ class Function:
     def answer(self, weights: Sequence[Any], kept: Sequence[Any], numbers: Sequence[Any], batch: Batch) -> Any:
         """What the model says to a batch with or without targets, in evaluation mode and full precision."""
         with self._within(weights, kept, numbers):
-            inputs = batch_parts.inputs_of(self.model, batch)
+            inputs = batch_parts.inputs_of(self.model, batch, self.inputs)
             return widened(batch_parts.checked_answer(self.model, batch_parts.Parts(inputs, ()), training=False))
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.sources import Source, is_dataset, source
 from manyhands.training.evaluation import evaluate
+from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
@@ -25,7 +27,7 @@ from manyhands.training.tensorflow.dataset import repeatable
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback, adapted
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
-from manyhands.training.tensorflow.loss import compiled_settings, keras_losses
+from manyhands.training.tensorflow.loss import batch_parts, compiled_settings, keras_losses
 from manyhands.training.tensorflow.objective import objective_for
 from manyhands.training.trainer import BaseTrainer
 
@@ -134,8 +136,13 @@ class Trainer(BaseTrainer):
         assert figures is not None
         return evaluate.as_dict(figures, values)
 
-    def _predict(self, model: Any, source: Source, settings: Settings) -> Any:
-        return evaluate.predicted(self._evaluator(model, source, settings, tests=False).predict, self._joined)
+    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+        checks.check_model(model)
+        return batch_parts.inputs_for(model, targets)
+
+    def _predict(self, model: Any, source: Source, settings: Settings, inputs: Inputs) -> Any:
+        evaluator = self._evaluator(model, source, settings, tests=False)
+        return evaluate.predicted(functools.partial(evaluator.predict, inputs), self._joined)
 
     def _evaluator(self, model: Any, source: Source, settings: Settings, *, tests: bool) -> evaluation.Evaluator:
         """``tests``: the loss is computed, and not only the model's answers."""

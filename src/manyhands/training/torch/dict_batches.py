@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import BadBatch
+from manyhands.training.evaluation.inputs import LABELS
 
 
 def answer(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -49,8 +50,26 @@ def loss_of(output: Any, model: torch.nn.Module, batch: Mapping[str, Any]) -> An
 
 def right_answers(output: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
     """The scores and the labels, by the names that Hugging Face's models have for them; None where there are none."""
-    scores = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    return scores, batch.get("labels")
+    return logits_of(output), batch.get("labels")
+
+
+def logits_of(output: Any, otherwise: Any = None) -> Any:
+    """The scores in an output with several parts, as Hugging Face's models name them."""
+    return output.get("logits", otherwise) if isinstance(output, Mapping) else getattr(output, "logits", otherwise)
+
+
+def target_of(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
+    """What metrics compare the outputs with: the labels, by their usual names, or what the model does not take."""
+    for name in LABELS:
+        if name in batch:
+            return batch[name]
+    left = [name for name in batch if name not in _taken(model, batch)]
+    if len(left) == 1:
+        return batch[left[0]]
+    raise BadBatch(
+        f"metrics compare outputs with targets, and a batch is a dict with {_listed(batch)}: call the targets 'labels' "
+        f"(or {_listed(LABELS[1:])}), or give one part that forward of {type(model).__name__} has no argument for"
+    )
 
 
 class Named:

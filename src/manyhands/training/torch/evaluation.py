@@ -27,7 +27,7 @@ from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, windows
-from manyhands.training.evaluation.inputs import input_count
+from manyhands.training.evaluation.inputs import LABELS, Inputs, input_count
 from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows
 from manyhands.training.learner import Take
 from manyhands.training.loss_sum import LossSum
@@ -43,7 +43,6 @@ from manyhands.training.torch.step.eager import Numbers
 from manyhands.training.torch.workers import job_bytes
 
 _HOST = torch.device("cpu")
-_LABELS = ("labels", "label", "targets", "target")
 
 
 @dataclass
@@ -90,7 +89,7 @@ class Evaluation:
         return whole.weighed(sum(float(part) for part in self.world.gather(counts)))
 
     @torch.no_grad()
-    def predict(self, data: Source, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, data: Source, inputs: Inputs | None, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples; of targets that the data may have nothing is used."""
         outputs = _Outputs(self.world, take)
         with _evaluating(self.model):
@@ -100,7 +99,7 @@ class Evaluation:
                     continue
                 laid = self.numbers.lay(batch)
                 with self.numbers.scope(self.world.device):
-                    outputs.add((self._rounded(answer(self.model, laid)), None), size)
+                    outputs.add((self._rounded(answer(self.model, laid, inputs)), None), size)
                 alive()
         outputs.finish()
 
@@ -224,18 +223,22 @@ def _is_half(leaf: Any) -> bool:
 # Batches
 
 
-def answer(model: torch.nn.Module, batch: Batch) -> Any:
-    """What the model says to a batch: ``model(*inputs)``, or ``model(**inputs)`` for a dict."""
+def answer(model: torch.nn.Module, batch: Batch, inputs: Inputs | None = None) -> Any:
+    """What the model says to a batch: ``model(*inputs)``, or ``model(**inputs)`` for a dict.
+
+    ``inputs``: which parts of a tuple these are; None: all but the target.
+    """
     if isinstance(batch, Mapping):
-        inputs = {name: part for name, part in batch.items() if name not in _LABELS}
-        return _without_loss(dict_batches.answer(model, inputs))
-    return model(*batch[: _inputs(model, batch)]) if isinstance(batch, (tuple, list)) else model(batch)
+        return _without_loss(dict_batches.answer(model, {n: part for n, part in batch.items() if n not in LABELS}))
+    if not isinstance(batch, (tuple, list)):
+        return model(batch)
+    return model(*batch[: _inputs(model, batch) if inputs is None else inputs.count(len(batch))])
 
 
 def target_of(model: torch.nn.Module, batch: Batch) -> Any:
     """The part of a batch that metrics compare the outputs with; None where there is none."""
     if isinstance(batch, Mapping):
-        return next((batch[name] for name in _LABELS if name in batch), None)
+        return dict_batches.target_of(model, batch)
     return batch[-1] if isinstance(batch, (tuple, list)) and _inputs(model, batch) < len(batch) else None
 
 
@@ -264,7 +267,7 @@ class OfObject:
         self.metric.reset()
 
     def update(self, outputs: Any, targets: Any) -> None:
-        self.metric.update(outputs, targets)
+        self.metric.update(dict_batches.logits_of(outputs, outputs), targets)
 
     def result(self) -> Any:
         return self.metric.compute()

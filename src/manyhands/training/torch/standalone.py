@@ -43,7 +43,7 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
     data = feed.resident(job.train, here.device)
     if job.purpose == "predict":
         assert take is not None
-        evaluation.predict(data, alive, take)
+        evaluation.predict(data, job.inputs, alive, take)
         return None
     objective = placed(job.objective, here.device, numbers.dtype)
     figures, values = evaluate.figures_of(_Ranked(evaluation, objective, data), job.metrics, alive)

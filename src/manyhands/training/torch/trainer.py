@@ -26,6 +26,7 @@ from manyhands.training import launcher, options, refusals
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.evaluation import evaluate
+from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
@@ -239,9 +240,34 @@ class Trainer(BaseTrainer):
         assert figures is not None
         return figures
 
-    def _predict(self, model: torch.nn.Module, source: Source, settings: Settings) -> Any:
+    def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+        if not isinstance(model, torch.nn.Module):
+            raise refusals.not_a_model(model, "a torch.nn.Module")
+        return inputs_of(model.forward, type(model).__name__, targets)
+
+    def _list_of_batches(self, batches: list[Any]) -> Any:
+        """A list of tuples is a data set of samples in PyTorch: refuse one whose entries look like batches."""
+        if all(part.ndim and len(part) == len(batch[0]) for batch in batches for part in batch if batch[0].ndim):
+            raise BadBatch(
+                f"a list of {len(batches)} tuples of arrays may be batches, or a data set whose entries are samples. "
+                "For batches give the loader that made them, or a function, lambda: iter(batches); for samples "
+                "DataLoader(samples, batch_size=256)"
+            )
+        return batches
+
+    def _concatenated(self, arrays: list[Any]) -> Any:
+        return torch.cat([torch.as_tensor(array) for array in arrays])
+
+    def _predict(self, model: torch.nn.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
         job = self._other_job(model, source, settings, "predict")
-        return evaluate.predicted(lambda _, take: self._computed(job, take), self._joined)
+        job.inputs = inputs
+        try:
+            return evaluate.predicted(lambda _, take: self._computed(job, take), self._joined)
+        except Exception as error:
+            lesson = diagnose.of_prediction(job) if _may_be_the_data(error) else None
+            if lesson is None:
+                raise
+            raise BadBatch(lesson) from error
 
     def _other_job(
         self, model: torch.nn.Module, source: Source, settings: Settings, purpose: Literal["evaluate", "predict"]

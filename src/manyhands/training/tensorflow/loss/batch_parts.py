@@ -21,6 +21,7 @@ from keras.src.models.functional import Functional
 from manyhands.errors import BadBatch, ManyhandsError
 from manyhands.training import refusals
 from manyhands.training.data.structure import is_nested
+from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.tensorflow.book.module import Module
 
 _NOT_INPUTS = ("training", "mask")
@@ -63,12 +64,23 @@ def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
     )
 
 
-def inputs_of(model: Any, batch: Sequence[Any]) -> tuple[Any, ...]:
-    """The model's inputs in a batch for prediction, which may have targets or not."""
+def inputs_of(model: Any, batch: Sequence[Any], inputs: Inputs | None = None) -> tuple[Any, ...]:
+    """The model's inputs in a batch with targets; ``inputs``: in one for prediction, which may have none."""
+    if inputs is not None and not any(map(is_nested, batch)):
+        if inputs.targets is False:
+            return tuple(batch)
+        if inputs.targets is None and len(batch) <= inputs.arrays:
+            return tuple(batch[: inputs.count(len(batch))])
     fewest, most = _inputs(model)
     outputs, count = _outputs(model), len(batch)
     labelled = any(fewest <= count - behind <= most for behind in (outputs, outputs + 1, 1))
     return tuple(batch) if not labelled and fewest <= count <= most else parts_of(model, batch).inputs
+
+
+def inputs_for(model: Any, targets: bool | None) -> Inputs:
+    """What prediction has to know of a model's inputs; ``targets``: what the caller says of the last part."""
+    fewest, most = _inputs(model)
+    return Inputs(type(model).__name__, fewest, most, most, targets)
 
 
 def _inputs(model: Any) -> tuple[int, float]:

@@ -98,7 +98,7 @@ class Samples:
 
     def __post_init__(self) -> None:
         if not self.count:
-            raise BadBatch("the data set is empty: there is nothing to train on")
+            raise BadBatch("the data set is empty: it has no samples")
 
     @property
     def count(self) -> int:
@@ -207,7 +207,7 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     of_numbers = isinstance(data, (tuple, list)) and bool(data) and _is_list_of_numbers(data[0])
     if arrays_by_name or of_numbers or isinstance(data, str):
         raise NotATensor(
-            f"a {type(data).__name__}{' of numbers' if of_numbers else ''} is no data to train on: give (X, y) as "
+            f"a {type(data).__name__}{' of numbers' if of_numbers else ''} cannot be read as data: give (X, y) as "
             "tensors or arrays, a Dataset, or a DataLoader"
         )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -215,7 +215,7 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     if hasattr(data, "__iter__"):
         return Stream(data)
     raise NotATensor(
-        f"a {type(data).__name__} is no data to train on: give (X, y) tensors or arrays, a Dataset, or a DataLoader"
+        f"a {type(data).__name__} cannot be read as data: give (X, y) tensors or arrays, a Dataset, or a DataLoader"
     )
 
 

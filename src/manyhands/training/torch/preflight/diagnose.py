@@ -53,6 +53,32 @@ def of(job: Job, error: Exception) -> str | None:
     return None if words is None else f"the test data are to blame: {words}"
 
 
+def of_prediction(job: Job) -> str | None:
+    """The same for a prediction: samples of a dtype or a shape that the model does not take."""
+    if not can_be_read(job.train):
+        return None
+    with contextlib.suppress(Exception):
+        samples = few_samples(job.train, _FEW)
+        batch = tuple(samples) if isinstance(samples, (tuple, list)) else (samples,)
+        inputs = batch if job.inputs is None else job.inputs.of(batch)
+        if not _answers(job, inputs):
+            for words, change in _changes(job, (*inputs, None)):
+                if _answers(job, change((*inputs, None))[:-1]):
+                    return words
+    return None
+
+
+def _answers(job: Job, inputs: tuple[Any, ...]) -> bool:
+    """Whether a copy of the model takes these inputs."""
+    model, inputs = _copy(job, inputs)
+    try:
+        with torch.no_grad(), randomness.kept(next(model.parameters()).device):
+            model.eval()(*inputs)
+    except Exception:
+        return False
+    return True
+
+
 def _of_training(job: Job, error: Exception) -> str | None:
     of_data: list[_Lesson] = [_of_batches, _of_parts, _of_text, _of_pairs, _of_kinds, _of_answer]
     of_model: list[_Lesson] = [functools.partial(_of_layer, error=error), _of_gradient]
