@@ -380,7 +380,7 @@ class Loop:
         if self.learner.data.count is None:
             self._count_batches()
         self.cursor = self.cursor.next_epoch()
-        schedules.after_epoch(self.schedule, self)
+        schedules.after_epoch(self)
 
     def _add_last_row(self, figures: Figures, *, over: bool) -> None:
         """Add the row, with an evaluation, of a job that ends where one with larger limits would have none.
@@ -426,7 +426,7 @@ class Loop:
         }
         self.last_row, self._row_began, self._row_is_epoch = self.cursor.step, time.perf_counter(), False
         if counts:
-            schedules.after_row(self.schedule, self, row)
+            schedules.after_row(self, row)
         self.result.rows.append(row)
         if self.run is not None:
             self._write_row(self.run, row)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings
+from manyhands.training.callbacks.monitor import several_values
 from manyhands.training.limits.ending import ENDLESS
 
 if TYPE_CHECKING:
@@ -123,8 +124,9 @@ def _done(loop: Loop) -> float:
 
 
 def check(schedule: Schedule | None, loop: Loop) -> None:
-    """A schedule by progress has to know how far the training is."""
+    """A schedule by progress has to know how far the training is; a scheduler has to last as long as the job."""
     epochs, steps = loop.settings.max_epochs, loop.settings.limits.max_steps
+    _check_length(loop)
     if schedule is None or isinstance(schedule, by_step | PerStep | PerEpoch):
         return
     if steps is not None or loop.cursor.epoch >= epochs:
@@ -147,26 +149,43 @@ def check(schedule: Schedule | None, loop: Loop) -> None:
     )
 
 
-def after_row(schedule: Schedule | None, loop: Loop, row: Mapping[str, Any]) -> None:
-    """Step a scheduler that follows a figure, where the row has a new one; the same in all processes."""
-    learner: Any = loop.learner  # PyTorch's: others have no schedulers
-    monitor = learner.scheduler.monitor if isinstance(schedule, PerEpoch) else None
-    if monitor is None:
+def _check_length(loop: Loop) -> None:
+    """Refuse a scheduler that ends before the job does."""
+    scheduler: Any = getattr(loop.learner, "scheduler", None)
+    if scheduler is None:
         return
-    value = json.loads(loop.learner.from_first(json.dumps(row.get(monitor)).encode()))
-    if value is not None:
-        learner.scheduler.step(float(value))
-    elif monitor not in row or not loop.settings.limits.evaluate_every:
-        figures = [name for name, one in row.items() if name.startswith(("train_", "val_")) and one is not None]
-        known = f"{', '.join(figures)}{'' if row['val_loss'] is not None else '; val_loss needs validation data'}"
-        raise BadSettings(f"PerEpoch(monitor={monitor!r}): there is no such figure. There are {known}")
+    epochs = loop.settings.max_epochs if loop.settings.max_epochs < ENDLESS else None
+    batches, ends = loop.batches_of_epoch(), []
+    if epochs is not None and batches is not None:
+        ends.append(loop.cursor.step - loop.cursor.batch + (epochs - loop.cursor.epoch) * batches)
+    if loop.settings.limits.max_steps is not None:
+        ends.append(loop.settings.limits.max_steps)
+    steps = max(0, min(ends) - loop.cursor.step) if ends else None
+    if epochs is not None and steps is not None and batches:
+        epochs = min(epochs, loop.cursor.epoch + (loop.cursor.batch + steps) // batches)
+    scheduler.check_steps(steps, None if epochs is None else max(0, epochs - loop.cursor.epoch))
 
 
-def after_epoch(schedule: Schedule | None, loop: Loop) -> None:
-    """Step a scheduler that goes by epochs."""
-    learner: Any = loop.learner
-    if isinstance(schedule, PerEpoch) and learner.scheduler.monitor is None:
-        learner.scheduler.step()
+def after_row(loop: Loop, row: Mapping[str, Any]) -> None:
+    """Step schedulers that follow a figure, where the row has a new one; the same in all processes."""
+    scheduler: Any = getattr(loop.learner, "scheduler", None)  # PyTorch's: others have none
+    for monitor in [] if scheduler is None else scheduler.monitors:
+        value = json.loads(loop.learner.from_first(json.dumps(row.get(monitor)).encode()))
+        if isinstance(value, list):
+            raise several_values(f"PerEpoch(monitor={monitor!r})", monitor, value)
+        if value is not None:
+            scheduler.after_figure(monitor, float(value))
+        elif monitor not in row or not loop.settings.limits.evaluate_every:
+            figures = [name for name, one in row.items() if name.startswith(("train_", "val_")) and one is not None]
+            known = f"{', '.join(figures)}{'' if row['val_loss'] is not None else '; val_loss needs validation data'}"
+            raise BadSettings(f"PerEpoch(monitor={monitor!r}): there is no such figure. There are {known}")
+
+
+def after_epoch(loop: Loop) -> None:
+    """Step schedulers that go by epochs."""
+    scheduler: Any = getattr(loop.learner, "scheduler", None)
+    if scheduler is not None:
+        scheduler.after_epoch()
 
 
 def _factor_at(function: Callable[[Any], Any], at: float, name: str) -> float:

@@ -11,13 +11,14 @@ import torch
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.metrics import Metrics
 from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
+from manyhands.training.torch.configured import Configured, configured
 from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.objective import Objective, OwnStep, takes_optimizer
 from manyhands.training.torch.optimizers import MakeOptimizer
-from manyhands.training.torch.step import several_optimizers
 from manyhands.training.torch.step.eager import Numbers
 from manyhands.training.torch.step.several_optimizers import Several
 
@@ -38,20 +39,21 @@ class Job:
     callbacks: CallbackPlan = NO_CALLBACKS
     metrics: Metrics = field(default_factory=Metrics)
     purpose: Literal["fit", "evaluate", "predict"] = "fit"  # the last two compute with ``train`` and train nothing
+    inputs: Inputs | None = None  # of a prediction: which parts of a batch are the model's
     # What was found out before the job began, for its result.
     notes: list[str] = field(default_factory=list)
 
-    def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of this model: the one that the user has, or a new one."""
-        made: Any = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
-        if (several := several_optimizers.together(made)) is not None:
-            self._check_several(several)
-            return several
-        if not isinstance(made, torch.optim.Optimizer):
+    def make_optimizer(self, model: torch.nn.Module) -> Configured:
+        """The optimizer of this model, the one that the user has or a new one, and schedulers that come with it."""
+        made = configured(
+            self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
+        )
+        if isinstance(made.optimizer, Several):
+            self._check_several(made.optimizer)
+        if made.schedules and self.schedule is not None:
             raise BadSettings(
-                f"the function for the optimizer (or the model's configure_optimizers) gave a {type(made).__name__}: "
-                "it must give a torch.optim.Optimizer, or a list or dict of them; a schedule is the trainer's: "
-                "schedule=mh.PerEpoch(make) or mh.PerStep(make) for PyTorch's schedulers, or a function of (0 to 1)"
+                f"configure_optimizers of {type(model).__name__} gave a scheduler, and the trainer has schedule=: "
+                "leave out one of them"
             )
         return made
 

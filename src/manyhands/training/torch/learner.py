@@ -22,7 +22,6 @@ from manyhands.training.data.sources import bad_numbers
 from manyhands.training.learner import NO_AVERAGE, Saved, Say, Take, named_rates
 from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Figures
-from manyhands.training.schedules import PerEpoch, PerStep
 from manyhands.training.torch import running_sums
 from manyhands.training.torch.data import feed, samples
 from manyhands.training.torch.data.drawn_samples import generator_of
@@ -38,7 +37,7 @@ from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.running_sums import Metrics
-from manyhands.training.torch.schedulers import Scheduler
+from manyhands.training.torch.schedulers import schedulers_of
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step import activation_checkpoints, loss_scale
@@ -88,7 +87,8 @@ class Rank:
         statistics, pick = job.settings.step.batch_stats, job.settings.step.activation_checkpointing
         self.checkpointed = activation_checkpoints.of(self.model, pick, statistics=statistics)
         self.objective = placed(job.objective, world.device, self.numbers.dtype)
-        self.optimizer = job.make_optimizer(self.model)
+        made = job.make_optimizer(self.model)
+        self.optimizer = made.optimizer
         job_state.settle(self.optimizer)
         self.ways = job_state.optimizer_ways(self.optimizer)
         self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -103,8 +103,7 @@ class Rank:
         self.graph: GraphStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
-        per = job.schedule if isinstance(job.schedule, PerStep | PerEpoch) and job.purpose == "fit" else None
-        self.scheduler = None if per is None else Scheduler(per, self.optimizer)
+        self.scheduler = schedulers_of(job.schedule, made) if job.purpose == "fit" else None
         self._first_step = 0  # of the epoch
         self._factor = 1.0  # of the learning rates
         self._unproven = False  # whether it is still to be seen that the model can compute in bfloat16
@@ -244,7 +243,7 @@ class Rank:
 
     def _fast_step(self, data: Arrays) -> GraphStep:
         assert isinstance(self.plain_step, EagerStep)
-        changing = self.job.schedule is not None
+        changing = self.job.schedule is not None or self.scheduler is not None
         return fast_step(self.plain_step, data, self.settings, changing_rate=changing, checkpointed=self.checkpointed)
 
     def close(self) -> None:
@@ -312,8 +311,8 @@ class Rank:
 
     def step(self, window: Window, batch: Any, factor: float | None) -> None:
         self._sure_step(window, batch, factor)
-        if isinstance(self.job.schedule, PerStep) and self.scheduler is not None:
-            self.scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.after_step()
 
     def _sure_step(self, window: Window, batch: Any, factor: float | None) -> None:
         """One step; the first in bfloat16 that nobody asked for is made again in float32 if it fails."""
@@ -413,7 +412,7 @@ class Rank:
     def learning_rates(self) -> dict[str, float]:
         """As the host set them: a captured step keeps its rates on the device."""
         if self.scheduler is not None:
-            return named_rates(self.scheduler.rates)
+            return named_rates(self.scheduler.rates(self.optimizer))
         return named_rates([base * self._factor for base in self.base_rates])
 
     def read(self) -> list[Figures]:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.errors import BadSettings
 from manyhands.training.schedules import PerEpoch, PerStep
+from manyhands.training.torch.configured import Configured
 from manyhands.training.torch.state import plain_json
 
 _NOT_COPIED = ("params", "capturable", "fused", "foreach", "differentiable")
@@ -45,8 +46,10 @@ class Scheduler:
         self.schedule, self.optimizer = schedule, optimizer
         self.stand_in = StandIn(optimizer)
         self.base_rates = [float(group["lr"]) for group in self.stand_in.param_groups]
+        self.per_step = isinstance(schedule, PerStep)
         self.is_finished = isinstance(schedule.make, LRScheduler)  # the caller's own
         self.scheduler = self._finished(schedule.make) if self.is_finished else self._made(schedule)
+        self._check_plateau()
 
     def _finished(self, scheduler: Any) -> Any:
         for part in _parts(scheduler):
@@ -66,6 +69,33 @@ class Scheduler:
                 "torch.optim.lr_scheduler is needed"
             )
         return made
+
+    def _check_plateau(self) -> None:
+        """A scheduler that follows a figure is stepped when there is a new one, and by nobody else."""
+        plateaus = [isinstance(part, ReduceLROnPlateau) for part in _parts(self.scheduler)]
+        if any(plateaus[1:]):
+            raise BadSettings(
+                f"a {type(self.scheduler).__name__} with a ReduceLROnPlateau in it cannot be stepped with a figure: "
+                "give the ReduceLROnPlateau alone, schedule=mh.PerEpoch(make, monitor='val_loss')"
+            )
+        if plateaus[0] and self.per_step:
+            raise BadSettings(
+                "ReduceLROnPlateau follows a figure, and there is none after every step: write "
+                "schedule=mh.PerEpoch(make, monitor='val_loss') ('interval': 'epoch' in configure_optimizers). With "
+                "Limits(evaluate_every='100 steps') it is stepped after each of these evaluations"
+            )
+
+    def check_steps(self, left: int | None) -> None:
+        """Refuse a OneCycleLR that ends before the job; ``left``: how often it will be stepped, where that is known."""
+        most = getattr(self.scheduler, "total_steps", None)
+        if left is None or not isinstance(most, int) or self.scheduler.last_epoch + left <= most:
+            return
+        name, unit = type(self.scheduler).__name__, "steps" if self.per_step else "epochs"
+        raise BadSettings(
+            f"{name} was made for total_steps={most}, and the job makes {self.scheduler.last_epoch + left} {unit}: "
+            f"give total_steps={self.scheduler.last_epoch + left}, or end the job before (max_epochs, "
+            "limits=mh.Limits(max_steps=...))"
+        )
 
     @property
     def monitor(self) -> str | None:
@@ -101,10 +131,11 @@ class Scheduler:
         """The next step, epoch or figure."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the stand-in makes no steps
-            if figure is None:
-                self.scheduler.step()
-            else:
-                self.scheduler.step(figure)
+            try:
+                self.scheduler.step() if figure is None else self.scheduler.step(figure)
+            except ValueError as error:  # of a OneCycleLR that is over, in a job whose length was not known
+                name, unit = type(self.scheduler).__name__, "step" if self.per_step else "epoch"
+                raise BadSettings(f"{name} cannot go on after this {unit}: {error}") from error
 
     # Checkpoints
 
@@ -140,6 +171,80 @@ class Scheduler:
             for part in _parts(self.scheduler):
                 part.optimizer = self.optimizer
             self.apply()
+
+
+class Schedulers:
+    """The schedulers of a job: the trainer's, or those that came with its optimizers, by name."""
+
+    def __init__(self, parts: Mapping[str, Scheduler]) -> None:
+        self.parts = dict(parts)
+
+    @property
+    def monitors(self) -> list[str]:
+        """The figures that they follow."""
+        return list(dict.fromkeys(one.monitor for one in self.parts.values() if one.monitor is not None))
+
+    @property
+    def why_not_captured(self) -> str | None:
+        return next((one.why_not_captured for one in self.parts.values() if one.why_not_captured is not None), None)
+
+    def rates(self, optimizer: torch.optim.Optimizer) -> list[float]:
+        """Of each group of the job's optimizer, as the host set it."""
+        own = {
+            id(group): rate
+            for one in self.parts.values()
+            for group, rate in zip(one.optimizer.param_groups, one.rates, strict=True)
+        }
+        return [own[id(group)] if id(group) in own else float(group["lr"]) for group in optimizer.param_groups]
+
+    def check_steps(self, steps: int | None, epochs: int | None) -> None:
+        """``steps`` and ``epochs`` that are left, where that is known."""
+        for one in self.parts.values():
+            one.check_steps(steps if one.per_step else epochs)
+
+    def apply(self) -> None:
+        for one in self.parts.values():
+            one.apply()
+
+    def after_step(self) -> None:
+        for one in self.parts.values():
+            if one.per_step:
+                one.step()
+
+    def after_epoch(self) -> None:
+        for one in self.parts.values():
+            if not one.per_step and one.monitor is None:
+                one.step()
+
+    def after_figure(self, monitor: str, value: float) -> None:
+        for one in self.parts.values():
+            if one.monitor == monitor:
+                one.step(value)
+
+    def state(self) -> dict[str, Any]:
+        if list(self.parts) == [""]:
+            return self.parts[""].state()
+        return {"parts": {name: one.state() for name, one in self.parts.items()}}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        before = saved.get("parts", {"": saved})
+        if before.keys() != self.parts.keys():
+            then, now = (", ".join(map(repr, names)) or "none" for names in (before, self.parts))
+            raise BadSettings(f"the run was begun with schedulers for {then}, this job has some for {now}: keep them")
+        for name, one in self.parts.items():
+            one.restore(before[name])
+
+    def close(self) -> None:
+        for one in self.parts.values():
+            one.close()
+
+
+def schedulers_of(schedule: Any, made: Configured) -> Schedulers | None:
+    """Those of the trainer's ``schedule``, or those that came with the optimizers."""
+    if isinstance(schedule, PerStep | PerEpoch):
+        return Schedulers({"": Scheduler(schedule, made.optimizer)})
+    parts = {name: Scheduler(own, optimizer) for name, optimizer, own in made.schedules}
+    return Schedulers(parts) if parts else None
 
 
 def take_home(schedule: Any, optimizer: Any, saved: Mapping[str, Any] | None) -> None:

@@ -237,7 +237,7 @@ def _subject(
         numbers = precision.bf16_numbers(model) if choice.bf16 else numbers
     if numbers.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    own = job.make_optimizer(model)
+    own = job.make_optimizer(model).optimizer
     if isinstance(own, Several):
         raise BadSettings(
             f"{type(model).__name__} has several optimizers, so a step is several passes: predict each model with its "

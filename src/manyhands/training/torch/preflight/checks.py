@@ -107,7 +107,7 @@ def _several(model: torch.nn.Module, job: Job) -> list[int | str]:
     """The optimizers of a model that has several, as its training_step knows them."""
     if isinstance(job.optimizer, torch.optim.Optimizer) or not takes_optimizer(model.training_step):  # type: ignore[arg-type]
         return []
-    made = job.make_optimizer(copy.deepcopy(model))
+    made = job.make_optimizer(copy.deepcopy(model)).optimizer
     return list(made.entries) if isinstance(made, Several) else []
 
 

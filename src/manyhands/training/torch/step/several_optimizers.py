@@ -22,13 +22,11 @@ from typing import Any
 
 import torch
 
-from manyhands.errors import BadSettings
 from manyhands.training.torch.data.sources import Batch
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 
 Key = int | str
-_WHAT = "give a list of optimizers, or a dict as {'d': optimizer, 'g': {'optimizer': optimizer, 'every': 5}}"
 
 
 @dataclass(frozen=True)
@@ -131,34 +129,6 @@ class Several(torch.optim.Optimizer):
 
 def _count(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def together(made: Any) -> Several | None:
-    """Several optimizers as one, if that is what ``configure_optimizers`` gave; None for anything else."""
-    if isinstance(made, Mapping) and "optimizer" not in made:
-        entries = {key: _entry(one) for key, one in made.items()}
-    elif isinstance(made, (list, tuple)) and made and not all(isinstance(one, (list, tuple)) for one in made):
-        entries = {key: _entry(one) for key, one in enumerate(made)}
-    else:
-        return None
-    seen: set[int] = set()
-    for key, entry in entries.items():
-        own = {id(parameter) for group in entry.optimizer.param_groups for parameter in group["params"]}
-        if own & seen:
-            raise BadSettings(f"optimizer {key!r} of configure_optimizers has parameters that another one has, too")
-        seen |= own
-    return Several(entries)
-
-
-def _entry(one: Any) -> Entry:
-    if isinstance(one, Mapping) and "optimizer" in one and one.keys() <= {"optimizer", "every"}:
-        every = one.get("every", 1)
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise BadSettings(f"configure_optimizers gave 'every': {every!r}: give a whole number of at least 1")
-        return Entry(_entry(one["optimizer"]).optimizer, every)
-    if isinstance(one, torch.optim.Optimizer):
-        return Entry(one)
-    raise BadSettings(f"configure_optimizers gave a {type(one).__name__} among its optimizers: {_WHAT}")
 
 
 class EachOptimizer:

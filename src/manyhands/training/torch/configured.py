@@ -1,0 +1,143 @@
+"""What ``configure_optimizers`` may give: one optimizer or several, with schedulers or without.
+
+Lightning's forms are taken as they are::
+
+    optimizer                                                   [optimizer, ...]
+    {"optimizer": optimizer, "lr_scheduler": scheduler}         [optimizer, ...], [scheduler, ...]
+    {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "val_loss"}}
+
+Beside them several optimizers may have names: ``{"critic": optimizer, "generator": {"optimizer": optimizer,
+"every": 5}}``. A scheduler is stepped at the end of every epoch, as in Lightning; ``"interval": "step"`` steps it after
+every step. A key that means something which the trainer does not do is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.errors import BadSettings
+from manyhands.training.schedules import PerEpoch, PerStep
+from manyhands.training.torch.step.several_optimizers import Entry, Key, Several
+
+_WHO = "configure_optimizers"
+_WHAT = "give a list of optimizers, or a dict as {'d': optimizer, 'g': {'optimizer': optimizer, 'every': 5}}"
+_OF_OPTIMIZER = ("optimizer", "lr_scheduler", "monitor", "every")
+_OF_SCHEDULER = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
+
+
+@dataclass
+class Configured:
+    """An optimizer, and the schedulers that were given with it: of each the name and the optimizer that it changes."""
+
+    optimizer: torch.optim.Optimizer
+    schedules: list[tuple[str, torch.optim.Optimizer, PerStep | PerEpoch]] = field(default_factory=list)
+
+
+def configured(made: Any) -> Configured:
+    """What is meant by that which ``configure_optimizers``, or a function for the optimizer, gave."""
+    if isinstance(made, torch.optim.Optimizer):
+        return Configured(made)
+    apart: Iterable[Any] = ()
+    if _is_pair_of_lists(made):
+        made, apart = made
+    if isinstance(made, Mapping):
+        given: dict[Any, Any] = {None: made} if "optimizer" in made else dict(made)
+    elif isinstance(made, (list, tuple)) and made:
+        given = dict(enumerate(made)) if len(made) > 1 else {None: made[0]}
+    else:
+        raise BadSettings(
+            f"the function for the optimizer (or the model's {_WHO}) gave a {type(made).__name__}: it must give a "
+            "torch.optim.Optimizer, or a list or dict of them, as Lightning's does. Schedulers may be given with them, "
+            "or to the trainer: schedule=mh.PerEpoch(make) or mh.PerStep(make)"
+        )
+    entries, schedules = {}, {}
+    for key, one in given.items():
+        entries[key], schedules[key] = _entry(one)
+    _check_distinct(entries)
+    for config in apart:
+        key, schedule = _with_owner(config, entries)
+        if schedules[key] is not None:
+            raise BadSettings(f"{_WHO} gave two schedulers for one optimizer: put them together in a ChainedScheduler")
+        schedules[key] = schedule
+    found = [
+        ("" if key is None else str(key), entries[key].optimizer, schedule)
+        for key, schedule in schedules.items()
+        if schedule is not None
+    ]
+    return Configured(entries[None].optimizer if None in entries else Several(entries), found)
+
+
+def _is_pair_of_lists(made: Any) -> bool:
+    """Whether it is Lightning's ``[optimizer, ...], [scheduler, ...]``."""
+    return isinstance(made, (list, tuple)) and len(made) == 2 and all(isinstance(one, (list, tuple)) for one in made)
+
+
+def _entry(one: Any) -> tuple[Entry, PerStep | PerEpoch | None]:
+    """One of the optimizers, and its scheduler."""
+    if isinstance(one, torch.optim.Optimizer):
+        return Entry(one), None
+    if not isinstance(one, Mapping) or not isinstance(one.get("optimizer"), torch.optim.Optimizer):
+        raise BadSettings(f"{_WHO} gave a {type(one).__name__} among its optimizers: {_WHAT}")
+    _check_keys(one, _OF_OPTIMIZER, "beside an optimizer")
+    every = one.get("every", 1)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise BadSettings(f"{_WHO} gave 'every': {every!r}: give a whole number of at least 1")
+    config = one.get("lr_scheduler")
+    schedule = None if config is None else _schedule(config, one.get("monitor"))
+    return Entry(one["optimizer"], every), schedule
+
+
+def _with_owner(config: Any, entries: Mapping[Any, Entry]) -> tuple[Any, PerStep | PerEpoch]:
+    """A scheduler of a list apart, and the key of the optimizer that it belongs to."""
+    schedule = _schedule(config)
+    for key, entry in entries.items():
+        if schedule.make.optimizer is entry.optimizer:
+            return key, schedule
+    raise BadSettings(
+        f"{_WHO} gave a {type(schedule.make).__name__} of an optimizer that it did not give: make it of one of those"
+    )
+
+
+def _schedule(config: Any, monitor: str | None = None) -> PerStep | PerEpoch:
+    """The scheduler that is meant by Lightning's ``lr_scheduler``: a scheduler, or a dict with one."""
+    if not isinstance(config, Mapping):
+        config = {"scheduler": config}
+    _check_keys(config, _OF_SCHEDULER, "with a scheduler")
+    scheduler, interval = config.get("scheduler"), config.get("interval", "epoch")
+    if not isinstance(scheduler, LRScheduler):
+        raise BadSettings(
+            f"{_WHO} gave a {type(scheduler).__name__} as a scheduler: give one of torch.optim.lr_scheduler, "
+            "{'optimizer': optimizer, 'lr_scheduler': {'scheduler': scheduler, 'interval': 'step'}}"
+        )
+    if interval not in ("step", "epoch"):
+        raise BadSettings(f"{_WHO} gave 'interval': {interval!r}: give 'step' or 'epoch'")
+    if config.get("frequency", 1) != 1:
+        raise BadSettings(
+            f"{_WHO} gave 'frequency': {config['frequency']!r}: a scheduler is stepped after every step or every epoch "
+            "here. Leave it out, and give the scheduler longer intervals (StepLR(step_size=...))"
+        )
+    if config.get("strict", True) is not True:
+        raise BadSettings(f"{_WHO} gave 'strict': {config['strict']!r}: a figure that is missing is always an error")
+    if interval == "step":
+        return PerStep(scheduler)
+    return PerEpoch(scheduler, config.get("monitor") or monitor or "val_loss")
+
+
+def _check_keys(config: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in config:
+        if key not in known:
+            raise BadSettings(f"{_WHO} gave {key!r} {where}: known are {', '.join(known)}")
+
+
+def _check_distinct(entries: Mapping[Key | None, Entry]) -> None:
+    seen: set[int] = set()
+    for key, entry in entries.items():
+        own = {id(parameter) for group in entry.optimizer.param_groups for parameter in group["params"]}
+        if own & seen:
+            raise BadSettings(f"optimizer {key!r} of {_WHO} has parameters that another one has, too")
+        seen |= own
