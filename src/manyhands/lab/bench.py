@@ -36,13 +36,14 @@ class Bench:
         quick: bool = False,
         real_gpus: int = 0,
         most_devices: int = 1,
+        apart: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.mh, self.framework, self.quick = mh, framework, quick
         self.real_gpus = real_gpus
         self.virtual: list[str] = []  # the names of the virtual devices that were used
         self.kept: list[Trial] = []
-        self._most, self._say, self._made = most_devices, say, list[Any]()
+        self._most, self._apart, self._say, self._made = most_devices, apart, say, list[Any]()
 
     @property
     def operations(self) -> ModuleType:
@@ -52,17 +53,22 @@ class Bench:
     # Devices and tensors
 
     def devices(self, count: int) -> list[Any]:
-        """So many devices: GPUs, or virtual ones if there are fewer GPUs. One device is the GPU, else the CPU."""
+        """So many devices: GPUs, or virtual ones if there are fewer GPUs.
+
+        One device is the GPU, else the CPU; with ``@experiment(apart=True)`` it is never the host.
+        """
         if count > self._most:
             raise ValueError(f"devices({count}): write @experiment(..., devices={count})")
         if self.real_gpus >= count and not self._made:
             return [self.mh.gpu(index) for index in range(count)]
-        if self._most == 1:
+        if self._most == 1 and not self._apart:
             return [self.mh.cpu()]
+        # In all frameworks but PyTorch virtual device 0 is the host.
+        first = 1 if self._apart else 0
         if not self._made:
-            self._made = list(self.mh.virtual_devices(self._most))
-        self.virtual = [str(Device("virtual", index)) for index in range(max(count, len(self.virtual)))]
-        return self._made[:count]
+            self._made = list(self.mh.virtual_devices(self._most + first))
+        self.virtual = [str(Device("virtual", first + index)) for index in range(max(count, len(self.virtual)))]
+        return self._made[first : first + count]
 
     def for_trainer(self, count: int) -> Any:
         """So many devices as ``mh.Trainer(devices=...)`` takes them: GPUs, or devices made of the CPU.
@@ -91,7 +97,10 @@ class Bench:
         """Normal float32 numbers on a device: the same ones for the same seed in every framework."""
         import numpy
 
-        values = numpy.random.default_rng(seed).standard_normal(shape, dtype="float32")
+        return self.tensor(numpy.random.default_rng(seed).standard_normal(shape, dtype="float32"), device)
+
+    def tensor(self, values: Any, device: Any) -> Any:
+        """A NumPy array's numbers on a device."""
         return self.mh.to(self.operations.tensor(values), device)
 
     # Measuring

@@ -56,19 +56,25 @@ class Experiment:
     question: str
     frameworks: tuple[str, ...]
     devices: int
+    apart: bool
     run: Callable[[Bench], Finding]
+
+    def virtual(self, gpus: int) -> bool:
+        """Whether virtual devices stand in, where there are so many GPUs."""
+        return self.devices > (gpus if self.apart else max(1, gpus))
 
 
 def experiment(
-    name: str, *, question: str, frameworks: tuple[str, ...] = FRAMEWORKS, devices: int = 1
+    name: str, *, question: str, frameworks: tuple[str, ...] = FRAMEWORKS, devices: int = 1, apart: bool = False
 ) -> Callable[[Callable[[Bench], Finding]], Experiment]:
     """Make an experiment of a function.
 
     ``frameworks``: where it makes sense. ``devices``: how many ``bench.devices`` may be asked for; where fewer are
-    real, so many virtual ones are made. ``devices=1`` means: the GPU if there is one, else the CPU.
+    real, so many virtual ones are made. ``devices=1`` means: the GPU if there is one, else the CPU. ``apart``:
+    none of them may be the host, because there are copies to show.
     """
 
     def make(function: Callable[[Bench], Finding]) -> Experiment:
-        return Experiment(name, question, frameworks, devices, function)
+        return Experiment(name, question, frameworks, devices, apart, function)
 
     return make

@@ -19,13 +19,14 @@ STYLE = (
     + " ".join(f"--c{number}: {colour};" for number, colour in enumerate(COLOURS))
     + " }\n@media (prefers-color-scheme: dark) { svg.plot { --ink: #eee; --faint: #aaa6; "
     + " ".join(f"--c{number}: {colour};" for number, colour in enumerate(_DARK))
-    + " } }\nsvg.plot { width: 100%; max-width: 40rem; height: auto; display: block; margin: 0.5rem 0 1.5rem; }\n"
+    + " } }\nsvg.plot { width: 100%; max-width: 34rem; height: auto; display: block; margin: 0.5rem 0 1.5rem; }\n"
     "svg.plot text { font: 13px system-ui, sans-serif; fill: var(--ink); }\n"
     "svg.plot .small { font-size: 11.5px; }\n"
     "svg.plot .title { font-weight: 600; }\n"
 )
 _WIDTH = 480
 _TITLE = 18  # height of a line of text
+_FEW = 8  # figures that an axis has room for: then it shows those that were measured
 _LETTER = 6.6  # width of a letter, about: for where to break lines
 
 
@@ -53,25 +54,27 @@ def _bars(plot: Plot, top: float) -> tuple[list[str], float]:
     raw = [figure for series in plot.series for figures in series.spread for figure in figures]
     figures = [figure for series in plot.series for figure in series.y]
     axis = _Axis([*figures, *raw, *(bound.value for bound in plot.bounds)], (0, _WIDTH - 70), plot.log_y, zero=True)
-    begin = y
     groups = plot.series[0].x if plot.series else ()
     for position, group in enumerate(groups):
         body.append(f'<text x="0" y="{y + 13}">{escape(str(group))}</text>')
         y += _TITLE
+        begin = y
         for number, series in enumerate(plot.series):
             width = max(1.0, axis.place(series.y[position]))
             body.append(f'<rect x="0" y="{y:.1f}" width="{width:.1f}" height="16" fill="var(--c{number % 8})"/>')
             dots = series.spread[position] if series.spread else ()
             body += [f'<circle cx="{axis.place(dot):.1f}" cy="{y + 8:.1f}" r="2" fill="var(--ink)"/>' for dot in dots]
-            end = max([width, *(axis.place(dot) for dot in dots)])
-            body.append(
-                f'<text class="small" x="{end + 6:.1f}" y="{y + 12:.1f}">{_figure(series.y[position], plot)}</text>'
-            )
+            end = max([width, *(axis.place(dot) for dot in dots)]) + 6
+            text = _figure(series.y[position], plot)
+            body.append(f'<text class="small" x="{end:.1f}" y="{y + 12:.1f}">{text}</text>')
             y += 18
+        # Beside the bars only: through the names they could not be read.
+        places = [axis.place(bound.value) for bound in plot.bounds]
+        body += [_dashed(x, begin - 2, x, y) for x in places]
         y += 8
     for bound in plot.bounds:
         x = axis.place(bound.value)
-        body.append(_dashed(x, begin, x, y))
+        body.append(_dashed(x, y - 6, x, y + 2))
         text = escape(f"{bound.name}: {_figure(bound.value, plot)}")
         side = "end" if x > _WIDTH / 2 else "start"
         body.append(f'<text class="small" x="{x:.1f}" y="{y + 13:.1f}" text-anchor="{side}">{text}</text>')
@@ -98,7 +101,8 @@ def _lines(plot: Plot, top: float) -> tuple[list[str], float]:
         body.append(
             f'<text class="small" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{_figure(tick, plot)}</text>'
         )
-    for tick in across.ticks():
+    measured = sorted({float(x) for series in plot.series for x in series.x})
+    for tick in measured if len(measured) <= _FEW else across.ticks():
         x = across.place(tick)
         body.append(f'<path d="M{x:.1f} {bottom}v4" stroke="var(--ink)"/>')
         body.append(f'<text class="small" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{_number(tick)}</text>')

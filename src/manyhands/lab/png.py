@@ -12,6 +12,8 @@ from manyhands.lab.plots import COLOURS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_DASHES = ("--", ":", "-.") * 4
+
 
 def draw(plot: Plot, path: Path) -> Path | None:
     """The path, or None where matplotlib is not installed or the plot is a drawing, which is SVG already."""
@@ -47,8 +49,8 @@ def _bars(axes: Axes, plot: Plot) -> None:
         [position + middle for position in range(len(plot.series[0].x))], [str(x) for x in plot.series[0].x]
     )
     axes.invert_yaxis()
-    for bound in plot.bounds:
-        axes.axvline(bound.value, color="black", linestyle="--", linewidth=1, label=bound.name)
+    for bound, dashes in zip(plot.bounds, _DASHES, strict=False):
+        axes.axvline(bound.value, color="black", linestyle=dashes, linewidth=1, label=bound.name)
     axes.set_xlabel(plot.y_label)
     if plot.log_y:
         axes.set_xscale("log")
@@ -61,12 +63,16 @@ def _bars(axes: Axes, plot: Plot) -> None:
 def _lines(axes: Axes, plot: Plot) -> None:
     for number, series in enumerate(plot.series):
         axes.plot([float(x) for x in series.x], series.y, "o-", color=COLOURS[number % len(COLOURS)], label=series.name)
-    for bound in plot.bounds:
-        axes.axhline(bound.value, color="black", linestyle="--", linewidth=1, label=bound.name)
+    for bound, dashes in zip(plot.bounds, _DASHES, strict=False):
+        axes.axhline(bound.value, color="black", linestyle=dashes, linewidth=1, label=bound.name)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
     if plot.log_x:
         axes.set_xscale("log")
+        measured = sorted({float(x) for series in plot.series for x in series.x})
+        axes.set_xticks(measured if len(measured) <= 8 else axes.get_xticks(), minor=False)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
     if plot.log_y:
         axes.set_yscale("log")
     if plot.unit == "s":

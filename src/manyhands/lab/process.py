@@ -51,7 +51,7 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
             stderr=noise,
             pass_fds=(writing,),
             start_new_session=True,  # a terminal's Ctrl-C is ours; the child is ended by us
-            env=environment(experiment.devices, gpus),
+            env=environment(one_thread=experiment.virtual(gpus)),
         )
         os.close(writing)
         try:
@@ -76,9 +76,9 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
     return Result(experiment.name, experiment.question, framework, "failed", seconds, why=why)
 
 
-def environment(devices: int, gpus: int) -> dict[str, str]:
-    """The child's environment: one thread for each virtual device, where it will make such."""
-    threads = dict(_ONE_THREAD) if devices > max(1, gpus) else {}
+def environment(*, one_thread: bool) -> dict[str, str]:
+    """The child's environment; it makes its virtual devices itself."""
+    threads = dict(_ONE_THREAD) if one_thread else {}
     if "XLA_FLAGS" in threads and "XLA_FLAGS" in os.environ:
         threads["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {threads['XLA_FLAGS']}"
     inherited = {name: value for name, value in os.environ.items() if name != VIRTUAL_DEVICES}
@@ -126,6 +126,7 @@ def _child(settings: dict[str, Any]) -> None:
         quick=settings["quick"],
         real_gpus=settings["gpus"],
         most_devices=experiment.devices,
+        apart=experiment.apart,
         say=lambda text: tell({"say": text}),
     )
     data = json.dumps({"result": perform(experiment, bench).as_data()}).encode() + b"\n"

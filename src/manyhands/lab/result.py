@@ -64,8 +64,9 @@ def marked(finding: Finding, virtual: Sequence[str]) -> Finding:
     """The same finding; where devices were virtual every table, plot and conclusion says so."""
     if not virtual:
         return finding
-    mark = f"{len(virtual)} virtual devices"
+    mark = f"{len(virtual)} virtual devices" if len(virtual) > 1 else "a virtual device"
     tables = [replace(table, title=f"{table.title or 'Times'} ({mark})") for table in finding.tables]
     plots = [replace(plot, title=f"{plot.title} ({mark})") for plot in finding.plots]
-    note = f"Measured on {mark}, each of them one core of the CPU, because there are fewer real ones."
+    each = "each " if len(virtual) > 1 else ""
+    note = f"Measured on {mark} ({each}one core of the CPU), because this machine has too few GPUs."
     return replace(finding, conclusion=f"{finding.conclusion} {note}", tables=tables, plots=plots)

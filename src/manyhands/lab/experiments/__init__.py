@@ -11,6 +11,12 @@ from manyhands.lab.experiment import Experiment
 # The name of an experiment, and of its module with "_" for "-".
 NAMES = (
     "two-devices",
+    "products-and-copies",
+    "cpu-or-gpu",
+    "logging-norms",
+    "how-linear",
+    "eight-operations",
+    "all-busy",
     "harder-graphs",
     "training-scaling",
     "unequal-devices",

@@ -1,0 +1,77 @@
+"""A thousand products of 100 x 100, and the norm of each in a log on the host.
+
+A number that is read on the host makes the host wait for the device, so that the next product is only issued when the
+last is done. Kept on the device, the whole log takes one wait. Captured, the host does not even issue each product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiment import experiment
+from manyhands.lab.finding import Finding
+
+_SIZE, _IN_A_CAPTURE = 100, 50
+
+
+@experiment("logging-norms", question="What does it cost to log a number at every step?")
+def run(bench: Bench) -> Finding:
+    import numpy
+
+    mh, matmul, norm = bench.mh, bench.operations.matmul, bench.operations.norm
+    (device,) = bench.devices(1)
+    products = 200 if bench.quick else 1000
+    # A rotation: whatever it is multiplied with keeps its norm, however often.
+    random = numpy.random.default_rng(0).standard_normal((_SIZE, _SIZE))
+    turn = bench.tensor(numpy.linalg.qr(random)[0].astype("float32"), device)
+    start = bench.random((_SIZE, _SIZE), device)
+
+    def some(x: Any) -> tuple[Any, list[Any]]:
+        """A part of the products, with their norms on the device."""
+        log = []
+        for _ in range(_IN_A_CAPTURE):
+            x = matmul(turn, x)
+            log.append(norm(x))
+        return x, log
+
+    def read_each() -> Any:
+        x, log = start, []
+        for _ in range(products):
+            x = matmul(turn, x)
+            log.append(bench.operations.numpy(norm(x)))  # the host waits for it
+        return numpy.asarray(log).reshape(-1)
+
+    def keep(part: Callable[[Any], tuple[Any, list[Any]]]) -> Any:
+        x, log = start, list[Any]()
+        for _ in range(products // _IN_A_CAPTURE):
+            x, norms = part(x)
+            log += norms
+        return bench.operations.numpy(bench.operations.join(log))  # one wait, one copy
+
+    captured = mh.parallel(some)
+    ways: dict[str, Callable[[], Any]] = {
+        "read each norm": read_each,
+        "keep the log on the device": lambda: keep(some),
+        "captured with mh.parallel": lambda: keep(captured),
+    }
+    expected = read_each()
+    for name in list(ways)[1:]:
+        bench.say(f"checking: {name}")
+        bench.equal(ways[name](), expected, tolerance=1e-4, what=f"{name} and read each norm")
+    times = bench.trials(ways, {"size": _SIZE, "products": products})
+    kept, best = (times.compare(name, to="read each norm") for name in list(ways)[1:])
+    conclusion = f"{_of_keeping(kept)} Captured, it {best}."
+    title = f"{products} products of {_SIZE} x {_SIZE}, each norm in a log"
+    where = bench.mh.device_of(start)
+    notes = [f"On {where}. How the captured part runs: {captured.planned.how}."]
+    return Finding(conclusion, [times.table(to="read each norm", title=title)], [times.bars(title)], notes)
+
+
+def _of_keeping(kept: Any) -> str:
+    if kept.faster:
+        return f"Reading each norm takes {kept.ratio:.2f} times as long as a log that stays on the device."
+    if kept.slower:
+        return f"Reading each norm costs nothing here: a log that stays on the device {kept}."
+    return "Reading each norm costs nothing that can be measured here: the host has nothing to run ahead of."

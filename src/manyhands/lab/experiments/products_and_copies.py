@@ -1,0 +1,76 @@
+"""Products on a device whose results go to the host: first all products, then all copies; and both overlapped.
+
+A copy needs the bus and a product the device, so that the copy of one result can hide behind the next product. Then
+the longer of the two is all that is left to see: that is the bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiment import experiment
+from manyhands.lab.finding import Bound, Finding
+
+_PRODUCTS = 50
+
+
+@experiment("products-and-copies", question="Do copies to the host hide behind products?", apart=True)
+def run(bench: Bench) -> Finding:
+    mh, matmul = bench.mh, bench.operations.matmul
+    (device,), host = bench.devices(1), mh.cpu()
+    size = bench.size(gpu=4000, cpu=1000, quick=500)
+    inner = bench.size(gpu=4000, cpu=50, quick=50)  # on a CPU a square product takes far longer than its copy
+    left, right = bench.random((size, inner), device, 1), bench.random((inner, size), device, 2)
+
+    def products() -> list[Any]:
+        return [matmul(left, right) for _ in range(_PRODUCTS)]
+
+    computed = products()
+
+    def products_then_copies() -> list[Any]:
+        results = products()
+        mh.synchronize()
+        return [mh.copy(result, host) for result in results]
+
+    def started_at_once() -> list[Any]:
+        arrivals = [mh.to(matmul(left, right), host, wait=False) for _ in range(_PRODUCTS)]
+        return [arrival.result() for arrival in arrivals]
+
+    def tasks() -> list[Any]:
+        with mh.parallel():
+            copies = []
+            for _ in range(_PRODUCTS):
+                product = mh.task(matmul)(left, right)
+                copies.append(mh.task(mh.copy)(product, host))
+        return [copy.result() for copy in copies]
+
+    overlapped = {"mh.to(..., wait=False)": started_at_once, "tasks": tasks}
+    expected = products_then_copies()
+    for name, way in overlapped.items():
+        bench.equal(way(), expected, what=f"{name} and products, then copies")
+    ways = {
+        "products alone": products,
+        "copies alone": lambda: [mh.copy(result, host) for result in computed],
+        "products, then copies": products_then_copies,
+        **overlapped,
+    }
+    times = bench.trials(ways, {"rows": size, "inner": inner, "products": _PRODUCTS})
+    products_alone, copies_alone = times.median("products alone"), times.median("copies alone")
+    bound = Bound("the longer one alone", max(products_alone, copies_alone))
+    best = min(overlapped, key=times.median)
+    gain = times.compare(best, to="products, then copies")
+    hidden = (times.median("products, then copies") - times.median(best)) / min(products_alone, copies_alone)
+    if gain.faster:
+        conclusion = (
+            f"Yes: overlapped ({best}) is {gain.ratio:.2f} times as fast. That hides {min(1.0, hidden):.0%} of the "
+            f"{'copies' if copies_alone < products_alone else 'products'} and takes "
+            f"{times.median(best) / bound.value:.2f} times the bound."
+        )
+    elif gain.slower:
+        conclusion = f"No: the best overlapped way ({best}) takes {1 / gain.ratio:.2f} times as long."
+    else:
+        conclusion = f"Not here: the best overlapped way ({best}) {gain} as products first, then copies."
+    title = f"{_PRODUCTS} products ({size} x {inner}) ({inner} x {size}), results to the host"
+    table = times.table(to="products, then copies", title=title)
+    return Finding(conclusion, [table], [times.bars(title, [bound])])

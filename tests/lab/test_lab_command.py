@@ -1,0 +1,130 @@
+"""``manyhands lab`` as people type it: the list, one real run with its report in a browser, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from browser import title_after
+
+from manyhands.cli import main
+from manyhands.lab import experiments, plots
+from manyhands.lab.result import SCHEMA, Report
+
+
+def command(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "manyhands", "lab", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab"]) == 0
+    out = capsys.readouterr().out
+    for name in experiments.NAMES:
+        assert f"{name} " in out
+        assert experiments.load(name).question in out
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["lab", "run", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    return line
+
+
+def test_bad_input_is_one_line_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "did you mean two-devices?" in _refusal(capsys, "two-device")
+    assert "there are two-devices, " in _refusal(capsys, "xyz")
+    assert "there is no folder" in _refusal(capsys, "two-devices", "--html", str(tmp_path / "none" / "r.html"))
+    assert "it is a folder" in _refusal(capsys, "two-devices", "--json", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in _refusal(capsys, "two-devices", "--out", str(tmp_path / "file"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "no permission" in _refusal(capsys, "two-devices", "--html", str(tmp_path / "r.html"))
+
+
+def test_a_framework_that_is_not_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "mxnet", None)
+    line = _refusal(capsys, "all", "--framework", "mxnet", "--out", str(tmp_path))
+    assert "pip install 'manyhands[mxnet]'" in line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run."""
+    folder = tmp_path_factory.mktemp("lab")
+    child = command("run", "two-devices", "--quick", "--framework", "torch", "--out", str(folder))
+    out, err = child.communicate(timeout=500)
+    assert child.returncode == 0, err
+    assert "Do two devices work at once?" in out
+    assert f"written: {folder / 'report.html'}" in out
+    return folder
+
+
+def test_a_run_keeps_raw_trials_with_where_they_come_from(folder: Path) -> None:
+    data = json.loads((folder / "report.json").read_text())
+    assert data["schema"] == SCHEMA
+    assert data["host"]["usable_cores"] >= 1
+    assert data["frameworks"][0]["version"]
+    (result,) = Report.from_data(data).results
+    assert result.status == "done"
+    assert result.finding is not None
+    assert {trial.name for trial in result.trials} >= {"one after the other", "at once"}
+    assert all(trial.seconds > 0 for trial in result.trials)
+    if result.virtual:
+        assert "virtual" in result.finding.conclusion
+    svg = folder / "plots" / "two-devices-torch-1.svg"
+    assert svg.read_text() == plots.svg(result.finding.plots[0], alone=True)
+    assert svg.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (500, True)])
+def test_a_browser_shows_every_plot_without_an_error(folder: Path, width: int, dark: bool) -> None:
+    script = (
+        "document.title = [document.documentElement.scrollWidth <= innerWidth,"
+        "[...document.querySelectorAll('svg.plot')].every(plot => plot.getBoundingClientRect().height > 50),"
+        "[...document.querySelectorAll('svg text')].every(text => text.getBoundingClientRect().right <= innerWidth),"
+        "document.querySelectorAll('svg.plot rect').length,"
+        "getComputedStyle(document.querySelector('svg.plot text')).fill].join(' ')"
+    )
+    title, console = title_after(folder / "report.html", script, width=width, dark=dark)
+    assert console == ""
+    ink = "rgb(238, 238, 238)" if dark else "rgb(34, 34, 34)"
+    assert title == f"true true true 4 {ink}"
+
+
+def test_a_console_error_would_be_seen(folder: Path) -> None:
+    assert "boom" in title_after(folder / "report.html", "throw new Error('boom')")[1]
+
+
+def test_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
+    """Interrupted in the second experiment: the first is in the report whole."""
+    page = tmp_path / "report.json"
+    child = command("run", "cpu-or-gpu", "eight-operations", "--quick", "--framework", "torch", "--json", str(page))
+    deadline = time.monotonic() + 300
+    while not page.exists() and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=100)
+    assert child.returncode == 130
+    assert "what is finished is in the report" in err
+    first, second = Report.from_data(json.loads(page.read_text())).results
+    assert (first.status, second.status) == ("done", "interrupted")
