@@ -79,10 +79,10 @@ def judge(results: Sequence[Distance], most_luck: float, leap: float = 0.0) -> V
     >>> judge([loss, Distance(1.0, 0.46, 1.0, 1e-5)], most_luck=0.05).words  # all zeros
     '1.96 times as far from exact results as plain execution'
     """
-    largest = max((max(one.size, one.whole) for one in results), default=0.0)
-    noise = [one for one in results if _is_noise(one, largest)]
-    others = [one for one in results if not _is_noise(one, largest)]
-    if any(one.plain >= one.size for one in others):
+    largest = max((max(result.size, result.whole) for result in results), default=0.0)
+    noise = [result for result in results if _is_noise(result, largest)]
+    others = [result for result in results if not _is_noise(result, largest)]
+    if any(other.plain >= other.size for other in others):
         raise CannotBeExact("plain execution itself has nothing in common with exact results")
     level = max((one.plain for one in noise), default=0.0)
     luck = min(most_luck, max(map(_luck, others), default=leap))
@@ -102,17 +102,19 @@ def judge(results: Sequence[Distance], most_luck: float, leap: float = 0.0) -> V
     return Verdict(accepted, _times(ours, plain), worst)
 
 
-def _is_noise(one: Distance, largest: float) -> bool:
-    return one.plain >= one.size / 2 and one.plain <= _SMALL * largest
+def _is_noise(distance: Distance, largest: float) -> bool:
+    return distance.plain >= distance.size / 2 and distance.plain <= _SMALL * largest
 
 
-def _luck(one: Distance) -> float:
+def _luck(distance: Distance) -> float:
     """How inexact plain execution is; of a change without the rounding of what is changed, which says nothing."""
-    return (one.plain - (one.floor * one.size if one.whole else 0.0)) / one.size
+    return (distance.plain - (distance.floor * distance.size if distance.whole else 0.0)) / distance.size
 
 
-def _relative(one: Distance) -> tuple[float, float]:
-    return math.hypot(one.ours / one.size, one.floor), math.hypot(one.plain / one.size, one.floor)
+def _relative(distance: Distance) -> tuple[float, float]:
+    return math.hypot(distance.ours / distance.size, distance.floor), math.hypot(
+        distance.plain / distance.size, distance.floor
+    )
 
 
 def _times(one: float, other: float) -> float:

@@ -84,17 +84,17 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def call(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> CallT:
         """The call with these arguments."""
 
-    def recogniser(self, one: CallT) -> Callable[..., list[Value] | None] | None:
+    def recogniser(self, call: CallT) -> Callable[..., list[Value] | None] | None:
         """What tells quickly whether another call is like this one, and gives its tensors; None where none can."""
 
-    def trace(self, function: Callable[..., Value], one: CallT) -> TraceT:
+    def trace(self, function: Callable[..., Value], call: CallT) -> TraceT:
         """The function as tasks; :class:`~manyhands.errors.CannotTrace` says why there are none."""
 
-    def fuse(self, found: TraceT) -> TraceT:
+    def fuse(self, trace: TraceT) -> TraceT:
         """The trace with runs of small operations compiled; :class:`~manyhands.errors.CannotFuse` says why not."""
 
     def guards(
-        self, found: TraceT, function: Callable[..., Value], arguments: tuple[Value, ...], keywords: dict[str, Value]
+        self, trace: TraceT, function: Callable[..., Value], arguments: tuple[Value, ...], keywords: dict[str, Value]
     ) -> Callable[[tuple[Value, ...], dict[str, Value]], bool] | None:
         """Tells of a call whether all that the code looks at is as it was; None: the trace's own guards have to do.
 
@@ -103,12 +103,12 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
     # Facts
 
-    def device_of(self, one: CallT, found: TraceT) -> DevicesT | None: ...
+    def device_of(self, call: CallT, trace: TraceT) -> DevicesT | None: ...
 
-    def tasks(self, found: TraceT, device: DevicesT | None) -> list[Task]:
+    def tasks(self, trace: TraceT, device: DevicesT | None) -> list[Task]:
         """Its tasks as they are run there."""
 
-    def footprint(self, found: TraceT) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
+    def footprint(self, trace: TraceT) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
         """The bytes of each memory, the memories that are given, and those of the results."""
 
     def copied_bytes(self, tensors: Sequence[Value]) -> int:
@@ -117,7 +117,7 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def device_memory(self, devices: DevicesT | None) -> int:
         """Bytes in all."""
 
-    def batch_hint(self, found: TraceT, number: int) -> str | None:
+    def batch_hint(self, trace: TraceT, number: int) -> str | None:
         """What a task could be batched to, if several like it stand side by side."""
 
     def why_no_graph(self, trace: TraceT) -> str | None: ...
@@ -129,17 +129,17 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def hardware(self, device: DevicesT | None) -> str:
         """What costs depend on: processors, versions, settings."""
 
-    def cost_keys(self, found: TraceT) -> list[str]:
+    def cost_keys(self, trace: TraceT) -> list[str]:
         """For each task a key that tasks of the same cost share."""
 
-    def measured(self, found: TraceT, number: int, device: DevicesT | None) -> tuple[float, float] | None:
+    def measured(self, trace: TraceT, number: int, device: DevicesT | None) -> tuple[float, float] | None:
         """Seconds of a task and the share of the device that it fills."""
 
     def rates(self, device: DevicesT | None) -> tuple[float, float]:
         """Operations and bytes a second."""
 
     def estimated(
-        self, found: TraceT, number: int, device: DevicesT | None, known: tuple[float, float]
+        self, trace: TraceT, number: int, device: DevicesT | None, known: tuple[float, float]
     ) -> tuple[float, float]:
         """As ``measured``, from the rates."""
 
@@ -153,28 +153,28 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
     def threads(self) -> int: ...
 
-    def thread_run(self, found: TraceT, plan: PlanT, count: int) -> Replay: ...
+    def thread_run(self, trace: TraceT, plan: PlanT, count: int) -> Replay: ...
 
-    def synchronous_run(self, found: TraceT, plan: PlanT) -> Replay: ...
+    def synchronous_run(self, trace: TraceT, plan: PlanT) -> Replay: ...
 
     def with_threads(self, run: Run, count: int) -> Run: ...
 
     def graph_run(
-        self, found: TraceT, plan: PlanT, tensors: Sequence[Value], devices: DevicesT, *, reuse_outputs: bool = ...
+        self, trace: TraceT, plan: PlanT, tensors: Sequence[Value], devices: DevicesT, *, reuse_outputs: bool = ...
     ) -> Replay: ...
 
     def stream_run(
-        self, found: TraceT, plan: PlanT, tensors: Sequence[Value], devices: DevicesT, *, reuse_outputs: bool = ...
+        self, trace: TraceT, plan: PlanT, tensors: Sequence[Value], devices: DevicesT, *, reuse_outputs: bool = ...
     ) -> Replay: ...
 
     def together(self, trace: TraceT) -> Callable[[Sequence[Value]], Value]:
         """What puts the flat results together to what the function gives."""
 
-    def mixing(self, found: TraceT) -> Callable[[Sequence[Value]], bool] | None:
+    def mixing(self, trace: TraceT) -> Callable[[Sequence[Value]], bool] | None:
         """Whether arguments share memory with tensors from outside in a way that a schedule knows nothing of."""
 
     def timed(
-        self, found: TraceT, plan: PlanT, devices: DevicesT | None, threads: int
+        self, trace: TraceT, plan: PlanT, devices: DevicesT | None, threads: int
     ) -> Sequence[tuple[float, float]]:
         """When each task of a run began and ended."""
 
@@ -184,23 +184,23 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
     # Trials
 
-    def untouched(self, found: TraceT, tensors: Sequence[Value]) -> AbstractContextManager[Callable[[], None]]:
+    def untouched(self, trace: TraceT, tensors: Sequence[Value]) -> AbstractContextManager[Callable[[], None]]:
         """Trying a function leaves nothing behind; gives what puts back what was written so far."""
 
-    def telling(self, one: CallT) -> CallT:
+    def telling(self, call: CallT) -> CallT:
         """The call with numbers that tell ways apart, where its own are all the same."""
 
-    def expected(self, found: TraceT, one: CallT, plainly: Run) -> list[Value]:
+    def expected(self, trace: TraceT, call: CallT, plainly: Run) -> list[Value]:
         """What plain execution gives and leaves behind."""
 
-    def observed(self, found: TraceT, one: CallT, run: Replay) -> list[Value]:
+    def observed(self, trace: TraceT, call: CallT, run: Replay) -> list[Value]:
         """The same of a run."""
 
-    def exact(self, found: TraceT, one: CallT) -> list[Value]:
+    def exact(self, trace: TraceT, call: CallT) -> list[Value]:
         """The same in float64."""
 
     def verdict(
-        self, found: TraceT, one: CallT, ours: Sequence[Value], plain: Sequence[Value], exactly: Sequence[Value]
+        self, trace: TraceT, call: CallT, ours: Sequence[Value], plain: Sequence[Value], exactly: Sequence[Value]
     ) -> Verdict: ...
 
     def equal(self, one: Sequence[Value], other: Sequence[Value]) -> tuple[bool, float]:
@@ -213,9 +213,9 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
     def is_out_of_memory(self, error: BaseException) -> bool: ...
 
-    def can_be_repeated(self, found: TraceT, error: BaseException) -> bool: ...
+    def can_be_repeated(self, trace: TraceT, error: BaseException) -> bool: ...
 
-    def random_devices(self, found: TraceT) -> list[str]: ...
+    def random_devices(self, trace: TraceT) -> list[str]: ...
 
     def random_state(self, devices: Sequence[str]) -> list[Value]: ...
 

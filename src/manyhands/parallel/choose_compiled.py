@@ -20,7 +20,7 @@ from manyhands.schedule.timing import in_turns
 def better(
     planned: Planned,
     backend: Planning[TraceT, CallT, DevicesT, PlanT],
-    found: TraceT,
+    trace: TraceT,
     choose: Callable[[TraceT], Planned],
     seconds_of: Callable[[Planned], float],
 ) -> Planned:
@@ -29,7 +29,7 @@ def better(
     ``choose`` plans a trace, ``seconds_of`` gives the seconds of a call of what is planned.
     """
     try:
-        fused = backend.fuse(found)
+        fused = backend.fuse(trace)
     except CannotFuse as error:
         planned.notes.append(f"nothing is compiled: {error}")
         return planned
@@ -49,15 +49,15 @@ def better(
     better.seconds = planned.seconds | seconds | ({} if taken else plain)  # plain execution's of the race that counts
     better.predicted = planned.predicted | predicted
     better.notes += [note for note in worse.notes if note not in better.notes]
-    count, before = sum(_is_region(task.name) for task in fused.tasks), len(found.tasks)
+    count, before = sum(_is_region(task.name) for task in fused.tasks), len(trace.tasks)
     better.notes.append(f"{count} compiled regions: {len(fused.tasks)} tasks instead of {before}")
     return better
 
 
-def _is_ahead(one: Planned, other: Planned, seconds_of: Callable[[Planned], float]) -> bool:
-    """Whether one takes less time than the other; what was found is what is told of them."""
-    one.seconds[one.way], other.seconds[other.way] = in_turns(one, other, seconds_of)
-    return one.seconds[one.way] < other.seconds[other.way]
+def _is_ahead(first: Planned, second: Planned, seconds_of: Callable[[Planned], float]) -> bool:
+    """Whether the first takes less time than the second; both keep the times that were measured here."""
+    first.seconds[first.way], second.seconds[second.way] = in_turns(first, second, seconds_of)
+    return first.seconds[first.way] < second.seconds[second.way]
 
 
 def _is_region(name: str) -> bool:

@@ -36,7 +36,7 @@ def choose(
     best: Planned,
     backend: Planning[TraceT, CallT, DevicesT, PlanT],
     call: CallT,
-    found: TraceT,
+    trace: TraceT,
     measured: Graph,
     limit: Limit,
     replaying: Callable[[Replay], Run],
@@ -51,7 +51,7 @@ def choose(
     if count > 1:
         tried.append((Way(Means.THREADS, "one lane", one_thread=True), one_lane(measured), 1))
     tried += [(way, made, count) for way, made in candidates(measured, count, best)]
-    judge = Judge.of(backend, found, call, plainly, best.notes)
+    judge = Judge.of(backend, trace, call, plainly, best.notes)
     best.schedule = one_lane(measured)
     ways: dict[Way, _Candidate] = {AS_WRITTEN: (plainly, best.schedule, count, None)}
 
@@ -70,14 +70,14 @@ def choose(
         if (reason := why_too_large(way, _peak(made, footprint), plain, limit)) is not None:
             best.notes.append(reason)
             continue
-        run = backend.thread_run(found, backend.plan_of(made), threads)
+        run = backend.thread_run(trace, backend.plan_of(made), threads)
         try:
             results = judge.results_of(run)
         except Exception as error:  # a compiler's results may be of types that the next operation does not take
             best.notes.append(f"{way} is not used: {first_line(error)}")
             continue
         add(way, replaying(run), made, threads, results)
-    with backend.untouched(found, call.tensors) as put_back:
+    with backend.untouched(trace, call.tensors) as put_back:
         times = race([lambda run=run: run(*call.given) for run, *_ in ways.values()], put_back)  # type: ignore[misc]
     best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
     ratios = {way: _ratio(own, times[0]) for way, own in zip(ways, times, strict=True)}
@@ -98,7 +98,7 @@ def _peak(made: Schedule, footprint: Footprint) -> int:
 def synchronously(
     best: Planned,
     backend: Planning[TraceT, CallT, DevicesT, PlanT],
-    found: TraceT,
+    trace: TraceT,
     measured: Graph,
     replaying: Callable[[Replay], Run],
 ) -> None:
@@ -106,7 +106,7 @@ def synchronously(
     _, best.schedule = better(measured, max(2, backend.threads()))
     check(best.schedule)
     best.way = Way(Means.CALLERS_THREAD)
-    best.run = replaying(backend.synchronous_run(found, backend.plan_of(best.schedule)))
+    best.run = replaying(backend.synchronous_run(trace, backend.plan_of(best.schedule)))
 
 
 def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[Way, Schedule]]:

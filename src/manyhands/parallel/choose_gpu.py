@@ -34,7 +34,7 @@ def choose(
     best: Planned,
     backend: Planning[TraceT, CallT, DevicesT, PlanT],
     call: CallT,
-    found: TraceT,
+    trace: TraceT,
     device: DevicesT,
     measured: Graph,
     limit: Limit,
@@ -53,29 +53,29 @@ def choose(
     best.schedule = one_lane(measured) if alone else schedule(measured, lanes_for(measured, 1))
 
     def seconds_of(run: Run, *repeats: int) -> float:
-        with backend.untouched(found, call.tensors) as put_back:
+        with backend.untouched(trace, call.tensors) as put_back:
             return backend.seconds(lambda: run(*call.given), device, put_back, *repeats)
 
     best.seconds[AS_WRITTEN] = seconds_of(plainly)
-    judge = Judge.of(backend, found, call, plainly, best.notes)
-    for way, made in ways(backend, found, measured, best):
+    judge = Judge.of(backend, trace, call, plainly, best.notes)
+    for way, made in ways(backend, trace, measured, best):
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = 0
         if way.means is Means.GRAPH:
             beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
-        peaks = Peaks(beside + _peak(backend, found, made, footprint), plain)
+        peaks = Peaks(beside + _peak(backend, trace, made, footprint), plain)
         if not limit.allows(peaks.planned, plain):
             made = thrifty(made, footprint, limit.most(plain) - beside)
-            peaks = Peaks(beside + _peak(backend, found, made, footprint), plain)
+            peaks = Peaks(beside + _peak(backend, trace, made, footprint), plain)
         check(made)
         best.predicted[way] = simulate(made, wait_seconds=_WAIT).seconds
         if (reason := why_too_large(way, peaks.planned, plain, limit)) is not None:
             best.notes.append(reason)
             continue
         try:
-            with backend.untouched(found, call.tensors):
+            with backend.untouched(trace, call.tensors):
                 make = backend.graph_run if way.means is Means.GRAPH else backend.stream_run
-                run = make(found, backend.plan_of(made), call.tensors, device, reuse_outputs=best.reuse_outputs)
+                run = make(trace, backend.plan_of(made), call.tensors, device, reuse_outputs=best.reuse_outputs)
             refused, exactness = judge.refused(judge.results_of(run))
             if refused is not None:
                 best.notes.append(f"{way} is not used: {refused}")
@@ -104,25 +104,25 @@ def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]
 
 
 def _peak(
-    backend: Planning[TraceT, CallT, DevicesT, PlanT], found: TraceT, made: Schedule, footprint: Footprint
+    backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, made: Schedule, footprint: Footprint
 ) -> int:
     """Of a plan that is issued in its order, and whose memory goes by the order of its lanes."""
-    let_go = backend.let_go_at(found, backend.plan_of(made))
+    let_go = backend.let_go_at(trace, backend.plan_of(made))
     return peak(made.graph.tasks, footprint, one_after_the_other(made.order), let_go)
 
 
 def ways(
-    backend: Planning[TraceT, CallT, DevicesT, PlanT], found: TraceT, measured: Graph, best: Planned
+    backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, measured: Graph, best: Planned
 ) -> list[tuple[Way, Schedule]]:
     """What is tried: graphs where they can be captured, streams where the host or several GPUs take part."""
     tried: list[tuple[Way, Schedule]] = []
     some = candidates(measured)
-    if (reason := backend.why_no_graph(found)) is None:
+    if (reason := backend.why_no_graph(trace)) is None:
         tried.append((Way(Means.GRAPH, "one lane"), one_lane(measured)))
         tried += [(Way(Means.GRAPH, lanes), made) for lanes, made in some]
     else:
         best.notes.append(reason)
-    if backend.copies_or_computes_on_host(found) or len({task.device for task in measured.tasks}) > 1:
+    if backend.copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
         one = schedule(measured, lanes_for(measured, 1))
         tried.append((Way(Means.STREAMS, "one lane of each kind"), one))
         tried += [(Way(Means.STREAMS, lanes), made) for lanes, made in some[:2]]

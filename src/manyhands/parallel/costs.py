@@ -57,24 +57,24 @@ class Costed:
         )
 
 
-def costs(backend: Planning[TraceT, CallT, DevicesT, PlanT], found: TraceT, device: DevicesT | None) -> Costed:
+def costs(backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, device: DevicesT | None) -> Costed:
     """The tasks of a trace with what each costs on this machine."""
-    tasks = backend.tasks(found, device)
+    tasks = backend.tasks(trace, device)
     known = Remembered(backend.hardware(device))
     costs_of: dict[str, Cost] = {}
     counts = dict.fromkeys(("measured", "remembered", "estimated"), 0)
     rates: tuple[float, float] | None = None
     end = time.monotonic() + _BUDGET
     result = []
-    for number, (task, key) in enumerate(zip(tasks, backend.cost_keys(found), strict=True)):
+    for number, (task, key) in enumerate(zip(tasks, backend.cost_keys(trace), strict=True)):
         if key not in costs_of:
             cost, how = known.get(key), "remembered"
-            if cost is None and time.monotonic() < end and (pair := backend.measured(found, number, device)):
+            if cost is None and time.monotonic() < end and (pair := backend.measured(trace, number, device)):
                 cost, how = Cost(*pair), "measured"
                 known.add(key, cost)
             if cost is None:
                 rates = rates or backend.rates(device)
-                cost, how = Cost(*backend.estimated(found, number, device, rates)), "estimated"
+                cost, how = Cost(*backend.estimated(trace, number, device, rates)), "estimated"
             costs_of[key] = cost
             counts[how] += 1
         cost = costs_of[key]

@@ -165,7 +165,7 @@ class Parallel(ParallelFunction):
         backend, way, run = self.backend, self.backend.WAY, traced.run
         if run is None:
             return
-        written = {id(one) for one in traced.writes}
+        written = {id(write) for write in traced.writes}
         before = [(one, value) for one, value in before if id(one) in written]
         if len(before) < len(written):
             planned.notes.append(f"{way} is not used: it writes to variables that cannot be put back")
@@ -213,11 +213,11 @@ class Parallel(ParallelFunction):
     def _show(self, planned: Planned, traced: Traced) -> None:
         """The tasks on the runtime's lanes, as it would run them."""
         backend, forms = self.backend, traced.forms
-        tasks = [dataclasses.replace(one, share=1 / backend.lanes(one.device)) for one in traced.tasks]
+        tasks = [dataclasses.replace(task, share=1 / backend.lanes(task.device)) for task in traced.tasks]
         made = _on_lanes(graph(tasks), backend.lanes)
         whole, spent = simulate(made).seconds, [*planned.seconds.values()][-1]
         if not traced.measured and whole > 0:
-            tasks = [dataclasses.replace(one, seconds=one.seconds * spent / whole) for one in tasks]
+            tasks = [dataclasses.replace(task, seconds=task.seconds * spent / whole) for task in tasks]
             made = _on_lanes(graph(tasks), backend.lanes)
         check(made)
         planned.schedule = made

@@ -22,20 +22,20 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
     def __init__(
         self,
         backend: Planning[TraceT, CallT, DevicesT, PlanT],
-        found: TraceT,
+        trace: TraceT,
         call: CallT,
         expected: Sequence[Value],
         notes: list[str],
     ) -> None:
         """What is in the way of a better comparison is told in ``notes``."""
-        self._backend, self._found, self._call = backend, found, call
+        self._backend, self._found, self._call = backend, trace, call
         self._expected, self._notes = expected, notes
 
     @classmethod
     def of(
         cls,
         backend: Planning[TraceT, CallT, DevicesT, PlanT],
-        found: TraceT,
+        trace: TraceT,
         call: CallT,
         plainly: Run,
         notes: list[str],
@@ -44,13 +44,13 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
         told = backend.telling(call)
         if told is not call:
             try:
-                return cls(backend, found, told, backend.expected(found, told, plainly), notes)
+                return cls(backend, trace, told, backend.expected(trace, told, plainly), notes)
             except Exception as error:
                 notes.append(
                     "all numbers of an argument are the same, so that results tell little; the function does not take "
                     f"others ({first_line(error)})"
                 )
-        return cls(backend, found, call, backend.expected(found, call, plainly), notes)
+        return cls(backend, trace, call, backend.expected(trace, call, plainly), notes)
 
     def results_of(self, run: Replay) -> list[Value]:
         """What a run gives for the same numbers."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-import statistics
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -33,6 +31,7 @@ from manyhands.schedule.timeline import Timeline
 from manyhands.tasks import scope
 
 _RECENT = 4  # plans that are asked whether they know a call before its signature is built
+_GUARD_CALLS = 20  # that are timed, to know what guards cost
 _MEMORY = 1.3  # of plain execution's memory a plan may take
 # Tracing replaces parts of Python and of the framework for a while: one thread at a time.
 _tracing = threading.RLock()
@@ -90,7 +89,7 @@ class Parallel(ParallelFunction):
         if planned.fits is None:
             planned.fits = self.backend.recogniser(call)
         if planned.fits is not None:
-            others = [one for one in self._recent if one is not planned][: _RECENT - 1]
+            others = [other for other in self._recent if other is not planned][: _RECENT - 1]
             # Plain execution, which fits every state, comes after the plans of some states.
             self._recent = (*others, planned) if planned.way.is_plain else (planned, *others)
 
@@ -104,10 +103,10 @@ class Parallel(ParallelFunction):
             self._plans.keep(call.signature, planned)
         return planned
 
-    # Telling
+    # Explaining
 
     def measured(self) -> Timeline:
-        made = self._scheduled()
+        schedule = self._scheduled()
         timed = self.planned.timed
         assert timed is not None
         try:
@@ -117,16 +116,17 @@ class Parallel(ParallelFunction):
                 f"it cannot be run with made-up arguments ({first_line(error)}): timeline(path, simulated=True) draws "
                 "it from the costs of its tasks"
             ) from error
-        return timeline_of(made, moments, f"measured; {self.planned.how}")
+        return timeline_of(schedule, moments, f"measured; {self.planned.how}")
 
     def forecast(
         self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
     ) -> Forecast:
-        made, planned = self._scheduled(), self.planned
+        schedule, planned = self._scheduled(), self.planned
         assert planned.footprint is not None
-        used = len({lane for lane, task in zip(made.lane_of, made.graph.tasks, strict=True) if task.kind == "compute"})
+        placed = zip(schedule.lane_of, schedule.graph.tasks, strict=True)
+        used = len({lane for lane, task in placed if task.kind == "compute"})
         machine = Machine(devices, max(1, used) if lanes is None else lanes, bandwidth, latency)
-        return forecast(made.graph, planned.footprint, machine)
+        return forecast(schedule.graph, planned.footprint, machine)
 
     # Planning
 
@@ -134,10 +134,10 @@ class Parallel(ParallelFunction):
         """``first``: of this signature; what is made outside at the first call may be there at the next."""
         try:
             with _tracing, Effects(refuse=True) as effects, scope.at_once():
-                found = self.backend.trace(self.function, call)
+                trace = self.backend.trace(self.function, call)
             if effects.found is not None:
                 raise CannotTrace(f"it {effects.found}: it is run as it is")
-            device = self.backend.device_of(call, found)
+            device = self.backend.device_of(call, trace)
         except CannotTrace as error:
             planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
             planned.holds = error.holds or planned.holds
@@ -146,36 +146,36 @@ class Parallel(ParallelFunction):
         except Exception as error:  # the function's own, if it is, comes from plain execution
             return Planned(self._plainly, notes=[f"cannot be traced: {first_line(error)}"], again=first)
         try:
-            with self.backend.untouched(found, call.tensors) as put_back:
-                planned = self._choose(call, found, device)
+            with self.backend.untouched(trace, call.tensors) as put_back:
+                planned = self._choose(call, trace, device)
                 if self.compile and not self.synchronous:
                     planned = choose_compiled.better(
                         planned,
                         self.backend,
-                        found,
-                        lambda one: self._choose(call, one, device),
-                        lambda one: self.backend.seconds(lambda: one.run(*call.given), device, put_back),
+                        trace,
+                        lambda fused: self._choose(call, fused, device),
+                        lambda plan: self.backend.seconds(lambda: plan.run(*call.given), device, put_back),
                     )
         except Exception as error:  # whatever fails while plans are tried: plain execution is there
             without_memory = self.backend.is_out_of_memory(error)
             why = "no memory was left to plan it" if without_memory else "it could not be planned"
             planned = Planned(self._plainly, notes=[f"{why}: {first_line(error)}"], again=first and not without_memory)
-        planned.holds, planned.changed = found.holds, found.changed
+        planned.holds, planned.changed = trace.holds, trace.changed
         if not planned.way.is_plain and not self.has_guards:
-            self._add_guards(planned, call, found)
+            self._add_guards(planned, call, trace)
         return planned
 
-    def _add_guards(self, planned: Planned, call: Call, found: Trace) -> None:
+    def _add_guards(self, planned: Planned, call: Call, trace: Trace) -> None:
         """Let Dynamo guard what the code looks at, if it can follow it; what that costs has to be won first."""
         _, arguments, keywords = call.given
         try:
             with _tracing:
-                planned.guards = self.backend.guards(found, self.function, arguments, keywords)
+                planned.guards = self.backend.guards(trace, self.function, arguments, keywords)
         except CannotGuard as error:
             planned.notes.append(f"guarded by rules of our own: Dynamo cannot follow it ({error})")
         if planned.guards is None or AS_WRITTEN not in planned.seconds:
             return
-        cost = _seconds_of(lambda: planned.is_valid_for(arguments, keywords))
+        cost = self.backend.seconds(lambda: planned.is_valid_for(arguments, keywords), None, lambda: None, _GUARD_CALLS)
         if planned.seconds[planned.way] + cost >= planned.seconds[AS_WRITTEN]:
             planned.notes.append(
                 f"{planned.way} is not used: its guards take {cost * 1e6:.0f} us of every call, more than it gains"
@@ -186,39 +186,39 @@ class Parallel(ParallelFunction):
     def _plainly(self, _: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.function(*arguments, **keywords)
 
-    def _choose(self, call: Call, found: Trace, device: object | None) -> Planned:
+    def _choose(self, call: Call, trace: Trace, device: object | None) -> Planned:
         """Plan the trace, and keep the fastest way that is right."""
         backend = self.backend
-        costed = costs(backend, found, device)
+        costed = costs(backend, trace, device)
         measured = graph(costed.tasks)
         best = Planned(self._plainly, threads=backend.threads(), costed=costed, reuse_outputs=self.reuse_outputs)
-        best.footprint = Footprint(*backend.footprint(found))
+        best.footprint = Footprint(*backend.footprint(trace))
         limit = Limit(self.memory, backend.device_memory(device) // 100)
-        replaying = functools.partial(self._replaying, best, found)
+        replaying = functools.partial(self._replaying, best, trace)
         if self.synchronous:
-            choose_cpu.synchronously(best, backend, found, measured, replaying)
+            choose_cpu.synchronously(best, backend, trace, measured, replaying)
         elif device is None:
-            choose_cpu.choose(best, backend, call, found, measured, limit, replaying)
+            choose_cpu.choose(best, backend, call, trace, measured, limit, replaying)
         else:
-            choose_gpu.choose(best, backend, call, found, device, measured, limit, replaying)
-        best.advice = explain.advice(measured, backend.cost_keys(found), functools.partial(backend.batch_hint, found))
+            choose_gpu.choose(best, backend, call, trace, device, measured, limit, replaying)
+        best.advice = explain.advice(measured, backend.cost_keys(trace), functools.partial(backend.batch_hint, trace))
 
         def timed() -> Sequence[tuple[float, float]]:
             assert best.schedule is not None
-            return backend.timed(found, backend.plan_of(best.schedule), device, best.threads)
+            return backend.timed(trace, backend.plan_of(best.schedule), device, best.threads)
 
         best.timed = timed
         return best
 
-    def _replaying(self, planned: Planned, found: Trace, run: Replay) -> Run:
+    def _replaying(self, planned: Planned, trace: Trace, run: Replay) -> Run:
         """Replay a run; a call that fails is done again plainly, and so is every call after one without memory.
 
         Plain execution raises what the function raises, or takes the branch that the function has for an error.
         """
         backend = self.backend
-        together = backend.together(found)
-        random = backend.random_devices(found)
-        mixing = backend.mixing(found)
+        together = backend.together(trace)
+        random = backend.random_devices(trace)
+        mixing = backend.mixing(trace)
         alone = nullcontext() if run.concurrent else threading.Lock()
 
         def replay(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -229,7 +229,7 @@ class Parallel(ParallelFunction):
                 with alone:
                     return together(run.replay(tensors))
             except Exception as error:
-                if not backend.can_be_repeated(found, error):
+                if not backend.can_be_repeated(trace, error):
                     error.add_note("it was run on lanes, and has written to tensors of yours: it cannot be repeated")
                     raise
                 if without_memory := backend.is_out_of_memory(error):
@@ -242,15 +242,6 @@ class Parallel(ParallelFunction):
             return self._plainly(tensors, arguments, keywords)
 
         return replay
-
-
-def _seconds_of(call: Callable[[], object], times: int = 20) -> float:
-    spent = []
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        spent.append(time.perf_counter() - start)
-    return statistics.median(spent)
 
 
 def _must_allow_memory(memory: object) -> None:

@@ -13,7 +13,7 @@ Planning takes as long as hundreds or thousands of calls, and pays where calls c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -26,8 +26,8 @@ _OFTEN = 3  # times that a call has to come then
 _REMEMBERED = 32  # calls that came and were not planned
 
 NEVER_AGAIN = (
-    f"its arguments are of another form at every call: {_WASTED} plans in a row were not used again, so a call is "
-    f"planned when it comes for the {_OFTEN}rd time; a number that changes can be given as a tensor, a shape padded"
+    f"arguments change on every call: the last {_WASTED} plans were never reused, so a call is now planned only when "
+    f"it comes for the {_OFTEN}rd time. Pass a number that changes as a tensor; pad a shape that changes"
 )
 
 
@@ -50,22 +50,22 @@ Plan = TypeVar("Plan", bound=Standing)
 
 class Plans(Generic[Plan]):
     def __init__(self) -> None:
-        self._kept: OrderedDict[Any, list[Plan]] = OrderedDict()
-        self._times: dict[Any, int] = {}  # that a signature was planned
+        self._kept: OrderedDict[Hashable, list[Plan]] = OrderedDict()
+        self._times: dict[Hashable, int] = {}  # that a signature was planned
         self._wasted = 0
-        self._came: OrderedDict[Any, int] = OrderedDict()  # how often, without having been planned
+        self._came: OrderedDict[Hashable, int] = OrderedDict()  # how often, without having been planned
 
-    def of(self, signature: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Plan | None:
+    def of(self, signature: Hashable, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Plan | None:
         """The plan that is valid for a call."""
         kept = self._kept.get(signature, ())
-        found = next((plan for plan in kept if plan.is_valid_for(arguments, keywords)), None)
-        if found is not None:
-            found.used = True
+        valid = next((plan for plan in kept if plan.is_valid_for(arguments, keywords)), None)
+        if valid is not None:
+            valid.used = True
             with suppress(KeyError):  # another thread may just have thrown it away
                 self._kept.move_to_end(signature)
-        return found
+        return valid
 
-    def is_worth_one(self, signature: Any) -> bool:
+    def is_worth_one(self, signature: Hashable) -> bool:
         """Whether the call is likely to come again; asked once for each that has no plan."""
         if signature in self._kept or self._wasted < _WASTED:
             return True
@@ -77,27 +77,27 @@ class Plans(Generic[Plan]):
             self._came.popitem(last=False)
         return False
 
-    def count(self, signature: Any) -> int:
+    def count(self, signature: Hashable) -> int:
         """How often it is planned, this time included."""
         self._times[signature] = self._times.get(signature, 0) + 1
         return self._times[signature]
 
-    def why_no_more(self, signature: Any) -> str | None:
+    def why_no_more(self, signature: Hashable) -> str | None:
         """Why the signature is not planned once more, after it was counted; None where it may be."""
         if self._times.get(signature, 0) <= _PLANNINGS:
             return None
         last: Sequence[Plan] = self._kept.get(signature, ())
-        changed = next((what for one in reversed(last) if (what := one.changed())), None)
+        changed = next((what for plan in reversed(last) if (what := plan.changed())), None)
         return (
-            f"planned {_PLANNINGS} times already; what it takes from outside is different at every call"
-            f"{f' (now: {changed})' if changed else ''}: pass it as an argument, or keep it the same object"
+            f"planned {_PLANNINGS} times already: what it reads from outside its arguments changes on every call"
+            f"{f' (now: {changed})' if changed else ''}. Pass that as an argument, or keep it the same object"
         )
 
-    def keep(self, signature: Any, plan: Plan) -> None:
+    def keep(self, signature: Hashable, plan: Plan) -> None:
         variants = self._kept.setdefault(signature, [])
         variants.append(plan)
         del variants[:-_VARIANTS]
         if len(self._kept) > _SIGNATURES:
             gone, plans = self._kept.popitem(last=False)
             self._times.pop(gone, None)
-            self._wasted = 0 if any(one.used for one in plans) else self._wasted + 1
+            self._wasted = 0 if any(plan.used for plan in plans) else self._wasted + 1

@@ -155,7 +155,7 @@ def thrifty(made: Schedule, footprint: Footprint, most: int) -> Schedule:
         heads = [queue[-1] for queue in queues if queue]
         heads = [task for task in heads if all(other in walk.place for other in made.waits.get(task, ()))]
         heads.sort(key=begins.__getitem__)
-        task = next((one for one in heads if walk.too_much(one, most) <= walk.can_go[made.lane_of[one]]), heads[0])
+        task = next((head for head in heads if walk.too_much(head, most) <= walk.can_go[made.lane_of[head]]), heads[0])
         lane = made.lane_of[task]
         for other in made.waits.get(task, ()):
             walk.learn(lane, other)

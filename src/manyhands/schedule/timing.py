@@ -19,7 +19,7 @@ def rounds(ways: Sequence[_Way], seconds_of: Callable[[_Way], float]) -> Iterato
         first = (first + 1) % len(ways)
 
 
-def in_turns(one: _Way, other: _Way, seconds_of: Callable[[_Way], float]) -> tuple[float, float]:
+def in_turns(first: _Way, second: _Way, seconds_of: Callable[[_Way], float]) -> tuple[float, float]:
     """The seconds of each in its best turn: what disturbs only ever adds to them."""
-    turns = [times for _, times in zip(range(_TURNS), rounds((one, other), seconds_of), strict=False)]
+    turns = [times for _, times in zip(range(_TURNS), rounds((first, second), seconds_of), strict=False)]
     return min(times[0] for times in turns), min(times[1] for times in turns)

@@ -274,11 +274,11 @@ class Objects:
         if (function := getattr(one, "__func__", None)) is not None:
             walk.later.append(function)
 
-    def _function(self, one: types.FunctionType, walk: _Walk) -> None:
+    def _function(self, function_type: types.FunctionType, walk: _Walk) -> None:
         found, later = walk.found, walk.later
-        found.memories.add(id(one))
-        if one.__closure__:
-            for name, cell in zip(one.__code__.co_freevars, one.__closure__, strict=True):
+        found.memories.add(id(function_type))
+        if function_type.__closure__:
+            for name, cell in zip(function_type.__code__.co_freevars, function_type.__closure__, strict=True):
                 try:
                     variable = Variable(cell, name, cell.cell_contents)
                 except ValueError:  # not bound yet
@@ -286,17 +286,17 @@ class Objects:
                 found.memories.add(id(cell))
                 found.variables.append(variable)
                 later.append(variable.value)
-        if one.__defaults__:
-            later.extend(one.__defaults__)
-        if one.__kwdefaults__:
-            later.extend(one.__kwdefaults__.values())
-        if one.__dict__:
+        if function_type.__defaults__:
+            later.extend(function_type.__defaults__)
+        if function_type.__kwdefaults__:
+            later.extend(function_type.__kwdefaults__.values())
+        if function_type.__dict__:
             found.for_good = False
-            found.holders.append(one)
-            later.extend(one.__dict__.values())
-        if (said := _said(one)).words:
+            found.holders.append(function_type)
+            later.extend(function_type.__dict__.values())
+        if (said := _said(function_type)).words:
             walk.words |= said.words
-            self._globals(one.__globals__, said, walk)
+            self._globals(function_type.__globals__, said, walk)
 
     def _globals(self, names: dict[str, Any], said: _Said, walk: _Walk) -> None:
         for name in said.globals:
@@ -392,7 +392,7 @@ def _methods(walk: _Walk) -> list[Any]:
         for word, one in _functions_in(cls)
         if word in words or word in _CALLED or (word.startswith("__") and (is_called or word not in _MAKING))
     ]
-    return [one for one in functions if id(one) not in walk.seen]
+    return [function for function in functions if id(function) not in walk.seen]
 
 
 @functools.lru_cache(maxsize=1000)

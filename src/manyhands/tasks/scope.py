@@ -153,9 +153,9 @@ def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callabl
         )
     if not isinstance(writes, tuple):
         raise TypeError(f"task(..., writes=...) takes a tuple: write writes=(x,), not a {type(writes).__name__}")
-    for one in writes:
-        if isinstance(one, (*PLAIN, type)):
-            raise TypeError(f"task(..., writes=...): {one!r} cannot be written to")
+    for write in writes:
+        if isinstance(write, (*PLAIN, type)):
+            raise TypeError(f"task(..., writes=...): {write!r} cannot be written to")
 
     @functools.wraps(function)
     def give(*arguments: Any, **keywords: Any) -> Future[T]:

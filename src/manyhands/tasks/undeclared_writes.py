@@ -28,15 +28,15 @@ class Watch:
         if found.locks:
             holders, variables = [], []
         if written:
-            arrays = [one for one in arrays if not share([_span_of(one) or id(one)], written)]
+            arrays = [array for array in arrays if not share([_span_of(array) or id(array)], written)]
             watched = [one for one in watched if not share([objects.memory_of(one)], written)]
-            holders = [one for one in holders if id(one) not in written]
-            variables = [one for one in variables if one.key() not in written]
+            holders = [holder for holder in holders if id(holder) not in written]
+            variables = [variable for variable in variables if variable.key() not in written]
         self._version_of = version_of = objects.version_of if watched else None
         self._versions = [(one, version_of(one)) for one in watched] if version_of else ()
-        self._arrays = [(one, _content_of(one)) for one in arrays] if arrays else ()
+        self._arrays = [(array, _content_of(array)) for array in arrays] if arrays else ()
         self._words = found.words
-        self._held = [(one, _held_by(one, self._words)) for one in holders] if holders else ()
+        self._held = [(holder, _held_by(holder, self._words)) for holder in holders] if holders else ()
         self._variables = variables
 
     def changed(self) -> Any:

@@ -59,8 +59,8 @@ class Crew:
         """Put a job behind everything that it conflicts with."""
         try:
             while strangers := self._enter(job):
-                for one in strangers:
-                    one.wait(None)
+                for stranger in strangers:
+                    stranger.wait(None)
         finally:
             self._enter_done()
         if not self._size:

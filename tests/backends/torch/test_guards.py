@@ -127,7 +127,7 @@ def test_what_changes_at_every_call_ends_in_plain_execution() -> None:
     for number in range(12):
         scale[0] = float(number)
         assert torch.equal(fast(X), X * number)
-    assert "different at every call (now: scale[0])" in fast.explain()
+    assert "changes on every call (now: scale[0])" in fast.explain()
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])

@@ -55,17 +55,17 @@ class Graph:
                     self._memory[variable] = self._of(value)
 
     def _task(self, equation: Any) -> None:
-        reads = {self._of(one) for one in equation.invars if not isinstance(one, Literal)}
-        writes = {self._of(one) for one in equation.outvars}
+        reads = {self._of(invar) for invar in equation.invars if not isinstance(invar, Literal)}
+        writes = {self._of(outvar) for outvar in equation.outvars}
         target = _target(equation)
-        known = [self._device[one] for one in reads if one in self._device]
+        known = [self._device[read] for read in reads if read in self._device]
         device = target or (known[0] if known else self._first)
         if target:
             self.devices.add(target)
         self._device.update(dict.fromkeys(writes, device))
         copies = target is not None and target != (known[0] if known else self._first)
         heavy = equation.primitive.name in _HEAVY
-        self.forms.append(f"{equation.primitive.name} {[one.aval for one in equation.invars]}" if heavy else "")
+        self.forms.append(f"{equation.primitive.name} {[invar.aval for invar in equation.invars]}" if heavy else "")
         self.tasks.append(task(equation.primitive.name, reads, writes, device, _seconds(equation), copies=copies))
 
 
@@ -106,7 +106,7 @@ def _seconds(equation: Any) -> float:
 
 
 def _operations(equation: Any) -> float:
-    primitive, made = equation.primitive.name, sum(_size(one) for one in equation.outvars)
+    primitive, made = equation.primitive.name, sum(_size(outvar) for outvar in equation.outvars)
     if primitive == "dot_general":
         left = equation.invars[0].aval.shape
         return 2.0 * made * int(math.prod(left[axis] for axis in equation.params["dimension_numbers"][0][0]))

@@ -128,14 +128,14 @@ def tasks(recording: Recording) -> list[Task]:
     """Each array is a memory: without views, which are no operations, no two share one."""
     return [
         task(
-            one.name,
-            {id(array) for array in one.inputs},
-            {id(array) for array in one.outputs},
-            str(adapter.neutral(one.outputs[0].ctx if one.outputs else mx.current_context())),
-            one.seconds,
-            copies=one.name == "_copyto" and one.inputs[0].ctx != one.outputs[0].ctx,
+            operation.name,
+            {id(array) for array in operation.inputs},
+            {id(array) for array in operation.outputs},
+            str(adapter.neutral(operation.outputs[0].ctx if operation.outputs else mx.current_context())),
+            operation.seconds,
+            copies=operation.name == "_copyto" and operation.inputs[0].ctx != operation.outputs[0].ctx,
         )
-        for one in recording.operations
+        for operation in recording.operations
     ]
 
 
@@ -143,17 +143,19 @@ def why_not_one(recording: Recording, modes: Sequence[Any]) -> str | None:
     """Why what was noted cannot stand for other calls, or None."""
     if modes[0] or modes[1]:
         return "under autograd.record() MXNet notes operations itself, for backward()"
-    contexts = {str(array.ctx) for one in recording.operations for array in [*one.inputs, *one.outputs]}
+    contexts = {
+        str(array.ctx) for operation in recording.operations for array in [*operation.inputs, *operation.outputs]
+    }
     if len(contexts) > 1:
         return f"it computes on one context, and this function uses {', '.join(sorted(contexts))}"
-    for one in recording.operations:
-        if one.in_place or not one.outputs:
-            return f"{one.name} writes in place"
-        if one.name == "Custom":
+    for operation in recording.operations:
+        if operation.in_place or not operation.outputs:
+            return f"{operation.name} writes in place"
+        if operation.name == "Custom":
             return "it has an operator of its own (mx.operator), which runs Python"
-        always = one.name == "Dropout" and "always" in map(str, one.values)
-        if always or any(word in one.name.lower() for word in _RANDOM):
-            return f"{one.name} draws random numbers"
+        always = operation.name == "Dropout" and "always" in map(str, operation.values)
+        if always or any(word in operation.name.lower() for word in _RANDOM):
+            return f"{operation.name} draws random numbers"
     return None
 
 
@@ -184,17 +186,19 @@ def one_operation(call: Call, recording: Recording, reached: Set[int]) -> Run:
     return _run(computed, outputs, given)
 
 
-def _composed(one: _Operation, inputs: list[Any], name: str) -> Any:
+def _composed(operation: _Operation, inputs: list[Any], name: str) -> Any:
     def compose(keys: Sequence[str], values: Sequence[Any]) -> Any:
-        return mx.symbol.register._symbol_creator(one.handle, inputs, None, keys, values, name, one.is_numpy)
+        return mx.symbol.register._symbol_creator(
+            operation.handle, inputs, None, keys, values, name, operation.is_numpy
+        )
 
     try:
-        return compose(one.keys, one.values)
+        return compose(operation.keys, operation.values)
     except mx.MXNetError as error:
         # An operation on arrays counts its inputs itself; a symbol has to be told.
         if "num_args" not in str(error):
             raise
-        return compose([*one.keys, "num_args"], [*one.values, len(inputs)])
+        return compose([*operation.keys, "num_args"], [*operation.values, len(inputs)])
 
 
 def _written(symbol: Any) -> set[str]:

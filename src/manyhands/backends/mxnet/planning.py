@@ -101,7 +101,10 @@ def trace(call: Call, seen: graph.Recording, reached: Sequence[Any]) -> Traced:
     if not seen.complete:
         raise NotYet("another function is being planned")
     seen.must_be_all()
-    forms = [f"{one.name} {[a.shape for a in one.inputs]}" if one.name in _HEAVY else "" for one in seen.operations]
+    forms = [
+        f"{operation.name} {[a.shape for a in operation.inputs]}" if operation.name in _HEAVY else ""
+        for operation in seen.operations
+    ]
     traced = Traced(graph.tasks(seen), measured=True, forms=forms)
     reason = graph.why_not_one(seen, tasks.modes())
     if reason is None:

@@ -41,7 +41,7 @@ class Graph:
     def _add(self, operation: Any) -> None:
         taken = [self._memory.get(tensor.name, set()) for tensor in operation.inputs]
         reads: set[int] = set().union(
-            *taken, *(self._memory.get(f"^{one.name}", set()) for one in operation.control_inputs)
+            *taken, *(self._memory.get(f"^{control_input.name}", set()) for control_input in operation.control_inputs)
         )
         if operation.type in _NO_TASK:
             made = reads or (self._new() if operation.type == "Placeholder" else set())

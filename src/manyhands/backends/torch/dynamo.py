@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,9 +131,8 @@ class _PlannedGraph:
         if not plan.in_graph:
             given = tuple(_plain(value) for value in arguments)
             return list(plan.run([value for value in given if isinstance(value, torch.Tensor)], given, {}))
-        with (
-            only_tried() if self._kept else nullcontext()
-        ):  # results stay where they are: the backward pass reads there
+        # Kept results stay in the graph's memory: the backward pass reads them there.
+        with only_tried() if self._kept else nullcontext():
             own = list(plan.run(bound.tensors_of(arguments), arguments, {}))
         if not self._kept:
             return own
@@ -158,7 +157,6 @@ class _PlannedGraph:
         return bound
 
 
-@dataclass
 class _Bound:
     """A plan (None: the graph runs as it is) with what has to be the same of its arguments.
 
@@ -166,17 +164,13 @@ class _Bound:
     graph may be for several shapes, and ``in_place`` are the numbers of tensors that a CUDA graph reads where they lay.
     """
 
-    plan: Plan | None
-    arguments: tuple[Any, ...] = field(repr=False)
-    in_place: Sequence[int]
-
-    def __post_init__(self) -> None:
-        tensors = [value for value in self.arguments if isinstance(value, torch.Tensor)]
-        self._all_tensors = len(tensors) == len(self.arguments)
-        self._others = [(n, value) for n, value in enumerate(self.arguments) if not isinstance(value, torch.Tensor)]
+    def __init__(self, plan: Plan | None, arguments: tuple[Any, ...], in_place: Sequence[int]) -> None:
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        self.plan = plan
+        self._all_tensors = len(tensors) == len(arguments)
+        self._others = [(n, value) for n, value in enumerate(arguments) if not isinstance(value, torch.Tensor)]
         self._alike = tensor_guards(tensors)
-        self._at = [(number, self.arguments[number].data_ptr()) for number in self.in_place]
-        self.arguments = ()  # they are the caller's: not kept
+        self._at = [(number, arguments[number].data_ptr()) for number in in_place]
 
     def fits(self, arguments: tuple[Any, ...]) -> bool:
         if not self._all_tensors and any(arguments[number] != value for number, value in self._others):
@@ -186,7 +180,11 @@ class _Bound:
         return self._alike(*self.tensors_of(arguments))
 
     def tensors_of(self, arguments: tuple[Any, ...]) -> Sequence[torch.Tensor]:
-        return arguments if self._all_tensors else [one for one in arguments if isinstance(one, torch.Tensor)]
+        return (
+            arguments
+            if self._all_tensors
+            else [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        )
 
 
 def _plain(value: Any, *, in_place: bool = False) -> Any:

@@ -52,9 +52,9 @@ _REPEATS = 20
 _LONG = 0.5  # seconds of a call, from which on it needs no warm-up and few repetitions
 
 
-def device_of(one: Call, found: Trace) -> Gpus | None:
+def device_of(call: Call, trace: Trace) -> Gpus | None:
     """The GPUs that steps run on, beside the CPU perhaps; None where there is only the CPU."""
-    devices = sorted(int(name.partition(":")[2]) for name in found.gpus())
+    devices = sorted(int(name.partition(":")[2]) for name in trace.gpus())
     return tuple(torch.device("cuda", number) for number in devices) or None
 
 
@@ -62,14 +62,14 @@ def device_of(one: Call, found: Trace) -> Gpus | None:
 
 
 @contextmanager
-def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
     """Trying a function out leaves no trace: what it writes to, and random numbers, are put back, calls not counted.
 
     Gives what puts back what was written to already before the end: a function that goes on from where it stands, with
     a position in its data say, must not be tried beyond them.
     """
-    saved = [(tensor, tensor.detach().clone()) for tensor in _written(found, tensors)]
-    gradients = [(tensor, tensor.grad) for tensor, _ in found.gradients]
+    saved = [(tensor, tensor.detach().clone()) for tensor in _written(trace, tensors)]
+    gradients = [(tensor, tensor.grad) for tensor, _ in trace.gradients]
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def put_back() -> None:
@@ -89,43 +89,43 @@ def untouched(found: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callabl
             torch.cuda.set_rng_state_all(cuda)
 
 
-def _written(found: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _written(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The arguments and the tensors from outside that the function writes to."""
-    written = written_memories(found)
-    places = [*zip(found.inputs, tensors, strict=True)]
-    places += [(node, getattr(found.module, str(node.target))) for node in found.constants]
-    changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and found.storages[node] & written}
+    written = written_memories(trace)
+    places = [*zip(trace.inputs, tensors, strict=True)]
+    places += [(node, getattr(trace.module, str(node.target))) for node in trace.constants]
+    changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and trace.storages[node] & written}
     return list(changed.values())
 
 
-def expected(found: Trace, one: Call, plainly: Run) -> list[Any]:
+def expected(trace: Trace, call: Call, plainly: Run) -> list[Any]:
     """What plain execution gives and leaves behind: results, gradients, what it writes to."""
-    with untouched(found, one.tensors):
-        results = tree_flatten(opened(plainly(*one.given)))[0]
-        gradients = [tensor.grad for tensor, there in found.gradients if there]
-        return _compared([*results, *gradients, *_written(found, one.tensors)])
+    with untouched(trace, call.tensors):
+        results = tree_flatten(opened(plainly(*call.given)))[0]
+        gradients = [tensor.grad for tensor, there in trace.gradients if there]
+        return _compared([*results, *gradients, *_written(trace, call.tensors)])
 
 
-def observed(found: Trace, one: Call, run: Any) -> list[Any]:
+def observed(trace: Trace, call: Call, run: Any) -> list[Any]:
     """The same of a run."""
-    with untouched(found, one.tensors):
-        return _compared([*run.replay(one.tensors), *_written(found, one.tensors)])
+    with untouched(trace, call.tensors):
+        return _compared([*run.replay(call.tensors), *_written(trace, call.tensors)])
 
 
-def exact(found: Trace, one: Call) -> list[Any]:
+def exact(trace: Trace, call: Call) -> list[Any]:
     """The same in float64, of a trace with compiled regions; :class:`CannotBeExact` where that cannot be."""
-    assert found.as_written is not None
-    return float64.exact(found.as_written, one.tensors, _written(found, one.tensors))
+    assert trace.as_written is not None
+    return float64.exact(trace.as_written, call.tensors, _written(trace, call.tensors))
 
 
-def verdict(found: Trace, one: Call, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> Verdict:
+def verdict(trace: Trace, call: Call, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> Verdict:
     """How far a run and plain execution are from exact results, each as ``observed`` and ``expected`` give them.
 
     To be asked while the tensors of the call are as they were before it.
     """
-    assert found.as_written is not None
-    coarse, leaping = float64.coarsest(found), float64.leaps(found.as_written)
-    before = [virtual.inside(tensor) for tensor in _written(found, one.tensors)]
+    assert trace.as_written is not None
+    coarse, leaping = float64.coarsest(trace), float64.leaps(trace.as_written)
+    before = [virtual.inside(tensor) for tensor in _written(trace, call.tensors)]
     return float64.verdict(ours, plain, exactly, coarse, leaping=leaping, before=before)
 
 
@@ -135,26 +135,26 @@ def _compared(values: Sequence[Any]) -> list[Any]:
 
 
 def graph_run(
-    found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
+    trace: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
 ) -> GraphRun:
-    return GraphRun(found, plan, tensors, devices, reuse_outputs=reuse_outputs)
+    return GraphRun(trace, plan, tensors, devices, reuse_outputs=reuse_outputs)
 
 
 def stream_run(
-    found: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
+    trace: Trace, plan: Plan, tensors: Sequence[torch.Tensor], devices: Gpus, *, reuse_outputs: bool = False
 ) -> StreamRun:
     """Its results are always fresh."""
-    return StreamRun(found, plan, devices)
+    return StreamRun(trace, plan, devices)
 
 
-def timed(found: Trace, plan: Plan, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
+def timed(trace: Trace, plan: Plan, devices: Gpus | None, threads: int) -> list[tuple[float, float]]:
     """Run a plan with made-up arguments, and say when each task began and ended; nothing of the caller's changes."""
     with torch.random.fork_rng([device.index for device in devices or ()]), virtual.no_hooks():
-        inputs = costs.made_up_inputs(found)
-    with untouched(found, inputs), virtual.no_hooks():
+        inputs = costs.made_up_inputs(trace)
+    with untouched(trace, inputs), virtual.no_hooks():
         if devices is None:
-            return torch_threads.timed_threads(found, plan, inputs, threads)
-        return timed_streams(found, plan, inputs, devices)
+            return torch_threads.timed_threads(trace, plan, inputs, threads)
+        return timed_streams(trace, plan, inputs, devices)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -162,14 +162,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
-def can_be_repeated(found: Trace, error: BaseException) -> bool:
+def can_be_repeated(trace: Trace, error: BaseException) -> bool:
     """Whether a run that broke off so can be done again: it has written to nothing of the caller's."""
-    return getattr(error, "nothing_was_done", False) or not written_memories(found)
+    return getattr(error, "nothing_was_done", False) or not written_memories(trace)
 
 
-def random_devices(found: Trace) -> list[str]:
+def random_devices(trace: Trace) -> list[str]:
     """Where the function draws random numbers."""
-    return sorted({step.task.device for step in found.steps if step.task.token is not None})
+    return sorted({step.task.device for step in trace.steps if step.task.token is not None})
 
 
 def random_state(devices: Sequence[str]) -> list[Any]:
@@ -200,10 +200,10 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-def thread_run(found: Trace, plan: Plan, count: int) -> ThreadRun | VirtualRun:
+def thread_run(trace: Trace, plan: Plan, count: int) -> ThreadRun | VirtualRun:
     """The lanes of a plan on threads of the CPU, ``count`` in all."""
-    run = ThreadRun(found, plan, count)
-    return VirtualRun(found, run) if virtual.count() else run
+    run = ThreadRun(trace, plan, count)
+    return VirtualRun(trace, run) if virtual.count() else run
 
 
 class VirtualRun:
@@ -211,10 +211,10 @@ class VirtualRun:
 
     concurrent = True
 
-    def __init__(self, found: Trace, run: ThreadRun) -> None:
+    def __init__(self, trace: Trace, run: ThreadRun) -> None:
         self.lanes = run.lanes
         self._run = run
-        self._devices = [value.meta["val"].device if isinstance(value, Node) else None for value in found.outputs]
+        self._devices = [value.meta["val"].device if isinstance(value, Node) else None for value in trace.outputs]
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         with virtual.no_hooks():
@@ -239,9 +239,9 @@ def with_threads(run: Run, count: int) -> Run:
     return limited
 
 
-def synchronous_run(found: Trace, plan: Plan) -> ThreadRun | VirtualRun:
+def synchronous_run(trace: Trace, plan: Plan) -> ThreadRun | VirtualRun:
     """The plan's order in the caller's thread."""
-    return thread_run(found, torch_threads.in_order(plan), torch.get_num_threads())
+    return thread_run(trace, torch_threads.in_order(plan), torch.get_num_threads())
 
 
 def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:

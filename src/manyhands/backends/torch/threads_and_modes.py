@@ -190,7 +190,7 @@ def version_of(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, torch.nn.Module):
             return None
-        return Held([*_parts_of_module(value), *(one.training for one in value.modules())])
+        return Held([*_parts_of_module(value), *(module.training for module in value.modules())])
     try:
         version = compat.write_count(value)
     except RuntimeError:

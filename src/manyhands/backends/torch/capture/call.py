@@ -220,16 +220,16 @@ def _why_plain() -> str | None:
 _COMMON = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def telling(one: Call) -> Call:
+def telling(call: Call) -> Call:
     """The call to compare ways with: where all numbers of an argument are the same, as in a warm-up, others instead.
 
     With zeros nearly everything is equal. The others are between zero and the number itself: a probability stays one.
     """
-    tensors = [_drawn(tensor) if _says_nothing(tensor) else tensor for tensor in one.tensors]
-    if all(drawn is tensor for drawn, tensor in zip(tensors, one.tensors, strict=True)):
-        return one
-    arguments, keywords = one.rebuild(tensors)
-    return replace(one, tensors=tensors, arguments=arguments, keywords=keywords)
+    tensors = [_drawn(tensor) if _says_nothing(tensor) else tensor for tensor in call.tensors]
+    if all(drawn is tensor for drawn, tensor in zip(tensors, call.tensors, strict=True)):
+        return call
+    arguments, keywords = call.rebuild(tensors)
+    return replace(call, tensors=tensors, arguments=arguments, keywords=keywords)
 
 
 def _says_nothing(tensor: torch.Tensor) -> bool:
@@ -256,18 +256,18 @@ def _drawn(tensor: torch.Tensor) -> torch.Tensor:
 # Tracing
 
 
-def trace(function: Callable[..., Any], one: Call) -> Trace:
+def trace(function: Callable[..., Any], call: Call) -> Trace:
     """Trace the function for calls of this signature."""
-    must_be_plain(one.tensors, one.others)
-    outside = Outside(function, one.others)
+    must_be_plain(call.tensors, call.others)
+    outside = Outside(function, call.others)
     if (reason := _why_plain()) is not None:
         raise CannotTrace(reason)
-    with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in one.tensors)
+    with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in call.tensors)
     watch = Watch(outside, refuse_gradients=with_gradient)
-    recorded = [tensor.requires_grad for tensor in one.tensors]
+    recorded = [tensor.requires_grad for tensor in call.tensors]
 
     def flat(*tensors: torch.Tensor) -> Any:
-        given = one.rebuild(tensors)
+        given = call.rebuild(tensors)
         before = tree.flatten(given)
         with _same_modes():
             result = opened(function(*given[0], **given[1]))
@@ -278,7 +278,7 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
 
     try:
         with watch, no_hooks():
-            found = torch_trace.trace(flat, _stand_ins(one.tensors), watch)
+            found = torch_trace.trace(flat, _stand_ins(call.tensors), watch)
     except Exception as error:
         watch.must_not_have_changed()  # the better reason
         if isinstance(error, CannotTrace):
@@ -290,7 +290,7 @@ def trace(function: Callable[..., Any], one: Call) -> Trace:
         raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
     must_check_first(found)
     must_be_fresh(found)
-    if one.signature[2]:
+    if call.signature[2]:
         must_only_read_arguments(found)
     constants = {id(value): value for value in found.constant_values()}
     for tensor in constants.values():

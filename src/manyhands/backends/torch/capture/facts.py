@@ -28,39 +28,39 @@ _BATCHED = {
 }
 
 
-def footprint(found: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
+def footprint(trace: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
     """The bytes of each memory, the memories that are given, and those of the results."""
     sizes: dict[int, int] = {}
-    for node in found.module.graph.nodes:
+    for node in trace.module.graph.nodes:
         # As trace.py knows them: a tensor from outside, and so a view of it, by a negative number.
-        outside = [memory for memory in found.storages.get(node, ()) if memory < 0]
-        known = getattr(found.module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        outside = [memory for memory in trace.storages.get(node, ()) if memory < 0]
+        known = getattr(trace.module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         for value in tree_leaves(known):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
                 sizes[outside[0] if outside else compat.storage_id(storage)] = storage.nbytes()
-    given = frozenset(m for node in [*found.inputs, *found.constants] for m in found.storages[node])
-    results = frozenset(m for value in found.outputs if isinstance(value, Node) for m in found.storages[value])
+    given = frozenset(m for node in [*trace.inputs, *trace.constants] for m in trace.storages[node])
+    results = frozenset(m for value in trace.outputs if isinstance(value, Node) for m in trace.storages[value])
     return sizes, given & sizes.keys(), results & sizes.keys()
 
 
-def written_memories(found: Trace) -> frozenset[int]:
+def written_memories(trace: Trace) -> frozenset[int]:
     """Of what the caller has: arguments and tensors from outside."""
-    given = frozenset().union(*(found.storages[node] for node in [*found.inputs, *found.constants]))
-    return given.intersection(*[frozenset().union(*(step.task.writes for step in found.steps))])
+    given = frozenset().union(*(trace.storages[node] for node in [*trace.inputs, *trace.constants]))
+    return given.intersection(*[frozenset().union(*(step.task.writes for step in trace.steps))])
 
 
-def mixing(found: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+def mixing(trace: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
     """Tells of a call's tensors whether one shares memory with a tensor from outside, and either is written to.
 
     A trace takes them for two memories. None where that cannot be, or does no harm.
     """
-    written = written_memories(found)
-    outside = {node: getattr(found.module, str(node.target)) for node in found.constants}
+    written = written_memories(trace)
+    outside = {node: getattr(trace.module, str(node.target)) for node in trace.constants}
     spans = {node: span for node, value in outside.items() if (span := span_of(value)) is not None}
-    changed = joined(span for node, span in spans.items() if found.storages[node] & written)
+    changed = joined(span for node, span in spans.items() if trace.storages[node] & written)
     every = joined(spans.values())
-    asked = [every if found.storages[node] & written else changed for node in found.inputs]
+    asked = [every if trace.storages[node] & written else changed for node in trace.inputs]
     if not any(asked):
         return None
     return lambda tensors: any(_lies_in(one, places) for one, places in zip(tensors, asked, strict=True) if places)
@@ -77,7 +77,7 @@ def _lies_in(tensor: torch.Tensor, places: Sequence[Span]) -> bool:
 
 def copied_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Of the arguments that a CUDA graph has a copy of: all but parameters, which are read where they are."""
-    return sum(one.numel() * one.element_size() for one in tensors if type(one) is not torch.nn.Parameter)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if type(tensor) is not torch.nn.Parameter)
 
 
 def device_memory(devices: tuple[torch.device, ...] | None) -> int:
@@ -87,9 +87,9 @@ def device_memory(devices: tuple[torch.device, ...] | None) -> int:
     return min(int(torch.cuda.get_device_properties(device).total_memory) for device in devices)
 
 
-def batch_hint(found: Trace, number: int) -> str | None:
+def batch_hint(trace: Trace, number: int) -> str | None:
     """What several such operations, side by side, could be written as; None where that is no advice."""
-    step = found.steps[number]
+    step = trace.steps[number]
     name = step.task.name
     values = [value for value in tree_leaves(step.node.meta.get("val")) if isinstance(value, torch.Tensor)]
     if step.task.kind != "compute" or not values or not step.task.writes - step.task.reads:
@@ -101,12 +101,14 @@ def batch_hint(found: Trace, number: int) -> str | None:
 
 
 def _shapes(node: Node) -> str:
-    shapes: list[Any] = [one.meta.get("val") for one in node.all_input_nodes]
-    return " and ".join("x".join(map(str, one.shape)) for one in shapes if isinstance(one, torch.Tensor) and one.dim())
+    values: list[Any] = [source.meta.get("val") for source in node.all_input_nodes]
+    return " and ".join(
+        "x".join(map(str, value.shape)) for value in values if isinstance(value, torch.Tensor) and value.dim()
+    )
 
 
-def results_share(found: Trace) -> bool:
+def results_share(trace: Trace) -> bool:
     """Whether results share memory with each other; known without looking at them."""
-    nodes = {value for value in found.outputs if isinstance(value, Node)}
-    memories = [memory for node in nodes for memory in found.storages[node]]
+    nodes = {value for value in trace.outputs if isinstance(value, Node)}
+    memories = [memory for node in nodes for memory in trace.storages[node]]
     return len(set(memories)) < len(memories)

@@ -57,12 +57,12 @@ class Given(list[torch.Tensor]):
 _EXACT = (bool, int, str, bytes)  # equal values of these types are written alike
 
 
-def recogniser(one: Call) -> Fits | None:
+def recogniser(call: Call) -> Fits | None:
     """The code for calls like this one; None where its arguments have a shape that only a signature tells."""
-    writer = _Writer(one)
+    writer = _Writer(call)
     try:
-        writer.walk(one.arguments, "arguments")
-        writer.walk(one.keywords, "keywords")
+        writer.walk(call.arguments, "arguments")
+        writer.walk(call.keywords, "keywords")
     except _Unknown:
         return None
     return writer.build()
@@ -143,7 +143,7 @@ class _Writer:
             self._storages.append(f"{name}.data_ptr() - {name}.storage_offset() * {tensor.element_size()}")
 
     def build(self) -> Fits:
-        names = [self._tensors[id(one)] for one in self._call.tensors]
+        names = [self._tensors[id(tensor)] for tensor in self._call.tensors]
         for question, answer in zip(call.MODES, call.modes(), strict=True):
             self._refuse_if(f"({question}) != {self._name(answer)}")
         if names:
@@ -190,6 +190,6 @@ def _apart(places: Sequence[int], lengths: Sequence[int]) -> bool:
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Tells of as many tensors whether all are like these: type, shape, strides, dtype, device, requires_grad."""
-    sizes: Any = [list(one.shape) for one in tensors]
-    strides: Any = [list(one.stride()) for one in tensors]
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check

@@ -90,32 +90,32 @@ def must_hold_the_same(before: tuple[list[Any], tree.Structure], after: tuple[li
         )
 
 
-def must_check_first(found: Trace) -> None:
+def must_check_first(trace: Trace) -> None:
     """Of what is checked while it runs: it must be possible to do it again as it is written, where a check fails."""
-    checks = [number for number, step in enumerate(found.steps) if is_check(step.node)]
+    checks = [number for number, step in enumerate(trace.steps) if is_check(step.node)]
     if not checks:
         return
-    name = found.steps[checks[0]].task.name
-    if found.gpus():
+    name = trace.steps[checks[0]].task.name
+    if trace.gpus():
         raise CannotTrace(f"it checks values on a GPU ({name}), which the host has to wait for: it is run as it is")
-    given = frozenset().union(*(found.storages[node] for node in [*found.inputs, *found.constants]))
-    if any(step.task.writes & given for step in found.steps[: checks[-1]]):
+    given = frozenset().union(*(trace.storages[node] for node in [*trace.inputs, *trace.constants]))
+    if any(step.task.writes & given for step in trace.steps[: checks[-1]]):
         raise CannotTrace(
             f"it checks values ({name}) after it has written to a tensor of the caller's: where the check fails, only "
             "plain execution leaves what it should; check first"
         )
 
 
-def must_only_read_arguments(found: Trace) -> None:
+def must_only_read_arguments(trace: Trace) -> None:
     """Of a call in which two arguments share memory: another such call may share it in another way."""
-    given = frozenset().union(*(found.storages[node] for node in found.inputs))
-    if any(step.task.writes & given for step in found.steps):
+    given = frozenset().union(*(trace.storages[node] for node in trace.inputs))
+    if any(step.task.writes & given for step in trace.steps):
         raise CannotTrace("two of the arguments share memory, and it writes to an argument")
 
 
-def must_be_fresh(found: Trace) -> None:
-    taken = {memory for node in [*found.inputs, *found.constants] for memory in found.storages[node]}
-    count = len(found.outputs) - sum(there for _, there in found.gradients)
-    for value in found.outputs[:count]:
-        if isinstance(value, Node) and found.storages[value] & taken:
+def must_be_fresh(trace: Trace) -> None:
+    taken = {memory for node in [*trace.inputs, *trace.constants] for memory in trace.storages[node]}
+    count = len(trace.outputs) - sum(there for _, there in trace.gradients)
+    for value in trace.outputs[:count]:
+        if isinstance(value, Node) and trace.storages[value] & taken:
             raise CannotTrace("a result is one of the arguments or a tensor from outside, or shares its memory")

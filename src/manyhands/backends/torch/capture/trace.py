@@ -198,7 +198,7 @@ def _must_be_static(module: GraphModule) -> None:
 def _has_known_shape(value: Any) -> bool:
     """Whether results have a shape that is known: ``x[mask]`` has not, ``x[numbers]`` has that of the numbers."""
     tensors = [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
-    return all(isinstance(size, int) for one in tensors for size in one.shape)
+    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
 def _tags(node: Node) -> Sequence[Any]:
@@ -228,7 +228,7 @@ def described(module: GraphModule, structure: Any) -> Trace:
         # part of several views (split, unbind) comes with the handle of the whole.
         part = node.target is operator.getitem
         handles[node] = handles.get(node.args[0], frozenset()) if part else frozenset({number} if shared else ())
-        own = frozenset[int]().union(*(outside.get(one, {one}) for one in _storages(node)))
+        own = frozenset[int]().union(*(outside.get(storage, {storage}) for storage in _storages(node)))
         known = frozenset(one for one in shared if one < 0)
         if known and _is_view(node):
             outside.update(dict.fromkeys(own, known))  # the fake memory of a tensor from outside, which has a number

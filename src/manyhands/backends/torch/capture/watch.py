@@ -204,9 +204,9 @@ class _Functions(TorchFunctionMode):
         with compat.no_torch_functions():
             if func in _GRADIENT:
                 self._watch.sees_gradient(args[0])
-            for one in tree_leaves((args, kwargs)):
-                if isinstance(one, torch.Tensor):
-                    self._watch.sees(one)
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self._watch.sees(leaf)
         return func(*args, **(kwargs or {}))
 
 
@@ -226,11 +226,11 @@ class _Operations(TorchDispatchMode):
             self._watch.refuses(f"torch.autograd.detect_anomaly() is to see every derivative: {_FOR_GOOD}")
         if func.overloadpacket in _MOVES:
             self._watch.refuses(_MOVING)
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for one in tensors:
             self._watch.sees(one)
         if func._schema.is_mutable:
-            real = [one for one in tensors if not isinstance(one, FakeTensor)]
+            real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
             for one in real:
                 # Beside made-up ones only single numbers: make_fx computes with those that it knows.
                 if len(real) == len(tensors) or one.numel() <= 1:
@@ -253,10 +253,10 @@ def _apart(results: Any) -> Any:
 
     The real operation gives two (the gradients of an LSTM's biases), and so would the function.
     """
-    if not isinstance(results, tuple) or len({id(one) for one in results}) == len(results):
+    if not isinstance(results, tuple) or len({id(result) for result in results}) == len(results):
         return results
     apart: list[Any] = []
-    for one in results:
-        again = isinstance(one, torch.Tensor) and any(one is other for other in apart)
-        apart.append(one.clone() if again else one)
+    for result in results:
+        again = isinstance(result, torch.Tensor) and any(result is other for other in apart)
+        apart.append(result.clone() if again else result)
     return tuple(apart)

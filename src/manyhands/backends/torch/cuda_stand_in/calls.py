@@ -96,7 +96,7 @@ def refusing_ddp(init: Callable[..., None]) -> Callable[..., None]:
     """``DistributedDataParallel`` reads gradients in C++, where virtual tensors have no memory."""
 
     def init_on_host(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if any(isinstance(one, virtual.VirtualTensor) for one in module.parameters()):
+        if any(isinstance(parameter, virtual.VirtualTensor) for parameter in module.parameters()):
             raise RuntimeError(
                 "DistributedDataParallel cannot use virtual devices: its ranks are processes, each with the CPU for "
                 "itself. Leave the net on the CPU and give no device_ids (Gloo), or train with "

@@ -33,7 +33,9 @@ def broadcast(
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Iterable[Any], buffer_size: int = 0
 ) -> list[list[torch.Tensor]]:
-    plain = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]  # as PyTorch's own does
+    plain = [
+        torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors
+    ]  # as PyTorch's own does
     return [[_on(one.detach(), device) for one in plain] for device in devices]
 
 
@@ -74,7 +76,7 @@ def gather(
     tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     _one_of("destination", destination, out, needed=False)
-    whole = torch.cat([_on(one, out.device.index if out is not None else destination) for one in tensors], dim)
+    whole = torch.cat([_on(tensor, out.device.index if out is not None else destination) for tensor in tensors], dim)
     return whole if out is None else out.copy_(whole)
 
 

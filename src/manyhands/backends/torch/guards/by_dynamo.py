@@ -29,13 +29,13 @@ class _Captured(Exception):
 
 
 def guards(
-    found: Trace, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    trace: Trace, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Check | None:
     """Tells of a call's arguments whether Dynamo would capture the same; None where it is not asked.
 
     Raises :class:`CannotGuard` where Dynamo cannot follow the function.
     """
-    if found.gradients or compat.count_dispatch_modes():
+    if trace.gradients or compat.count_dispatch_modes():
         return None
     call = generated("call", _CALL, {})  # of its own: Dynamo keeps what it captures with the code
 

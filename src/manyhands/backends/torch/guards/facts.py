@@ -63,7 +63,7 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
         return f"len({holder}) == {fact.value}"
     if fact.kind == "hooks":
         hooks = [name(one) for one in fact.holder]
-        counted = " + ".join(f"len({one})" for one in hooks)
+        counted = " + ".join(f"len({hook})" for hook in hooks)
         return f"{counted} == {fact.value}" if fact.value else f"not ({' or '.join(hooks)})"
     if fact.kind == "whole":  # what is the same object is not compared further
         return f"{holder} == {name(fact.value)}"

@@ -133,9 +133,9 @@ class Outside:
         self._facts.append(fact)
         self._check = None
 
-    def optimizer(self, one: torch.optim.Optimizer) -> None:
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Its settings and its state; what is missing in the state is made at its first step."""
-        self._visit(one, type(one).__name__)
+        self._visit(optimizer, type(optimizer).__name__)
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (*PLAIN, type, types.ModuleType)) or id(value) in self._seen:
@@ -305,12 +305,12 @@ class Outside:
             self._add(Fact(f"{name}.{word}", "item", own, word, value))
             self._visit(value, f"{name}.{word}")
 
-    def _of_optimizer(self, one: torch.optim.Optimizer, name: str) -> None:
+    def _of_optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         self._optimizer = True
         for word in ("param_groups", "state"):  # load_state_dict() puts others in their places
-            self._add(Fact(f"{name}.{word}", "item", vars(one), word, vars(one)[word], optimizer=True))
-        self._sequence(one.param_groups, f"{name}.param_groups")
-        self._dict(one.state, f"{name}.state", whole=True)
+            self._add(Fact(f"{name}.{word}", "item", vars(optimizer), word, vars(optimizer)[word], optimizer=True))
+        self._sequence(optimizer.param_groups, f"{name}.param_groups")
+        self._dict(optimizer.state, f"{name}.state", whole=True)
         self._optimizer = False
 
     def _sequence(self, value: Any, name: str) -> None:

@@ -77,7 +77,7 @@ def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
     if not row or row % _VECTOR or x.data_ptr() % _VECTOR or row > _VECTOR * _WIDEST * _MOST_COLUMNS:
         return False
     # Kernels count rows in an int, and a little beyond the last one.
-    return all(_is_plain(one, x.device) for one in channels) and 1 < x.numel() // x.shape[1] < 2**30
+    return all(_is_plain(channel, x.device) for channel in channels) and 1 < x.numel() // x.shape[1] < 2**30
 
 
 def _is_plain(channels: torch.Tensor | None, device: torch.device) -> bool:

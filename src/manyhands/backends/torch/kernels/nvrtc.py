@@ -34,7 +34,10 @@ class Kernels:
         self, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: torch.Tensor | int | None
     ) -> None:
         """Put a kernel on the device's current stream; None is a null pointer, a number an ``int``."""
-        given = [ctypes.c_int(one) if isinstance(one, int) else ctypes.c_void_p(_address(one)) for one in arguments]
+        given = [
+            ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_void_p(_address(argument))
+            for argument in arguments
+        ]
         places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
         self.launch_at(name, grid, block, places)
 
@@ -99,7 +102,7 @@ def _compile(source: str, file: str, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), 0, None, None):
         raise CannotCompile("NVRTC takes no program")
-    given = (ctypes.c_char_p * len(options))(*(one.encode() for one in options))
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     try:
         if nvrtc.nvrtcCompileProgram(program, len(options), given):
             log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)

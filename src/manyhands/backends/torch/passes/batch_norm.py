@@ -27,11 +27,11 @@ _aten = torch.ops.aten
 _FORWARD = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten._native_batch_norm_legit.default)
 
 
-def make_pure(found: Trace) -> Trace:
+def make_pure(trace: Trace) -> Trace:
     """The same trace with pure batch normalisations; the very same where there are none."""
-    if not any(node.target in _FORWARD for node in found.module.graph.nodes):
-        return found
-    graph, _ = found.copied_graph()
+    if not any(node.target in _FORWARD for node in trace.module.graph.nodes):
+        return trace
+    graph, _ = trace.copied_graph()
     old = [node for node in graph.nodes if node.target in _FORWARD]
     for node in list(graph.nodes):
         if node.target is _aten.cudnn_batch_norm_backward.default:
@@ -39,8 +39,8 @@ def make_pure(found: Trace) -> Trace:
         elif node.target is _aten.native_batch_norm_backward.default and node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])
     copies = [copy for node in old for copy in _make_forward_pure(graph, node)]
-    pure = found.rewritten(graph)
-    return found.rewritten(graph) if _write_together(pure, copies) else pure
+    pure = trace.rewritten(graph)
+    return trace.rewritten(graph) if _write_together(pure, copies) else pure
 
 
 def _make_forward_pure(graph: Graph, node: Node) -> list[Node]:
@@ -93,11 +93,11 @@ def _make_backward_plain(graph: Graph, node: Node) -> None:
 # Statistics and counts of all layers together
 
 
-def _write_together(found: Trace, copies: Sequence[Node]) -> bool:
+def _write_together(trace: Trace, copies: Sequence[Node]) -> bool:
     """Put these copies, and additions to counts, into one operation for all of a kind; False where there are none."""
     kinds: dict[Any, list[Node]] = {}
     touched: set[int] = set()  # later than the step
-    for step in reversed(found.steps):
+    for step in reversed(trace.steps):
         node = step.node
         if (node in copies or _is_count(node)) and not node.users and not step.task.writes & touched:
             value = node.args[0].meta["val"]  # type: ignore[union-attr]

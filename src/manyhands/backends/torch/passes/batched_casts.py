@@ -25,12 +25,12 @@ _aten = torch.ops.aten
 
 
 def casts_together(
-    found: Trace, wanted: Sequence[set[int]], small: Sequence[bool], alone: Sequence[int]
+    trace: Trace, wanted: Sequence[set[int]], small: Sequence[bool], alone: Sequence[int]
 ) -> list[list[int]]:
     """Those of these steps that are casts and need nothing, in groups of one kind."""
     kinds: dict[Any, list[int]] = {}
     for index in alone:
-        step = found.steps[index]
+        step = trace.steps[index]
         if not wanted[index] and _only_casts(step):
             before, after = (node.meta["val"] for node in (*step.node.all_input_nodes, step.node))
             kinds.setdefault((after.device, before.dtype, after.dtype), []).append(index)
@@ -50,7 +50,7 @@ def at_once(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[...,
     (results,) = next(iter(module.graph.find_nodes(op="output"))).args
     sources = [places[node.args[0]] for node in results]
     values = [node.meta["val"] for node in results]
-    forms = [(tuple(one.shape), one.stride(), one.dtype, one.device) for one in values]
+    forms = [(tuple(value.shape), value.stride(), value.dtype, value.device) for value in values]
 
     def cast(*given: torch.Tensor) -> Any:
         made = [torch.empty_strided(shape, stride, dtype=dtype, device=on) for shape, stride, dtype, on in forms]

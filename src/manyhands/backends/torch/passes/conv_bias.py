@@ -32,21 +32,21 @@ from manyhands.backends.torch.passes.fusible import is_small, is_view, like, wri
 _aten = torch.ops.aten
 
 
-def take_out_biases(found: Trace, kinds: Sequence[str] = ("cuda",)) -> Trace:
+def take_out_biases(trace: Trace, kinds: Sequence[str] = ("cuda",)) -> Trace:
     """The same trace with biases beside convolutions on these kinds of devices; the very same where there are none."""
-    forward = [step.node for step in found.steps if _adds_bias(step.node) and _kind(step.node) in kinds]
-    backward = [step.node for step in found.steps if _sums_bias(step.node) and _kind(step.node) in kinds]
+    forward = [step.node for step in trace.steps if _adds_bias(step.node) and _kind(step.node) in kinds]
+    backward = [step.node for step in trace.steps if _sums_bias(step.node) and _kind(step.node) in kinds]
     if not forward and not backward:
-        return found
-    written = written_in_place(found)
-    computing = {step.node for step in found.steps if is_small(step, written) and not is_view(step)}
-    graph, new = found.copied_graph()
+        return trace
+    written = written_in_place(trace)
+    computing = {step.node for step in trace.steps if is_small(step, written) and not is_view(step)}
+    graph, new = trace.copied_graph()
     for node in forward:
         # What writes to the result in place, by itself or through a view, is a user that is in the way.
         _add_after(graph, new[node], again=computing.issuperset(node.users))
     for node in backward:
         _sum_beside(graph, new[node])
-    return found.rewritten(graph)
+    return trace.rewritten(graph)
 
 
 def _adds_bias(node: Node) -> bool:

@@ -50,9 +50,9 @@ def is_view(step: Step) -> bool:
     return step.node.target in HIDDEN_VIEWS or any(one.alias_info is not None for one in schema.returns)
 
 
-def written_in_place(found: Trace) -> set[int]:
+def written_in_place(trace: Trace) -> set[int]:
     """Memories that some operation writes to that did not make them."""
-    return {memory for step in found.steps for memory in step.task.writes & step.task.reads}
+    return {memory for step in trace.steps for memory in step.task.writes & step.task.reads}
 
 
 def tensors(node: Node) -> Iterator[torch.Tensor]:

@@ -102,9 +102,9 @@ def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence
 # Which operations become a region
 
 
-def _units(found: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list[_Unit]:
-    steps = found.steps
-    written = written_in_place(found)
+def _units(trace: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list[_Unit]:
+    steps = trace.steps
+    written = written_in_place(trace)
     small = [is_small(step, written) for step in steps]
     before = [0] * len(steps)  # sets of large operations, as the bits of a number
     for index, earlier in enumerate(wanted):
@@ -122,12 +122,12 @@ def _units(found: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list
             same = small[index] and small[other] and before[index] == before[other]
             if same and steps[index].task.device == steps[other].task.device:
                 member[root(index)] = root(other)
-    _dissolve_few(found, member, root)
-    _take_in(found, wanted, small, member, root)
-    regions = [_without_outside_views(found, members) for members in _sets(member, root) if len(members) > 1]
-    regions = [members for members in regions if _computing(found, members) >= _LEAST]
+    _dissolve_few(trace, member, root)
+    _take_in(trace, wanted, small, member, root)
+    regions = [_without_outside_views(trace, members) for members in _sets(member, root) if len(members) > 1]
+    regions = [members for members in regions if _computing(trace, members) >= _LEAST]
     alone = sorted(set(range(len(steps))).difference(*regions))
-    casts = casts_together(found, wanted, small, alone)
+    casts = casts_together(trace, wanted, small, alone)
     return [
         *(_Unit(members, compiler) for members in regions),
         *(_Unit(members, at_once) for members in casts),
@@ -142,21 +142,21 @@ def _sets(member: Sequence[int], root: Callable[[int], int]) -> list[list[int]]:
     return list(found.values())
 
 
-def _computing(found: Trace, members: Sequence[int]) -> int:
+def _computing(trace: Trace, members: Sequence[int]) -> int:
     """How many of these operations are more than views."""
-    return sum(not is_view(found.steps[one]) for one in members)
+    return sum(not is_view(trace.steps[member]) for member in members)
 
 
-def _dissolve_few(found: Trace, member: list[int], root: Callable[[int], int]) -> None:
+def _dissolve_few(trace: Trace, member: list[int], root: Callable[[int], int]) -> None:
     """What would be no region, an operation and views of it, is apart again: other regions may take it in."""
     for members in _sets(member, root):
-        if len(members) > 1 and _computing(found, members) < _LEAST:
+        if len(members) > 1 and _computing(trace, members) < _LEAST:
             for one in members:
                 member[one] = one
 
 
 def _take_in(
-    found: Trace, wanted: Sequence[set[int]], small: Sequence[bool], member: list[int], root: Callable[[int], int]
+    trace: Trace, wanted: Sequence[set[int]], small: Sequence[bool], member: list[int], root: Callable[[int], int]
 ) -> None:
     """A small operation alone, all of whose users are in one region, joins that region."""
     sizes = Counter(map(root, range(len(member))))
@@ -164,31 +164,31 @@ def _take_in(
     for index, earlier in enumerate(wanted):
         for other in earlier:
             followers[other].add(index)
-    outputs = {value for value in found.outputs if isinstance(value, Node)}
+    outputs = {value for value in trace.outputs if isinstance(value, Node)}
     for index in range(len(member) - 1, -1, -1):
-        step = found.steps[index]
+        step = trace.steps[index]
         if not small[index] or sizes[root(index)] > 1 or outputs & set(step.nodes) or not followers[index]:
             continue
-        homes = {root(one) for one in followers[index]}
+        homes = {root(follower) for follower in followers[index]}
         home = homes.pop()
-        if homes or not small[home] or found.steps[home].task.device != step.task.device:
+        if homes or not small[home] or trace.steps[home].task.device != step.task.device:
             continue
         member[index] = home
         sizes[home] += 1
 
 
-def _without_outside_views(found: Trace, members: list[int]) -> list[int]:
+def _without_outside_views(trace: Trace, members: list[int]) -> list[int]:
     """Without views of what comes from outside that somebody outside takes: a region's results are its own."""
     left = list(members)
     while True:
-        inside = {node for one in left for node in found.steps[one].nodes}
-        made = {memory for one in left if not is_view(found.steps[one]) for memory in found.steps[one].task.writes}
+        inside = {node for one in left for node in trace.steps[one].nodes}
+        made = {memory for one in left if not is_view(trace.steps[one]) for memory in trace.steps[one].task.writes}
         kept = [
             one
             for one in left
-            if not is_view(found.steps[one])
-            or not any(_escapes(node, inside) for node in found.steps[one].nodes)
-            or _memories(found.steps[one]) <= made
+            if not is_view(trace.steps[one])
+            or not any(_escapes(node, inside) for node in trace.steps[one].nodes)
+            or _memories(trace.steps[one]) <= made
         ]
         if len(kept) == len(left):
             return kept
@@ -232,8 +232,8 @@ def _ordered(units: list[_Unit], wanted: Sequence[set[int]]) -> list[_Unit]:
 class _Writer:
     """Writes the units into a new graph, and compiles the regions among them."""
 
-    def __init__(self, found: Trace) -> None:
-        self._found, self._graph = found, Graph()
+    def __init__(self, trace: Trace) -> None:
+        self._found, self._graph = trace, Graph()
         self._new: dict[Node, Node] = {}
         self._regions: dict[Any, Region] = {}  # by code and inputs: nets repeat themselves
 
@@ -242,11 +242,13 @@ class _Writer:
             self._copy(node, self._graph, self._new)
         for unit in units:
             if unit.compiler is not None:
-                self._region([node for one in unit.steps for node in self._found.steps[one].nodes], unit)
+                self._region([node for step in unit.steps for node in self._found.steps[step].nodes], unit)
             else:
                 for node in self._found.steps[unit.steps[0]].nodes:
                     self._copy(node, self._graph, self._new)
-        self._graph.output([self._new[one] if isinstance(one, Node) else one for one in self._found.outputs])
+        self._graph.output(
+            [self._new[output] if isinstance(output, Node) else output for output in self._found.outputs]
+        )
         return self._graph
 
     def _copy(self, node: Node, graph: Graph, new: dict[Node, Node]) -> None:
@@ -254,7 +256,9 @@ class _Writer:
 
     def _region(self, nodes: Sequence[Node], unit: _Unit) -> None:
         inside = set(nodes)
-        inputs = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
+        inputs = list(
+            dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
+        )
         results = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and _escapes(node, inside)]
         region = self._compiled(nodes, inputs, results, unit)
         call = self._graph.call_function(region, tuple(self._new[one] for one in inputs))
@@ -274,7 +278,7 @@ class _Writer:
         graph.output(tuple(new[node] for node in results))
         module = GraphModule({}, graph)
         metas = [node.meta["val"] for node in inputs]
-        key = module.code, *((tuple(one.shape), one.stride(), one.dtype, str(one.device)) for one in metas)
+        key = module.code, *((tuple(meta.shape), meta.stride(), meta.dtype, str(meta.device)) for meta in metas)
         if key not in self._regions:
             steps = [self._found.steps[one] for one in unit.steps]
             names = dict.fromkeys(step.task.name.strip("_") for step in steps if not is_view(step))
@@ -287,7 +291,9 @@ class _Writer:
 def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """Inductor's code for a graph without gradients and without writes to its arguments."""
     with FakeTensorMode():
-        inputs = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in metas]
+        inputs = [
+            torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device) for meta in metas
+        ]
     try:
         # Lanes divide the threads: how many a region may use is known when it runs, not when it is compiled. And what
         # folding leaves of x + 0 is x itself: a region would give back its argument as a result of its own.

@@ -45,23 +45,23 @@ _LEAST = 4 << 20  # bytes of a part: moving them takes about as long as the two 
 Part = tuple[int, int]
 
 
-def split(found: Trace, kinds: Sequence[str] = ("cuda",), least: int = _LEAST) -> Trace:
+def split(trace: Trace, kinds: Sequence[str] = ("cuda",), least: int = _LEAST) -> Trace:
     """The same function with such operations taken apart; the very same where there are none.
 
     Updates are cut on these kinds of devices, into parts of at least so many bytes of the first list.
     """
-    return _split_updates(_split_convolutions(found), kinds, least)
+    return _split_updates(_split_convolutions(trace), kinds, least)
 
 
 # Convolutions
 
 
-def _split_convolutions(found: Trace) -> Trace:
+def _split_convolutions(trace: Trace) -> Trace:
     """Two operations for every convolution's backward that gives both input and weight gradients."""
-    whole = [step.node for step in found.steps if _gives_both(step.node)]
+    whole = [step.node for step in trace.steps if _gives_both(step.node)]
     if not whole:
-        return found
-    graph, new = found.copied_graph()
+        return trace
+    graph, new = trace.copied_graph()
     for node in map(new.__getitem__, whole):
         given: Any = node.args
         *arguments, mask = given
@@ -75,7 +75,7 @@ def _split_convolutions(found: Trace) -> Trace:
             user.replace_input_with(node, for_input if user.args[1] == 0 else for_weight)
         graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=has_effects)  # nobody may take the input's gradient
-    return found.rewritten(graph)
+    return trace.rewritten(graph)
 
 
 def _gives_both(node: Node) -> bool:
@@ -86,19 +86,19 @@ def _gives_both(node: Node) -> bool:
 # Updates
 
 
-def _split_updates(found: Trace, kinds: Sequence[str], least: int) -> Trace:
-    cuts = {step.node: _cuts(step.node, least) for step in found.steps if _can_be_cut(step, kinds)}
+def _split_updates(trace: Trace, kinds: Sequence[str], least: int) -> Trace:
+    cuts = {step.node: _cuts(step.node, least) for step in trace.steps if _can_be_cut(step, kinds)}
     if not any(len(places) > 1 for places in cuts.values()):
-        return found
-    ready, placed, moved = _Ready(found), dict[int, list[tuple[Node, Part]]](), set[Node]()
+        return trace
+    ready, placed, moved = _Ready(trace), dict[int, list[tuple[Node, Part]]](), set[Node]()
     any_cut = False
-    for number, step in enumerate(found.steps):
+    for number, step in enumerate(trace.steps):
         parts = ready.parts(step, number, cuts.get(step.node, []))
         for part, place in parts:
             placed.setdefault(place, []).append((step.node, part))
             moved.add(step.node)
         any_cut |= len(parts) > 1
-    return found.rewritten(_in_parts(found, moved, placed)) if any_cut else found
+    return trace.rewritten(_in_parts(trace, moved, placed)) if any_cut else trace
 
 
 def _can_be_cut(step: Step, kinds: Sequence[str]) -> bool:
@@ -113,7 +113,7 @@ def _can_be_cut(step: Step, kinds: Sequence[str]) -> bool:
     results = node.meta.get("val") or ()
     if any(one.meta["val"].numel() > 1 for one in given) or any(u.target is not operator.getitem for u in node.users):
         return False
-    if [one.shape for one in results] not in ([], [one.shape for one in first]):
+    if [result.shape for result in results] not in ([], [one.shape for one in first]):
         return False  # a norm of each tensor: how it is summed up may depend on the largest of the list
     # PyTorch has one kernel for a list of tensors that are all alike at their place, and a loop otherwise.
     alike = [
@@ -134,7 +134,7 @@ def _lists(node: Node) -> list[Sequence[Any]]:
 def _first(node: Node) -> list[torch.Tensor]:
     """The tensors of the first list, or nothing where it is no list of tensors."""
     values = [_value(one) for one in next(iter(_lists(node)), ())]
-    return values if all(isinstance(one, torch.Tensor) for one in values) else []
+    return values if all(isinstance(value, torch.Tensor) for value in values) else []
 
 
 def _value(one: Any) -> Any:
@@ -181,9 +181,9 @@ def _holds_no_memory(node: Node) -> bool:
 class _Ready:
     """When each memory can be used, from step to step."""
 
-    def __init__(self, found: Trace) -> None:
-        self._storages = found.storages
-        self._handles = range(len(found.storages))  # a view writes to no memory, only to these
+    def __init__(self, trace: Trace) -> None:
+        self._storages = trace.storages
+        self._handles = range(len(trace.storages))  # a view writes to no memory, only to these
         self._written: dict[int, _When] = {}
         self._read: dict[int, _When] = {}
 
@@ -203,7 +203,7 @@ class _Ready:
                 part, when = (begin, part[1]), earlier | when
             found.append((part, when))
         if not found or (len(found) == 1 and not _holds_no_memory(step.node)):
-            when = _When(0 if all(one in self._handles for one in writes) else 1 << number, number)
+            when = _When(0 if all(write in self._handles for write in writes) else 1 << number, number)
             self._done(reads, writes, self._when(reads, writes) | when)
             return []
         for part, when in found:
@@ -215,7 +215,7 @@ class _Ready:
         """That a part touches: its pieces of lists, what is given beside lists, its results."""
         begin, end = part
         given: list[Any] = [*node.args, *node.kwargs.values()]
-        given += [one for tensors in _lists(node) for one in tensors[begin:end]]
+        given += [tensor for tensors in _lists(node) for tensor in tensors[begin:end]]
         given += [user for user in node.users if begin <= user.args[1] < end]  # type: ignore[operator]
         return frozenset[int]().union(*(self._storages[one] for one in given if isinstance(one, Node)))
 
@@ -235,17 +235,17 @@ class _Ready:
             self._read[memory] = self._read.get(memory, when) | when
 
 
-def _in_parts(found: Trace, moved: set[Node], placed: Mapping[int, Sequence[tuple[Node, Part]]]) -> Graph:
+def _in_parts(trace: Trace, moved: set[Node], placed: Mapping[int, Sequence[tuple[Node, Part]]]) -> Graph:
     """The graph with these operations in parts, each behind the step that it can follow."""
     graph, new = Graph(), dict[Node, Node]()
-    for node in found.inputs + found.constants:
+    for node in trace.inputs + trace.constants:
         new[node] = graph.node_copy(node, new.__getitem__)
-    for place, step in enumerate([None, *found.steps], -1):
+    for place, step in enumerate([None, *trace.steps], -1):
         for node in step.nodes if step is not None and step.node not in moved else ():
             new[node] = graph.node_copy(node, new.__getitem__)
         for node, part in placed.get(place, ()):
             _write_part(graph, new, node, part)
-    graph.output([new[one] if isinstance(one, Node) else one for one in found.outputs])
+    graph.output([new[output] if isinstance(output, Node) else output for output in trace.outputs])
     return graph
 
 

@@ -43,7 +43,7 @@ def native(node: Node) -> Callable[..., Any]:
     if key not in _known:
         if len(_known) > _MANY:
             _known.clear()
-        _known[key] = next((one for one in _bindings(target) if _is_same(one, node)), target)
+        _known[key] = next((binding for binding in _bindings(target) if _is_same(binding, node)), target)
     return _known[key]
 
 
@@ -74,7 +74,7 @@ def _recurrent_layer(*arguments: Any, **named: Any) -> tuple[Any, ...]:
     """A layer of an LSTM on the CPU: it notes what its backward pass needs only where gradients are recorded."""
     with torch.enable_grad():
         results = _aten.mkldnn_rnn_layer.default(*arguments, **named)
-    return tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in results)
+    return tuple(result.detach() if isinstance(result, torch.Tensor) else result for result in results)
 
 
 def _checking(check: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,9 +36,9 @@ _LAUNCH = 1e-6  # seconds that the smallest operation takes
 _TO_HOST = 50e9  # bytes a second between a GPU and page-locked memory of the host
 
 
-def tasks(found: Trace, device: Gpus | None) -> list[Task]:
+def tasks(trace: Trace, device: Gpus | None) -> list[Task]:
     """The tasks of a trace, for lanes of a GPU or (None) for threads of the CPU."""
-    return threads.tasks(found) if device is None else found.tasks
+    return threads.tasks(trace) if device is None else trace.tasks
 
 
 def hardware(device: Gpus | None) -> str:
@@ -53,14 +53,14 @@ def hardware(device: Gpus | None) -> str:
     return "; ".join(parts)
 
 
-def cost_keys(found: Trace) -> list[str]:
+def cost_keys(trace: Trace) -> list[str]:
     """Equal for operations that cost the same."""
-    return [hashlib.sha256(repr(node_key(step.node)).encode()).hexdigest()[:24] for step in found.steps]
+    return [hashlib.sha256(repr(node_key(step.node)).encode()).hexdigest()[:24] for step in trace.steps]
 
 
-def measured(found: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:
+def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:
     """Seconds, and how much of its device it fills; None for what cannot be measured alone."""
-    step = found.steps[number]
+    step = trace.steps[number]
     try:
         if device is None or step.task.device == "cpu":
             with no_hooks():
@@ -78,7 +78,7 @@ def _takes_notes(step: Step) -> bool:
     How many they are is not known to a trace, and with made-up ones an operation (the backward pass of an LSTM) would
     read where there is no memory.
     """
-    made = [one.meta.get("val") for one in step.node.all_input_nodes if one.op == "call_function"]
+    made = [source.meta.get("val") for source in step.node.all_input_nodes if source.op == "call_function"]
     return any(isinstance(one, torch.Tensor) and one.dtype is torch.uint8 and not one.numel() for one in made)
 
 
@@ -165,9 +165,9 @@ def _arguments(step: Step) -> tuple[list[Any], dict[str, Any]]:
     return [_made_up(a) for a in step.node.args], {k: _made_up(v) for k, v in step.node.kwargs.items()}
 
 
-def made_up_inputs(found: Trace) -> list[torch.Tensor]:
+def made_up_inputs(trace: Trace) -> list[torch.Tensor]:
     """Tensors like those that the function was traced for."""
-    return [_made_up(node) for node in found.inputs]
+    return [_made_up(node) for node in trace.inputs]
 
 
 def _made_up(value: Any) -> Any:
@@ -211,9 +211,9 @@ def _least(work: Callable[[], Any], device: Gpus | None) -> float:
     return least
 
 
-def estimated(found: Trace, number: int, device: Gpus | None, known: tuple[float, float]) -> tuple[float, float]:
+def estimated(trace: Trace, number: int, device: Gpus | None, known: tuple[float, float]) -> tuple[float, float]:
     """Seconds by the roofline: the longer of computing and of moving bytes."""
-    step = found.steps[number]
+    step = trace.steps[number]
     values = [node.meta.get("val") for node in [*step.node.all_input_nodes, *step.nodes]]
     touched = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
     if step.task.kind.startswith("copy"):

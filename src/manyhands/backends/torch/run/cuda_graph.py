@@ -118,7 +118,7 @@ class GraphRun:
         if reuse_outputs:
             return
         self._keep = functools.partial(copied, sharing=sharing)
-        if sharing or not all(type(one) is torch.Tensor for one in results):
+        if sharing or not all(type(result) is torch.Tensor for result in results):
             return
         distinct = _distinct(results)
         if self._can_copy(distinct):
@@ -126,7 +126,7 @@ class GraphRun:
             self._forms = [_form(one) for one in distinct]
             numbers = {id(one): number for number, one in enumerate(distinct)}
             if len(distinct) < len(results):  # what is one tensor stays one
-                self._again = [numbers[id(one)] for one in results]
+                self._again = [numbers[id(result)] for result in results]
 
     def _can_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
         if not can_be_copied(tensors, self._device):
@@ -165,7 +165,7 @@ class GraphRun:
 
     def _as_before(self, outputs: list[Any]) -> list[Any]:
         """They are copied as bytes: they have to have the form that fresh memory is made in."""
-        if [_form(one) for one in outputs] != self._forms:
+        if [_form(output) for output in outputs] != self._forms:
             raise CannotCompile("results came out in another form when they were captured")
         return outputs
 
@@ -242,7 +242,9 @@ class GraphRun:
         """Whether something is copied that need not be, and the results take little memory a second time."""
         if not all(tensor.is_cuda for tensor in inputs) or places == tuple(own.data_ptr() for own in self._static):
             return False
-        again = sum(one.untyped_storage().nbytes() for one in self._own.outputs if isinstance(one, torch.Tensor))
+        again = sum(
+            output.untyped_storage().nbytes() for output in self._own.outputs if isinstance(output, torch.Tensor)
+        )
         return again <= _LITTLE * torch.cuda.get_device_properties(self._device).total_memory
 
 
@@ -256,15 +258,15 @@ def _allocated(allocate: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]
 
 
 def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(one): one for one in values}.values())
+    return list({id(value): value for value in values}.values())
 
 
-def _form(one: torch.Tensor) -> Any:
-    return one.shape, one.stride(), one.dtype
+def _form(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _share(one: torch.Tensor, others: Sequence[Any]) -> bool:
-    memory = one.untyped_storage().data_ptr()
+def _share(tensor: torch.Tensor, others: Sequence[Any]) -> bool:
+    memory = tensor.untyped_storage().data_ptr()
     return any(isinstance(other, torch.Tensor) and other.untyped_storage().data_ptr() == memory for other in others)
 
 

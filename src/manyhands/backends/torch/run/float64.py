@@ -53,18 +53,18 @@ _BY_BITS = (
 _SOFTMAX = (_aten._softmax.default, _aten._log_softmax.default)
 
 
-def exact(found: Trace, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> list[Any]:
+def exact(trace: Trace, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> list[Any]:
     """The results of a trace in float64, its gradients, and what it leaves in these ``written`` tensors of the caller.
 
-    ``found`` is a trace without compiled regions.
+    ``trace`` is one without compiled regions.
     """
-    for step in found.steps:
+    for step in trace.steps:
         _must_be_plain(step.task.token, step.node)
-    if coarsest(found) < 1e-8:
+    if coarsest(trace) < 1e-8:
         raise CannotBeExact("it computes in float64 already")
     try:
         with torch.no_grad(), compat.no_autocast():
-            run = _Wide(found, tensors)
+            run = _Wide(trace, tensors)
             results = run.run(*tensors)
             return [*results, *(run.of[id(tensor)] for tensor in written)]
     except CannotBeExact:
@@ -85,10 +85,10 @@ def _must_be_plain(token: str | None, node: Node) -> None:
 class _Wide(Interpreter):
     """Runs a graph with float64 in the place of every floating type."""
 
-    def __init__(self, found: Trace, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(found.module)
-        given = [*tensors, *found.constant_values()]
-        whole = any(str(node.target).startswith("aten.as_strided") for node in found.module.graph.nodes)
+    def __init__(self, trace: Trace, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(trace.module)
+        given = [*tensors, *trace.constant_values()]
+        whole = any(str(node.target).startswith("aten.as_strided") for node in trace.module.graph.nodes)
         self.of = _widened({id(one): one for one in given}, whole)
         self._node: Node | None = None
 
@@ -114,7 +114,7 @@ class _Wide(Interpreter):
         args, kwargs = tree_map(_wide_type, (args, kwargs))
         if _makes_numbers(node):
             args, kwargs = tree_map(_as_number, (args, kwargs))
-            if any(one.name == "dtype" for one in schema.arguments):
+            if any(argument.name == "dtype" for argument in schema.arguments):
                 kwargs = {"dtype": _WIDE[node.meta["val"].is_complex()], **kwargs}
         if target in _SOFTMAX:
             args = (*args[:2], False)  # it was to give float32 for half numbers
@@ -143,8 +143,8 @@ def _wide_type(value: Any) -> Any:
 
 def _makes_numbers(node: Node) -> bool:
     """Whether floating numbers come out where only integers, or nothing, went in: they would be float32."""
-    inputs = [one.meta.get("val") for one in node.all_input_nodes]
-    if not _is_number(node.meta.get("val")) or any(_is_number(one) for one in tree_leaves(inputs)):
+    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    if not _is_number(node.meta.get("val")) or any(_is_number(leaf) for leaf in tree_leaves(inputs)):
         return False
     return not inputs or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
@@ -209,11 +209,11 @@ def _end(tensor: torch.Tensor) -> int:
 # Distances
 
 
-def coarsest(found: Trace) -> float:
+def coarsest(trace: Trace) -> float:
     """The relative rounding of the least exact numbers that a trace computes with."""
-    values = [value for node in found.storages for value in tree_leaves(node.meta.get("val")) if _is_number(value)]
+    values = [value for node in trace.storages for value in tree_leaves(node.meta.get("val")) if _is_number(value)]
     least = max((torch.finfo(value.dtype).eps for value in values), default=0.0)
-    return max(least, _TF32) if least > 1e-8 and found.gpus() and may_use_tf32() else least
+    return max(least, _TF32) if least > 1e-8 and trace.gpus() and may_use_tf32() else least
 
 
 def may_use_tf32() -> bool:
@@ -221,9 +221,9 @@ def may_use_tf32() -> bool:
     return any(compat.fp32_precision("cuda", of) == "tf32" for of in ("matmul", "conv"))
 
 
-def leaps(found: Trace) -> bool:
+def leaps(trace: Trace) -> bool:
     """Whether a trace has operations by which a rounding becomes a leap: derivatives with a corner, comparisons."""
-    return any(step.task.name in _LEAPING for step in found.steps)
+    return any(step.task.name in _LEAPING for step in trace.steps)
 
 
 def verdict(

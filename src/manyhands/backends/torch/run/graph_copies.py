@@ -44,11 +44,11 @@ _NEEDED = (  # of CUDA's driver
 def can_be_copied(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
     """Whether copying these is copying bytes: all on this GPU, each in a piece of memory without gaps."""
     return 0 < len(tensors) <= _ROOMS[-1] and all(
-        one.device == device
-        and one.layout is torch.strided
-        and not (one.is_conj() or one.is_neg())
-        and has_no_gaps(one)
-        for one in tensors
+        tensor.device == device
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+        and has_no_gaps(tensor)
+        for tensor in tensors
     )
 
 

@@ -30,9 +30,9 @@ def why_no_graph(trace: Trace) -> str | None:
     for step in trace.steps:
         if on_cpu(step):
             return f"no CUDA graph: {step.task.name} is computed on the CPU"
-        if step.task.kind == "compute" and any(_on_host(one) for one in step.node.all_input_nodes):
+        if step.task.kind == "compute" and any(_on_host(source) for source in step.node.all_input_nodes):
             return f"no CUDA graph: {step.task.name} takes a number from the host, which would stay as it was captured"
-        if step.task.kind == "copy in" and any(one.op != "placeholder" for one in step.node.all_input_nodes):
+        if step.task.kind == "copy in" and any(source.op != "placeholder" for source in step.node.all_input_nodes):
             return f"no CUDA graph: {step.task.name} copies a tensor from outside, or computed, from the host"
         if step.task.kind == "copy out" and step.node.target is torch.ops.aten.copy_.default:
             return "no CUDA graph: copy_ writes to memory of the host, which may be elsewhere at the next call"
@@ -46,7 +46,7 @@ def why_no_graph(trace: Trace) -> str | None:
 
 def copies_or_computes_on_host(trace: Trace) -> bool:
     return any(on_cpu(step) or step.task.kind in ("copy in", "copy out") for step in trace.steps) or any(
-        _on_host(one) for step in trace.steps for one in step.node.all_input_nodes
+        _on_host(source) for step in trace.steps for source in step.node.all_input_nodes
     )
 
 

@@ -125,7 +125,9 @@ class _Writer:
                 if self._lane_of[self._made_by.get(source, task)] != lane:
                     self._slot(source, lane)
         stopped = self._code.name(Stopped)
-        reuse = Reuse(self._trace, {*self._given, *(one for one in self._trace.outputs if isinstance(one, Node))})
+        reuse = Reuse(
+            self._trace, {*self._given, *(output for output in self._trace.outputs if isinstance(output, Node))}
+        )
         for lane in range(len(self._tasks)):
             self._lane(lane, stopped, reuse)
         lanes = functions("lanes", "\n".join(self._code.lines), self._code.names)
