@@ -1,6 +1,7 @@
 """Make the virtual environment of one framework: ``python requirements/install.py jax .venvs/jax``.
 
-Versions come from ``requirements/<framework>.txt``. Two things depend on the processor: TensorFlow's small
+Versions come from ``requirements/<framework>.txt``. ``docs`` is the environment of the site and of the package: it has
+no framework. Two things depend on the processor: TensorFlow's small
 CPU build exists for x86 only, and MXNet's build for Arm asks for Arm's Performance Libraries, which
 no package carries. What MXNet takes from them are BLAS and LAPACK, so OpenBLAS, as SciPy's package
 carries it, serves under their names.
@@ -15,14 +16,20 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRA = {"torch": ["mypy", "ruff", "tensorboardX", "torchmetrics"]}
+EXTRA = {
+    "torch": ["mypy", "ruff", "tensorboardX", "torchmetrics"],
+    "docs": ["mkdocs-material", "mkdocstrings[python]", "ruff", "setuptools", "build", "twine"],
+}
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 
 
 def main(framework: str, folder: Path) -> None:
     venv.create(folder, with_pip=True, clear=True)
     extras = ["gpu", framework]
-    wanted = ["pytest", "hypothesis", "safetensors", "matplotlib", *EXTRA.get(framework, [])]
+    wanted = ["pytest", "hypothesis", "safetensors", "matplotlib"]
+    if framework == "docs":
+        extras, wanted = [], ["pytest", "hypothesis"]
+    wanted += EXTRA.get(framework, [])
     if framework == "tensorflow" and not ON_ARM:
         extras.remove(framework)
         wanted.append("tensorflow-cpu")
@@ -30,7 +37,7 @@ def main(framework: str, folder: Path) -> None:
         wanted.append("scipy")
     pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     versions = ["-c", ROOT / "requirements" / f"{framework}.txt"]
-    subprocess.run([*pip, *versions, "-e", f"{ROOT}[{','.join(extras)}]", *wanted], check=True)
+    subprocess.run([*pip, *versions, "-e", f"{ROOT}[{','.join(extras)}]" if extras else ROOT, *wanted], check=True)
     if framework == "mxnet" and ON_ARM:
         stand_in_for_arm_libraries(folder)
 

@@ -7,5 +7,5 @@ Import the door of your framework: ``from manyhands import torch as mh`` (or ``j
 from manyhands.device import Device, DeviceRecord, Memory
 from manyhands.errors import ManyhandsError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Device", "DeviceRecord", "ManyhandsError", "Memory", "__version__"]
