@@ -6,7 +6,7 @@ FRAMEWORKS := torch jax tensorflow mxnet
 TORCH := $(VENVS)/torch/bin
 VIRTUAL := 3
 CORE := tests/test_structure.py tests/test_words.py tests/test_generated.py tests/test_benchmark_limits.py tests/backends/test_exactness.py \
-	tests/schedule tests/predict tests/tasks tests/parallel tests/placement tests/training/neutral tests/cli tests/audit/neutral tests/lab
+	tests/schedule tests/predict tests/tasks tests/parallel tests/placement tests/training/neutral tests/cli tests/audit/neutral tests/lab tests/docs/test_pages.py
 
 # MXNet 1.9.1 stops at Python 3.11, TensorFlow 2.21 at 3.13; what cannot be installed here is named and skipped.
 SKIPPED := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
@@ -21,13 +21,25 @@ test-mxnet test-training-mxnet bench-mxnet: export OPENBLAS_NUM_THREADS := 1
 test-tensorflow test-training-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
 
 .PHONY: run test test-long lint types test-core test-gpu test-audit-torch $(addprefix test-,$(FRAMEWORKS)) \
-	$(addprefix test-training-,$(FRAMEWORKS)) skipped bench $(addprefix bench-,$(FRAMEWORKS)) clean
+	$(addprefix test-training-,$(FRAMEWORKS)) skipped docs pictures test-package bench $(addprefix bench-,$(FRAMEWORKS)) clean
 
 run: $(VENVS)/torch/.ready
 	$(TORCH)/manyhands train
 
 # The longest first: where two suites run at a time, none of them is left alone at the end.
-test: lint types test-training-torch test-torch $(addprefix test-training-,$(HERE)) $(addprefix test-,$(HERE)) skipped
+test: lint types test-training-torch test-torch $(addprefix test-training-,$(HERE)) $(addprefix test-,$(HERE)) docs test-package skipped
+
+# The site in site/; a warning is an error. Nothing is loaded from the network, here or in a reader's browser.
+docs: $(VENVS)/docs/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENVS)/docs/bin/mkdocs build --strict --quiet
+
+# The pictures of README.md and the site, made again.
+pictures: $(VENVS)/torch/.ready
+	$(TORCH)/python docs/pictures/make.py
+
+# The wheel: its size, its metadata and the files in it.
+test-package: $(VENVS)/docs/.ready
+	$(VENVS)/docs/bin/pytest tests/package
 
 lint: $(VENVS)/torch/.ready
 	$(TORCH)/ruff check src tests benchmarks requirements
@@ -52,7 +64,7 @@ test-audit-torch: $(VENVS)/torch/.ready
 
 # The contract suite, and what is each framework's own: with the devices that are there, then with virtual ones.
 $(addprefix test-,$(FRAMEWORKS)): test-%: $(VENVS)/%/.ready
-	$(VENVS)/$*/bin/pytest tests/contract tests/backends/$* tests/audit/frameworks --framework $*
+	$(VENVS)/$*/bin/pytest tests/contract tests/backends/$* tests/audit/frameworks tests/docs/test_page_examples.py --framework $*
 	MANYHANDS_VIRTUAL_DEVICES=$(VIRTUAL) $(VENVS)/$*/bin/pytest tests/contract tests/backends/$* --framework $*
 
 # Training makes its devices itself. The contract suite, then what is each framework's own.
@@ -79,4 +91,4 @@ $(addprefix bench-,$(FRAMEWORKS)): bench-%: $(VENVS)/%/.ready
 	$(VENVS)/$*/bin/python benchmarks/placement.py $*
 
 clean:
-	rm -rf $(VENVS) build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENVS) build dist site .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,72 @@
+"""The code blocks of README.md and of the pages in docs/.
+
+A Python block runs in the door that it imports (``from manyhands import jax as mh``), or else in that of the block
+before it. A block whose fence has the title ``needs ...`` (a GPU, Lightning, two machines) is compiled, not run:
+
+    ```python title="needs a GPU"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<options>.*)$")
+_DOOR = re.compile(r"^\s*from manyhands import (torch|jax|tensorflow|mxnet)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; ``line`` is the number of its first line of code."""
+
+    page: Path
+    line: int
+    language: str
+    title: str
+    code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def is_run(self) -> bool:
+        return self.language == "python" and not self.title.startswith("needs ")
+
+
+def blocks(page: Path) -> list[Block]:
+    return list(_blocks(page))
+
+
+def _blocks(page: Path) -> Iterator[Block]:
+    lines = iter(enumerate(page.read_text().splitlines(), start=1))
+    for number, text in lines:
+        fence = _FENCE.match(text)
+        if fence is None:
+            continue
+        indent = fence["indent"]
+        code = []
+        for _, inside in lines:
+            if inside == f"{indent}```":
+                break
+            code.append(inside.removeprefix(indent))
+        else:
+            raise AssertionError(f"{page}:{number}: the block does not end")
+        title = re.search(r'title="([^"]*)"', fence["options"])
+        yield Block(page, number + 1, fence["language"], title[1] if title else "", "\n".join(code) + "\n")
+
+
+def by_door(page: Path) -> dict[str, list[Block]]:
+    """The blocks of a page that are run, by the framework whose door they use."""
+    doors: dict[str, list[Block]] = {}
+    door = "torch"
+    for block in blocks(page):
+        if block.is_run:
+            imported = _DOOR.search(block.code)
+            door = imported[1] if imported else door
+            doors.setdefault(door, []).append(block)
+    return doors
