@@ -18,9 +18,9 @@ from manyhands.training.trainer import BaseTrainer
 PAGE = Path(__file__).with_name("trainer-options.md")
 HEAD = """# Every option of a trainer
 
-Made from the docstrings by `python docs/trainer_options.py`; `help(mh.Trainer)` shows the same. What the options are
-for is told in [training.md](training.md). All but the first three of `Trainer` are given by name. An option that a
-framework cannot do is refused, with the reason.
+Made from the docstrings by `python docs/trainer_options.py`; `help(mh.Trainer)` shows the same.
+[Training in detail](training.md) explains what the options are for. All but the first three of `Trainer` are given by
+name. An option that a framework cannot do is refused, with the reason.
 """
 
 
