@@ -32,6 +32,12 @@ class VirtualDevices(list[X]):
         self._holders.leave()
 
 
+class _OfThread(threading.local):
+    """The blocks that a thread is in."""
+
+    blocks = 0
+
+
 class VirtualDeviceHolders(Generic[D]):
     """Makes virtual devices when they are first asked for, and undoes it when the last ``with`` block ends.
 
@@ -42,6 +48,7 @@ class VirtualDeviceHolders(Generic[D]):
         self._backend = backend
         self._lock = threading.RLock()
         self._blocks = 0
+        self._here = _OfThread()
         self._kept = False
 
     def ask(self, count: int, as_cuda: bool | None) -> VirtualDevices[D]:
@@ -73,12 +80,20 @@ class VirtualDeviceHolders(Generic[D]):
                 raise VirtualDevicesError(
                     "these virtual devices are gone: call mh.virtual_devices(n) for the new block"
                 )
+            if not made and not self._here.blocks:
+                self._backend.enter_virtual_block()
             self._blocks += 1
+            self._here.blocks += 1
             if made:
                 self._kept = False
 
     def leave(self) -> None:
         with self._lock:
             self._blocks -= 1
-            if not self._blocks and not self._kept:
+            self._here.blocks -= 1
+            if self._kept:
+                return
+            if not self._blocks:
                 self._backend.end_virtual_devices()
+            elif self._here.blocks <= 0:
+                self._backend.leave_virtual_block()

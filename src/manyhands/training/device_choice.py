@@ -1,7 +1,8 @@
 """What ``devices=`` means: a number, a text or a list. ``--devices`` on the command line takes the same texts.
 
 ======================  ==============================================================================
-``"gpu"``, ``"all"``    all GPUs; the CPU where there is none, as with ``mh.try_gpu()``
+``"gpu"``, ``"all"``    all GPUs; the CPU where there is none, as with ``mh.try_gpu()``; also ``"cuda"``,
+                        ``"auto"``, ``-1``
 ``2``, ``"2"``          that many devices: GPUs, or where there is none, devices made of the CPU
 ``"cpu"``               the CPU
 ``"cpu:2"``             two devices made of the CPU (``"cpu:1"`` and ``"cpu:0"`` are the CPU)
@@ -28,6 +29,7 @@ from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice
 
 MadeOfCpu = Callable[[int], dict[str, Any]]
 _MOST_OF_CPU = 64
+_ALL_GPUS = ("gpu", "cuda", "all", "auto", "-1")
 _WRITE = "Write gpu (all of them), 2 (that many), gpu:0,gpu:1, cpu, or cpu:2 for two devices made of the CPU"
 _NO_GPU = "there is no GPU here, so the job is on the CPU"
 
@@ -43,6 +45,8 @@ class Choice:
 
 def meant(devices: Any, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
     """The devices that a user means; ``made_of_cpu`` gives the trainer's options for that many made of the CPU."""
+    if isinstance(devices, Integral) and devices == -1:  # as Lightning has it
+        return _of_text("-1", backend, made_of_cpu)
     if isinstance(devices, Integral) and not isinstance(devices, bool):
         return _as_many(devices, int(devices), backend, made_of_cpu)
     if isinstance(devices, str):
@@ -56,9 +60,9 @@ def _of_text(text: str, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> C
     words = text.strip().lower()
     if words.isdecimal():
         return _as_many(text, int(words), backend, made_of_cpu)
-    if words in ("gpu", "all"):
+    if words in _ALL_GPUS:
         gpus = [f"gpu:{number}" for number in range(backend.num_gpus())]
-        note = None if gpus or words == "all" else f"devices={text!r}: {_NO_GPU}"
+        note = None if gpus or words in ("all", "auto") else f"devices={text!r}: {_NO_GPU}"
         return Choice(_standing_in(gpus, backend) or ["cpu"], note=note)
     kind, colon, count = words.partition(":")
     if kind == "cpu" and "," not in words:

@@ -306,6 +306,9 @@ class Loop:
     def check_numbers(self, figures: Figures) -> None:
         if figures.bad_step is None or self.settings.step.on_nan == "continue":
             return
+        why: str | None = getattr(self.learner, "why_no_numbers", lambda: None)()  # PyTorch's, with fp16
+        if why is not None:
+            raise LossIsNotANumber(f"{why}. It is step {figures.bad_step}")
         raise LossIsNotANumber(
             f"{self._bad_step_in_words(figures.bad_step)}. {self._bad_samples(figures.bad_step) or NAN_HINT}"
         )

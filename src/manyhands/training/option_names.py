@@ -71,6 +71,13 @@ _EXPLAINED = {
     "early_stopping": "it is a callback: Trainer(callbacks=[mh.EarlyStopping('val_loss', patience=3)])",
 }
 _EXPLAINED["patience"] = _EXPLAINED["early_stopping"]
+# The arguments of fit, and what others call them.
+_OF_METHOD = {
+    "validation": "validation_data val_data valid_data eval_data val val_dataloaders val_dataloader eval_dataset "
+    "val_dataset validation_dataset test_data",
+    "data": "train_data train train_dataloaders train_dataloader train_dataset dataloaders datamodule dls x X",
+}
+_ARGUMENTS = {name: argument for argument, names in _OF_METHOD.items() for name in names.split()}
 # An option that belongs to a topic: the trainer's argument, and the class of its value.
 _PLACES: dict[str, tuple[str, str]] = {}
 
@@ -121,6 +128,8 @@ def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Cal
 
 def _meant(name: str, value: object, known: Collection[str]) -> str:
     """What to write instead of an option that does not exist; ``known`` are those that do."""
+    if (argument := _ARGUMENTS.get(name)) in known:
+        return f"it is called {argument} here"
     option = option_called(name) or (name if name in _CALLED or name in _PLACES else None)
     if option is not None:
         called = "" if option == name else f"it is called {option} here"

@@ -15,6 +15,7 @@ from torch import nn
 
 from manyhands import torch as mh
 from manyhands.backends.torch import virtual
+from manyhands.backends.torch.compat import dispatch_mode_stack, function_mode_stack
 from manyhands.errors import VirtualDevicesError
 
 pytestmark = pytest.mark.once
@@ -103,22 +104,20 @@ def test_blocks_of_several_threads_overlap() -> None:
             leave.wait(60)
             seen.append((torch.cuda.device_count(), torch.ones(1).cuda(1).get_device()))
 
-    def first() -> None:  # in a thread of its own: its hooks, which do nothing any more, end with it
-        with mh.virtual_devices(2, as_cuda=True):
-            thread = threading.Thread(target=other)
-            thread.start()
-            assert entered.wait(60)
-        leave.set()
-        thread.join()
-        plain.append(torch.ones(2, device="cpu:1").device)  # PyTorch's own way
-
-    plain: list[torch.device] = []
-    beginner = threading.Thread(target=first)
-    beginner.start()
-    beginner.join()
+    before = dispatch_mode_stack(), function_mode_stack()
+    with mh.virtual_devices(2, as_cuda=True):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(60)
+    assert (dispatch_mode_stack(), function_mode_stack()) == before, "this thread is plain again"
+    with mh.virtual_devices(2):  # and has them again while the other one goes on
+        assert torch.ones(1).cuda(1).get_device() == 1
+    leave.set()
+    thread.join()
     assert seen == [(2, 1)]
     assert virtual.count() == 0
-    assert plain == [torch.device("cpu")]
+    assert (dispatch_mode_stack(), function_mode_stack()) == before
+    assert torch.ones(2, device="cpu:1").device == torch.device("cpu")  # PyTorch's own way
 
 
 def test_a_process_with_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,8 @@ def _may_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "may_have_gpus", lambda: True)
 
 
-@pytest.mark.parametrize("text", ["gpu", "GPU", " all "])
-def test_all_gpus_or_the_cpu(text: str) -> None:
+@pytest.mark.parametrize("text", ["gpu", "GPU", " all ", "cuda", "auto", -1, "-1"])
+def test_all_gpus_or_the_cpu(text: Any) -> None:
     assert meant(text, gpus=2).devices == ["gpu:0", "gpu:1"]
     assert meant(text).devices == ["cpu"]
     assert meant(text, virtual=2).devices == [Device("virtual", 0), Device("virtual", 1)]
@@ -50,7 +50,8 @@ def test_all_gpus_or_the_cpu(text: str) -> None:
 
 def test_the_fallback_to_the_cpu_is_said() -> None:
     assert meant("gpu").note == "devices='gpu': there is no GPU here, so the job is on the CPU"
-    assert meant("all").note is None
+    assert meant("all").note is meant("auto").note is None
+    assert "no GPU here" in str(meant(-1).note)
     assert meant("gpu", gpus=1).note is None
 
 
@@ -90,7 +91,7 @@ def test_names_are_those_of_a_list() -> None:
         meant("cpu,cpu")
 
 
-@pytest.mark.parametrize("wrong", ["tpu", "", "gpu:x", 0, -1])
+@pytest.mark.parametrize("wrong", ["tpu", "", "gpu:x", 0, -2])
 def test_what_is_none(wrong: Any) -> None:
     with pytest.raises(BadDevice, match="devices="):
         meant(wrong, gpus=2)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from training_cases import difference, fit, vectors
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training.options import Step
 from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.trainer import Trainer
@@ -74,6 +74,18 @@ def test_a_resumed_job_ends_with_the_same_bits(tmp_path: Path) -> None:
     result = Trainer(2, run=tmp_path / "run", resume="auto", **how).fit(resumed, data())
     assert difference(whole.state_dict(), resumed.state_dict()) == 0
     assert not any(note.startswith("fp16") and " 0 steps" in note for note in result.notes)
+
+
+def test_a_scale_that_collapses_ends_the_job(tmp_path: Path) -> None:
+    """Gradients that are infinite at every scale: all steps are skipped. Resumed in between, it is found as well."""
+
+    def huge(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(scores, y) * 1e15
+
+    how: dict[str, Any] = {**HALF, "loss": huge, "batch_size": 9, "run": tmp_path / "run", "resume": "auto"}
+    Trainer(4, **how, quiet=True).fit(net(), data())
+    with pytest.raises(LossIsNotANumber, match=r"fp16': the last 5\d steps were all skipped.*Give precision='bf16'"):
+        Trainer(9, **how, quiet=True).fit(net(), data())
 
 
 def test_the_scale_follows_the_rules_of_torch() -> None:

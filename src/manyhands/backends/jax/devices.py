@@ -126,6 +126,14 @@ def end_virtual_devices() -> None:
     raise VirtualDevicesError("JAX keeps its devices as long as the process lives")
 
 
+def enter_virtual_block() -> None:
+    """They hold for all threads."""
+
+
+def leave_virtual_block() -> None:
+    """They hold for all threads."""
+
+
 def virtual_count() -> int:
     return _virtual
 

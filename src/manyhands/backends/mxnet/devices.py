@@ -102,6 +102,14 @@ def end_virtual_devices() -> None:
     _virtual_count = 0
 
 
+def enter_virtual_block() -> None:
+    """They hold for all threads."""
+
+
+def leave_virtual_block() -> None:
+    """They hold for all threads."""
+
+
 def virtual_count() -> int:
     return _virtual_count
 

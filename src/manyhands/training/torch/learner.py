@@ -30,7 +30,7 @@ from manyhands.training.torch.evaluation import Evaluation
 from manyhands.training.torch.fast import capturable, capture_stream, captured_step
 from manyhands.training.torch.fast.captured_step import GraphStep, fast_step
 from manyhands.training.torch.job import Job, numbers_for
-from manyhands.training.torch.objective import Objective, OwnStep, placed
+from manyhands.training.torch.objective import Objective, OwnStep, makes_updates, placed
 from manyhands.training.torch.preflight import precision
 from manyhands.training.torch.ranks import global_batch_norm, measured_shares, sharding
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
@@ -44,6 +44,7 @@ from manyhands.training.torch.step import activation_checkpoints, loss_scale
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.loss_scale import LossScale
+from manyhands.training.torch.step.own_updates import OwnUpdates
 from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
 from manyhands.training.torch.step.skip_nan import Spared
 
@@ -81,7 +82,14 @@ class Rank:
         # Statistics over the whole batch need every rank in every layer, also one without samples.
         self._global_stats = job.settings.step.batch_stats == "global" and world.size > 1
         self.sharded = job.settings.step.shard and world.size > 1
-        self.all_take_part = self._global_stats or self.sharded
+        self._makes_updates = isinstance(job.objective, OwnStep) and makes_updates(job.model)
+        if self._makes_updates and self._global_stats:
+            raise BadSettings(
+                "Step(batch_stats='global') with training_step(batch, optimizers): a device without samples makes the "
+                "same updates with a sample that it has had before, and statistics over all devices would count it. "
+                "Leave out batch_stats"
+            )
+        self.all_take_part = self._global_stats or self.sharded or (self._makes_updates and world.size > 1)
         self.model = self._shard_model(job) if self.sharded else self._place_model(job.model)
         self.least = 2 if world.size > 1 and not self._global_stats and captured_step.normalises(self.model) else 1
         statistics, pick = job.settings.step.batch_stats, job.settings.step.activation_checkpointing
@@ -150,7 +158,7 @@ class Rank:
         loss_scale.check(self.world.device)
         return LossScale(self.world.device)
 
-    def _make_step(self) -> EagerStep | EachOptimizer:
+    def _make_step(self) -> EagerStep | EachOptimizer | OwnUpdates:
         clock = None
         if self.world.size > 1 and self.settings.step.shares == "measured":
             clock = measured_shares.Clock(self.world.device)
@@ -164,6 +172,9 @@ class Rank:
             own = [parameter for group in entry.optimizer.param_groups for parameter in group["params"]]
             objective = self.objective.of_optimizer(key)
             steps.append((self._step_of(entry.optimizer, objective, clock, own, counts=not steps), entry.every))
+        if self._makes_updates:
+            by_key = dict(zip(self.optimizer.entries, (step for step, _ in steps), strict=True))
+            return OwnUpdates(by_key, self.optimizer, self.model, self.average)
         return EachOptimizer(steps, self.optimizer, self.model, self.average)
 
     def _step_of(
@@ -432,6 +443,10 @@ class Rank:
         evaluation = Evaluation(self.model, self.world, self.numbers, self.settings.batch_size)
         with sharding.gathered(self.model) if self.sharded else contextlib.nullcontext():
             return evaluation.figures(self.objective, self.test, alive, take)
+
+    def why_no_numbers(self) -> str | None:
+        """Why steps make no progress, where the loss scale says so."""
+        return None if self.scale is None else self.scale.why_collapsed()
 
     def bad_samples(self, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> str | None:
         """Which of these samples of a dataset have NaN or infinity, in words."""

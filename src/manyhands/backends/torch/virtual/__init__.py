@@ -22,10 +22,12 @@ an ``out=`` that would need more memory are refused.
 """
 
 from manyhands.backends.torch.virtual.modes import (
+    enter_thread,
     hooked,
     hooks,
     instead,
     is_marked_pinned,
+    leave_thread,
     mark_pinned,
     no_hooks,
     only_hooks,
@@ -50,6 +52,7 @@ __all__ = [
     "actual",
     "count",
     "device",
+    "enter_thread",
     "home",
     "hooked",
     "hooks",
@@ -57,6 +60,7 @@ __all__ = [
     "instead",
     "is_marked_pinned",
     "is_virtual",
+    "leave_thread",
     "mark_pinned",
     "no_hooks",
     "observers",

@@ -41,15 +41,26 @@ def start(number: int, *, as_cuda: bool) -> None:
         _changes.replace(owner, name, value)
     _changes.replace(threading.Thread, "start", _start_thread)  # modes hold for one thread
     _changes.replace(torch, "compile", _compiling(torch.compile))  # Dynamo would trace our hook
-    of_thread.hooks = (_Births(), _Names())  # type: ignore[no-untyped-call]
-    for hook in of_thread.hooks:
-        hook.__enter__()  # type: ignore[no-untyped-call]
+    enter_thread()
 
 
 def stop() -> None:
     """Undo it. Tensors that are still there stay usable; hooks of other threads do nothing any more."""
     _changes.undo()
     set_devices(0, as_cuda=False)
+    leave_thread()
+
+
+def enter_thread() -> None:
+    """Let tensors come into being on virtual devices in this thread, until :func:`leave_thread`."""
+    if not hooked():
+        of_thread.hooks = (_Births(), _Names())  # type: ignore[no-untyped-call]
+        for hook in of_thread.hooks:
+            hook.__enter__()
+
+
+def leave_thread() -> None:
+    """Undo it; what another block has put on top of it stays, and does nothing once the devices are gone."""
     if of_thread.hooks:
         births, names = of_thread.hooks
         of_thread.hooks = ()

@@ -145,6 +145,7 @@ class EagerStep:
             self.spared.put_back(self._is_good())
         if self.scale is not None:
             self.scale.update()
+            self.metrics.mark(self.scale.collapsed(), step)
 
     def close(self) -> None:
         """Leave the parameters without our hooks."""

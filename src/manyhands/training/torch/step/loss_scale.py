@@ -9,7 +9,9 @@ case, and taken back as that of a bad batch (:mod:`.skip_nan`). For example a sc
     step 0   gradients inf   update taken back, scale 32768, skipped 1
     step 1   gradients fine  update stays
 
-On several ranks gradients are looked at when they are summed, so all ranks decide alike.
+On several ranks gradients are looked at when they are summed, so all ranks decide alike. A scale that has fallen to
+2**-10 falls no further: where 50 steps in a row were skipped and it stands there, nothing is learnt any more, and the
+job ends with an error. The device finds that out, too, and the host hears of it with the figures that it reads anyway.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from manyhands.errors import BadSettings
 
 _FIRST_SCALE = 65536.0
 _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
+_FLOOR = 2.0**-10
+_MOST_SKIPPED = 50  # in a row
 
 
 class LossScale:
@@ -33,6 +37,7 @@ class LossScale:
         self.scale = torch.full((), _FIRST_SCALE, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._in_row = torch.zeros((), dtype=torch.int64, device=device)
         self._infinite = torch.zeros((), dtype=torch.float32, device=device)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -55,17 +60,37 @@ class LossScale:
     @torch.no_grad()
     def update(self) -> None:
         """The scale of the next step."""
-        self._skipped += self._infinite.long()
+        infinite = self._infinite.long()
+        self._skipped += infinite
+        self._in_row.add_(1).mul_(infinite)
         compat.update_scale_(self.scale, self._good_steps, self._infinite, _GROWTH, _BACKOFF, _INTERVAL)
+        self.scale.clamp_(min=_FLOOR)
+
+    def collapsed(self) -> torch.Tensor:
+        """NaN where all steps are skipped, however small the scale; else 0. Known on the device."""
+        hopeless = (self._in_row >= _MOST_SKIPPED) & (self.scale <= _FLOOR)
+        return torch.where(hopeless, torch.nan, 0.0)
+
+    def why_collapsed(self) -> str | None:
+        """Why the job cannot go on, in words; None where it can. Waits for the device."""
+        if bool(self.collapsed().isfinite()):
+            return None
+        return (
+            f"precision='fp16': the last {int(self._in_row)} steps were all skipped. Their gradients are too large for "
+            f"float16, also with the smallest loss scale ({_FLOOR:g}), so the model learns nothing. Give "
+            "precision='bf16' or 'fp32', or a loss that is a mean and not a sum"
+        )
 
     def saved(self) -> dict[str, Any]:
         """For a checkpoint; waits for the device."""
-        return {"scale": float(self.scale), "good_steps": int(self._good_steps), "skipped": int(self._skipped)}
+        counts = {"good_steps": self._good_steps, "skipped": self._skipped, "in_row": self._in_row}
+        return {"scale": float(self.scale), **{name: int(count) for name, count in counts.items()}}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         self.scale.fill_(saved["scale"])
         self._good_steps.fill_(saved["good_steps"])
         self._skipped.fill_(saved["skipped"])
+        self._in_row.fill_(saved.get("in_row", 0))
 
     def note(self) -> str:
         """What came of it, in words; waits for the device."""
