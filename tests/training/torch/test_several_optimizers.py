@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn import functional
 from training_cases import difference, fit, mlp, rows, vectors
 
+import manyhands.torch as mh
 from manyhands.errors import BadSettings, WrongCheckpoint
+from manyhands.training.data.order import epoch_order
 from manyhands.training.options import Step
 from manyhands.training.torch.trainer import Trainer
 
@@ -80,8 +82,6 @@ def by_hand(model: GAN, order: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["list", "dict"])
 def test_it_is_the_loop_written_by_hand(kind: str) -> None:
-    from manyhands.training.data.order import epoch_order
-
     numbers = torch.from_numpy(epoch_order(0, 0, 90))
     model = GAN(kind)
     result = Trainer(1, batch_size=30, quiet=True).fit(model, data())
@@ -166,3 +166,89 @@ def test_what_cannot_be() -> None:
     model.configure_optimizers = lambda: [mlp()]  # type: ignore[method-assign]
     with pytest.raises(BadSettings, match="gave a Sequential among its optimizers: give a list of optimizers, or a di"):
         fit_gan(model, data(), 1)
+
+
+class Free(GAN):
+    """The same training as that of the GAN, with updates that it makes itself."""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        return {"critic": made["critic"], "generator": made["generator"]["optimizer"]}
+
+    def training_step(self, batch: Any, optimizers: Any) -> None:  # type: ignore[override]
+        X, noise, y = batch
+        real, generated = self.critic(X), self.critic(self.generator(noise))
+        loss = functional.softplus(-real).mean() + functional.softplus(generated).mean()
+        optimizers["critic"].minimize(loss)
+        losses = functional.softplus(-self.critic(self.generator(noise)))
+        optimizers["generator"].minimize(mh.LossSum(losses.sum(), len(y)))
+
+
+class Flat(Free):
+    """Without statistics of a batch, which each device has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+class Twice(nn.Module):
+    """One optimizer that makes two updates of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Linear(6, 1).double()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.net.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, optimizers: Any) -> None:
+        for target in (1.0, -1.0):
+            optimizers[0].minimize((self.net(batch[0]) - target).square().mean())
+
+
+def test_a_model_makes_its_updates_itself(tmp_path: Path) -> None:
+    expected, figures = fit_gan(GAN(every=1), data(), 1, batch_size=30, max_epochs=2)
+    weights, result = fit_gan(Free(), data(), 1, batch_size=30, max_epochs=2)
+    assert difference(expected, weights) <= CLOSE
+    assert [row["samples"] for row in rows(result)] == [90, 90]
+    assert [row["train_loss"] for row in rows(result)] == pytest.approx([row["train_loss"] for row in rows(figures)])
+    for epochs in (1, 2):
+        run = {"run": tmp_path / "run", "resume": "auto", "max_epochs": epochs}
+        resumed, _ = fit_gan(Free(), data(), 1, batch_size=30, **run)
+    assert difference(weights, resumed) == 0
+
+    net, order = Twice(), torch.from_numpy(epoch_order(0, 0, 90))
+    optimizer = net.configure_optimizers()
+    for samples in order.split(30):
+        for target in (1.0, -1.0):
+            optimizer.zero_grad()
+            (net.net(data()[0][samples]) - target).square().mean().backward()
+            optimizer.step()
+    assert difference(net.state_dict(), fit_gan(Twice(), data(), 1, batch_size=30, max_epochs=1)[0]) <= CLOSE
+
+
+def test_its_updates_are_those_of_one_device_on_two_ranks() -> None:
+    """The last batch has one sample, so that one rank has none."""
+    samples = tuple(part[:61] for part in data())
+    how: dict[str, Any] = {"batch_size": 30, "gradient_clip_val": 0.3}
+    alone, figures = fit_gan(Flat(), samples, 1, **how)
+    together, shared = fit_gan(Flat(), samples, 2, **how, step=Step(shares=[0.6, 0.4]))
+    assert difference(alone, together) <= CLOSE
+    assert [row["train_loss"] for row in rows(figures)] == pytest.approx([row["train_loss"] for row in rows(shared)])
+
+
+def test_what_updates_cannot_be() -> None:
+    class Wrong(Free):
+        def training_step(self, batch: Any, optimizers: Any) -> None:  # type: ignore[override]
+            optimizers["critic"].minimize(3.0)
+
+    with pytest.raises(BadSettings, match=r"optimizers\['critic'\].minimize\(float\): give the loss, a tensor of one"):
+        fit_gan(Wrong(), data(), 1)
+    with pytest.raises(BadSettings, match=r"Step\(accumulate=...\) with training_step\(batch, optimizers\)"):
+        fit_gan(Free(), data(), 1, step=Step(accumulate=2))
+    with pytest.raises(BadSettings, match=r"Step\(batch_stats='global'\) with training_step\(batch, optimizers\)"):
+        fit_gan(Free(), data(), 2, step=Step(batch_stats="global"))
+    with pytest.raises(BadSettings, match="makes updates and has no loss to show"):
+        Trainer(1, quiet=True).evaluate(Free(), data())

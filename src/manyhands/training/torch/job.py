@@ -17,10 +17,10 @@ from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.torch.configured import Configured, configured
 from manyhands.training.torch.data.sources import Source
-from manyhands.training.torch.objective import Objective, OwnStep, takes_optimizer
+from manyhands.training.torch.objective import Objective, OwnStep, makes_updates, takes_optimizer
 from manyhands.training.torch.optimizers import MakeOptimizer
 from manyhands.training.torch.step.eager import Numbers
-from manyhands.training.torch.step.several_optimizers import Several
+from manyhands.training.torch.step.several_optimizers import Entry, Several
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Job:
         made = configured(
             self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
         )
+        if not isinstance(made.optimizer, Several) and makes_updates(model) and isinstance(self.objective, OwnStep):
+            made.optimizer = Several({0: Entry(made.optimizer)})
         if isinstance(made.optimizer, Several):
             self._check_several(made.optimizer)
         if made.schedules and self.schedule is not None:
@@ -60,11 +62,14 @@ class Job:
     def _check_several(self, several: Several) -> None:
         model: Any = self.model
         step = getattr(model, "training_step", None)
-        if not isinstance(self.objective, OwnStep) or step is None or not takes_optimizer(step):
+        if isinstance(self.objective, OwnStep) and makes_updates(model):
+            self._check_updates(several)
+        elif not isinstance(self.objective, OwnStep) or step is None or not takes_optimizer(step):
             raise BadSettings(
                 f"configure_optimizers of {type(model).__name__} gave {len(several.entries)} optimizers: then it needs "
                 "a training_step(self, batch, batch_idx, optimizer_idx) that returns the loss of one of them "
-                f"(optimizer_idx is {', '.join(map(repr, several.entries))})"
+                f"(optimizer_idx is {', '.join(map(repr, several.entries))}), or a training_step(self, batch, "
+                "optimizers) that calls optimizers[...].minimize(loss)"
             )
         if self.test is not None and not hasattr(model, "validation_step"):
             raise BadSettings(
@@ -80,6 +85,20 @@ class Job:
                 "Step(on_nan='continue') with several optimizers: a batch that is skipped would have to take back the "
                 "updates of all of them. Leave it out"
             )
+
+    def _check_updates(self, several: Several) -> None:
+        """Of a training_step that makes the updates itself nobody else can divide the work."""
+        if self.settings.step.accumulate > 1:
+            raise BadSettings(
+                "Step(accumulate=...) with training_step(batch, optimizers): it makes updates of all samples that it "
+                "is given. Give smaller batches"
+            )
+        for key, entry in several.entries.items():
+            if entry.every != 1:
+                raise BadSettings(
+                    f"'every': {entry.every} of optimizer {key!r} and training_step(batch, optimizers), which makes "
+                    "the updates itself: leave out 'every', and call minimize when it is due"
+                )
 
 
 def numbers_for(job: Job, device: torch.device) -> Numbers:

@@ -174,6 +174,11 @@ class OwnStep(Objective):
         user: Any = model
         trains = (model.training if self.training is None else self.training) or not hasattr(model, "validation_step")
         name = "training_step" if trains else "validation_step"
+        if trains and makes_updates(model):
+            raise BadSettings(
+                f"training_step(batch, optimizers) of {type(model).__name__} makes updates and has no loss to show: "
+                "give the model a validation_step(self, batch) that returns one"
+            )
         if isinstance(model, Module) and getattr(type(model), name) is getattr(Module, name):
             inputs, target = inputs_and_target(batch)  # the same step, but with the answers at hand
             answer = user(*inputs)
@@ -209,6 +214,12 @@ def takes_number(step: Callable[..., Any]) -> bool:
 def takes_optimizer(step: Callable[..., Any]) -> bool:
     """Whether a step takes the optimizer whose loss is wanted as its third argument."""
     return _takes(step, "optimizer_idx", 3)
+
+
+def makes_updates(model: torch.nn.Module) -> bool:
+    """Whether the model makes its updates itself, in ``training_step(batch, optimizers)``."""
+    step = getattr(model, "training_step", None)
+    return callable(step) and "optimizers" in inspect.signature(step).parameters
 
 
 def _takes(step: Callable[..., Any], name: str, number: int) -> bool:

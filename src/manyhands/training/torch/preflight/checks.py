@@ -17,7 +17,7 @@ from manyhands.training.torch import dict_batches
 from manyhands.training.torch.data.samples import as_the_model, few_samples, first_batches
 from manyhands.training.torch.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import OwnStep, Supervised, takes_optimizer
+from manyhands.training.torch.objective import OwnStep, Supervised, makes_updates, takes_optimizer
 from manyhands.training.torch.preflight import loss_trial
 from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
@@ -82,6 +82,12 @@ _MEAN_OF_SUM = (
 )
 
 
+_OF_UPDATES = (
+    "training_step(batch, optimizers): several devices make the update of one if each loss is a mean over samples or "
+    "an mh.LossSum, which the trainer cannot try out here"
+)
+
+
 def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
     """Find out how the parts of a batch are put together, where it is processed in parts; refuse what cannot be.
 
@@ -89,6 +95,9 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
     counts. Other losses are tried.
     """
     objective, parts = job.objective, ranks > 1 or job.settings.step.accumulate > 1
+    if isinstance(objective, OwnStep) and makes_updates(model):  # to try a loss would be to train
+        job.notes += [_OF_UPDATES] if parts else []
+        return
     if getattr(getattr(objective, "loss", None), "reduction", None) == "sum":
         job.notes.append(_MEAN_OF_SUM)
     if isinstance(objective, Supervised) and is_mean_of_classes(objective.loss) and not _loss_of_model(job, parts):

@@ -1,0 +1,175 @@
+"""A model that makes its updates itself: ``training_step(batch, optimizers)``.
+
+``optimizers`` holds what ``configure_optimizers`` gave, by number or name. Each has :meth:`Updates.minimize`, which may
+be called any number of times and in any order: backward pass, sum over the ranks, clip, update. Only that optimizer's
+parameters get gradients. For example a critic that makes two updates for one of the generator::
+
+    def training_step(self, batch, optimizers):
+        for noise in batch["noise"].unbind(1):
+            optimizers["critic"].minimize(self.critic_loss(batch["real"], noise))
+        optimizers["generator"].minimize(self.generator_loss(noise))
+
+Every rank calls it with its shard, one without samples with a sample that it has had before, in evaluation mode; that
+counts nothing. The loss is a mean over samples, or a :class:`LossSum`: weighted by samples, or divided by all counts,
+it is that of the whole batch. All ranks have to make the same updates in the same order, for each is a sum over all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from manyhands import tree
+from manyhands.errors import BadSettings
+from manyhands.training.loss_sum import LossSum
+from manyhands.training.torch.book.accuracy import modes_kept
+from manyhands.training.torch.data import sources
+from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.step.average import Average
+from manyhands.training.torch.step.eager import EagerStep
+from manyhands.training.torch.step.several_optimizers import Key, Several
+
+
+class Updates:
+    """One of the optimizers, as ``training_step(batch, optimizers)`` has it."""
+
+    def __init__(self, key: Key, step: EagerStep, turn: _Turn) -> None:
+        self._key, self._step, self._turn = key, step, turn
+        self._trained = [parameter for parameter in step.parameters if parameter.requires_grad]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """PyTorch's own, to look at: its groups and rates."""
+        return self._step.optimizer
+
+    def minimize(self, loss: Any, *, retain_graph: bool = False) -> None:
+        """Make one update of this optimizer's parameters, with the gradients of the loss over the whole batch.
+
+        Args:
+            loss: The mean over the samples of the batch that ``training_step`` was given, or an ``mh.LossSum``.
+            retain_graph: Keep what the backward pass needs, for another loss that shares a part with this one.
+        """
+        own, turn = self._step, self._turn
+        total, count = (loss.total, loss.count) if isinstance(loss, LossSum) else (loss, None)
+        self._check(total)
+        gradients, shard = own.gradients, turn.size / turn.whole
+        if gradients is None:
+            own.optimizer.zero_grad(set_to_none=True)
+        else:
+            gradients.begin()
+            gradients.arm(True)
+            gradients.note_loss(total)
+        if count is not None:
+            number = torch.as_tensor(count, dtype=torch.float64, device=own.device).detach()
+            count = number.clone() if turn.size else torch.zeros_like(number)
+            if gradients is not None:
+                gradients.sum_weight(count)
+        start = total * shard if count is None else total * bool(turn.size)
+        torch.autograd.backward(start, inputs=self._trained, retain_graph=retain_graph)
+        if gradients is not None:
+            gradients.finish()
+            own.metrics.mark(gradients.loss_mark, turn.step)
+        if count is not None:
+            count = self._divided(count)
+        own.clip_gradients()
+        own.optimizer.step()
+        self._count(total, count)
+
+    def _divided(self, count: torch.Tensor) -> torch.Tensor:
+        """Divide the sums of gradients by all counts; gives these."""
+        if self._step.gradients is not None:
+            return self._step.gradients.divide()
+        for parameter in self._trained:
+            if parameter.grad is not None:
+                parameter.grad /= count.to(parameter.grad.dtype)
+        return count
+
+    def _count(self, total: torch.Tensor, count: torch.Tensor | None) -> None:
+        """Add the loss to the figures; the samples of a batch count once."""
+        turn, metrics = self._turn, self._step.metrics
+        if not turn.size:
+            return
+        mean, weight = (total, 1.0) if count is None else (total / count, turn.whole / turn.size)
+        metrics.add(mean, None, turn.size, turn.step, weight=weight, counted=not turn.counted)
+        turn.counted = True
+
+    def _check(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise BadSettings(
+                f"optimizers[{self._key!r}].minimize({what}): give the loss, a tensor of one number that depends on "
+                "the parameters of this optimizer, or mh.LossSum(total, count)"
+            )
+
+
+class _Turn:
+    """The batch that is processed."""
+
+    size, whole, step, counted = 0, 1, 0, False
+
+
+class OwnUpdates:
+    """The step of a batch: what the model's ``training_step(batch, optimizers)`` makes of it."""
+
+    spared = None  # a batch that is skipped would have to take back all updates: refused
+
+    def __init__(
+        self,
+        steps: Mapping[Key, EagerStep],
+        optimizer: Several,
+        model: torch.nn.Module,
+        average: Average | None = None,
+    ) -> None:
+        self._steps, self.optimizer, self.model, self.average = dict(steps), optimizer, model, average
+        first = next(iter(self._steps.values()))
+        self.device, self.metrics, self.clock, self.numbers = first.device, first.metrics, first.clock, first.numbers
+        self._turn = _Turn()
+        self._updates = {key: Updates(key, step, self._turn) for key, step in self._steps.items()}
+        self._sample: Batch | None = None  # with which a rank without samples takes part
+
+    def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
+        turn, size = self._turn, 0 if batch is None else sources.rows(batch)
+        turn.size, turn.whole, turn.step, turn.counted = size, whole, step, False
+        if size and self._sample is None and next(iter(self._steps.values())).gradients is not None:
+            self._sample = tree.map_leaves(_copied, sources.cut(batch, 0, 1))
+        given = batch if size else self._sample
+        if given is None:
+            raise BadSettings(
+                f"the first batch has {whole} samples, and a rank has none of them: training_step(batch, optimizers) "
+                "needs a sample on every device. Give larger batches, or fewer devices"
+            )
+        if self.clock is not None:
+            self.clock.start()
+        with self.numbers.scope(self.device), self._mode(size):
+            user: Any = self.model
+            user.training_step(self.numbers.lay(given), self._updates)
+        if self.clock is not None:
+            self.clock.stop(size)
+        if size and not turn.counted:
+            self.metrics.add(self.metrics.sums.new_zeros(()), None, size, step)
+        if self.average is not None:
+            self.average.update()
+
+    @contextlib.contextmanager
+    def _mode(self, size: int) -> Iterator[None]:
+        """Without samples nothing is to change: statistics of layers stay as they are."""
+        if size:
+            yield
+            return
+        with modes_kept(self.model):
+            self.model.eval()
+            yield
+
+    def versions(self) -> list[int]:
+        return [version for one in self._steps.values() for version in one.versions()]
+
+    def close(self) -> None:
+        for one in self._steps.values():
+            one.close()
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
