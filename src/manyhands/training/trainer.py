@@ -52,9 +52,9 @@ class BaseTrainer(HyperParameters, Evaluating):
             time as often as these allow.
         num_gpus: How many GPUs to train on, at most; 0 is the CPU. Default: 0.
         gradient_clip_val: The largest global norm of the gradients; 0 does not clip. Default: 0.
-        devices: The devices to train on: ``"gpu"`` (all GPUs, or the CPU where there is none), a number (``2``),
-            ``"gpu:0"``, ``"cpu"``, ``"cpu:2"`` (two made of the CPU), or a list of names (``["gpu:0", "gpu:1"]``) or of
-            the framework's own objects. Default: None, as ``num_gpus`` says.
+        devices: The devices to train on: ``"gpu"`` (all GPUs, or the CPU where there is none; also ``"auto"`` and
+            ``-1``), a number (``2``), ``"gpu:0"``, ``"cpu"``, ``"cpu:2"`` (two made of the CPU), or a list of names
+            (``["gpu:0", "gpu:1"]``) or of the framework's own objects. Default: None, as ``num_gpus`` says.
         batch_size: Samples per step, over all devices together. A loader has its own; another one here is an error.
             Default: None, the data's own, else 256.
         lr: The learning rate of an optimizer that the trainer makes. A finished optimizer has its own: giving ``lr`` as

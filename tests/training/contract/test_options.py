@@ -219,6 +219,8 @@ def test_fit_as_other_trainers_have_it(bench: Bench) -> None:
         trainer.fit(None, (X, X), epochs=3)
     with pytest.raises(TypeError, match="fit has no option train_dataloaders: it is called data here"):
         trainer.fit(None, train_dataloaders=X)
+    with pytest.raises(TypeError, match="fit has no option validation_data: it is called validation here"):
+        trainer.fit(None, (X, X), validation_data=(X, X))
 
 
 def test_validation_data_beside_the_training_data(bench: Bench) -> None:

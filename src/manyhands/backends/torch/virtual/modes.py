@@ -56,7 +56,7 @@ def enter_thread() -> None:
     if not hooked():
         of_thread.hooks = (_Births(), _Names())  # type: ignore[no-untyped-call]
         for hook in of_thread.hooks:
-            hook.__enter__()
+            hook.__enter__()  # type: ignore[no-untyped-call]
 
 
 def leave_thread() -> None:
