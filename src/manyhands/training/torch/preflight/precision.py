@@ -39,6 +39,7 @@ from manyhands.training.torch.ranks import global_batch_norm
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.step.eager import EagerStep, Numbers
+from manyhands.training.torch.step.own_updates import OwnUpdates
 from manyhands.training.torch.step.several_optimizers import EachOptimizer
 
 CONTINUED = "as in the checkpoint that this job continues"
@@ -152,7 +153,7 @@ def refused(model: torch.nn.Module, error: Exception) -> Choice:
 class BeforeStep:
     """What a step changes before its update: statistics, metrics and random numbers, to be put back if it fails."""
 
-    def __init__(self, step: EagerStep | EachOptimizer) -> None:
+    def __init__(self, step: EagerStep | EachOptimizer | OwnUpdates) -> None:
         self._step = step
         self._versions = step.versions()
         self._kept = [tensor.clone() for tensor in self._tensors()]
