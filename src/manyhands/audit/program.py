@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.audit import profile, report, sites, watch
+from manyhands.audit import listen, profile, sites, watch
 from manyhands.audit.recorder import Recorder
+from manyhands.audit.reports import report
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 
@@ -78,8 +79,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
             return
         recorder.frameworks.add(framework)
         try:
-            hooks = importlib.import_module(f"manyhands.audit.{framework}.listen")
-            hooks.listen(recorder, settings["warmup"], at_step)
+            listen.begin(framework, recorder, settings["warmup"], at_step)
         except Exception as error:  # the program shall run all the same
             recorder.remarks.append(f"{framework} could not be watched: {type(error).__name__}: {error}")
 
@@ -106,7 +106,7 @@ def _count_fork(recorder: Recorder, process: int) -> None:
 
 def _write(recorder: Recorder, settings: dict[str, Any], ended: str) -> None:
     for framework in recorder.frameworks:
-        importlib.import_module(f"manyhands.audit.{framework}.listen").finish(recorder)
+        listen.end(framework, recorder)
     made = report.make(recorder, program=settings["program"], warmup=settings["warmup"])
     made.ended = ended
     path = Path(settings["result"])

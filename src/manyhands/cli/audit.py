@@ -19,7 +19,7 @@ from manyhands.cli import flags
 from manyhands.errors import BadSettings
 
 if TYPE_CHECKING:
-    from manyhands.audit.report import Report
+    from manyhands.audit.reports.report import Report
 
 WAITS_TOO_LONG = 3
 _WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--html", "--fail-over", "--baseline", "--profile")
@@ -91,7 +91,7 @@ def _percent(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.audit import report as reports
+    from manyhands.audit.reports import report as reports
 
     program, is_module = _program(options.program)
     baseline = _baseline(options.baseline) if options.baseline is not None else None
@@ -129,7 +129,7 @@ def _program(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _baseline(path: Path) -> Report:
-    from manyhands.audit.report import SCHEMA, Report
+    from manyhands.audit.reports.report import SCHEMA, Report
 
     try:
         data = json.loads(path.read_text())
@@ -208,7 +208,7 @@ def _same_end(code: int) -> int:
 
 
 def _show(made: Report, options: argparse.Namespace) -> None:
-    from manyhands.audit import html, sarif, table
+    from manyhands.audit.reports import html, sarif, table
 
     if made.ended == "syntax-error":
         print(f"manyhands audit: {made.program} has a syntax error, so that nothing was run", file=sys.stderr)

@@ -8,8 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from manyhands.audit import critical_path, cures, sites, table
+from manyhands.audit import critical_path, cures, sites
 from manyhands.audit.critical_path import Wait, Work, gains, simulate
+from manyhands.audit.reports import table
 from manyhands.cli import audit
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.audit.report import Finding, Report
+from manyhands.audit.reports.report import Finding, Report
 
 
 def text(report: Report) -> str:

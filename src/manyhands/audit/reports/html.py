@@ -5,8 +5,8 @@ from __future__ import annotations
 import linecache
 from html import escape
 
-from manyhands.audit.report import Finding, Report, Span
-from manyhands.audit.table import seconds
+from manyhands.audit.reports.report import Finding, Report, Span
+from manyhands.audit.reports.table import seconds
 
 _STYLE = """
 :root { color-scheme: light dark; --wait: #d33; --work: #48a; --mark: #d333; --line: #8884; }
