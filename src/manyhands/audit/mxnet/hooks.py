@@ -62,7 +62,7 @@ def _wrap_steps() -> None:
         @functools.wraps(original)
         def stepped(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             result = _original(self, *args, **kwargs)
-            steps.ended(id(self))
+            steps.of(self)
             return result
 
         setattr(trainer, name, stepped)

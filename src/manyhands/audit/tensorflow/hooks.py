@@ -100,8 +100,9 @@ def wrap_steps() -> None:
         stack = getattr(_calls, "stack", [])
         if tf.inside_function():
             _step_functions.update(stack[:1])
+            steps.optimizers[id(self)] = self
         else:
-            steps.ended(id(self))
+            steps.of(self)
         return result
 
     @functools.wraps(call)

@@ -150,4 +150,4 @@ def _wrap_loader() -> None:
 
 def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
     if steps.listeners and not _is_compiling():
-        steps.ended(id(optimizer))
+        steps.of(optimizer)
