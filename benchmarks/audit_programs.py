@@ -6,8 +6,8 @@
 
 The programs are in ``benchmarks/audit_loops``: the book's loop, a GradScaler, torchmetrics, Accelerate and Lightning.
 Each runs as it is and, with ``--cured``, as its twin without the waits. The audit estimates the gain of removing what
-it found. The real gain is that of the twin: both run in turns, ``--rounds`` times, and the medians are compared. A library
-that is not installed is named, and its program left out.
+it found. The real gain is that of the twin: both run in turns, ``--rounds`` times, and the medians are compared. A
+library that is not installed is named, and its program left out.
 """
 
 from __future__ import annotations
