@@ -195,7 +195,7 @@ class SecondPass:
 
     def on_step(self, steps: int) -> None:
         """A step has ended: the clock runs from the first step that counts to the last, both waited for."""
-        if steps == self._first:
+        if steps == self._first and not self._counting:
             self._drain()
             self._counting = True
             self._begin = time.perf_counter()
