@@ -74,7 +74,7 @@ $(addprefix test-training-,$(FRAMEWORKS)): test-training-%: $(VENVS)/%/.ready
 
 # What takes long and shows another case of what shorter tests show.
 test-long: $(addprefix $(VENVS)/,$(addsuffix /.ready,$(HERE)))
-	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/training/contract --long -m long --framework $(name) &&) true
+	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/contract tests/training/contract --long -m long --framework $(name) &&) true
 	$(TORCH)/pytest tests/training/torch --long -m long
 
 skipped:
