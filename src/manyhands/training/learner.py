@@ -16,6 +16,10 @@ from manyhands.training.data.order import Cursor, Window
 from manyhands.training.running_sums import Figures
 
 NO_AVERAGE = "the checkpoint has no average of the weights (EMA): it begins with the weights of the checkpoint"
+AVERAGE_DROPPED = (
+    "the checkpoint has an average of the weights (EMA), and this job keeps none: it goes on with the weights, and "
+    "evaluates them; give callbacks=[mh.EMA(...)] to go on with the average"
+)
 NAN_HINT = (
     "If the loss is divided by a count (mh.LossSum, or a mean over the labels that are not ignored), the count of this "
     "batch may be 0: give at least 1. Else a smaller learning rate or gradient_clip_val may help; "

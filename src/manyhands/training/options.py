@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
+import numpy as np
+
 from manyhands import shares as _shares
 from manyhands.errors import BadSettings
 from manyhands.training import option_names
@@ -213,8 +215,10 @@ class Limits(_Topic):
         max_steps: End the job after this many steps. Schedules follow ``step / max_steps`` then. Default: None.
         max_time: End the job after this much training time, including that of the jobs that it resumes: ``"2h"``,
             ``"1h30m"``, ``"90s"``, ``"12:00:00"``, a number of seconds or a ``timedelta``. Default: None.
-        limit_batches: An epoch is only this many batches of the training data. Default: None, all of them.
-        limit_val_batches: An evaluation takes only the first batches of the validation data. Default: None, all.
+        limit_batches: An epoch is only this many batches of the training data, or this part of them: ``100``, ``0.1``.
+            ``1`` is one batch, ``1.0`` is all. Default: None, all of them.
+        limit_val_batches: An evaluation takes only the first batches of the validation data, or this part of them. They
+            are those of the loader, else of ``batch_size`` samples. Default: None, all.
         evaluate_every: ``"500 steps"`` or ``"2 epochs"``. After so many steps there is an evaluation and a row of
             figures, whose training figures are over the steps since the row before. Default: None, every epoch.
         overfit_batches: Train on the same first batches of the data in every epoch: a model that can learn at all
@@ -223,17 +227,20 @@ class Limits(_Topic):
 
     max_steps: int | None = None
     max_time: str | float | datetime.timedelta | None = None
-    limit_batches: int | None = None
-    limit_val_batches: int | None = None
+    limit_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
     evaluate_every: str | None = None
     overfit_batches: int | None = None
 
     def __post_init__(self) -> None:
-        counts = ("max_steps", "limit_batches", "limit_val_batches", "overfit_batches")
-        make_plain(self, counts, Integral, int)
+        counts, parts = ("max_steps", "overfit_batches"), ("limit_batches", "limit_val_batches")
+        make_plain(self, (*counts, *parts), Integral, int)
+        make_plain(self, parts, np.floating, float)
         for name in counts:
             if getattr(self, name) is not None:
                 check_positive(self, name)
+        for name in parts:
+            check_part(getattr(self, name), given(self, name))
         if self.max_time is not None:
             seconds = units.seconds(self.max_time)
             if seconds is None:
@@ -254,8 +261,10 @@ class Limits(_Topic):
 
     @property
     def batches(self) -> int | None:
-        """The most batches of an epoch; None: all."""
-        return self.limit_batches if self.overfit_batches is None else self.overfit_batches
+        """The most batches of an epoch; None: all. A part of them is a number once the data are known."""
+        if self.overfit_batches is not None:
+            return self.overfit_batches
+        return self.limit_batches if isinstance(self.limit_batches, int) else None
 
     def evaluation_step(self) -> int | None:
         """Steps between two evaluations; None where they come with epochs."""
@@ -311,6 +320,14 @@ def check_positive(options: object, name: str) -> None:
     value = getattr(options, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BadSettings(f"{given(options, name)}: give a whole number of at least 1")
+
+
+def check_part(value: object, text: str) -> None:
+    """Refuse what is neither a number of batches nor a part of them."""
+    if value is None or (isinstance(value, float) and 0 < value <= 1):
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadSettings(f"{text}: give a number of batches of at least 1, or a part of them, as 0.1 (1.0 is all)")
 
 
 def check_choice(options: object, name: str, choices: Sequence[Any], hint: str = "") -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings
-from manyhands.training.callbacks.monitor import several_values
+from manyhands.training.callbacks.monitor import is_known, known_figures, several_values, unknown
 from manyhands.training.limits.ending import ENDLESS
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def check(schedule: Schedule | None, loop: Loop) -> None:
     """A schedule by progress has to know how far the training is; a scheduler has to last as long as the job."""
     epochs, steps = loop.settings.max_epochs, loop.settings.limits.max_steps
     _check_length(loop)
+    _check_monitors(loop)
     if schedule is None or isinstance(schedule, by_step | PerStep | PerEpoch):
         return
     if steps is not None or loop.cursor.epoch >= epochs:
@@ -164,6 +165,17 @@ def _check_length(loop: Loop) -> None:
     if epochs is not None and steps is not None and batches:
         epochs = min(epochs, loop.cursor.epoch + (loop.cursor.batch + steps) // batches)
     scheduler.check_steps(steps, None if epochs is None else max(0, epochs - loop.cursor.epoch))
+
+
+def _check_monitors(loop: Loop) -> None:
+    """Refuse a scheduler that follows a figure that there will not be."""
+    learner: Any = loop.learner
+    scheduler: Any = getattr(learner, "scheduler", None)  # PyTorch's: others have none
+    for name in [] if scheduler is None else scheduler.monitors:
+        validates = learner.test is not None
+        known = known_figures(loop.metrics.names, validates=validates, rates=False)
+        if not is_known(name, known):
+            raise BadSettings(f"PerEpoch(monitor={name!r}): {unknown(name, known, validates=validates)}")
 
 
 def after_row(loop: Loop, row: Mapping[str, Any]) -> None:

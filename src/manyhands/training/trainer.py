@@ -19,7 +19,7 @@ from manyhands.errors import BadBatch, BadSettings, LossIsNotANumber, NoCheckpoi
 from manyhands.placement.moves import Placement
 from manyhands.training import device_choice, launcher, option_names, options, schedules
 from manyhands.training.book.vocabulary import HyperParameters
-from manyhands.training.callbacks import plan
+from manyhands.training.callbacks import monitor, plan
 from manyhands.training.callbacks.callback import Callback
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
 from manyhands.training.callbacks.loggers.logger import Logger
@@ -32,7 +32,7 @@ from manyhands.training.evaluation.standalone import Evaluating
 from manyhands.training.learner import NAN_HINT
 from manyhands.training.limits import stop_signals, units
 from manyhands.training.limits.ending import ENDLESS
-from manyhands.training.limits.first_batches import first_batches
+from manyhands.training.limits.first_batches import as_number, first_batches
 from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers
 from manyhands.training.result import Result
 from manyhands.training.schedules import Schedule
@@ -281,6 +281,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         if self.train_source.count is None and self.train_source.batch_size is None:
             self.train_source = dataclasses.replace(self.train_source, required_size=self._option("batch_size"))
         self._limit_data(settings)
+        self._check_monitors()
         run, resume = self._run_plan(), None
         if launcher.is_first():
             if run is not None:
@@ -312,6 +313,11 @@ class BaseTrainer(HyperParameters, Evaluating):
         dispatcher.training.validates = self.test_source is not None
         return dispatcher
 
+    def _check_monitors(self) -> None:
+        callbacks = self._callbacks()
+        rates = any(callback.wants_rates for callback in callbacks)
+        monitor.check_monitors(callbacks, self._metrics().names, validates=self.test_source is not None, rates=rates)
+
     def _callbacks(self) -> list[Callback]:
         """The user's callbacks and loggers; refuse what is none."""
         return [
@@ -327,10 +333,11 @@ class BaseTrainer(HyperParameters, Evaluating):
         """Refuse data that cannot be gone through as often as the job wants to; cut what is to be validated with."""
         epochs = 1 if self._option("resume") is not None else settings.max_epochs
         limits = settings.limits
-        endless = limits.ends_training and limits.batches is None
+        endless = limits.ends_training and limits.limit_batches is None and limits.overfit_batches is None
         loader_batches.check(self.train_source, epochs, may_be_endless=endless)
         loader_batches.check(self.test_source, epochs, may_be_endless=limits.limit_val_batches is not None)
-        self.test_source = first_batches(self.test_source, limits.limit_val_batches, settings.batch_size)
+        option = "Limits(limit_val_batches)"
+        self.test_source = first_batches(self.test_source, limits.limit_val_batches, settings.batch_size, option)
 
     @option_names.explained(too_many="find_batch_size takes a model and its training data; all others by name")
     def find_batch_size(
@@ -425,7 +432,9 @@ class BaseTrainer(HyperParameters, Evaluating):
             raise BadSettings("micro_batch_size: the loader does not say how large its batches are: give batch_size=")
         settings = self._settings_with(of_data if size is None else size)
         step = settings.step.in_micro_batches(settings.batch_size, launcher.size() or len(self._natives()))
-        return dataclasses.replace(settings, step=step)
+        limit, option = settings.limits.limit_batches, "Limits(limit_batches)"
+        most = as_number(limit, self.train_source, settings.batch_size, option)
+        return dataclasses.replace(settings, step=step, limits=dataclasses.replace(settings.limits, limit_batches=most))
 
     def _settings_with(self, size: int | None) -> Settings:
         names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size"}

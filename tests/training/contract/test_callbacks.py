@@ -161,10 +161,15 @@ def test_early_stopping_and_best_checkpoints(bench: Bench) -> None:
 
 
 def test_unknown_monitors_list_what_there_is(bench: Bench) -> None:
-    with pytest.raises(BadSettings, match=r"no figure 'val_f2'.* There are val_acc, val_loss"):
-        bench.fit(callbacks=[bench.mh.EarlyStopping("val_f2")])
-    with pytest.raises(BadSettings, match=r"no figure 'loss'.*train_acc, train_loss, val_acc, val_loss"):
-        bench.fit(callbacks=[bench.mh.BestCheckpoint("loss")])
+    """Before the first step, and before a run's folder is made."""
+    mh, run = bench.mh, bench.new_run()
+    with pytest.raises(BadSettings, match=r"no figure 'val_f2'\. There are train_acc, train_loss, val_acc, val_loss"):
+        bench.fit(callbacks=[mh.EarlyStopping("val_f2")], run=run)
+    with pytest.raises(BadSettings, match=r"no figure 'loss'.*train_acc, train_loss, val_acc, val_f1, val_loss"):
+        bench.fit(callbacks=[mh.BestCheckpoint("loss")], metrics={"f1": len}, run=run)
+    with pytest.raises(BadSettings, match=r"no figure 'val_loss', because there are no validation data"):
+        bench.fit(callbacks=[mh.EarlyStopping("val_loss")], data=bench.data()[0], run=run)
+    assert not run.exists()
     with pytest.raises(BadSettings, match=r"BestCheckpoint writes into the run's folder.*give run="):
         bench.mh.Trainer(callbacks=[bench.mh.BestCheckpoint("val_loss")])
     with pytest.raises(BadSettings, match=r"this is the class; make one, EMA"):

@@ -101,6 +101,29 @@ def test_a_metric_that_fails_is_named(bench: Bench) -> None:
 # Evaluation and prediction
 
 
+def test_a_loss_that_is_no_mean_is_that_of_whole_batches(bench: Bench) -> None:
+    """In the order of the data, of the trainer's size or a loader's own; the same on any number of devices."""
+    X, y = labelled(bench, 50)
+    model = bench.recipes.model("mlp", 0)
+    scores = as_numpy(bench.mh.Trainer(1, quiet=True, **bench.on(1)).predict(model, X)).astype(np.float64)
+
+    def mean_of(size: int) -> float:
+        batches = [scores[start : start + size] for start in range(0, 50, size)]
+        return sum(len(batch) * float(np.sqrt((batch**2).mean())) for batch in batches) / 50
+
+    batches = [bench.arrays(X[start : start + 20], y[start : start + 20]) for start in (0, 20, 40)]
+    assert mean_of(16) != pytest.approx(mean_of(20), rel=1e-5)
+    for count in (1, 3):
+        how: dict[str, Any] = {"quiet": True, "precision": "fp32", "loss": bench.root_loss(), **bench.on(count)}
+        trainer = bench.mh.Trainer(1, batch_size=16, metrics=[order], **how)
+        found = trainer.evaluate(model, (X, y))
+        assert found["loss"] == pytest.approx(mean_of(16), rel=1e-6)
+        assert found["order"] == order(scores, y)
+    assert trainer.evaluate(model, lambda: iter(batches))["loss"] == pytest.approx(mean_of(20), rel=1e-6)
+    result = bench.mh.Trainer(1, batch_size=16, lr=0.0, **{**how, **bench.on(1)}).fit(model, (X, y), (X, y))
+    assert result.rows[-1]["val_loss"] == pytest.approx(mean_of(16), rel=1e-6)
+
+
 def labelled(bench: Bench, count: int = 530) -> tuple[Any, Any]:
     """Some images as arrays of the framework's layout, and their classes."""
     random = np.random.RandomState(0)

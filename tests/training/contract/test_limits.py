@@ -127,6 +127,14 @@ def test_few_batches(bench: Bench) -> None:
     limited = bench.fit(limits=Limits(limit_batches=2, limit_val_batches=1), schedule=(schedule := Recorded()))
     assert schedule.asked == [0, 0.25, 0.5, 0.75]
     assert [(row["step"], row["samples"]) for row in limited.rows] == [(2, 32), (4, 32)]
+    seen, model = {"seen": lambda outputs, _: float(len(outputs))}, bench.recipes.model("mlp", 0)
+    half = bench.fit(epochs=1, limits=Limits(limit_batches=0.5, limit_val_batches=0.5), metrics=seen)
+    assert (half.rows[0]["samples"], half.rows[0]["val_seen"]) == (32, 16)
+    # A limit of the training is none of evaluate; batches are those of the data, where they have some.
+    trainer = bench.mh.Trainer(1, metrics=seen, limits=Limits(limit_val_batches=1), quiet=True, **bench.on(1))
+    validation = bench.data(tested=23, batch_size=10)[1]
+    found = [trainer.evaluate(model, validation, limit_batches=limit)["seen"] for limit in (None, 0.7)]
+    assert found == [23, 20]
     over = bench.fit(epochs=40, limits=Limits(overfit_batches=1))
     assert over.rows[-1]["samples"] == 16
     assert over.rows[-1]["train_acc"] == 1.0

@@ -75,6 +75,18 @@ class Bench:
         softmax = gluon.loss.SoftmaxCrossEntropyLoss()
         return lambda scores, y: softmax(scores, y).mean() * 2
 
+    def root_loss(self) -> Any:
+        """The root of the mean square of all scores of a batch: no mean over samples."""
+        if self.framework == "torch":
+            return lambda scores, y: (scores**2).mean().sqrt()
+        if self.framework == "jax":
+            return lambda scores, y: (scores**2).mean() ** 0.5
+        if self.framework == "tensorflow":
+            import tensorflow
+
+            return lambda y, scores: tensorflow.sqrt(tensorflow.reduce_mean(scores**2))
+        return lambda scores, y: (scores**2).mean().sqrt()
+
     def arrays(self, X: NDArray[Any], y: NDArray[Any]) -> tuple[Any, Any]:
         """A batch as the framework's loaders give it: PyTorch's has tensors."""
         if self.framework != "torch":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import BadSettings, CallbackFailed, NotJson
+from manyhands.training.callbacks import monitor
 from manyhands.training.callbacks.best_checkpoint import BestCheckpoint
 from manyhands.training.callbacks.callback import Callback, Training
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
@@ -128,7 +129,7 @@ def test_best_checkpoints_survive_a_kill(tmp_path: Path, killed_at: int) -> None
     job.step(killed_at, LOSSES[killed_at - 1], killed=True)
     newest = store.load(run / "checkpoints") if killed_at > 1 else None
     if newest is not None:
-        for _, step in newest.state["callbacks"]["states"]["BestCheckpoint"]["best"]:
+        for _, step in newest.state["callbacks"]["states"]["BestCheckpoint(best)"]["best"]:
             store.load(run / "best" / f"step-{step:08d}")  # all that the checkpoint counts on are there
     job = Job(run, newest.state["callbacks"] if newest else None, newest.step if newest else 0)
     for step in range(newest.step + 1 if newest else 1, len(LOSSES) + 1):
@@ -224,6 +225,43 @@ def test_another_figure_begins_anew(tmp_path: Path) -> None:
     other = BestCheckpoint("train_loss", mode="max")
     other.load_state_dict(best.state_dict())
     assert other._best == other._dropped == []
+
+
+class Remembers(Callback):
+    def __init__(self, key: str | None = None) -> None:
+        self.state_key, self.number = key, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def test_states_find_their_callbacks_in_any_order() -> None:
+    """By class and key, then by their order; what nobody takes up is a note."""
+    loss, accuracy, plain, other = EarlyStopping("val_loss"), EarlyStopping("val_acc"), Remembers(), Remembers("b")
+    loss.waited, accuracy.waited, plain.number, other.number = 1, 2, 3, 4
+    dispatcher = dispatcher_for([loss, accuracy, plain, other], 9, None, quiet=True, first=True)
+    states = dispatcher.event({"kind": "states", "asks": True})
+    loss, accuracy, plain, other = EarlyStopping("val_loss"), EarlyStopping("val_acc"), Remembers(), Remembers("b")
+    begun([Remembers("a"), other, accuracy, loss, plain], states=states)
+    assert [loss.waited, accuracy.waited, plain.number, other.number] == [1, 2, 3, 4]
+    dispatcher, _ = begun([EarlyStopping("val_f1"), plain, other], states=states)
+    assert dispatcher.notes == [
+        "the checkpoint has the state of EarlyStopping(val_loss), EarlyStopping(val_acc), which this job does not "
+        "have; new is EarlyStopping(val_f1)"
+    ]
+    before = {"states": {"EarlyStopping": {**loss.state_dict(), "waited": 2}}, "means": {}}
+    begun([loss], states=before)
+    assert loss.waited == 2, "a checkpoint that was written before there were keys"
+
+
+def test_figures_that_may_come() -> None:
+    known = monitor.known_figures(["f1", "both"], validates=True, rates=True)
+    assert [name for name in ("val_f1", "val_both_recall", "lr_1") if not monitor.is_known(name, known)] == []
+    assert [name for name in ("val_f2", "val_loss_2", "loss", "epoch") if monitor.is_known(name, known)] == []
+    assert not monitor.is_known("val_loss", monitor.known_figures([], validates=False, rates=False))
 
 
 def test_a_moment_of_another_library_is_refused() -> None:

@@ -100,7 +100,7 @@ def test_a_plateau_follows_a_figure_and_is_resumed(tmp_path: Path) -> None:
         cut, ended = fit(mlp(), data, 1, **how, **within, schedule=mh.PerEpoch(plateau))
     assert same(whole, cut)
     assert [row["lr"] for row in ended.rows] == [row["lr"] for row in result.rows]
-    with pytest.raises(BadSettings, match=r"monitor=.*val_loss needs validation data"):
+    with pytest.raises(BadSettings, match=r"'val_loss'\): there is no figure.*no validation data"):
         fit(mlp(), vectors(), 1, **how, schedule=mh.PerEpoch(plateau))
     by_training = mh.PerEpoch(plateau, monitor="train_loss")
     assert fit(mlp(), vectors(), 1, **how, schedule=by_training, max_epochs=3)[1].rows[2]["lr"] == pytest.approx(0.01)

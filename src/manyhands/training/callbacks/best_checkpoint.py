@@ -46,6 +46,7 @@ class BestCheckpoint(Callback):
         if folder == _REGULAR:
             raise BadSettings(f"BestCheckpoint(folder={folder!r}): the newest checkpoints are there; give another name")
         self.save_top_k, self.folder = save_top_k, folder
+        self.monitored, self.state_key = monitor, folder
         self._path: Path | None = None
         self._best: list[tuple[float, int]] = []  # value and step, the best first
         self._dropped: list[int] = []  # steps that are no longer among them, and may still be there

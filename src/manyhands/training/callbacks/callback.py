@@ -84,6 +84,10 @@ class Callback:
 
     # Steps between two calls of on_steps; None: it is not called.
     every: int | None = None
+    # The figure that it follows, as "val_loss": ``fit`` refuses one that there will not be. None: it follows none.
+    monitored: str | None = None
+    # Tells callbacks of one class apart in a checkpoint: each gets its state again, in whatever order they are given.
+    state_key: str | None = None
 
     # What the callbacks that come with manyhands want of a training besides: a run's folder, the learning rates, an
     # average of the weights with this decay.

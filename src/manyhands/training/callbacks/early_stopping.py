@@ -30,6 +30,7 @@ class EarlyStopping(Callback):
         if not is_from_zero(min_delta):
             raise BadSettings(f"EarlyStopping(min_delta={min_delta!r}): give a number of zero or more")
         self.patience, self.min_delta = patience, float(min_delta)
+        self.monitored = self.state_key = monitor
         self.best: float | None = None
         self.best_epoch: int | None = None
         self.waited = 0  # evaluations since the best one

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Literal
 
 from manyhands.errors import BadSettings
-from manyhands.training.callbacks.callback import Row, Training, Values
+from manyhands.training.callbacks.callback import Callback, Row, Training, Values
 
 Mode = Literal["min", "max"]
 # Of a row, what is no figure of the model.
 _NO_FIGURES = ("epoch", "step", "samples", "seconds", "whole")
+_SINGLE = ("train_loss", "train_acc", "val_loss", "val_acc")
 
 
 class Monitor:
@@ -71,6 +72,32 @@ def several_values(who: str, name: str, value: object) -> BadSettings:
         f"{who}: {name!r} has several values ({value}), which are not better or worse than others: let the metric "
         f"return one number, or a dict of names and numbers, of which each is a figure ({name}_<key>)"
     )
+
+
+def check_monitors(callbacks: Iterable[Callback], metrics: Iterable[str], *, validates: bool, rates: bool) -> None:
+    """Refuse, before the first step, to follow a figure that there will not be."""
+    known = known_figures(metrics, validates=validates, rates=rates)
+    for callback in callbacks:
+        if callback.monitored is not None and not is_known(callback.monitored, known):
+            who = f"{type(callback).__name__}({callback.monitored!r})"
+            raise BadSettings(f"{who}: {unknown(callback.monitored, known, validates=validates)}")
+
+
+def known_figures(metrics: Iterable[str], *, validates: bool, rates: bool) -> list[str]:
+    """The names of all figures that a training may have: accuracies are there where targets are classes."""
+    tested = [f"val_{name}" for name in ("loss", "acc", *metrics)] if validates else []
+    return sorted(["train_loss", "train_acc", *tested, *(["lr"] if rates else [])])
+
+
+def is_known(name: str, known: Iterable[str]) -> bool:
+    """Whether a figure of this name may come; a metric (or the rates) may have several values, each with its name."""
+    return any(name == one or (one not in _SINGLE and name.startswith(f"{one}_")) for one in known)
+
+
+def unknown(name: str, known: Iterable[str], *, validates: bool) -> str:
+    """That there is no such figure, and which there are, in words."""
+    missing = "" if validates or not name.startswith("val_") else ", because there are no validation data: give some"
+    return f"there is no figure {name!r}{missing}. There are {', '.join(known)}"
 
 
 def _figures_of(row: Row) -> list[str]:

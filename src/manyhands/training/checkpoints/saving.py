@@ -12,7 +12,7 @@ from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
 from manyhands.training.checkpoints import folder, store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor
-from manyhands.training.learner import Learner
+from manyhands.training.learner import AVERAGE_DROPPED, Learner
 from manyhands.training.limits.ending import ENDLESS
 from manyhands.training.running_sums import Figures, of_one, together
 from manyhands.training.settings import Settings
@@ -114,6 +114,8 @@ def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> b
     check_fits(state, loop.settings, learner)
     figures = [Figures.from_json(one) for one in state["figures"]]
     learner.restore(state, blobs, of_one(figures, learner.rank, learner.size))
+    if "average" in blobs and loop.report.plan.average is None:
+        learner.notes.append(AVERAGE_DROPPED)
     loop.cursor = Cursor(**state["cursor"])
     loop.batches_before = state.get("batches_before")
     loop.report.states_before = state.get("callbacks")

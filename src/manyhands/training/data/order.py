@@ -13,13 +13,16 @@ Ten samples, batch 4, three devices: windows 0-4, 4-8, 8-10; the last is cut int
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands import shares as _shares
+
+B = TypeVar("B")
 
 
 def epoch_order(seed: int, epoch: int, count: int, *, shuffle: bool = True) -> NDArray[np.int64]:
@@ -63,7 +66,8 @@ class Cursor:
 class Window:
     """One batch: the samples at ``start`` to ``stop`` of an epoch's order, and the number of its step.
 
-    Of a loader's batch also the digest of the epoch's batches up to this one (:mod:`.loader_batches`).
+    Of a loader's batch also the digest of the epoch's batches up to this one (:mod:`.loader_batches`). A ``whole``
+    batch is not divided: the devices take turns.
     """
 
     epoch: int
@@ -71,21 +75,37 @@ class Window:
     stop: int
     step: int
     digest: int | None = None
+    whole: bool = False
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
+    def sizes(self, world: int, shares: Sequence[float] | None = None, *, least: int = 1) -> list[int]:
+        """How many samples each rank's shard has: none, or at least that many."""
+        if self.whole:
+            return [self.size if rank == self.step % world else 0 for rank in range(world)]
+        return _shares.sizes(self.size, world, shares, least=least)
+
     def part(self, rank: int, world: int, shares: Sequence[float] | None = None, *, least: int = 1) -> tuple[int, int]:
         """Where in the epoch's order one rank's shard begins and ends; it has no samples, or at least that many."""
-        sizes = _shares.sizes(self.size, world, shares, least=least)
+        sizes = self.sizes(world, shares, least=least)
         begin = self.start + sum(sizes[:rank])
         return begin, begin + sizes[rank]
 
 
-def windows(cursor: Cursor, count: int, batch_size: int) -> Iterator[Window]:
+def windows(cursor: Cursor, count: int, batch_size: int, *, whole: bool = False) -> Iterator[Window]:
     """The batches from the cursor to the end of its epoch; the last may be short."""
     step = cursor.step
     for start in range(cursor.sample, count, batch_size):
-        yield Window(cursor.epoch, start, min(start + batch_size, count), step)
+        yield Window(cursor.epoch, start, min(start + batch_size, count), step, whole=whole)
         step += 1
+
+
+def undivided(
+    pairs: Iterable[tuple[Window, B]], whole: bool | Callable[[B], bool] = True
+) -> Iterator[tuple[Window, B]]:
+    """The same batches, whole; or those of them that a function says."""
+    for window, batch in pairs:
+        is_whole = whole if isinstance(whole, bool) else whole(batch)
+        yield (replace(window, whole=True) if is_whole else window), batch

@@ -64,6 +64,7 @@ class Metrics:
     def __init__(self, meters: dict[str, Meter] | None = None) -> None:
         self._meters, self._packed = meters or {}, b""
         self._given = ("", "")  # outputs and targets of the last piece, in words
+        self.names = tuple(self._meters)
 
     @property
     def meters(self) -> dict[str, Meter]:
@@ -74,13 +75,13 @@ class Metrics:
     def __bool__(self) -> bool:
         return bool(self._packed or self._meters)
 
-    def __getstate__(self) -> tuple[bytes]:
+    def __getstate__(self) -> tuple[bytes, tuple[str, ...]]:
         import cloudpickle
 
-        return (bytes(cloudpickle.dumps(self.meters)) if self else b"",)
+        return bytes(cloudpickle.dumps(self.meters)) if self else b"", self.names
 
-    def __setstate__(self, state: tuple[bytes]) -> None:
-        self._meters, (self._packed,), self._given = {}, state, ("", "")
+    def __setstate__(self, state: tuple[bytes, tuple[str, ...]]) -> None:
+        self._meters, (self._packed, self.names), self._given = {}, state, ("", "")
 
     def reset(self) -> None:
         for meter in self.meters.values():

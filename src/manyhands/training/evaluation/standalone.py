@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training import option_names
+from manyhands.training import option_names, options
 from manyhands.training.data import loader_batches
 from manyhands.training.data.sources import as_numpy
 from manyhands.training.evaluation.inputs import Inputs
+from manyhands.training.limits.first_batches import first_batches
 from manyhands.training.settings import Settings
 
 
@@ -21,7 +22,7 @@ class Evaluating(abc.ABC):
     """The part of a trainer that computes with a model and leaves it as it is."""
 
     @option_names.explained(too_many="evaluate takes a model and data with targets: evaluate(model, (X, y))")
-    def evaluate(self, model: Any, data: Any) -> dict[str, Any]:
+    def evaluate(self, model: Any, data: Any, *, limit_batches: int | float | None = None) -> dict[str, Any]:
         """The figures of a model over data with targets: ``{"loss": 0.31, "acc": 0.89, "f1": 0.88}``.
 
         ``loss`` is the trainer's (or the model's own), ``acc`` is there where the targets are classes, and every metric
@@ -29,15 +30,20 @@ class Evaluating(abc.ABC):
         same on any number of them. The model is in evaluation mode meanwhile; its mode, its weights and its device are
         as they were afterwards. ``precision="auto"`` is that of the weights.
 
+        ``limit_batches``: only the first batches, or a part of them, as ``Limits(limit_val_batches=...)`` in a training
+        (which does not count here).
+
         ``data``: (X, y) arrays, a data set or a loader of the framework, or a function that makes batches. Under a
         launcher (torchrun) every process calls it with the same data and gets the same figures.
         """
         self._check_step(model)
-        source = self._in_order(data, "evaluate")
-        return self._evaluate(model, source, self._settings_for(source))
+        source, settings = self._in_order(data, "evaluate", limit_batches)
+        return self._evaluate(model, source, settings)
 
     @option_names.explained(too_many="predict takes a model and data, with or without targets: predict(model, X)")
-    def predict(self, model: Any, data: Any, *, targets: bool | None = None) -> Any:
+    def predict(
+        self, model: Any, data: Any, *, targets: bool | None = None, limit_batches: int | float | None = None
+    ) -> Any:
         """What a model answers, one row per sample, in the order of the data, in the host's memory.
 
         Arrays are PyTorch's tensors on the CPU, NumPy's in JAX and TensorFlow, and MXNet's on the CPU. An answer that
@@ -61,12 +67,13 @@ class Evaluating(abc.ABC):
             targets: Whether the last part of a tuple is a target. Default: None, it is one unless the model needs it
                 as an input. If it could be an optional input of the model, that is an error that asks for this
                 argument.
+            limit_batches: Only the first batches, or a part of them, as in :meth:`evaluate`. Default: None, all.
         """
         if targets not in (None, True, False):
             raise BadSettings(f"predict(targets={targets!r}): give True, False or None")
         inputs = self._inputs_of(model, targets)
-        source = self._in_order(self._one_data_set(data, inputs), "predict")
-        return self._predict(model, source, self._settings_for(source), inputs)
+        source, settings = self._in_order(self._one_data_set(data, inputs), "predict", limit_batches)
+        return self._predict(model, source, settings, inputs)
 
     def _one_data_set(self, data: Any, inputs: Inputs) -> Any:
         """Data for prediction: of a list of arrays its samples as one array, or the inputs of a model with several."""
@@ -103,8 +110,10 @@ class Evaluating(abc.ABC):
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         """How many inputs the model takes."""
 
-    def _in_order(self, data: Any, method: str) -> Any:
-        """A source of the data that gives them in their own order."""
+    def _in_order(self, data: Any, method: str, limit: float | None) -> tuple[Any, Settings]:
+        """A source of the data that gives them in their own order, and the settings for it."""
+        option = f"{method}(limit_batches)"
+        options.check_part(limit, f"{method}(limit_batches={limit!r})")
         if hasattr(data, "train_dataloader") and hasattr(data, "val_dataloader"):
             data = data.val_dataloader()
         source, second = self._sources(data)
@@ -112,9 +121,11 @@ class Evaluating(abc.ABC):
             raise BadBatch(
                 f"{method} takes one data set, and two were given: give the one that is meant, {method}(model, data[1])"
             )
-        loader_batches.check(source, 1)
+        loader_batches.check(source, 1, may_be_endless=isinstance(limit, int))
         alone = {"targets": False} if method == "predict" and hasattr(source, "targets") else {}
-        return dataclasses.replace(source, shuffle=False, **alone)
+        source = dataclasses.replace(source, shuffle=False, **alone)
+        settings = self._settings_for(source)
+        return first_batches(source, limit, settings.batch_size, option), settings
 
     def _settings_for(self, source: Any) -> Settings:
         size = self._option("batch_size")

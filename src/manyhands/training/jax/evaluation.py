@@ -23,7 +23,7 @@ from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.sources import Arrays, Source, Stream
 from manyhands.training.evaluation.inputs import Inputs
-from manyhands.training.evaluation.pieces import Late, batch_size_for, check_rows
+from manyhands.training.evaluation.pieces import Late, batch_size_for, check_rows, whole_size
 from manyhands.training.jax import feed, running_sums
 from manyhands.training.jax.division import Division, division
 from manyhands.training.jax.objective import Objective
@@ -43,6 +43,7 @@ class Evaluation:
     world: World
     batch_size: int
     seed: int = 0
+    is_mean: bool = True  # whether the loss is known to be a mean over samples, so that it is the same in any batches
     _under_way: deque[Any] = field(default_factory=deque)
 
     def figures(
@@ -91,7 +92,8 @@ class Evaluation:
                 yield window, feed.sent(parts, how, self.world), how
             return
         order = np.arange(data.count)
-        for window in windows(Cursor(), data.count, _even(data.count, batch_size_for(self.batch_size))):
+        size = _even(data.count, batch_size_for(self.batch_size))
+        for window in windows(Cursor(), data.count, size if self.is_mean else whole_size(data, self.batch_size)):
             how = division(window.size, devices, None)
             yield window, None if arrays is not None else feed.rows_of(data, order, window, how, self.world), how
 
@@ -120,7 +122,8 @@ class Evaluator:
         optimizer = optax.with_extra_args_support(optax.identity())
         self.rank, self.world, self.data = world.rank, world, data
         steps = Steps(skeleton, objective, optimizer, world, dtype, clip=0.0, spares=False)
-        self.evaluation = Evaluation(steps, world, settings.batch_size, settings.seed)
+        is_mean = objective.is_mean(model)
+        self.evaluation = Evaluation(steps, world, settings.batch_size, settings.seed, is_mean)
         self.state = first_numbers(skeleton, model, world, double=settings.precision == "fp64")
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:

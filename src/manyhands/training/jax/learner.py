@@ -227,7 +227,8 @@ class JaxLearner:
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
         if self.job.test is None:
             return None
-        evaluation = Evaluation(self.steps, self.world, self.settings.batch_size, self.settings.seed)
+        is_mean = self.job.objective.is_mean(self.job.model)
+        evaluation = Evaluation(self.steps, self.world, self.settings.batch_size, self.settings.seed, is_mean)
         return evaluation.figures(self.state, self.job.test, self.test_arrays, alive, take)
 
     # Checkpoints

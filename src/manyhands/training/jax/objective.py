@@ -49,6 +49,9 @@ class Objective(Protocol):
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
         """The loss of the rows that are samples (None: all of them)."""
 
+    def is_mean(self, model: nnx.Module) -> bool:
+        """Whether the loss is known to be a mean over samples; any other gets batches of a size that is documented."""
+
 
 @dataclass
 class Supervised:
@@ -59,6 +62,9 @@ class Supervised:
 
     loss: Loss | None
     labels: ClassLabels | None = None  # learns from the first answer how many classes there are
+
+    def is_mean(self, model: nnx.Module) -> bool:
+        return str(getattr(self.loss_of(model), "__module__", "")).startswith("manyhands.")
 
     def loss_of(self, model: nnx.Module) -> Loss:
         if self.loss is not None:
@@ -84,6 +90,9 @@ class Supervised:
 @dataclass(frozen=True)
 class OwnStep:
     """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a :class:`LossSum`."""
+
+    def is_mean(self, model: nnx.Module) -> bool:
+        return False
 
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
         name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"

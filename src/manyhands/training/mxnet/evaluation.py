@@ -11,7 +11,7 @@ from manyhands import tree
 from manyhands.training.data.order import Cursor, windows
 from manyhands.training.data.sources import Batch, Stream
 from manyhands.training.evaluation.inputs import Inputs, input_count
-from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows
+from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed, Shards
 from manyhands.training.mxnet.objective import Objective, checked_answer
@@ -65,7 +65,7 @@ def figures(
 ) -> Figures:
     """Loss and accuracy on all devices, each sample counted once; the model is on them already."""
     sums, outputs = Metrics(feed.devices[0], over_all=True), Outputs(objective.model, take)
-    for shards in _batches(feed, settings):
+    for shards in _batches(feed, settings, whole=not objective.is_gluons):
         answers = evaluate(objective, shards, sums, attributes)
         outputs.add([None if shard is None else objective.without_weights(shard) for shard in shards], answers)
         alive()
@@ -83,13 +83,13 @@ def predict(model: Any, inputs: Inputs, feed: Feed, settings: Settings, alive: C
     outputs.finish()
 
 
-def _batches(feed: Feed, settings: Settings) -> Iterator[Shards]:
-    """Every batch in the order of the data."""
+def _batches(feed: Feed, settings: Settings, *, whole: bool = False) -> Iterator[Shards]:
+    """Every batch in the order of the data; ``whole``, for a loss that is not known to be a mean over samples."""
     if isinstance(feed.source, Stream):
-        batches = feed.stream(Cursor(), None, settings.seed)
+        batches = feed.stream(Cursor(), None, settings.seed, whole=whole)
     else:
-        size = batch_size_for(settings.batch_size)
-        batches = feed.shards(list(windows(Cursor(), feed.source.count, size)), None, None)
+        size = whole_size(feed.source, settings.batch_size) if whole else batch_size_for(settings.batch_size)
+        batches = feed.shards(list(windows(Cursor(), feed.source.count, size, whole=whole)), None, None)
     return (shards for _, shards in batches)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.backends.mxnet import devices as backend
-from manyhands.training.data.order import Cursor, Window
+from manyhands.training.data.order import Cursor, Window, undivided
 from manyhands.training.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.mxnet import modes
 
@@ -61,10 +61,12 @@ class Feed:
                     found.append(self._prepared(tuple(modes.native(one, device) for one in rows)))
             yield window, found
 
-    def stream(self, cursor: Cursor, shares: Sequence[float] | None, seed: int) -> Iterator[tuple[Window, Shards]]:
-        """The batches that a loader gives, cut into shards, each with its window."""
+    def stream(
+        self, cursor: Cursor, shares: Sequence[float] | None, seed: int, *, whole: bool = False
+    ) -> Iterator[tuple[Window, Shards]]:
+        """The batches that a loader gives, cut into shards or ``whole``, each with its window."""
         assert isinstance(self.source, Stream)
-        for window, batch in self.source.windows(cursor, seed):
+        for window, batch in undivided(self.source.windows(cursor, seed), whole):
             if self.look is not None:
                 self.look(batch)
             found: Shards = []

@@ -103,7 +103,6 @@ class Trainer(BaseTrainer):
         objective, metrics = objective_for(model, self._option("loss")), self._metrics()
         checks.check_parts(objective, source)
         with self._feeding(model, source, settings, objective) as feed:
-            checks.check_loss(model, objective, source, len(feed.devices))
             attributes = replicas.attributes(model)
             metrics.reset()
             figures = evaluation.figures(

@@ -125,9 +125,9 @@ def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
 
 def _is_of_keras(objective: Objective) -> bool:
     """Whether the loss is known, so that no sample can weigh otherwise than those that were tried."""
-    if isinstance(objective, ClassScores):
-        return not objective.own
-    return isinstance(objective, Supervised) and keras_losses.are_of_keras(objective.loss.loss)
+    if isinstance(objective, Supervised):
+        return keras_losses.are_of_keras(objective.loss.loss)
+    return objective.is_mean
 
 
 # A few samples

@@ -28,9 +28,9 @@ from manyhands.training.tensorflow.world import World
 class Evaluation:
     """A model's replicas, and the programs that compute with them without training."""
 
-    def __init__(self, step: Step, world: World, batch_size: int) -> None:
-        """``batch_size``: samples of a batch; the larger, the faster."""
-        self.step, self.world, self.batch_size = step, world, batch_size
+    def __init__(self, step: Step, world: World, objective: Objective, batch_size: int) -> None:
+        """``batch_size``: that of training."""
+        self.step, self.world, self.objective, self.batch_size = step, world, objective, batch_size
         self._programs: dict[bool, Any] = {}  # with and without the model's answers
 
     def figures(
@@ -42,7 +42,10 @@ class Evaluation:
         if answers not in self._programs:
             how: Any = {"on_host": feed.on_host, "answers": answers, "gathered": answers and self.world.size > 1}
             self._programs[answers] = self.step.tester(prepared_by(feed.source), **how)
-        self._run(self._programs[answers], feed, alive, Outputs(self.world, take))
+        whole, size = not self.objective.is_mean, pieces.batch_size_for(self.batch_size)
+        if whole or (isinstance(self.objective, Supervised) and self.objective.is_sum):  # a sum grows with the batch
+            size = pieces.whole_size(feed.source, self.batch_size)
+        self._run(self._programs[answers], feed, alive, Outputs(self.world, take), size, whole=whole)
         return self._tested(counted=counted)
 
     def predict(self, feed: Feed, alive: Callable[[], None], take: Take) -> None:
@@ -50,10 +53,19 @@ class Evaluation:
         how: Any = {"on_host": feed.on_host, "gathered": self.world.size > 1}
         program = self.step.predictor(prepared_by(feed.source), **how)
         outputs = Outputs(self.world, take)
-        self._run(lambda *given: (program(*given), ()), feed, alive, outputs)
+        self._run(lambda *given: (program(*given), ()), feed, alive, outputs, pieces.batch_size_for(self.batch_size))
 
-    def _run(self, program: Any, feed: Feed, alive: Callable[[], None], outputs: Outputs) -> None:
-        batches = feed.batches(Cursor(), self.batch_size, 0, None, 1)
+    def _run(
+        self,
+        program: Any,
+        feed: Feed,
+        alive: Callable[[], None],
+        outputs: Outputs,
+        size: int,
+        *,
+        whole: bool = False,
+    ) -> None:
+        batches = feed.batches(Cursor(), size, 0, None, 1, whole=whole)
         loader = getattr(feed.source, "loader", None)
         for window, batch in loader_batches.agreed(batches, self._all_have, loader):
             outputs.add(program(batch.data, batch.order, batch.bounds), window.size)
@@ -90,7 +102,7 @@ class Evaluator:
                 first = np.frombuffer(world.from_first(value.tobytes()), value.dtype).reshape(value.shape)
                 for one in own:
                     one.assign(first)
-        self.evaluation = Evaluation(step, world, batch_size_for(objective, settings))
+        self.evaluation = Evaluation(step, world, objective, settings.batch_size)
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
         return self.evaluation.figures(self.feed, alive, take)
@@ -101,12 +113,6 @@ class Evaluator:
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.from_first(data)
-
-
-def batch_size_for(objective: Objective, settings: Settings) -> int:
-    """Large batches, unless the loss is a sum over the batch, which grows with them."""
-    is_sum = isinstance(objective, Supervised) and objective.is_sum
-    return settings.batch_size if is_sum else pieces.batch_size_for(settings.batch_size)
 
 
 def prepared_by(source: Source) -> Any:

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from manyhands import shares as _shares
 from manyhands.backends.tensorflow import devices as backend
-from manyhands.training.data.order import Cursor, Window, epoch_order, windows
+from manyhands.training.data.order import Cursor, Window, epoch_order, undivided, windows
 from manyhands.training.data.sources import Array, Arrays, Source, Stream
 
 _PART = 0.25  # of a GPU's memory that data may take
@@ -43,23 +42,23 @@ class Feed:
             self._data = tuple(map(self._placed, source.arrays))
 
     def batches(
-        self, cursor: Cursor, size: int, seed: int, shares: Sequence[float] | None, least: int
+        self, cursor: Cursor, size: int, seed: int, shares: Sequence[float] | None, least: int, *, whole: bool = False
     ) -> Iterator[tuple[Window, Given]]:
-        """Every batch from the cursor to the end of its epoch."""
+        """Every batch from the cursor to the end of its epoch; ``whole`` ones are not divided over the replicas."""
         replicas: int = self.strategy.num_replicas_in_sync
         if isinstance(self.source, Stream):
-            yield from self._from_stream(self.source, cursor, seed, shares, least)
+            yield from self._from_stream(self.source, cursor, seed, shares, least, whole=whole)
             return
         count = self.source.count
         order = self._placed(epoch_order(seed, cursor.epoch, count, shuffle=self.source.shuffle))
-        for window in windows(cursor, count, size):
+        for window in windows(cursor, count, size, whole=whole):
             yield window, Given(self._data, order, _bounds(window, window.start, replicas, shares, least))
 
     def _from_stream(
-        self, source: Stream, cursor: Cursor, seed: int, shares: Sequence[float] | None, least: int
+        self, source: Stream, cursor: Cursor, seed: int, shares: Sequence[float] | None, least: int, *, whole: bool
     ) -> Iterator[tuple[Window, Given]]:
         replicas: int = self.strategy.num_replicas_in_sync
-        for window, arrays in source.windows(cursor, seed):
+        for window, arrays in undivided(source.windows(cursor, seed), whole):
             if self.check is not None:
                 self.check(source.nested(arrays))
             data = tuple(map(self._placed, (*arrays, np.arange(window.size))))
@@ -76,7 +75,7 @@ class Feed:
 
 def _bounds(window: Window, first: int, replicas: int, shares: Sequence[float] | None, least: int) -> Array:
     """Where the shards begin, and where the last one ends; the batch itself begins at ``first``."""
-    sizes = _shares.sizes(window.size, replicas, shares, least=least)
+    sizes = window.sizes(replicas, shares, least=least)
     return first + np.cumsum([0, *sizes], dtype=np.int64)
 
 

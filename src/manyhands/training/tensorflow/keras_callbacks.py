@@ -48,6 +48,7 @@ class KerasCallback(Callback):
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         _check(callback)
         self.callback = callback
+        self.state_key = type(callback).__name__
         self.bring_home: Callable[[], None] | None = None  # puts the weights of this moment into the model
         self._saved: dict[str, Any] = {}
 

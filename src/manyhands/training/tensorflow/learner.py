@@ -27,7 +27,7 @@ from manyhands.training.data.sources import Array, Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import naming, optimizers
-from manyhands.training.tensorflow.evaluation import Evaluation, batch_size_for, prepared_by
+from manyhands.training.tensorflow.evaluation import Evaluation, prepared_by
 from manyhands.training.tensorflow.feed import Feed, Given
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.job import Job
@@ -66,7 +66,7 @@ class KerasLearner:
         self.feed = self._feed(job.train)
         self.test_feed = None if job.test is None else self._feed(job.test)
         self._train = self.step_of.trainer(prepared_by(job.train), on_host=self.feed.on_host)
-        self.evaluation = Evaluation(self.step_of, world, batch_size_for(job.objective, job.settings))
+        self.evaluation = Evaluation(self.step_of, world, job.objective, job.settings.batch_size)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="manyhands-figures")
         self._coming: Future[Figures] | None = None
         self._shown: Figures | None = None

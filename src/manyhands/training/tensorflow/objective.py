@@ -15,7 +15,14 @@ from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.book.module import Module, cross_entropy
 from manyhands.training.tensorflow.loss.batch_parts import Parts, checked_answer, parts_of
-from manyhands.training.tensorflow.loss.keras_losses import KerasLoss, Losses, as_keras, reduced
+from manyhands.training.tensorflow.loss.keras_losses import (
+    KerasLoss,
+    Losses,
+    are_of_keras,
+    as_keras,
+    of_whole_batch,
+    reduced,
+)
 
 Accuracy = Callable[[Any, Any], Any]
 
@@ -23,6 +30,10 @@ Accuracy = Callable[[Any, Any], Any]
 class Objective(Protocol):
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         """The loss of these samples, and how many were answered rightly (or None)."""
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the loss is known to add up from parts of a batch; evaluations give any other whole batches."""
 
 
 @dataclass
@@ -37,6 +48,10 @@ class Supervised:
     def objects(self) -> list[keras.losses.Loss]:
         """Those losses that the user gave as objects of Keras's."""
         return [one for one in keras.tree.flatten(self.loss.loss) if isinstance(one, keras.losses.Loss)]
+
+    @property
+    def is_mean(self) -> bool:
+        return are_of_keras(self.loss.loss) and of_whole_batch(self.loss.loss) is None
 
     @property
     def is_sum(self) -> bool:
@@ -55,6 +70,10 @@ class ClassScores:
 
     own: bool = False
     labels: ClassLabels | None = None
+
+    @property
+    def is_mean(self) -> bool:
+        return not self.own
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)
@@ -77,6 +96,8 @@ class ClassScores:
 class OwnStep:
     """A model that says itself what a step is: ``training_step(batch)`` gives the mean loss, or a LossSum."""
 
+    is_mean: bool = False
+
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         has_test = not training and hasattr(model, "validation_step")
         name = "validation_step" if has_test else "training_step"
@@ -88,6 +109,7 @@ class OwnComputeLoss:
     """A Keras model with a ``compute_loss`` of its own: called as Keras calls it. It adds regularizers itself."""
 
     accuracy: Accuracy | None = None
+    is_mean: bool = False
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)

@@ -74,7 +74,7 @@ class Trainer(BaseTrainer):
             world.join(on_cpu=devices is not None and all("cpu" in str(one).lower() for one in devices))
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
-        batches = self._option("limits").limit_batches if shuffle else None
+        batches = self._option("limits").batches if shuffle else None
         return source(repeatable(data, self._option("seed"), batches), shuffle=shuffle, nested=True)
 
     def _sources(self, data: Any, validation: Any = None) -> tuple[Source, Source | None]:
@@ -153,8 +153,6 @@ class Trainer(BaseTrainer):
         layers = precision.in_precision(model, settings.precision, None)
         objective = objective_for(model, self._option("loss"))
         labels = checks.check_labels(model, objective, source, None) if tests else None
-        if tests and here.replicas > 1 and model.trainable_variables:
-            checks.check_loss(layers, objective, source)
         return evaluation.Evaluator(layers, objective, source, here, settings, labels)
 
     def _meant_callbacks(self, callbacks: Any) -> Any:

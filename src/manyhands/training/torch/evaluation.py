@@ -1,6 +1,8 @@
 """Evaluation and prediction: what one rank computes of data that are not trained on.
 
-Each rank works on its shard of every batch, in evaluation mode. Losses are summed on the device and read at the end.
+Each rank works on its shard of every batch, in evaluation mode. Where nobody knows that the loss is a mean over samples
+(:meth:`.objective.Objective.is_mean`), the ranks take turns with whole batches instead, so that it is the same on any
+number of them. Losses are summed on the device and read at the end.
 Outputs, where somebody wants them (:data:`~manyhands.training.learner.Take`), set out for the host as soon as they are
 computed and are waited for one batch later. The first rank puts the shards of a batch together, so that it has every
 sample once and in order::
@@ -26,17 +28,17 @@ from manyhands import tree
 from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
-from manyhands.training.data.order import Cursor, windows
+from manyhands.training.data.order import Cursor, undivided, windows
 from manyhands.training.evaluation.inputs import LABELS, Inputs, input_count
-from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows
+from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, check_rows, whole_size
 from manyhands.training.learner import Take
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.running_sums import Figures, together
 from manyhands.training.torch import dict_batches, running_sums
 from manyhands.training.torch.book.accuracy import modes_kept
-from manyhands.training.torch.data import feed, sources
-from manyhands.training.torch.data.sources import Batch, Source, Stream
-from manyhands.training.torch.objective import Objective
+from manyhands.training.torch.data import feed, samples, sources
+from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
+from manyhands.training.torch.objective import Objective, mixes_samples
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.step.eager import Numbers
@@ -64,8 +66,11 @@ class Evaluation:
         watched = objective.sums is not False
         answers = None if take is None else _Answers(self.model)
         outputs = _Outputs(self.world, take)
+        whole = not objective.is_mean(self.model) or mixes_samples(self.model)
+        if getattr(objective, "is_default", False) and not whole:  # of a dict it is the loss in the model's output
+            whole = _are_dicts(data)
         with _evaluating(self.model), answers or contextlib.nullcontext():
-            for number, batch in enumerate(self._batches(data)):
+            for number, batch in enumerate(self._batches(data, whole=whole)):
                 objective.batch_idx = number
                 if batch is None or not (size := sources.rows(batch)):
                     outputs.add(None)
@@ -85,8 +90,8 @@ class Evaluation:
                 alive()
         outputs.finish()
         parts = self.world.gather(running_sums.as_tensor(sums.read()))
-        whole = together([running_sums.from_tensor(part) for part in parts])
-        return whole.weighed(sum(float(part) for part in self.world.gather(counts)))
+        of_all = together([running_sums.from_tensor(part) for part in parts])
+        return of_all.weighed(sum(float(part) for part in self.world.gather(counts)))
 
     @torch.no_grad()
     def predict(self, data: Source, inputs: Inputs | None, alive: Callable[[], None], take: Take) -> None:
@@ -103,13 +108,15 @@ class Evaluation:
                 alive()
         outputs.finish()
 
-    def _batches(self, data: Source) -> Iterator[Batch | None]:
-        """This rank's shard of every batch, in the order of the data."""
+    def _batches(self, data: Source, *, whole: bool = False) -> Iterator[Batch | None]:
+        """This rank's shard of every batch, in the order of the data; or its turn of the ``whole`` batches."""
         if isinstance(data, Stream):
-            shards = feed.stream_shards(feed.stream_windows(data, Cursor()), self.world)
+            batches = undivided(feed.stream_windows(data, Cursor()), whole or is_by_name)
+            shards = feed.stream_shards(batches, self.world)
             return (batch for _, batch in loader_batches.agreed(shards, self._all_have, data.loader))
         assert data.count is not None
-        every = list(windows(Cursor(), data.count, batch_size_for(self.batch_size)))
+        size = whole_size(data, self.batch_size) if whole else batch_size_for(self.batch_size)
+        every = list(windows(Cursor(), data.count, size, whole=whole))
         return feed.shards(data, np.arange(data.count), every, self.world)
 
     def _all_have(self, number: int) -> bool:
@@ -120,6 +127,17 @@ class Evaluation:
         if self.numbers.autocast is None:
             return outputs
         return tree.map_leaves(lambda leaf: leaf.float() if _is_half(leaf) else leaf, outputs)
+
+
+def is_by_name(batch: Batch) -> bool:
+    return isinstance(batch, Mapping)
+
+
+def _are_dicts(data: Source) -> bool:
+    """Whether batches are dicts; of a loader each batch is looked at when it comes."""
+    if isinstance(data, Arrays):
+        return isinstance(data.prepare, dict_batches.Named)
+    return isinstance(data, Samples) and is_by_name(samples.few_samples(data, 1))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from manyhands import tree
@@ -24,7 +25,7 @@ from manyhands.training.torch import dict_batches
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data.sources import Batch, rows
 from manyhands.training.torch.preflight.label_range import LabelRange
-from manyhands.training.torch.step.known_means import KnownMeans, WeightsFollow
+from manyhands.training.torch.step.known_means import KnownMeans, WeightsFollow, function_and_options
 
 
 class Objective(abc.ABC):
@@ -62,6 +63,14 @@ class Objective(abc.ABC):
             raise BadSettings(_TWO_KINDS)
         whole = _checked(value)
         return whole.total / whole.count.to(whole.total.dtype), right
+
+    def is_mean(self, model: torch.nn.Module) -> bool:
+        """Whether the loss that evaluations compute is known to be a mean over samples, or a sum with its count.
+
+        One that is not known may be anything: evaluations give it whole batches, of a size that does not depend on the
+        devices. A trial would not do, because its answer depends on the samples.
+        """
+        return False
 
     def why_not_captured(self, model: torch.nn.Module) -> str | None:
         """Why a step cannot be captured in a CUDA graph because of this objective; None if it may be."""
@@ -118,6 +127,10 @@ class Supervised(Objective):
     # Learns from the first answer how many classes there are, before the loss sees a label that it has no output for.
     labels: LabelRange | None = None
 
+    def is_mean(self, model: torch.nn.Module) -> bool:
+        """Of batches that are no dicts: there the default is the loss in the model's output."""
+        return is_torchs_mean(self.loss)
+
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, torch.Tensor | None]:
@@ -167,6 +180,11 @@ class OwnStep(Objective):
     sums_of: dict[int | str, bool] = dataclasses.field(default_factory=dict)
     # Whether it is to be training_step, or validation_step; None: as the model's mode says.
     training: bool | None = None
+
+    def is_mean(self, model: torch.nn.Module) -> bool:
+        if not isinstance(model, Module) or type(model).validation_step is not Module.validation_step:
+            return False
+        return type(model).loss is Module.loss
 
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
@@ -308,6 +326,19 @@ def in_full(loss: Callable[[Any, Any], Any], answer: Any, target: Any) -> Any:
 
 def _widened(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+
+
+def is_torchs_mean(loss: Any) -> bool:
+    """Whether the loss is one of PyTorch's own as it is given, with a reduction that :func:`mean_loss` knows."""
+    function, options = function_and_options(loss)
+    if inspect.isfunction(function):
+        return function.__module__ == torch.nn.functional.__name__ and options.get("reduction", "mean") != "sum"
+    return type(function).__module__ == torch.nn.modules.loss.__name__
+
+
+def mixes_samples(model: torch.nn.Module) -> bool:
+    """Whether a layer uses the statistics of the batch in evaluation, too: every batch has other answers then."""
+    return any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules())
 
 
 def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 import cloudpickle
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands import tree
 from manyhands.errors import BadSettings
@@ -26,7 +25,7 @@ from manyhands.training.loss_trial import FEW, WIDTH, Look, Pass, Term
 from manyhands.training.torch.data import samples
 from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Stream, pick, rows
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import Objective, OwnStep
+from manyhands.training.torch.objective import Objective, OwnStep, mixes_samples
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.workers import job_bytes
 
@@ -81,10 +80,8 @@ def _is_sum(model: torch.nn.Module, objective: Objective, batch: Batch) -> bool:
 
 
 def _mixes_samples(model: torch.nn.Module) -> str | None:
-    """Layers that use the statistics of the batch in evaluation, too: parts then differ, and rightly."""
-    if any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in model.modules()):
-        return "a layer normalises over the batch"
-    return None
+    """Parts of a batch then differ from the whole, and rightly."""
+    return "a layer normalises over the batch" if mixes_samples(model) else None
 
 
 # Samples
