@@ -99,16 +99,16 @@ def run(bench: Bench) -> Finding:
         bench.equal(fast(*arguments), function(*arguments), tolerance=0.0 if is_torch else 1e-4, what=name)
         ways = {"as written": lambda: function(*arguments), "mh.parallel": lambda: fast(*arguments)}  # noqa: B023
         times = all_times[name] = bench.trials(ways, {"graph": name})
-        planned, how = fast.planned, fast.explain().splitlines()[0].partition("run as ")[2]
+        planned = fast.planned
         tasks = "" if planned.schedule is None else str(len(planned.schedule.graph))
         gain = times.compare("mh.parallel", to="as written").ratio
         medians = [seconds(times.median(way)) for way in ways]
-        rows.append((name, tasks, how, *medians, f"{gain:.2f}"))
+        rows.append((name, tasks, str(planned.way), *medians, f"{gain:.2f}"))
         if planned.schedule is not None:
             plots.append(Plot("drawing", f"{name}: the graph", drawing=_drawn(fast)))
             timeline = fast.measured() if is_torch else fast.simulated()
-            plots.append(Plot("timeline", f"{name}: {timeline.title or how}", spans=timeline.spans))
-    table = Table(("graph", "tasks", "run as", "as written", "mh.parallel", "times as fast"), rows, "Three graphs")
+            plots.append(Plot("timeline", f"{name}: {timeline.title or planned.way}", spans=timeline.spans))
+    table = Table(("graph", "tasks", "run as", "as written", "mh.parallel", "gain"), rows, "Three graphs")
     bars = [
         Series(
             way,

@@ -43,17 +43,8 @@ def run(bench: Bench) -> Finding:
         (name, seconds(times.median(name) / minibatches), str(_waits(report)), _percent(report["gain"]))
         for name, report in reports.items()
     ]
+    table = Table(("loop", "per minibatch", "waits", "gain without waits"), rows, "The book's loop")
     printed = reports["printed every minibatch"]
-    where = f"for {printed['device']}, " if printed["predicted"] and printed["device"] else ""
-    headers = ("loop", "a minibatch, measured", "waits the auditor sees", f"of a step, {where}removing them gains")
-    found = [
-        (f"{Path(finding['file']).name}:{finding['line']}", finding["source"], f"{finding['count']}", finding["cure"])
-        for finding in printed["findings"]
-    ]
-    tables = [
-        Table(headers, rows, "The book's loop"),
-        Table(("line", "source", "waits", "cure"), found, "What the auditor found"),
-    ]
     spans = [
         Span("waits" if span["finding"] else "works", span["lane"], span["begin"], span["end"])
         for span in printed["timeline"]
@@ -62,8 +53,9 @@ def run(bench: Bench) -> Finding:
         [Plot("timeline", "Some steps of the loop that prints, as the auditor sees them", spans=spans)] if spans else []
     )
     gain = times.compare("kept on the device", to="printed every minibatch")
-    notes = [f"manyhands audit: {report['verdict']}" for report in reports.values()]
-    return Finding(_conclusion(bench, gain, reports), tables, [times.bars("The book's loop"), *lines], notes)
+    notes = [f"{name}: {report['verdict']}." for name, report in reports.items()]
+    notes += [f"Line {found['line']}: {found['source']} Cure: {found['cure']}" for found in printed["findings"]]
+    return Finding(_conclusion(bench, gain, reports), [table], [times.bars("The book's loop"), *lines], notes)
 
 
 def _audit(bench: Bench, file: str, way: str) -> dict[str, Any]:

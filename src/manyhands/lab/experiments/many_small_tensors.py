@@ -21,7 +21,8 @@ _WITHIN_HOST = "a copy within the host"  # what pageable memory costs more: it g
 @experiment("many-small-tensors", question="Many small tensors or one large one over the bus; pinned or pageable?")
 def run(bench: Bench) -> Finding:
     count = bench.size(gpu=1 << 26, cpu=1 << 24, quick=1 << 22)  # numbers of four bytes
-    pieces_of = [1, 16, 256, 4096]
+    most = bench.size(gpu=4096, cpu=4096, quick=1024)
+    pieces_of = [1, most // 64, most // 8, most]
     rates: dict[str, list[float]] = {}
     rows = []
     for pieces in pieces_of:
@@ -38,7 +39,8 @@ def run(bench: Bench) -> Finding:
     plot = Plot("line", title, lines, x_label="tensors", y_label="GB/s", log_x=True, log_y=True)
     memory = _host_memory(bench, count)
     about = f"{4 * count / 1e6:.0f} MB of host memory"
-    tables = [Table(("way", "tensors", "time", "speed"), rows, title), memory.table(to=_WITHIN_HOST, title=about)]
+    tables = [Table(("way", "tensors", "time", "speed"), rows, title)]
+    tables += [memory.table(to=_WITHIN_HOST, title=about)] if len(memory) > 1 else []
     conclusion = f"{_about_pieces(rates, pieces_of)} {_about_memory(bench, memory, count)}"
     return Finding(conclusion, tables, [plot, *([memory.bars(about)] if len(memory) > 1 else [])])
 

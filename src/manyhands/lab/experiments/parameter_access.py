@@ -15,27 +15,27 @@ from manyhands.lab.finding import Finding, Plot, Series, Table, Times, seconds
 
 _Ways = dict[str, Callable[[], Any]]
 _ONE_BY_ONE = "number by number"
-_SOME = 50  # numbers that are read or written one by one
-_LAYERS = 20
 
 
 @experiment("parameter-access", question="What does it cost to read and write parameters on a device?", devices=2)
 def run(bench: Bench) -> Finding:
     mh, operations, host = bench.mh, bench.operations, bench.mh.cpu()
-    device = bench.devices(2)[1]  # virtual device 0 may be the host itself
+    gpu = bench.gpu()
+    device = bench.devices(2)[1] if gpu is None else gpu  # virtual device 0 may be the host itself
     width = bench.size(gpu=1024, cpu=384, quick=128)
-    shapes = [(width, width), (1, width)] * _LAYERS  # weights and biases
+    some = bench.size(gpu=50, cpu=50, quick=40)  # numbers that are read or written one by one
+    shapes = [(width, width), (1, width)] * bench.size(gpu=20, cpu=20, quick=20)  # weights and biases
     values = [bench.random(shape, host, seed) for seed, shape in enumerate(shapes)]
     parameters = mh.copy(values, device)
 
     def write_numbers() -> Any:
         weight = parameters[0]
-        for index in range(_SOME):
+        for index in range(some):
             weight = operations.with_number(weight, index, 0.5)
         return weight
 
     reading: _Ways = {
-        _ONE_BY_ONE: lambda: [operations.number(parameters[0], index) for index in range(_SOME)],
+        _ONE_BY_ONE: lambda: [operations.number(parameters[0], index) for index in range(some)],
         "tensor by tensor": lambda: [mh.to(x, host) for x in parameters],
         "all at once": lambda: mh.to(parameters, host, wait=False).result(),
         "joined first": lambda: operations.cut(mh.to(operations.join(parameters), host), shapes),
@@ -54,19 +54,24 @@ def run(bench: Bench) -> Finding:
     rows = []
     for verb, ways in {"read": reading, "write": writing}.items():
         times = bench.trials(ways, {"direction": verb, "parameters": count})
-        each[verb] = {way: times.median(way) / (_SOME if way == _ONE_BY_ONE else count) for way in ways}
+        each[verb] = {way: times.median(way) / (some if way == _ONE_BY_ONE else count) for way in ways}
         rows += _rows(verb, times, each[verb])
     title = f"{count:,} parameters in {len(shapes)} tensors"
-    table = Table(("", "way", "time", "time of one number"), rows, title)
-    bars = [Series(verb, list(own), list(own.values())) for verb, own in each.items()]
-    plot = Plot("bar", f"Time of one number of {title}", bars, y_label="time of one number", unit="s", log_y=True)
-    return Finding(
-        _conclusion(each, count), [table], [plot], [f"Number by number: the first {_SOME} of the first tensor."]
-    )
+    table = Table(("way", "time", "per number"), rows, title)
+    plots = [
+        Plot("bar", f"Time to {verb} one number", [_bars(own)], y_label="time", unit="s", log_y=True)
+        for verb, own in each.items()
+    ]
+    note = f"Number by number: the first {some} numbers of the first tensor."
+    return Finding(_conclusion(each, count), [table], plots, [note])
+
+
+def _bars(each: Mapping[str, float]) -> Series:
+    return Series("time of one number", list(each), list(each.values()))
 
 
 def _rows(verb: str, times: Times, each: Mapping[str, float]) -> list[tuple[str, ...]]:
-    return [(verb, way, seconds(times.median(way)), seconds(each[way])) for way in times]
+    return [(f"{verb}, {way}", seconds(times.median(way)), seconds(each[way])) for way in times]
 
 
 def _conclusion(each: dict[str, dict[str, float]], count: int) -> str:

@@ -16,9 +16,11 @@ from manyhands.lab.finding import Finding, Plot, Series, Table, Trial, seconds
 from manyhands.training.commands import recipes
 from manyhands.training.data import fashion_mnist
 
+_PAYS = 1.05  # times as fast, at least
+
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     model: str
     batch_size: int
     lr: float
@@ -43,11 +45,11 @@ class _Outcome:
 )
 def run(bench: Bench) -> Finding:
     data = fashion_mnist.load()
-    outcomes: dict[_Job, _Outcome] = {}
-    for job in _jobs(bench):
+    outcomes: dict[Job, _Outcome] = {}
+    for job in jobs(bench):
         bench.say(f"{job.model}, batch size {job.batch_size}, lr {job.lr}, {job.devices} devices")
         outcomes[job] = _train(bench, job, data)
-        alone = _Job(job.model, job.batch_size, job.lr, 1)
+        alone = Job(job.model, job.batch_size, job.lr, 1)
         # The first epoch's loss: rounding, and BatchNorm's statistics of each device, grow apart later.
         close = 0.01 if job.model == "lenet" else 0.2
         losses = outcomes[job].first_loss, outcomes[alone].first_loss
@@ -56,13 +58,13 @@ def run(bench: Bench) -> Finding:
     return Finding(_conclusion(outcomes), [_table(outcomes)], [_speed_plot(outcomes), _accuracy_plot(outcomes)], notes)
 
 
-def _jobs(bench: Bench) -> list[_Job]:
+def jobs(bench: Bench) -> list[Job]:
     large = "small-resnet" if bench.quick else "resnet18"
     batch_sizes = (64, 512) if bench.quick else (64, 256, 1024)
     counts = range(1, max(2, bench.real_gpus) + 1)
     rates = {"lenet": (0.05, 0.2), large: (0.05,) if bench.quick else (0.05, 0.2)}
     return [
-        _Job(model, batch_size, rate, count)
+        Job(model, batch_size, rate, count)
         for model in rates
         for batch_size in batch_sizes
         for rate in rates[model]
@@ -77,7 +79,7 @@ def _count(bench: Bench, model: str) -> int:
     return bench.size(gpu=60_000, cpu=2048, quick=1024)
 
 
-def _train(bench: Bench, job: _Job, data: fashion_mnist.FashionMnist) -> _Outcome:
+def _train(bench: Bench, job: Job, data: fashion_mnist.FashionMnist) -> _Outcome:
     how = recipes.of(bench.framework)
     train, test = how.data(data, job.batch_size)
     epochs = bench.size(gpu=6, cpu=4, quick=3)
@@ -90,7 +92,7 @@ def _train(bench: Bench, job: _Job, data: fashion_mnist.FashionMnist) -> _Outcom
     return _Outcome(rows[-1]["val_acc"], spent, rows[0]["train_loss"])
 
 
-def _speed_up(outcomes: dict[_Job, _Outcome], job: _Job) -> float:
+def _speed_up(outcomes: dict[Job, _Outcome], job: Job) -> float:
     """Times as fast as one device, over all learning rates, which do not change the time."""
 
     def spent(devices: int) -> float:
@@ -100,7 +102,7 @@ def _speed_up(outcomes: dict[_Job, _Outcome], job: _Job) -> float:
     return spent(1) / spent(job.devices)
 
 
-def _table(outcomes: dict[_Job, _Outcome]) -> Table:
+def _table(outcomes: dict[Job, _Outcome]) -> Table:
     rows = [
         (
             job.model,
@@ -117,7 +119,7 @@ def _table(outcomes: dict[_Job, _Outcome]) -> Table:
     return Table(headers, rows, "Training on Fashion-MNIST")
 
 
-def _speed_plot(outcomes: dict[_Job, _Outcome]) -> Plot:
+def _speed_plot(outcomes: dict[Job, _Outcome]) -> Plot:
     """Seconds per epoch by batch size: a line for each net and number of devices."""
     lines: dict[str, dict[int, float]] = {}
     for job, outcome in outcomes.items():
@@ -128,7 +130,7 @@ def _speed_plot(outcomes: dict[_Job, _Outcome]) -> Plot:
     return Plot("line", title, series, x_label="batch size", y_label="time", unit="s", log_x=True, log_y=True)
 
 
-def _accuracy_plot(outcomes: dict[_Job, _Outcome]) -> Plot:
+def _accuracy_plot(outcomes: dict[Job, _Outcome]) -> Plot:
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for job, outcome in outcomes.items():
         xs, ys = lines.setdefault(f"{job.model}, lr {job.lr:g}, {job.devices} devices", ([], []))
@@ -138,24 +140,21 @@ def _accuracy_plot(outcomes: dict[_Job, _Outcome]) -> Plot:
     return Plot("line", "Test accuracy", series, x_label="batch size", y_label="test accuracy", log_x=True)
 
 
-def _conclusion(outcomes: dict[_Job, _Outcome]) -> str:
+def _conclusion(outcomes: dict[Job, _Outcome]) -> str:
     most = max(job.devices for job in outcomes)
     parts = []
     for model in dict.fromkeys(job.model for job in outcomes):
         gains = {
             job.batch_size: _speed_up(outcomes, job) for job in outcomes if (job.model, job.devices) == (model, most)
         }
-        pays = [size for size, gain in gains.items() if gain > 1.05]
-        told = ", ".join(f"{gain:.2f} times as fast with batch size {size}" for size, gain in gains.items())
-        if len(pays) == len(gains):
-            parts.append(f"{model}: {most} devices pay ({told}).")
-        elif pays:
-            pay = f"{most} devices pay from batch size {min(pays)} on; below it communication eats the gain"
-            parts.append(f"{model}: {pay} ({told}).")
-        else:
-            parts.append(f"{model}: {most} devices do not pay: communication eats the gain ({told}).")
+        told = {size: f"batch size {size} ({gain:.2f} times as fast as one)" for size, gain in gains.items()}
+        pays = [told[size] for size, gain in gains.items() if gain > _PAYS]
+        lost = [told[size] for size, gain in gains.items() if gain <= _PAYS]
+        words = [f"{most} devices pay with {', '.join(pays)}"] if pays else [f"{most} devices do not pay"]
+        words += [f"communication eats the gain with {', '.join(lost)}"] if lost else []
+        parts.append(f"{model}: {'; '.join(words)}.")
     apart = max(
-        abs(outcome.accuracy - outcomes[_Job(job.model, job.batch_size, job.lr, 1)].accuracy)
+        abs(outcome.accuracy - outcomes[Job(job.model, job.batch_size, job.lr, 1)].accuracy)
         for job, outcome in outcomes.items()
     )
     parts.append(f"Accuracy on {most} devices is within {apart:.3f} of one device's.")

@@ -29,7 +29,8 @@ def train(way: str, minibatches: int, width: int = 256) -> list[float]:
         if way == "printed":
             print(f"minibatch {minibatch}: loss {batch_loss.asscalar():.3f}")
         losses.append(batch_loss)
-    return [float(value) for value in mh.to(mx.nd.concat(*losses, dim=0), mh.cpu()).asnumpy()]
+    values: list[float] = mh.to(mx.nd.concat(*losses, dim=0), mh.cpu()).asnumpy().tolist()
+    return values
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def train(way: str, minibatches: int, width: int = 256) -> list[float]:
             if way == "printed":
                 print(f"minibatch {minibatch}: loss {float(batch_loss):.3f}")
             losses.append(batch_loss)
-        return [float(value) for value in mh.to(tf.stack(losses), mh.cpu())]
+        values: list[float] = mh.to(tf.stack(losses), mh.cpu()).numpy().tolist()
+    return values
 
 
 if __name__ == "__main__":

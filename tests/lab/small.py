@@ -1,0 +1,49 @@
+"""Runs experiments in this process with sizes that only show that they work: ``python small.py FRAMEWORK NAME...``.
+
+Prints one line of JSON for each: its result, as it is in a report.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manyhands.lab import experiments, process
+from manyhands.lab.bench import Bench
+from manyhands.lab.experiments import training_scaling
+from manyhands.lab.finding import Times
+
+
+class SmallBench(Bench):
+    """An eighth of the sizes of ``--quick``, and two rounds."""
+
+    def size(self, *, gpu: int, cpu: int, quick: int) -> int:
+        return max(2, quick // 8)
+
+    def trials(
+        self, ways: Mapping[str, Callable[[], Any]], settings: Mapping[str, Any] | None = None, *, rounds: int = 0
+    ) -> Times:
+        return super().trials(ways, settings, rounds=2)
+
+
+def main(framework: str, names: list[str]) -> None:
+    training_scaling.jobs = lambda bench: [  # type: ignore[assignment]
+        training_scaling.Job("lenet", batch_size, 0.05, devices) for batch_size in (32, 128) for devices in (1, 2)
+    ]
+    most = max(experiments.load(name).devices for name in names)
+    # One bench's devices serve all: their number cannot change in a process.
+    bench = SmallBench(importlib.import_module(f"manyhands.{framework}"), framework, quick=True, most_devices=most)
+    for name in names:
+        begin = time.perf_counter()
+        bench.virtual, bench.kept = [], []
+        result = process.perform(experiments.load(name), bench)
+        print(json.dumps(result.as_data()), flush=True)
+        print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
