@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
@@ -53,3 +56,21 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
         timeout=300,
         env={**os.environ, **environment},
     )
+
+
+def lab_results(framework: str, *names: str) -> list[dict[str, Any]]:
+    """Experiments of the lab with small sizes, all done: their results as in a report.
+
+    In a process of their own: virtual devices are made before a framework starts.
+    """
+    command = [sys.executable, Path(__file__).parent / "lab" / "small.py", framework, *names]
+    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert child.returncode == 0, child.stderr[-2000:]
+    results = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+    assert [result["experiment"] for result in results] == list(names)
+    for result in results:
+        assert result["status"] == "done", result["why"]
+        finding = result["finding"]
+        assert finding["conclusion"].endswith(".")
+        assert all((finding["tables"], finding["plots"], result["trials"]))
+    return results

@@ -28,7 +28,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     accuracy: float
     epochs: list[float]  # seconds of each, the first apart
     first_loss: float
@@ -45,7 +45,7 @@ class _Outcome:
 )
 def run(bench: Bench) -> Finding:
     data = fashion_mnist.load()
-    outcomes: dict[Job, _Outcome] = {}
+    outcomes: dict[Job, Outcome] = {}
     for job in jobs(bench):
         bench.say(f"{job.model}, batch size {job.batch_size}, lr {job.lr}, {job.devices} devices")
         outcomes[job] = _train(bench, job, data)
@@ -55,7 +55,7 @@ def run(bench: Bench) -> Finding:
         losses = outcomes[job].first_loss, outcomes[alone].first_loss
         bench.equal(*losses, tolerance=close, what=f"{job.model} on 1 and {job.devices} devices")
     notes = [f"Data: {data.source}. {_count(bench, 'lenet')} images in each epoch of LeNet."]
-    return Finding(_conclusion(outcomes), [_table(outcomes)], [_speed_plot(outcomes), _accuracy_plot(outcomes)], notes)
+    return Finding(conclusion(outcomes), [_table(outcomes)], [_speed_plot(outcomes), _accuracy_plot(outcomes)], notes)
 
 
 def jobs(bench: Bench) -> list[Job]:
@@ -79,7 +79,7 @@ def _count(bench: Bench, model: str) -> int:
     return bench.size(gpu=60_000, cpu=2048, quick=1024)
 
 
-def _train(bench: Bench, job: Job, data: fashion_mnist.FashionMnist) -> _Outcome:
+def _train(bench: Bench, job: Job, data: fashion_mnist.FashionMnist) -> Outcome:
     how = recipes.of(bench.framework)
     train, test = how.data(data, job.batch_size)
     epochs = bench.size(gpu=6, cpu=4, quick=3)
@@ -89,10 +89,10 @@ def _train(bench: Bench, job: Job, data: fashion_mnist.FashionMnist) -> _Outcome
     spent = [row["seconds"] for row in rows[1:]]
     settings = {"batch size": job.batch_size, "lr": job.lr, "devices": job.devices, "model": job.model}
     bench.kept.extend(Trial("epoch", settings, value) for value in spent)
-    return _Outcome(rows[-1]["val_acc"], spent, rows[0]["train_loss"])
+    return Outcome(rows[-1]["val_acc"], spent, rows[0]["train_loss"])
 
 
-def _speed_up(outcomes: dict[Job, _Outcome], job: Job) -> float:
+def _speed_up(outcomes: dict[Job, Outcome], job: Job) -> float:
     """Times as fast as one device, over all learning rates, which do not change the time."""
 
     def spent(devices: int) -> float:
@@ -102,7 +102,7 @@ def _speed_up(outcomes: dict[Job, _Outcome], job: Job) -> float:
     return spent(1) / spent(job.devices)
 
 
-def _table(outcomes: dict[Job, _Outcome]) -> Table:
+def _table(outcomes: dict[Job, Outcome]) -> Table:
     rows = [
         (
             job.model,
@@ -119,7 +119,7 @@ def _table(outcomes: dict[Job, _Outcome]) -> Table:
     return Table(headers, rows, "Training on Fashion-MNIST")
 
 
-def _speed_plot(outcomes: dict[Job, _Outcome]) -> Plot:
+def _speed_plot(outcomes: dict[Job, Outcome]) -> Plot:
     """Seconds per epoch by batch size: a line for each net and number of devices."""
     lines: dict[str, dict[int, float]] = {}
     for job, outcome in outcomes.items():
@@ -130,7 +130,7 @@ def _speed_plot(outcomes: dict[Job, _Outcome]) -> Plot:
     return Plot("line", title, series, x_label="batch size", y_label="time", unit="s", log_x=True, log_y=True)
 
 
-def _accuracy_plot(outcomes: dict[Job, _Outcome]) -> Plot:
+def _accuracy_plot(outcomes: dict[Job, Outcome]) -> Plot:
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for job, outcome in outcomes.items():
         xs, ys = lines.setdefault(f"{job.model}, lr {job.lr:g}, {job.devices} devices", ([], []))
@@ -140,7 +140,7 @@ def _accuracy_plot(outcomes: dict[Job, _Outcome]) -> Plot:
     return Plot("line", "Test accuracy", series, x_label="batch size", y_label="test accuracy", log_x=True)
 
 
-def _conclusion(outcomes: dict[Job, _Outcome]) -> str:
+def conclusion(outcomes: dict[Job, Outcome]) -> str:
     most = max(job.devices for job in outcomes)
     parts = []
     for model in dict.fromkeys(job.model for job in outcomes):

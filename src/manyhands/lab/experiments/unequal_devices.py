@@ -62,7 +62,7 @@ def run(bench: Bench) -> Finding:
     parts = Series("share", ["fast device", "slow device"], list(found))
     plots = [times.bars("Time of an epoch"), Plot("bar", "Measured shares", [parts], y_label="part of each batch")]
     slowed = f"No GPU here: the second device is made slow. It computes each forward pass {1 + _AGAIN} times."
-    return Finding(_conclusion(times, found), [table], plots, [] if has_gpu else [slowed])
+    return Finding(conclusion(times, found), [table], plots, [] if has_gpu else [slowed])
 
 
 def _told(shares: Any, name: str) -> str:
@@ -71,7 +71,7 @@ def _told(shares: Any, name: str) -> str:
     return "1" if name == "the fast one alone" else "0.50 : 0.50"
 
 
-def _conclusion(times: Times, shares: list[float]) -> str:
+def conclusion(times: Times, shares: list[float]) -> str:
     equal, measured, alone = (times.median(name) for name in ("equal shares", "measured shares", "the fast one alone"))
     divided = f"{shares[0]:.0%} for the fast device"
     both = f"Measured shares ({divided}) take {measured / equal:.0%} of the time of equal shares"

@@ -1,0 +1,13 @@
+"""Experiments of the lab in each framework, with sizes that only show that they work."""
+
+from __future__ import annotations
+
+import pytest
+from support import lab_results
+
+
+@pytest.mark.once
+def test_experiments_without_training(framework: str) -> None:
+    names = "harder-graphs", "steps-in-flight", "parameter-access", "many-small-tensors"
+    graphs, *_ = lab_results(framework, *names)
+    assert [plot["kind"] for plot in graphs["finding"]["plots"]] == ["bar", *["drawing", "timeline"] * 3]
