@@ -17,17 +17,24 @@ HERE := $(filter-out $(SKIPPED),$(FRAMEWORKS))
 export MANYHANDS_VIRTUAL_DEVICES :=
 
 # MXNet's threads are its own: OpenBLAS, where it stands below them, would start more inside of each.
-test-mxnet test-training-mxnet bench-mxnet: export OPENBLAS_NUM_THREADS := 1
-test-tensorflow test-training-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
+%-mxnet: export OPENBLAS_NUM_THREADS := 1
+%-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
 
-.PHONY: run test test-long lint types test-core test-gpu test-audit-torch $(addprefix test-,$(FRAMEWORKS)) \
-	$(addprefix test-training-,$(FRAMEWORKS)) skipped docs pictures test-package bench $(addprefix bench-,$(FRAMEWORKS)) clean
+# The longest first: where two suites run at a time, none of them is left alone at the end.
+SUITES := test-training-own-torch-s-z test-training-own-torch-a-r test-training-own-tensorflow test-training-own-jax \
+	test-backends-torch test-training-contract-jax test-training-contract-tensorflow test-training-contract-torch test-core \
+	test-training-own-mxnet test-backends-jax test-backends-tensorflow test-virtual-torch test-training-contract-mxnet \
+	test-backends-mxnet test-audit-torch test-virtual-jax test-virtual-tensorflow test-virtual-mxnet test-gpu
+SUITES_HERE := $(filter-out $(addprefix %-,$(SKIPPED)),$(SUITES))
+OF_EACH := $(foreach kind,test test-backends test-virtual test-training test-training-contract test-training-own,\
+	$(addprefix $(kind)-,$(FRAMEWORKS)))
+
+.PHONY: run test test-long lint types $(SUITES) $(OF_EACH) skipped docs pictures test-package bench $(addprefix bench-,$(FRAMEWORKS)) clean
 
 run: $(VENVS)/torch/.ready
 	$(TORCH)/manyhands train
 
-# The longest first: where two suites run at a time, none of them is left alone at the end.
-test: lint types test-training-torch test-torch $(addprefix test-training-,$(HERE)) $(addprefix test-,$(HERE)) docs test-package skipped
+test: lint types $(SUITES_HERE) docs test-package skipped
 
 # The site in site/; a warning is an error. Nothing is loaded from the network, here or in a reader's browser.
 docs: $(VENVS)/docs/.ready
@@ -56,26 +63,38 @@ test-core: $(VENVS)/torch/.ready
 test-gpu: $(VENVS)/torch/.ready
 	$(TORCH)/pytest tests/gpu -rs
 
-test-torch: test-core test-gpu test-audit-torch
-
 # Guards and the command on PyTorch's virtual devices, each in processes of its own.
 test-audit-torch: $(VENVS)/torch/.ready
 	$(TORCH)/pytest tests/audit/torch
 
 # The contract suite, and what is each framework's own: with the devices that are there, then with virtual ones.
-$(addprefix test-,$(FRAMEWORKS)): test-%: $(VENVS)/%/.ready
+test-torch: test-core test-gpu test-audit-torch
+$(addprefix test-,$(FRAMEWORKS)): test-%: test-backends-% test-virtual-%
+
+$(addprefix test-backends-,$(FRAMEWORKS)): test-backends-%: $(VENVS)/%/.ready
 	$(VENVS)/$*/bin/pytest tests/contract tests/backends/$* tests/audit/frameworks tests/docs/test_page_examples.py --framework $*
+
+$(addprefix test-virtual-,$(FRAMEWORKS)): test-virtual-%: $(VENVS)/%/.ready
 	MANYHANDS_VIRTUAL_DEVICES=$(VIRTUAL) $(VENVS)/$*/bin/pytest tests/contract tests/backends/$* --framework $*
 
-# Training makes its devices itself. The contract suite, then what is each framework's own.
-$(addprefix test-training-,$(FRAMEWORKS)): test-training-%: $(VENVS)/%/.ready
+# Training makes its devices itself. The contract suite, and what is each framework's own; PyTorch's in two halves.
+$(addprefix test-training-,$(FRAMEWORKS)): test-training-%: test-training-contract-% test-training-own-%
+
+$(addprefix test-training-contract-,$(FRAMEWORKS)): test-training-contract-%: $(VENVS)/%/.ready
 	$(VENVS)/$*/bin/pytest tests/training/contract --framework $*
+
+test-training-own-torch: test-training-own-torch-a-r test-training-own-torch-s-z
+
+$(addprefix test-training-own-torch-,a-r s-z): test-training-own-torch-%: $(VENVS)/torch/.ready
+	$(TORCH)/pytest tests/training/torch/test_[$*]*.py
+
+$(addprefix test-training-own-,jax tensorflow mxnet): test-training-own-%: $(VENVS)/%/.ready
 	$(VENVS)/$*/bin/pytest tests/training/$*
 
 # What takes long and shows another case of what shorter tests show.
 test-long: $(addprefix $(VENVS)/,$(addsuffix /.ready,$(HERE)))
-	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/contract tests/training/contract --long -m long --framework $(name) &&) true
-	$(TORCH)/pytest tests/training/torch --long -m long
+	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/training/contract --long -m "long or neutral" --framework $(name) &&) true
+	$(foreach name,$(filter-out mxnet,$(HERE)),$(VENVS)/$(name)/bin/pytest tests/training/$(name) --long -m long &&) true
 
 skipped:
 	@$(foreach name,$(SKIPPED),echo "skipped: $(name) cannot be installed for $$($(PYTHON) --version)";)
