@@ -26,7 +26,7 @@ def stop(step):
 def train(name, schedule):
     how = dict(batch_size=16, lr=0.1, precision="fp64", quiet=True, devices=["cpu"])
     trainer = mh.Trainer(run=os.path.join(sys.argv[1], name), resume="auto", schedule=mh.by_step(schedule),
-                         limits=mh.Limits(max_steps=200), checkpoints=mh.Checkpoints(every=100), **how)
+                         limits=mh.Limits(max_steps=100), checkpoints=mh.Checkpoints(every=50), **how)
     return trainer.fit(mlp(dropout=0.5), vectors())
 
 train("whole", lambda step: 1.0)
@@ -58,8 +58,8 @@ def test_tasks_of_srun_and_a_signal_to_one_of_them(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     assert run_tasks(script, tmp_path) == [143, 143]
     stopped = store.load(tmp_path / "cut" / "checkpoints").step
-    assert 5 < stopped < 200
+    assert 5 < stopped < 100
     assert run_tasks(script, tmp_path) == [0, 0]
     whole, cut = (store.load(tmp_path / name / "checkpoints") for name in ("whole", "cut"))
-    assert whole.step == cut.step == 200
+    assert whole.step == cut.step == 100
     assert whole.blobs["model"] == cut.blobs["model"]

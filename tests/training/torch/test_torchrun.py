@@ -14,8 +14,8 @@ import pytest
 import torch
 from support import free_port
 
-import manyhands.training
 from manyhands.training.checkpoints import store
+from manyhands.training.data.fashion_mnist import SUBSET_DIRECTORY
 from manyhands.training.torch.trainer import Trainer
 
 SCRIPT = f"""
@@ -52,6 +52,40 @@ with open(out + os.environ["RANK"], "w") as file:
     file.write(repr(model.seen.tolist()))
 """
 
+CALLBACKS = f"""
+import json, os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from training_cases import *
+from manyhands import torch as mh
+
+class Calls(mh.Callback):
+    every = 2
+    def __init__(self):
+        self.steps, self.pid = [], None
+    def on_fit_start(self, training):
+        self.pid = os.getpid()
+    def on_steps(self, training, figures):
+        self.steps.append([training.step, figures["train_loss"]])
+    def on_evaluation(self, training, figures):
+        if training.epoch == 2:
+            training.stop("enough")
+
+calls, model = Calls(), mlp()
+how = dict(batch_size=30, lr=0.1, precision="fp64", quiet=True, devices=["cpu"])
+result = mh.Trainer(5, callbacks=[calls, mh.EMA(0.5)], **how).fit(model, vectors(), vectors(30))
+weights = torch.cat([weight.detach().flatten() for weight in model.parameters()]).tolist()
+with open(sys.argv[2] + os.environ.get("RANK", ""), "w") as file:
+    json.dump([len(result.rows), result.stopped, calls.pid is not None, calls.steps, weights], file)
+"""
+
+COMMAND = f"""
+import sys
+from manyhands.cli import main
+options = ["--model", "mlp", "--epochs", "1", "--data", {str(SUBSET_DIRECTORY)!r}]
+assert main(["train", *options]) == 0
+"""
+
+# A group that the script has made is used and stays; all ranks end with the same numbers, running statistics too.
 OWN_GROUP = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -82,6 +116,18 @@ dist.destroy_process_group()  # who made it ends it: a process that leaves it op
 """
 
 
+# One launch for all of them: loading PyTorch in three processes takes longer than what they do.
+PARTS = {"same": SCRIPT, "callbacks": CALLBACKS, "command": COMMAND, "group": OWN_GROUP}
+TOGETHER = """
+import os, runpy, sys
+os.chdir(sys.argv[1])
+for part in sys.argv[2:]:
+    sys.argv = [part + ".py", part + "-run", part + "-out"]
+    runpy.run_path(part + ".py", run_name="__main__")
+    print("done:", part, file=sys.stderr, flush=True)
+"""
+
+
 def start(script: Path, folder: Path, *options: str, launcher: bool = True) -> subprocess.Popen[str]:
     launch = ["-m", "torch.distributed.run", *options] if launcher else []
     command = [sys.executable, *launch, str(script), str(folder / "run"), str(folder / "out")]
@@ -104,23 +150,65 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(first: Path, second: Path, plain: Path) -> None:
+def check(first: Path, second: Path, plain: Path, prefix: str = "") -> None:
     plainly = json.loads((plain / "out0").read_text())
     for rank, folder in enumerate([first, second]):
-        found = json.loads((folder / f"out{rank}").read_text())
+        found = json.loads((folder / f"{prefix}out{rank}").read_text())
         for name, value in plainly["weights"].items():
             ours, theirs = torch.tensor(found["weights"][name]).double(), torch.tensor(value).double()
             assert float((ours - theirs).norm()) <= 1e-12 * float(theirs.norm())
         assert not found["patched"]
         for row, other in zip(found["rows"], plainly["rows"], strict=True):
             assert row == pytest.approx(other, rel=1e-12)
-    assert len((first / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len((first / f"{prefix}run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_the_same_script_on_two_ranks(tmp_path: Path, plain: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    finish(start(tmp_path / "script.py", tmp_path, "--standalone", "--nproc_per_node", "2"))
-    check(tmp_path, tmp_path, plain)
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What all scripts leave on two ranks, and what they print."""
+    folder = tmp_path_factory.mktemp("launched")
+    for name, text in {"together": TOGETHER, **PARTS}.items():
+        (folder / f"{name}.py").write_text(text)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*launch, str(folder / "together.py"), str(folder), *PARTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [done.stderr.count(f"done: {part}") for part in PARTS] == [2] * len(PARTS)  # also: a group of its own stays
+    return folder, done.stdout
+
+
+def test_the_same_script_on_two_ranks(launched: tuple[Path, str], plain: Path) -> None:
+    folder, _ = launched
+    check(folder, folder, plain, "same-")
+
+
+def test_the_first_rank_calls_and_all_stop(
+    launched: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures are those over all ranks: the same as on one device."""
+    folder, _ = launched
+    out = folder / "callbacks-out"
+    monkeypatch.setattr(sys, "argv", ["script.py", str(tmp_path / "run"), str(out)])
+    exec(compile(CALLBACKS, "script.py", "exec"), {"__name__": "__main__"})
+    alone, first, second = (json.loads(Path(f"{out}{rank}").read_text()) for rank in ("", "0", "1"))
+    assert [one[:3] for one in (alone, first, second)] == [
+        [2, "enough", True],
+        [2, "enough", True],
+        [2, "enough", False],
+    ]
+    assert second[3] == []
+    assert [step for step, _ in first[3]] == [2, 4, 6]
+    for (_, ours), (_, theirs) in zip(first[3], alone[3], strict=True):
+        assert abs(ours - theirs) < 1e-12
+    assert first[4] == second[4]
+    assert max(abs(a - b) for a, b in zip(first[4], alone[4], strict=True)) < 1e-12
+
+
+def test_the_command_makes_one_run_and_prints_once(launched: tuple[Path, str]) -> None:
+    folder, shown = launched
+    assert len(list((folder / "runs").iterdir())) == 1
+    assert shown.count("sec/epoch on") == shown.count("data: ") == shown.count("run: ") == 1
 
 
 def test_two_machines(tmp_path: Path, plain: Path) -> None:
@@ -145,13 +233,6 @@ def test_a_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
         assert json.loads((tmp_path / f"out{rank}").read_text()) == [1.0] * 40
 
 
-@pytest.mark.long
-def test_a_group_that_the_script_has_made(tmp_path: Path) -> None:
-    """It is used and stays; all ranks end with the same numbers, running statistics too."""
-    (tmp_path / "script.py").write_text(OWN_GROUP)
-    finish(start(tmp_path / "script.py", tmp_path, "--standalone", "--nproc_per_node", "2"))
-
-
 def test_fewer_gpus_than_processes_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no GPU here: one is made believe, and the first of two processes on its machine is enough."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -165,15 +246,3 @@ def test_fewer_gpus_than_processes_are_said(monkeypatch: pytest.MonkeyPatch) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Trainer(1, devices=["cpu"], quiet=True).fit(torch.nn.Linear(4, 2), data)
-
-
-def test_the_command_makes_one_run_and_prints_once(tmp_path: Path) -> None:
-    small = str(Path(manyhands.training.__file__).parent / "data" / "fashion-mnist-small")
-    options = ["--model", "mlp", "--epochs", "1", "--data", small]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "manyhands", "train"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *launch, *options]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path / "runs").iterdir())) == 1
-    assert done.stdout.count("sec/epoch on") == done.stdout.count("data: ") == done.stdout.count("run: ") == 1
