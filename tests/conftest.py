@@ -20,6 +20,7 @@ settings.register_profile("same", settings.get_profile("explore"), derandomize=T
 settings.load_profile("same")
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
+COMPILING = ("jax", "tensorflow")  # each training of a test is traced and compiled: a second or two
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out long tests, and in the run with virtual devices those that would prove the same again."""
     if not config.getoption("--long"):
-        long = [item for item in items if item.get_closest_marker("long")]
+        kinds = ["long", *(["neutral"] if config.getoption("--framework") in COMPILING else [])]
+        long = [item for item in items if any(map(item.get_closest_marker, kinds))]
         items[:] = [item for item in items if item not in long]
         config.hook.pytest_deselected(items=long)
     if os.environ.get("MANYHANDS_VIRTUAL_DEVICES"):

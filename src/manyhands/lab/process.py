@@ -135,7 +135,7 @@ def _child(settings: dict[str, Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    os.read(0, 1)  # not sys.stdin: a thread in its lock when Python ends is a fatal error
+    sys.stdin.buffer.read()
     os._exit(1)
 
 

@@ -46,9 +46,9 @@ def test_the_same_weights_give_the_same_logits(bench: Bench, model: str) -> None
 
 
 def test_training_goes_on_from_converted_weights(bench: Bench) -> None:
-    run = run_of_torch(bench.folder / "torch", "lenet")
+    run = run_of_torch(bench.folder / "torch", "mlp")
     made = convert.convert(run, bench.framework, bench.folder / "converted")
-    result = bench.fit(2, model="lenet", epochs=2, run=made, resume="auto")
+    result = bench.fit(2, model="mlp", epochs=2, run=made, resume="auto")
     assert [row["epoch"] for row in result.rows] == [2]
 
 

@@ -58,6 +58,7 @@ class Diary(Callback):
         self.kept = state["kept"]
 
 
+@pytest.mark.neutral
 def test_moments_figures_and_state(bench: Bench) -> None:
     diary = Diary(every=3)
     sgd: dict[str, Any] = {"optimizer": None, "lr": 0.05}
@@ -81,6 +82,7 @@ def test_moments_figures_and_state(bench: Bench) -> None:
     assert kept["state"]["callbacks"]["states"]["Diary"] == {"kept": 2}
 
 
+@pytest.mark.neutral
 def test_a_resumed_job_calls_as_one_that_was_not_stopped(bench: Bench) -> None:
     whole, before, after = Diary(every=3), Diary(every=3), Diary(every=3)
     how: dict[str, Any] = {"epochs": 2, "checkpoints": Checkpoints(every=2)}
@@ -121,6 +123,7 @@ class StopAtStep(Callback):
             training.stop("two are enough")
 
 
+@pytest.mark.neutral
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_callback_stops_between_steps(bench: Bench, devices: int) -> None:
     """The job ends soon after, on all devices after the same step, with an evaluation and a checkpoint."""
@@ -132,12 +135,14 @@ def test_a_callback_stops_between_steps(bench: Bench, devices: int) -> None:
     assert (Path(result.run) / "checkpoints" / f"step-{result.steps:08d}").is_dir()
 
 
+@pytest.mark.neutral
 def test_an_error_names_callback_and_moment(bench: Bench) -> None:
     with pytest.raises(CallbackFailed, match=r"StopIn failed in on_evaluation \(epoch 1, step 4\): KeyError") as caught:
         bench.fit(2, callbacks=[StopIn(1, KeyError("nothing"))])
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.neutral
 def test_early_stopping_and_best_checkpoints(bench: Bench) -> None:
     """No improvement is enough: the best is that of the first epoch. A resumed job knows that it was stopped."""
     mh, run = bench.mh, bench.new_run()
@@ -160,6 +165,7 @@ def test_early_stopping_and_best_checkpoints(bench: Bench) -> None:
     assert [row["val_loss"] for row in further.rows][: epochs - 1] == losses[: epochs - 1]
 
 
+@pytest.mark.neutral
 def test_unknown_monitors_list_what_there_is(bench: Bench) -> None:
     """Before the first step, and before a run's folder is made."""
     mh, run = bench.mh, bench.new_run()

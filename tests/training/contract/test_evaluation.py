@@ -65,6 +65,7 @@ def test_metrics_see_every_sample_once_on_any_number_of_devices(bench: Bench) ->
     assert rows[0]["val_acc"] < rows[0]["val_top_three"] < 1
 
 
+@pytest.mark.neutral
 def test_metrics_are_logged(bench: Bench) -> None:
     result = bench.fit(epochs=2, metrics=[top_three])
     logged = [json.loads(line) for line in (Path(result.run) / "metrics.jsonl").read_text().splitlines()]
@@ -72,6 +73,7 @@ def test_metrics_are_logged(bench: Bench) -> None:
     assert all(0 < row["val_top_three"] <= 1 for row in logged)
 
 
+@pytest.mark.neutral
 def test_metrics_that_are_none(bench: Bench) -> None:
     for metrics, said in (
         ({"loss": top_three}, "cannot be called 'loss'"),
@@ -203,6 +205,7 @@ def test_one_data_set_at_a_time(bench: Bench) -> None:
 # What is shown
 
 
+@pytest.mark.neutral
 @pytest.mark.pictures
 def test_a_run_has_its_picture_after_one_epoch(bench: Bench) -> None:
     pytest.importorskip("matplotlib")
@@ -210,6 +213,7 @@ def test_a_run_has_its_picture_after_one_epoch(bench: Bench) -> None:
     assert (Path(result.run) / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.neutral
 def test_a_regression_shows_its_validation_loss(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     X, _ = labelled(bench, 64)
     data = X, X.reshape(64, -1)[:, :10].copy()
@@ -220,6 +224,7 @@ def test_a_regression_shows_its_validation_loss(bench: Bench, capsys: pytest.Cap
     assert f"val loss {result.rows[-1]['val_loss']:.3f}, seconds" in capsys.readouterr().err
 
 
+@pytest.mark.neutral
 def test_a_resumed_job_has_the_metrics_of_one_that_was_not_stopped(bench: Bench) -> None:
     how: dict[str, Any] = {"metrics": [top_three, order]}
     whole = bench.fit(epochs=2, **how)

@@ -36,6 +36,7 @@ class Recorded:
         return 1.0 - at / 100
 
 
+@pytest.mark.neutral
 def test_steps_end_a_job_and_more_of_them_go_on(bench: Bench) -> None:
     """Stopped within an epoch, and resumed: the weights are those of a job without a stop."""
     schedule, by_step = Recorded(), bench.mh.by_step(Recorded())
@@ -59,6 +60,7 @@ def kept(run: Any) -> dict[str, Any]:
     return {name: state[name] for name in ("cursor", "figures", "callbacks", "last_row")}
 
 
+@pytest.mark.neutral
 def test_an_evaluation_that_only_the_end_brings_changes_nothing(bench: Bench) -> None:
     """A job that ends within an epoch is evaluated there; resumed, it goes on as if that had never been."""
     mh, runs, results = bench.mh, [bench.new_run(), bench.new_run()], []
@@ -81,6 +83,7 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in ("seconds", "whole")} for row in rows]
 
 
+@pytest.mark.neutral
 def test_time_ends_a_job_and_is_the_runs(bench: Bench) -> None:
     run, limits = bench.new_run(), Limits(max_time=0.001)
     first = bench.fit(epochs=None, limits=limits, run=run)
@@ -92,6 +95,7 @@ def test_time_ends_a_job_and_is_the_runs(bench: Bench) -> None:
         bench.fit(epochs=None, limits=limits, schedule=Recorded())
 
 
+@pytest.mark.neutral
 def test_a_stream_without_an_end(bench: Bench) -> None:
     """A generator is trained on for so many steps and evaluated as often as asked; cut anywhere, it goes on."""
     rng = np.random.default_rng(0)
@@ -122,6 +126,7 @@ def test_a_stream_without_an_end(bench: Bench) -> None:
     assert any("the data ended after 2 steps" in note for note in used_up.notes)
 
 
+@pytest.mark.neutral
 def test_few_batches(bench: Bench) -> None:
     """limit_batches takes other samples in every epoch, overfit_batches the same; validation has its own limit."""
     limited = bench.fit(limits=Limits(limit_batches=2, limit_val_batches=1), schedule=(schedule := Recorded()))
@@ -140,7 +145,10 @@ def test_few_batches(bench: Bench) -> None:
     assert over.rows[-1]["train_acc"] == 1.0
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", pytest.param("SIGUSR1", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.neutral), pytest.param("SIGUSR1", marks=pytest.mark.long)],
+)
 def test_a_signal_ends_a_job_with_a_checkpoint(bench: Bench, name: str) -> None:
     """Once, after the step that it came in; the job goes on to the same weights, and nobody's handlers are changed."""
     number = signal.Signals[name]
@@ -183,6 +191,7 @@ def test_a_signal_within_an_evaluation(bench: Bench) -> None:
     assert figures[0] == figures[1]
 
 
+@pytest.mark.neutral
 def test_no_handlers_outside_the_main_thread(bench: Bench) -> None:
     seen: list[Any] = []
     look = Recorded(1, lambda: seen.append(signal.getsignal(signal.SIGTERM)))

@@ -59,6 +59,7 @@ def stopped(bench: Bench, data: Any, step: int, **options: Any) -> Path:
     return run
 
 
+@pytest.mark.neutral
 def test_the_batches_of_a_loader_have_the_size_that_was_given(bench: Bench) -> None:
     for size in (5, 50):
         with pytest.raises(BadSettings, match=f"batch_size={size} .* in batches of 16"):
@@ -70,6 +71,7 @@ def test_the_batches_of_a_loader_have_the_size_that_was_given(bench: Bench) -> N
 # The schedule
 
 
+@pytest.mark.neutral
 def test_the_schedule_moves_with_every_batch(bench: Bench) -> None:
     arrays, with_length = Seen(), Seen()
     bench.fit(epochs=1, schedule=arrays, data=bench.data(samples=64)[0])
@@ -77,6 +79,7 @@ def test_the_schedule_moves_with_every_batch(bench: Bench) -> None:
     assert with_length.done == arrays.done == [0, 0.25, 0.5, 0.75]
 
 
+@pytest.mark.neutral
 def test_the_schedule_of_a_loader_without_a_length(bench: Bench) -> None:
     """It learns from the first epoch, and still knows when it is resumed in the middle of the second."""
     whole, run = Seen(), bench.new_run()
@@ -93,6 +96,7 @@ def test_the_schedule_of_a_loader_without_a_length(bench: Bench) -> None:
         bench.fit(epochs=1, schedule=same, data=Loader(bench))
 
 
+@pytest.mark.neutral
 def test_a_length_that_is_wrong_is_corrected(bench: Bench) -> None:
     class Wrong(Loader):
         def __len__(self) -> int:
@@ -122,6 +126,7 @@ def test_a_loader_that_shuffles_goes_on_in_its_order(bench: Bench) -> None:
         assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
 
 
+@pytest.mark.neutral
 def test_an_order_that_cannot_be_repeated_is_said(bench: Bench) -> None:
     drawn = itertools.cycle([[0, 1, 2, 3], [1, 0, 2, 3], [2, 0, 1, 3], [3, 0, 1, 2], [0, 2, 1, 3]])
     data = Loader(bench, lambda count: next(drawn))
@@ -157,6 +162,7 @@ def test_a_function_makes_the_batches_of_each_epoch(bench: Bench) -> None:
 # What is refused
 
 
+@pytest.mark.neutral
 def test_batches_that_are_gone(bench: Bench) -> None:
     batches = Loader(bench).batches
     with pytest.raises(BadBatch, match=r"generator can be iterated only once, and max_epochs is 2.*instead of batches"):
@@ -169,6 +175,7 @@ def test_batches_that_are_gone(bench: Bench) -> None:
         bench.fit(epochs=1, data=used)
 
 
+@pytest.mark.neutral
 def test_an_epoch_without_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = Loader(bench).batches
     with pytest.raises(BadBatch, match="cycle without an end"):
@@ -178,6 +185,7 @@ def test_an_epoch_without_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
         bench.fit(epochs=1, data=Loader(bench))
 
 
+@pytest.mark.neutral
 def test_a_list_of_two_batches_is_not_taken_for_two_sets(bench: Bench) -> None:
     first, second = Loader(bench).batches[:2]
     with pytest.raises(BadBatch, match="can be two batches, or data to train on and data to test with"):

@@ -205,6 +205,7 @@ def test_the_help_of_a_trainer_explains_every_option(bench: Bench) -> None:
             assert f"\n        {name}: " in kind.__doc__, (kind, name)
 
 
+@pytest.mark.neutral
 def test_fit_as_other_trainers_have_it(bench: Bench) -> None:
     trainer, X = bench.mh.Trainer(1), np.zeros((4, 2), dtype=np.float32)
     with pytest.raises(TypeError, match=r"fit takes a model, its training data and its validation data, each \(X, y\)"):
@@ -223,6 +224,7 @@ def test_fit_as_other_trainers_have_it(bench: Bench) -> None:
         trainer.fit(None, (X, X), validation_data=(X, X))
 
 
+@pytest.mark.neutral
 def test_validation_data_beside_the_training_data(bench: Bench) -> None:
     train, validation = bench.data()
     how: dict[str, Any] = {"quiet": True, "precision": "fp32", **bench.on(1)}
@@ -255,6 +257,7 @@ def test_a_schedule_that_is_none(bench: Bench, schedule: Any) -> None:
         bench.mh.Trainer(1, schedule=schedule)
 
 
+@pytest.mark.neutral
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [

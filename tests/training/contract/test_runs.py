@@ -24,6 +24,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.neutral
 def test_a_refused_job_leaves_every_byte(bench: Bench) -> None:
     run = bench.new_run()
     bench.fit(epochs=1, run=run)
@@ -58,6 +59,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.neutral
 def test_two_jobs_never_share_a_run(bench: Bench) -> None:
     """The second job's error names the holder; a job that is killed holds nothing."""
     run = bench.new_run()
@@ -157,6 +159,7 @@ def test_wrong_options_are_refused_when_the_trainer_is_made(bench: Bench, option
         bench.mh.Trainer(**options)
 
 
+@pytest.mark.neutral
 def test_a_resumed_job_that_makes_no_step_leaves_every_byte(bench: Bench) -> None:
     """The run was at its end, or the first step failed; also where the job goes on from an earlier checkpoint."""
     run = bench.new_run()

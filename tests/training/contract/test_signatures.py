@@ -32,6 +32,7 @@ def test_one_device_needs_no_list(bench: Bench) -> None:
     assert names(bench, bench.mh.cpu()) == names(bench, [bench.mh.cpu()])
 
 
+@pytest.mark.neutral
 def test_the_same_text_is_the_same_job(bench: Bench) -> None:
     """``devices="cpu:2"`` trains, and its run is the one of ``--devices cpu:2``."""
     options: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "precision": "fp32", "quiet": True}

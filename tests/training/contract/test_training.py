@@ -39,6 +39,7 @@ def test_devices_are_printed_alike(bench: Bench) -> None:
     assert bench.mh.Trainer(1, devices=["CPU:0"]).device_names == ["cpu"]
 
 
+@pytest.mark.neutral
 def test_the_run_folder_tells_it_all(bench: Bench) -> None:
     result = bench.fit(epochs=2)
     run = Path(result.run)
@@ -158,6 +159,7 @@ def test_a_stopped_run_goes_on_where_it_was(bench: Bench) -> None:
             assert row["train_loss"] == pytest.approx(straight["train_loss"], rel=1e-4)
 
 
+@pytest.mark.neutral
 def test_a_run_that_is_at_its_end_says_so(bench: Bench) -> None:
     run = bench.new_run()
     once = bench.fit(epochs=1, run=run)
@@ -167,6 +169,7 @@ def test_a_run_that_is_at_its_end_says_so(bench: Bench) -> None:
     assert not any("nothing was trained" in note for note in once.notes)
 
 
+@pytest.mark.neutral
 def test_another_job_is_not_gone_on_with(bench: Bench) -> None:
     run = bench.new_run()
     bench.fit(epochs=1, run=run)
@@ -225,7 +228,7 @@ def test_shares_that_do_not_fit(bench: Bench) -> None:
 # On three devices: in PyTorch these are processes, which stay for the next test
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.neutral), 3])
 def test_every_sample_counts_once_in_evaluation(bench: Bench, devices: int) -> None:
     data = bench.data(samples=31, tested=17, batch_size=5)
     result = bench.fit(devices, epochs=1, data=data)

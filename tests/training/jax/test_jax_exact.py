@@ -154,7 +154,10 @@ class SumsUp(nnx.Module):
         return -(X @ self.seen[...])
 
 
-@pytest.mark.parametrize("options", [{}, {"step": Step(shares=[3, 1, 2])}, {"step": Step(fast=False)}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.long), {"step": Step(shares=[3, 1, 2])}, {"step": Step(fast=False)}],
+)
 def test_every_sample_once(options: dict[str, Any]) -> None:
     """With SGD of rate 1 each step adds the rows of its samples by their number: 16, 16 and 5 of 37."""
     data = np.eye(37, dtype=np.float32), np.zeros(37, np.float32)

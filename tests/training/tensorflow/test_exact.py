@@ -19,7 +19,7 @@ from manyhands.training.tensorflow import feed
 @pytest.mark.parametrize(
     ("devices", "how"),
     [
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.long),
         (3, {"step": Step(shares=[3, 2, 1]), "gradient_clip_val": 0.1}),
         (3, {"batch_size": 3, "step": Step(shares=[0.9, 0.1, 0])}),  # two devices without samples
         (2, {"step": Step(accumulate=3), "schedule": lambda done: 1 - done}),
@@ -30,7 +30,7 @@ def test_several_devices_make_the_update_of_one(devices: int, how: dict[str, Any
     assert difference(mlp, vectors(), devices, **how) < 1e-12
 
 
-@pytest.mark.parametrize("shares", [None, [5, 1, 0]])
+@pytest.mark.parametrize("shares", [pytest.param(None, marks=pytest.mark.long), [5, 1, 0]])
 def test_statistics_over_the_whole_batch(shares: list[float] | None) -> None:
     assert difference(convnet, images(), 3, step=Step(shares=shares, batch_stats="global")) < 1e-12
 

@@ -93,14 +93,16 @@ def sparse(**how: Any) -> Any:
 # Keras's losses
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parametrize("reduction", [pytest.param("sum_over_batch_size", marks=pytest.mark.long), "sum"])
 def test_a_loss_object_is_not_divided_by_the_number_of_devices(reduction: str) -> None:
     loss = keras.losses.MeanSquaredError(reduction=reduction, dtype="float64")
     same(mlp, numbers(), 3, accumulate=2 if reduction == "sum" else 1, loss=loss)
 
 
-@pytest.mark.parametrize("reduction", ["sum", None])
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(
+    ("devices", "reduction"),
+    [(3, "sum"), (1, None), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, "sum"), (3, None)))],
+)
 def test_a_sum_is_minimised_and_shown_as_in_keras(reduction: str | None, devices: int) -> None:
     """With a short last batch: a sum has another size there."""
     X, Y = numbers()
