@@ -94,6 +94,14 @@ def test_no_framework_is_a_useful_answer(monkeypatch: pytest.MonkeyPatch, capsys
     assert "pip install 'manyhands[torch]'" in shown
 
 
+def test_no_progress_bar_goes_to_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in a notebook, which asks all programs for colours."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("manyhands.cli.probe.FRAMEWORKS", ())
+    assert main(["devices"]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_measuring_gives_every_figure() -> None:
     backend = FakeBackend(gpus=1)
     figures = dict(measure.speed(backend, FakeDevice("gpu", 0), megabytes=1))

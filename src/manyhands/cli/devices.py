@@ -84,7 +84,8 @@ def _ask_all(frameworks: list[str], *, measured: bool, quiet: bool) -> list[dict
 
     from manyhands.cli import probe
 
-    console = Console(file=sys.stderr, quiet=quiet)
+    # Notebooks set FORCE_COLOR, by which rich takes a pipe for a terminal.
+    console = Console(file=sys.stderr, quiet=quiet or not sys.stderr.isatty())
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("asking the frameworks", total=len(frameworks))
