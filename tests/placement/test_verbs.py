@@ -202,6 +202,14 @@ def test_a_tensor_over_several_devices_is_named(monkeypatch: pytest.MonkeyPatch)
         mh.check_same_device(net=FakeModel(weight=FakeTensor([1])))
 
 
+def test_the_cure_of_a_tie_moves_what_is_on_the_cpu() -> None:
+    mh, _ = door()
+    net, batch = FakeModel(weight=FakeTensor([1])), FakeTensor([1], GPU1)
+    for arguments in ({"net": net, "batch": batch}, {"batch": batch, "net": net}):
+        with pytest.raises(DeviceMismatch, match=r'net = mh\.to\(net, "gpu:1"\)'):
+            mh.check_same_device(**arguments)
+
+
 @given(st.lists(st.integers(), min_size=1, max_size=30), st.integers(1, 6), st.data())
 def test_gather_is_the_inverse_of_split(rows: list[int], count: int, data: Any) -> None:
     mh, _ = door(gpus=count)

@@ -184,7 +184,8 @@ class Verbs(Generic[T, D]):
         if not placed:
             return None
         neutral = [str(self._backend.neutral(device)) for _, device in placed]
-        most = max(dict.fromkeys(neutral), key=neutral.count)
+        # Of as many on either side, what is on the CPU is what was forgotten.
+        most = max(dict.fromkeys(neutral), key=lambda name: (neutral.count(name), name != "cpu"))
         if neutral.count(most) == len(neutral):
             return placed[0][1]
         wrong = [path for (path, _), name in zip(placed, neutral, strict=True) if name != most]
