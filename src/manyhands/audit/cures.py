@@ -20,6 +20,10 @@ def cure(kind: Kind, call: str, code: str, library: str = "") -> str:
     'losses.append(loss.detach())'
     >>> cure(Kind.TO_DEVICE, "Tensor.to", "x = x.to(device)")
     'x = x.to(device, non_blocking=True), and pin_memory=True where x comes from (DataLoader, or x.pin_memory())'
+    >>> cure(Kind.TO_DEVICE, "Tensor.to", "X[i : i + 32].to(device)").partition(", and ")[2]
+    'pin_memory=True where X comes from (DataLoader, or X.pin_memory())'
+    >>> cure(Kind.TO_DEVICE, "Tensor.cuda", "batch['x'].cuda()").partition(", and ")[2]
+    "pin_memory=True where batch['x'] comes from (DataLoader, or batch['x'].pin_memory())"
     >>> cure(Kind.DATA, "Tensor.__setitem__", "x[0] = 1.0")
     'x[0].fill_(1.0)'
     >>> cure(Kind.SYNCHRONIZE, "torch.cuda.synchronize", "torch.cuda.synchronize()")
@@ -79,7 +83,7 @@ def _to_device(call: str, code: str) -> str | None:
         changed = re.sub(r"\.(to|cuda|copy_)\(([^()]*)\)", lambda m: f".{m[1]}({_with_option(m[2])})", code)
         if changed == code:
             return None
-    match = re.search(r"([\w.\[\]]+)\.(?:to|cuda)\(", code)
+    match = re.search(r"([A-Za-z_][\w.]*(?:\[[^\[\]:]*\])*)(?:\[[^\[\]]*\])*\.(?:to|cuda)\(", code)  # without slices
     source = match[1] if match else "it"
     return f"{changed}, and pin_memory=True where {source} comes from (DataLoader, or {source}.pin_memory())"
 
