@@ -23,13 +23,13 @@ export MANYHANDS_VIRTUAL_DEVICES :=
 # The longest first: where two suites run at a time, none of them is left alone at the end.
 SUITES := test-training-own-torch-s-z test-training-own-torch-a-r test-training-own-tensorflow test-training-own-jax \
 	test-backends-torch test-training-contract-jax test-training-contract-tensorflow test-training-contract-torch test-core \
-	test-training-own-mxnet test-backends-jax test-backends-tensorflow test-virtual-torch test-training-contract-mxnet \
+	test-training-own-mxnet test-examples test-backends-jax test-backends-tensorflow test-virtual-torch test-training-contract-mxnet \
 	test-backends-mxnet test-audit-torch test-virtual-jax test-virtual-tensorflow test-virtual-mxnet test-gpu
 SUITES_HERE := $(filter-out $(addprefix %-,$(SKIPPED)),$(SUITES))
 OF_EACH := $(foreach kind,test test-backends test-virtual test-training test-training-contract test-training-own,\
 	$(addprefix $(kind)-,$(FRAMEWORKS)))
 
-.PHONY: run test test-long lint types $(SUITES) $(OF_EACH) skipped docs pictures test-package bench $(addprefix bench-,$(FRAMEWORKS)) clean
+.PHONY: run test test-long lint types $(SUITES) $(OF_EACH) skipped docs pictures examples test-package bench $(addprefix bench-,$(FRAMEWORKS)) clean
 
 run: $(VENVS)/torch/.ready
 	$(TORCH)/manyhands train
@@ -49,8 +49,8 @@ test-package: $(VENVS)/docs/.ready
 	$(VENVS)/docs/bin/pytest tests/package
 
 lint: $(VENVS)/torch/.ready
-	$(TORCH)/ruff check src tests benchmarks requirements
-	$(TORCH)/ruff format --check src tests benchmarks requirements
+	$(TORCH)/ruff check src tests benchmarks requirements examples
+	$(TORCH)/ruff format --check src tests benchmarks requirements examples
 
 types: $(VENVS)/torch/.ready
 	$(TORCH)/mypy
@@ -67,8 +67,15 @@ test-gpu: $(VENVS)/torch/.ready
 test-audit-torch: $(VENVS)/torch/.ready
 	$(TORCH)/pytest tests/audit/torch
 
+# The notebooks, run and written with their outputs.
+examples: $(VENVS)/torch/.ready
+	$(TORCH)/python examples/build.py
+
+test-examples: $(VENVS)/torch/.ready
+	$(TORCH)/pytest tests/examples
+
 # The contract suite, and what is each framework's own: with the devices that are there, then with virtual ones.
-test-torch: test-core test-gpu test-audit-torch
+test-torch: test-core test-gpu test-audit-torch test-examples
 $(addprefix test-,$(FRAMEWORKS)): test-%: test-backends-% test-virtual-%
 
 $(addprefix test-backends-,$(FRAMEWORKS)): test-backends-%: $(VENVS)/%/.ready
@@ -95,6 +102,7 @@ $(addprefix test-training-own-,jax tensorflow mxnet): test-training-own-%: $(VEN
 test-long: $(addprefix $(VENVS)/,$(addsuffix /.ready,$(HERE)))
 	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/training/contract --long -m "long or neutral" --framework $(name) &&) true
 	$(foreach name,$(filter-out mxnet,$(HERE)),$(VENVS)/$(name)/bin/pytest tests/training/$(name) --long -m long &&) true
+	$(TORCH)/pytest tests/examples --long -m long
 
 skipped:
 	@$(foreach name,$(SKIPPED),echo "skipped: $(name) cannot be installed for $$($(PYTHON) --version)";)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRA = {
-    "torch": ["mypy", "ruff", "tensorboardX", "torchmetrics"],
+    "torch": ["ipykernel", "mypy", "nbclient", "nbformat", "ruff", "tensorboardX", "torchmetrics"],
     "docs": ["mkdocs-material", "mkdocstrings[python]", "ruff", "setuptools", "build", "twine"],
 }
 ON_ARM = platform.machine() in ("aarch64", "arm64")

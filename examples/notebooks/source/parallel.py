@@ -1,0 +1,101 @@
+# %% [markdown]
+# # Make it parallel for me
+#
+# The book's chapter on automatic parallelism shows that independent operations may run at once, if somebody sees that they are
+# independent. `mh.parallel(fn)` sees it: it traces plain code into a graph, spreads the graph over *lanes* (CPU threads here, CUDA
+# streams on a GPU), proves the schedule, and uses it only where it is measured to be faster.
+
+# %%
+import torch
+from IPython.display import SVG, Image
+
+from manyhands import torch as mh
+from manyhands.errors import UndeclaredWrite
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # one thread per operation: lanes may have the other cores
+weights = [torch.randn(256, 256) / 16 for _ in range(4)]
+
+
+@mh.parallel
+def branches(x):
+    """Four chains of matrix products. Nothing here says what may run at once."""
+    results = []
+    for weight in weights:
+        y = x
+        for _ in range(4):
+            y = torch.relu(y @ weight)
+        results.append(y)
+    return sum(results)
+
+
+# %% [markdown]
+# Call it as ever. The first call traces, plans and measures; later calls use what won. The result is the plain function's, to the bit.
+
+# %%
+x = torch.randn(256, 256)
+result = branches(x)
+torch.equal(result, branches.function(x))
+
+# %% [markdown]
+# `explain` says what was found: which lanes do what, what bounds the time, and whether plain execution was kept. On a busy machine
+# or with small products plain execution wins, and then it is what you get.
+
+# %%
+print(branches.explain())
+
+# %% [markdown]
+# ## See it
+#
+# `draw` shows the graph, one colour per lane. `timeline` runs the schedule once more and shows when each task ran.
+
+# %%
+SVG(branches.draw("graph.svg"))
+
+# %%
+Image(branches.timeline("timeline.png"), width=720)
+
+# %% [markdown]
+# What would four devices give? A forecast is a simulation with the measured costs of the operations, and its schedule is proved like
+# any other.
+
+# %%
+print(branches.forecast(devices=4))
+
+# %% [markdown]
+# ## Tasks given explicitly
+#
+# A function whose shape depends on values cannot be planned as a whole. Give its parts as tasks: futures are inputs of other tasks, and the
+# order that matters is kept. A task that writes says so.
+
+# %%
+log = torch.zeros(2)
+
+
+def note(log, index, value):
+    log[index] = value.norm()
+
+
+with mh.parallel():
+    a = mh.task(torch.mm)(weights[0], weights[1])
+    b = mh.task(torch.mm)(weights[2], weights[3])
+    for index, product in enumerate((a, b)):
+        mh.task(note, writes=(log,))(log, index, product)
+    total = mh.task(torch.add)(a, b)
+print(log, total.result().shape)
+
+# %% [markdown]
+# A write that was not declared could be lost or come too early. It is an error instead:
+
+# %%
+try:
+    with mh.parallel():
+        mh.task(note)(log, 0, weights[0])
+except UndeclaredWrite as error:
+    print(error)
+
+# %% [markdown]
+# `torch.compile(model, backend="manyhands")` plans the forward and the backward pass of a model in the same way. What a plan depends on,
+# and what is not noticed, is in `docs/parallel.md`.
+#
+# Next: [why is it slow?](audit.ipynb)
