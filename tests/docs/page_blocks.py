@@ -1,7 +1,7 @@
 """The code blocks of README.md and of the pages in docs/.
 
 A Python block runs in the door that it imports (``from manyhands import jax as mh``), or else in that of the block
-before it. A block whose fence has the title ``needs ...`` (a GPU, Lightning, two machines) is compiled, not run:
+before it. A block whose fence has ``needs ...`` in its title (a GPU, Lightning, two machines) is compiled, not run:
 
     ```python title="needs a GPU"
 """
@@ -35,7 +35,7 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        return self.language == "python" and not self.title.startswith("needs ")
+        return self.language == "python" and "needs " not in self.title
 
 
 def blocks(page: Path) -> list[Block]:

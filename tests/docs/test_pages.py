@@ -17,7 +17,7 @@ from page_blocks import PAGES, ROOT, Block, blocks
 from manyhands.cli import audit, parser
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-LANGUAGES = {"python", "console", "bash", "json", "text", "toml"}
+LANGUAGES = {"", "python", "console", "bash", "json", "text", "toml"}
 README = ROOT / "README.md"
 
 
