@@ -20,6 +20,10 @@ export MANYHANDS_VIRTUAL_DEVICES :=
 %-mxnet: export OPENBLAS_NUM_THREADS := 1
 %-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
 
+# Two suites run at a time: a thread that waits for others leaves its core to the other suite.
+test-%: export OMP_WAIT_POLICY := passive
+test-training-%: export OMP_NUM_THREADS := 1
+
 # The longest first: where two suites run at a time, none of them is left alone at the end.
 SUITES := test-training-own-torch-s-z test-training-own-torch-a-r test-training-own-tensorflow test-training-own-jax \
 	test-backends-torch test-training-contract-jax test-training-contract-tensorflow test-training-contract-torch test-core \
