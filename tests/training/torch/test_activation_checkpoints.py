@@ -54,7 +54,6 @@ def test_the_bits_are_the_same(pick: Any) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.long
 def test_so_they_are_on_two_ranks() -> None:
     plain, _ = fit(Deep(), vectors(), 2)
     weights, _ = fit(Deep(), vectors(), 2, step=Step(activation_checkpointing=is_block))

@@ -40,7 +40,7 @@ def spoilt(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return X, y
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_no_number(ranks: int) -> None:
     """The step and its samples are named, the same on any number of ranks, whichever rank had the sample."""
     for number in (17, 18, 19):

@@ -56,7 +56,6 @@ def test_an_update_with_infinite_gradients_is_taken_back_and_counted() -> None:
     assert all(one.isfinite().all() for one in weights.values())
 
 
-@pytest.mark.long
 def test_two_ranks_skip_steps_together() -> None:
     """Not always those of one device: a sum over half of the samples may be small enough for float16."""
     weights, result = fit(net(), data(), 2, **HALF, loss=large)

@@ -196,7 +196,7 @@ def test_data_that_a_model_does_not_take(kind: str) -> None:
     assert raised.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_third_part_is_no_sample_weight(ranks: int) -> None:
     X, y = data()
     said = r"a batch has 3 parts, and the model's forward takes 1 input: .*training_step\(batch\) .*mh\.LossSum\("
@@ -260,7 +260,6 @@ def test_a_step_of_the_users_own_is_told_its_layer() -> None:
         train(Step(torch.mean), (X[:, :2], y))
 
 
-@pytest.mark.long
 def test_data_that_a_model_does_not_take_on_two_devices() -> None:
     model, given, said = wrong_data()["width"]
     with pytest.raises(BadBatch, match=said):

@@ -117,11 +117,13 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(("limit", "missing"), [(20_000, "there is no checkpoint"), (2_500, "lacks the figures")])
-def test_a_disk_that_is_full_is_no_success(tmp_path: Path, limit: int, missing: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "epochs", "missing"), [(20_000, 1, "there is no checkpoint"), (2_500, 20, "lacks the figures")]
+)
+def test_a_disk_that_is_full_is_no_success(tmp_path: Path, limit: int, epochs: int, missing: str) -> None:
     """The limit of a file's size stands in for it: config.json fits, checkpoints do not, nor do many figures."""
     run = tmp_path / "run"
-    options = ["--model", "mlp", "--epochs", "20", "--batch-size", "1000", "--devices", "cpu", "--data", SMALL]
+    options = ["--model", "mlp", "--epochs", str(epochs), "--batch-size", "1000", "--devices", "cpu", "--data", SMALL]
     command = [sys.executable, "-c", FULL, str(limit), "train", *options, "--run", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
