@@ -54,6 +54,7 @@ def loss_of_all(answer: Any, target: Any) -> Any:
     return optax.losses.softmax_cross_entropy_with_integer_labels(answer, target).max() + answer.std()
 
 
+@pytest.mark.long
 def test_a_loss_may_be_any_function_of_the_batch() -> None:
     alone, _ = fit(Net(), vectors(48), 1, precision="fp64", loss=loss_of_all)
     three, _ = fit(Net(), vectors(48), 3, precision="fp64", loss=loss_of_all)
@@ -64,13 +65,17 @@ def squares(answer: Any, target: Any) -> Any:
     return (answer - jnp.eye(CLASSES)[target]) ** 2
 
 
-def test_any_loss_with_uneven_shares() -> None:
+def summed(answer: Any, target: Any) -> Any:
+    return squares(answer, target).sum()
+
+
+@pytest.mark.parametrize("loss", [squares, loss_of_all, pytest.param(summed, marks=pytest.mark.long)])
+def test_any_loss_with_uneven_shares(loss: Any) -> None:
     """It sees the samples of the batch and nothing else: a mean, one number or several per sample, anything."""
     how = {"precision": "fp64", "max_epochs": 1}
-    for loss in (squares, lambda a, t: squares(a, t).sum(), loss_of_all):
-        alone, _ = fit(Net(), vectors(48), 1, loss=loss, **how)
-        uneven, _ = fit(Net(), vectors(48), 2, loss=loss, step=Step(shares=[5, 1]), **how)
-        assert difference(uneven, alone) <= CLOSE
+    alone, _ = fit(Net(), vectors(48), 1, loss=loss, **how)
+    uneven, _ = fit(Net(), vectors(48), 2, loss=loss, step=Step(shares=[5, 1]), **how)
+    assert difference(uneven, alone) <= CLOSE
 
 
 WEIGHT = np.array([0.2, 1.0, 5.0])

@@ -275,7 +275,7 @@ def test_linen_modules_that_cannot_be_trained() -> None:
         fit(AroundLinen(), vectors(), 2, step=Step(shares=[2, 1]))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", [pytest.param("Auto", marks=pytest.mark.long), "Explicit"])
 def test_a_mesh_that_the_caller_has_set(kind: str) -> None:
     plain, _ = fit(Net(norm=True), vectors(), 3, max_epochs=1)
     mesh = jax.make_mesh((2,), ("mine",), axis_types=(getattr(jax.sharding.AxisType, kind),))
