@@ -104,7 +104,7 @@ $(addprefix test-training-own-,jax tensorflow mxnet): test-training-own-%: $(VEN
 
 # What takes long and shows another case of what shorter tests show.
 test-long: $(addprefix $(VENVS)/,$(addsuffix /.ready,$(HERE)))
-	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/training/contract --long -m "long or neutral" --framework $(name) &&) true
+	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/contract tests/training/contract --long -m "long or neutral" --framework $(name) &&) true
 	$(foreach name,$(filter-out mxnet,$(HERE)),$(VENVS)/$(name)/bin/pytest tests/training/$(name) --long -m long &&) true
 	$(TORCH)/pytest tests/examples --long -m long
 

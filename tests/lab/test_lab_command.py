@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from browser import title_after
 
-from manyhands.cli import main
+from manyhands.cli import lab, main
 from manyhands.lab import experiments, plots
+from manyhands.lab.experiment import experiment
+from manyhands.lab.finding import Finding
+from manyhands.lab.output import Output
 from manyhands.lab.result import SCHEMA, Report
 
 
@@ -96,6 +99,19 @@ def test_a_run_keeps_raw_trials_with_where_they_come_from(folder: Path) -> None:
     assert svg.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_every_field_of_the_json_is_documented(folder: Path) -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
+
+    def names(value: object) -> set[str]:
+        if isinstance(value, dict):
+            inside = [names(part) for key, part in value.items() if key not in ("settings", "devices", "memory")]
+            return {*value}.union(*inside)
+        return set().union(*(names(part) for part in value)) if isinstance(value, list) else set()
+
+    fields = names(json.loads((folder / "report.json").read_text()))
+    assert {name for name in fields if f"`{name}`" not in documented} == set()
+
+
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (500, True)])
 def test_a_browser_shows_every_plot_without_an_error(folder: Path, width: int, dark: bool) -> None:
     script = (
@@ -113,6 +129,17 @@ def test_a_browser_shows_every_plot_without_an_error(folder: Path, width: int, d
 
 def test_a_console_error_would_be_seen(folder: Path) -> None:
     assert "boom" in title_after(folder / "report.html", "throw new Error('boom')")[1]
+
+
+def test_a_failed_experiment_does_not_stop_the_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """An experiment that is in no list dies in its own process."""
+    broken = [experiment(name, question=f"{name}?")(lambda bench: Finding("")) for name in ("first", "second")]
+    page = tmp_path / "report.html"
+    jobs = [("torch", one) for one in broken]
+    report = Report(True, {}, [{"framework": "torch", "version": "", "devices": []}])
+    assert lab._run_all(jobs, report, Output(html=page)) == 1
+    assert capsys.readouterr().out.count("failed: its process ended with status 1") == 2
+    assert "there is no experiment &#x27;second&#x27;" in page.read_text()
 
 
 def test_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:

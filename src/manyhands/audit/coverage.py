@@ -59,6 +59,13 @@ SEEN: Mapping[str, Mapping[Kind, str]] = MappingProxyType(
         ),
     }
 )
+# Why the gain of --prove cannot be measured where the CPU stands in for a GPU; JAX and MXNet do not wait there either.
+NOT_MEASURED_ON_CPU: Mapping[str, str] = MappingProxyType(
+    {
+        "torch": "the gain is not measured: on a CPU PyTorch computes at once, so that nothing is waited for",
+        "tensorflow": "the gain is not measured: on a CPU TensorFlow computes at once, so that nothing is waited for",
+    }
+)
 # What waits or copies without being seen.
 NOT_SEEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

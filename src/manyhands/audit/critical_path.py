@@ -92,9 +92,8 @@ def _draw(drawn: list[Drawn] | None, lane: str, begin: float, end: float, findin
         drawn.append((lane, begin, end, finding))
 
 
-def gains(timeline: Sequence[Work | Wait], findings: Collection[int]) -> tuple[Length, dict[int, float], float]:
-    """The timeline as it is; the seconds gained by removing each finding alone; and by removing all of them."""
+def gains(timeline: Sequence[Work | Wait], findings: Collection[int]) -> tuple[Length, dict[int, float]]:
+    """The timeline as it is, and the seconds gained by removing each finding alone."""
     whole = simulate(timeline)
     alone = {finding: max(0.0, whole.total - simulate(timeline, {finding}).total) for finding in findings}
-    together = max(0.0, whole.total - simulate(timeline, set(findings)).total)
-    return whole, alone, together
+    return whole, alone

@@ -7,6 +7,7 @@ it ends.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -16,12 +17,13 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.audit import profile, report, sites, watch
+from manyhands.audit import listen, profile, sites, watch
 from manyhands.audit.recorder import Recorder
+from manyhands.audit.reports import report
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 
@@ -72,31 +74,44 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     os.register_at_fork(before=lambda: _count_fork(recorder, process))
 
     def imported(framework: str) -> None:
-        if framework == "keras":  # which may import TensorFlow, or be imported by it
-            if "tensorflow" in recorder.frameworks:
-                importlib.import_module("manyhands.audit.tensorflow.hooks").wrap_steps()
-            return
         recorder.frameworks.add(framework)
         try:
-            hooks = importlib.import_module(f"manyhands.audit.{framework}.listen")
-            hooks.listen(recorder, settings["warmup"], at_step)
+            listen.begin(framework, recorder, settings["warmup"], at_step)
         except Exception as error:  # the program shall run all the same
             recorder.remarks.append(f"{framework} could not be watched: {type(error).__name__}: {error}")
 
-    for framework in FRAMEWORKS:
-        if framework in sys.modules:
-            imported(framework)
-    finder = _AfterImport(imported)
-    sys.meta_path.insert(0, finder)
     code, ended = 1, "killed"
     try:
-        with watch.everywhere(recorder):
-            code, ended = _run_as_main(settings["module"], arguments)
+        with framework_imports(imported), watch.everywhere(recorder):
+            code, ended = run_as_main(settings["module"], arguments)
     finally:
-        sys.meta_path.remove(finder)
         if os.getpid() == process:
             _write(recorder, settings, ended)
     return code
+
+
+@contextlib.contextmanager
+def framework_imports(imported: Callable[[str], None]) -> Iterator[None]:
+    """Call a function with the name of every framework that is imported, or is there already."""
+    seen: set[str] = set()
+
+    def then(name: str) -> None:
+        if name == "keras":  # which may import TensorFlow, or be imported by it
+            if "tensorflow" in seen:
+                importlib.import_module("manyhands.audit.tensorflow.hooks").wrap_steps()
+            return
+        seen.add(name)
+        imported(name)
+
+    for framework in FRAMEWORKS:
+        if framework in sys.modules:
+            then(framework)
+    finder = _AfterImport(then)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def _count_fork(recorder: Recorder, process: int) -> None:
@@ -106,20 +121,30 @@ def _count_fork(recorder: Recorder, process: int) -> None:
 
 def _write(recorder: Recorder, settings: dict[str, Any], ended: str) -> None:
     for framework in recorder.frameworks:
-        importlib.import_module(f"manyhands.audit.{framework}.listen").finish(recorder)
-    made = report.make(recorder, program=settings["program"], warmup=settings["warmup"])
+        listen.end(framework, recorder)
+    record: dict[str, Any] | None = {} if settings.get("record") else None
+    made = report.make(recorder, program=settings["program"], warmup=settings["warmup"], record=record)
     made.ended = ended
     path = Path(settings["result"])
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(made.as_data()))
+    part.write_text(json.dumps({"report": made.as_data(), "record": record}))
     part.replace(path)
 
 
-def _run_as_main(module: bool, arguments: Sequence[str]) -> tuple[int, str]:
-    """Do what ``python [-m] arguments`` does; gives its exit code, and how it ended."""
+def _compiled(source: bytes, file: str) -> types.CodeType:
+    return compile(source, file, "exec", dont_inherit=True)
+
+
+def run_as_main(
+    module: bool, arguments: Sequence[str], compiled: Callable[[bytes, str], types.CodeType] = _compiled
+) -> tuple[int, str]:
+    """Do what ``python [-m] arguments`` does; gives its exit code, and how it ended.
+
+    ``compiled`` makes code of a script's source.
+    """
     loaded = False
     try:
-        main, code = _load_module(arguments) if module else _load_script(arguments)
+        main, code = _load_module(arguments) if module else _load_script(arguments, compiled)
         loaded = True
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
@@ -135,7 +160,9 @@ def _run_as_main(module: bool, arguments: Sequence[str]) -> tuple[int, str]:
     return 0, "normally"
 
 
-def _load_script(arguments: Sequence[str]) -> tuple[types.ModuleType, types.CodeType]:
+def _load_script(
+    arguments: Sequence[str], compiled: Callable[[bytes, str], types.CodeType]
+) -> tuple[types.ModuleType, types.CodeType]:
     script = arguments[0]
     sys.argv = list(arguments)
     sys.path[0] = os.path.dirname(os.path.abspath(script))
@@ -145,7 +172,7 @@ def _load_script(arguments: Sequence[str]) -> tuple[types.ModuleType, types.Code
         source = file.read()
     loader = importlib.machinery.SourceFileLoader("__main__", script)
     main.__loader__ = loader
-    return main, compile(source, os.path.abspath(script), "exec", dont_inherit=True)
+    return main, compiled(source, os.path.abspath(script))
 
 
 def _load_module(arguments: Sequence[str]) -> tuple[types.ModuleType, types.CodeType]:
@@ -200,6 +227,8 @@ def _show(error: BaseException) -> None:
 def main() -> int:
     settings = json.loads(sys.argv[1])
     arguments = sys.argv[2:]
+    if "proof" in settings:
+        return int(importlib.import_module("manyhands.audit.prove.second_pass").run(settings, arguments))
     return run(settings, arguments)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,13 @@ class Steps:
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[object, bool], None]] = []
+        self.optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that made a step
         loop.step_listeners.append(lambda: self.ended("the trainer's loop", loop=True))
+
+    def of(self, optimizer: Any) -> None:
+        """An optimizer has made its step."""
+        self.optimizers[id(optimizer)] = optimizer
+        self.ended(id(optimizer))
 
     def ended(self, who: object, *, loop: bool = False) -> None:
         for listener in self.listeners:

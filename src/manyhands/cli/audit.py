@@ -19,7 +19,8 @@ from manyhands.cli import flags
 from manyhands.errors import BadSettings
 
 if TYPE_CHECKING:
-    from manyhands.audit.report import Report
+    from manyhands.audit.reports.proof import Proof
+    from manyhands.audit.reports.report import Report
 
 WAITS_TOO_LONG = 3
 _WITH_VALUE = ("--warmup", "--steps", "--json", "--sarif", "--html", "--fail-over", "--baseline", "--profile")
@@ -50,6 +51,12 @@ def add(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help="what `manyhands devices --measure --json` printed, for --as-if-gpu; default: an H200's",
+    )
+    parser.add_argument(
+        "--prove",
+        action="store_true",
+        help="run the program again, at most 50 steps of it, as it is and with the findings cured: compare the results "
+        "and measure the gain; default: estimate the gain",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report (docs/audit.md); default: no file")
     parser.add_argument("--sarif", type=Path, metavar="FILE", help="write code-scanning annotations; default: no file")
@@ -91,7 +98,7 @@ def _percent(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.audit import report as reports
+    from manyhands.audit.reports import report as reports
 
     program, is_module = _program(options.program)
     baseline = _baseline(options.baseline) if options.baseline is not None else None
@@ -100,8 +107,12 @@ def run(options: argparse.Namespace) -> int:
             raise BadSettings(f"{path} cannot be written: there is no folder {path.parent}")
     with tempfile.TemporaryDirectory(prefix="manyhands-audit-") as folder:
         result = Path(folder) / "result.json"
-        code = _run_program(_settings(options, program[0], is_module, result), program)
-        made = reports.Report.from_data(json.loads(result.read_text())) if result.is_file() else None
+        settings = _settings(options, program[0], is_module, result)
+        code = _run_program(settings, program)
+        data = json.loads(result.read_text()) if result.is_file() else {}
+        made = reports.Report.from_data(data["report"]) if data else None
+        if made is not None and options.prove:
+            made.proof = _prove(made, data["record"], settings, program, Path(folder))
     if made is None:
         print(f"manyhands audit: {program[0]} {_how_it_ended(code)}: there is no report", file=sys.stderr)
         return _same_end(code)
@@ -129,7 +140,7 @@ def _program(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _baseline(path: Path) -> Report:
-    from manyhands.audit.report import SCHEMA, Report
+    from manyhands.audit.reports.report import SCHEMA, Report
 
     try:
         data = json.loads(path.read_text())
@@ -156,16 +167,38 @@ def _settings(options: argparse.Namespace, name: str, is_module: bool, result: P
         "warmup": options.warmup,
         "steps": options.steps,
         "profile": target,
+        "record": options.prove,
         "result": str(result),
     }
 
 
-def _run_program(settings: dict[str, Any], program: Sequence[str]) -> int:
-    """Run it in a process of its own, with our stdin, stdout and stderr; gives its exit status."""
+def _prove(
+    made: Report, record: dict[str, Any] | None, settings: dict[str, Any], program: Sequence[str], folder: Path
+) -> Proof:
+    """Run the program again, cured, with its output put away."""
+    from manyhands.audit.prove import compare
+    from manyhands.audit.reports.proof import Proof
+
+    if made.ended not in ("normally", "enough"):
+        return Proof(failed=f"the program ended with {made.ended}; it was not run again")
+
+    def start(changed: dict[str, Any]) -> str:
+        with tempfile.TemporaryFile("w+", errors="replace") as said:
+            _run_program(
+                {**settings, **changed}, program, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said
+            )
+            said.seek(0)
+            return next((line.strip() for line in reversed(said.readlines()) if line.strip()), "")
+
+    return compare.prove(made, record, settings["warmup"], folder, start)
+
+
+def _run_program(settings: dict[str, Any], program: Sequence[str], **streams: Any) -> int:
+    """Run it in a process of its own, with our stdin, stdout and stderr by default; gives its exit status."""
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     command = [*interpreter, "-m", "manyhands.audit.program", json.dumps(settings), *program]
     with _signals_go_on() as children:
-        child = subprocess.Popen(command)
+        child = subprocess.Popen(command, **streams)
         children.append(child)
         return child.wait()
 
@@ -208,7 +241,7 @@ def _same_end(code: int) -> int:
 
 
 def _show(made: Report, options: argparse.Namespace) -> None:
-    from manyhands.audit import html, sarif, table
+    from manyhands.audit.reports import html, sarif, table
 
     if made.ended == "syntax-error":
         print(f"manyhands audit: {made.program} has a syntax error, so that nothing was run", file=sys.stderr)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,8 @@ from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings, FrameworkMissing, ManyhandsError
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from manyhands.lab.experiment import Experiment
     from manyhands.lab.output import Output
     from manyhands.lab.result import Report
@@ -65,6 +69,8 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from manyhands.lab.output import Output
 
     written = options.html or options.json or options.out
@@ -72,11 +78,16 @@ def run(options: argparse.Namespace) -> int:
     try:  # what can be refused is refused before anything is run
         chosen = _chosen(options.names)
         frameworks = _frameworks(options.framework)
+        jobs = [(name, experiment) for name in frameworks for experiment in chosen if name in experiment.frameworks]
+        if not jobs:
+            raise BadSettings(f"none of these experiments is for {', '.join(frameworks)}")
         output.check()
+        with Console(stderr=True).status("asking the frameworks for their devices"):
+            report = _begin(frameworks, options.quick)
     except ManyhandsError as error:
         print(f"manyhands lab: {error}", file=sys.stderr)
         return _BAD_INPUT
-    return _run_all(chosen, frameworks, options.quick, output)
+    return _run_all(jobs, report, output)
 
 
 def _chosen(names: list[str]) -> list[Experiment]:
@@ -101,25 +112,21 @@ def _frameworks(wanted: list[str] | None) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _run_all(chosen: list[Experiment], frameworks: list[str], quick: bool, output: Output) -> int:
+def _run_all(jobs: list[tuple[str, Experiment]], report: Report, output: Output) -> int:
     from rich.console import Console
 
-    console = Console(stderr=True)
-    with console.status("asking the frameworks for their devices") as status:
-        report = _begin(frameworks, quick)
-        jobs = [(name, experiment) for name in frameworks for experiment in chosen if name in experiment.frameworks]
-        if not jobs:
-            raise BadSettings(f"none of these experiments is for {', '.join(frameworks)}")
+    with Console(stderr=True).status("") as status:
         try:
             for number, (framework, experiment) in enumerate(jobs):
-                status.update(head := f"{number + 1}/{len(jobs)} {experiment.name} ({framework})")
-                report = _run_one(
-                    report, experiment, framework, lambda text, head=head: status.update(f"{head}: {text}")
-                )
+                head = f"{number + 1}/{len(jobs)} {experiment.name} ({framework})"
+                status.update(head)
+                say = functools.partial(_say, status, head)
+                report = _run_one(report, experiment, framework, say)
                 output.write(report)
                 print(_shown(report), flush=True)
         except KeyboardInterrupt:
-            report = _interrupted(report, *jobs[len(report.results)])
+            if len(report.results) < len(jobs):
+                report = _interrupted(report, *jobs[len(report.results)])
             output.write(report)
             print("manyhands lab: interrupted; what is finished is in the report", file=sys.stderr)
             code = _INTERRUPTED
@@ -146,7 +153,13 @@ def _begin(frameworks: list[str], quick: bool) -> Report:
     return Report(quick, asdict(machine.host()), answers, manyhands=__version__)
 
 
-def _run_one(report: Report, experiment: Experiment, framework: str, say: Any) -> Report:
+def _say(status: Status, head: str, text: str) -> None:
+    from rich.markup import escape
+
+    status.update(f"{head}: {escape(text)}")
+
+
+def _run_one(report: Report, experiment: Experiment, framework: str, say: Callable[[str], None]) -> Report:
     from manyhands.lab import process
 
     (answer,) = (answer for answer in report.frameworks if answer["framework"] == framework)

@@ -93,11 +93,12 @@ class Bench:
             return quick
         return gpu if self.real_gpus >= self._most else cpu
 
-    def random(self, shape: tuple[int, ...], device: Any, seed: int = 0) -> Any:
+    def random(self, shape: tuple[int, ...], device: Any, seed: int = 0, *, scale: float = 1.0) -> Any:
         """Normal float32 numbers on a device: the same ones for the same seed in every framework."""
         import numpy
 
-        return self.tensor(numpy.random.default_rng(seed).standard_normal(shape, dtype="float32"), device)
+        values = numpy.random.default_rng(seed).standard_normal(shape, dtype="float32")
+        return self.tensor(values * numpy.float32(scale), device)
 
     def tensor(self, values: Any, device: Any) -> Any:
         """A NumPy array's numbers on a device."""

@@ -31,8 +31,9 @@ What the runner does, so that no experiment has to:
   experiment has nothing to show on this machine or in this framework.
 
 Use framework-neutral code: ``bench.random``, ``bench.operations.matmul``, ``norm``, ``relu`` compute where their
-arguments are; ``a + b`` and ``a * b`` work everywhere. The conclusion follows from figures, so write one sentence for
-each outcome: a gain, no clear difference, a loss. ``--quick`` has to end in about fifteen seconds on two cores.
+arguments are; ``a + b`` and ``a * b`` work everywhere (where there is a GPU, TensorFlow computes them on it). The
+conclusion follows from figures, so write one sentence for each outcome: a gain, no clear difference, a loss.
+``--quick`` has to end in about fifteen seconds on two cores.
 '''
 
 from __future__ import annotations

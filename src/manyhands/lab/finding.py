@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from manyhands.audit.table import seconds as seconds
+from manyhands.audit.reports.seconds import seconds as seconds
 from manyhands.schedule.timeline import Span
 
 Kind = Literal["bar", "line", "timeline", "drawing"]

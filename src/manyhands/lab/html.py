@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from manyhands.audit.html import page_of
+from manyhands.audit.reports.html import page_of
 from manyhands.lab import plots
 from manyhands.lab.finding import Table
 from manyhands.lab.result import Report, Result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.audit.table import seconds
+from manyhands.audit.reports.seconds import seconds
 from manyhands.lab.finding import Plot
 from manyhands.lab.plots import COLOURS
 

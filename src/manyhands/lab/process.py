@@ -135,7 +135,7 @@ def _child(settings: dict[str, Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not sys.stdin: a thread in its lock when Python ends is a fatal error
     os._exit(1)
 
 

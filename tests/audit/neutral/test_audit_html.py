@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.audit import html, profile, report, watch
+from manyhands.audit import profile, watch
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
+from manyhands.audit.reports import html, report
 from manyhands.audit.sites import Line, Site
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.audit import coverage, profile, recorder, report, sarif, sites, table, watch
+from manyhands.audit import coverage, profile, recorder, sites, watch
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
+from manyhands.audit.reports import report, sarif, table
 from manyhands.audit.sites import Line, Site
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax._src.array import ArrayImpl  # found without making an array, which would start JAX
+from jax._src.xla_bridge import backends_are_initialized
 
 from manyhands.audit.kinds import Kind
 from manyhands.audit.wrapping import Steps, wrap, wrap_numpy, wrap_values
@@ -30,6 +31,19 @@ def on_device(value: Any) -> bool:
     if stands_in or devices.virtual_count():
         return True
     return any(device.platform != "cpu" for device in value.devices())
+
+
+def stand_in() -> None:
+    """Let the CPU stand in for a GPU."""
+    global stands_in
+    stands_in = True
+
+
+def used_device() -> bool:
+    """Whether the program could use a GPU, or what stands in for one."""
+    if not backends_are_initialized():  # asking JAX for its devices would start it
+        return False
+    return stands_in or any(device.platform != "cpu" for device in jax.devices())
 
 
 def install() -> None:

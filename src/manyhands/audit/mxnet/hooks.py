@@ -25,6 +25,17 @@ def on_device(value: Any) -> bool:
     return stands_in or devices.virtual_count() > 0 or value.context.device_type == "gpu"
 
 
+def stand_in() -> None:
+    """Let the CPU stand in for a GPU."""
+    global stands_in
+    stands_in = True
+
+
+def used_device() -> bool:
+    """Whether the program could use a GPU, or what stands in for one."""
+    return stands_in or mx.context.num_gpus() > 0
+
+
 def install() -> None:
     """Wrap everything, once; it stays, and does nothing while nobody listens."""
     global _installed
@@ -51,7 +62,7 @@ def _wrap_steps() -> None:
         @functools.wraps(original)
         def stepped(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             result = _original(self, *args, **kwargs)
-            steps.ended(id(self))
+            steps.of(self)
             return result
 
         setattr(trainer, name, stepped)

@@ -31,6 +31,17 @@ def on_device(value: Any) -> bool:
     return "GPU" in value.device
 
 
+def stand_in() -> None:
+    """Let the CPU stand in for a GPU."""
+    global stands_in
+    stands_in = True
+
+
+def used_device() -> bool:
+    """Whether the program could use a GPU, or what stands in for one."""
+    return stands_in or bool(tf.config.list_physical_devices("GPU"))
+
+
 def install() -> None:
     """Wrap everything, once; it stays, and does nothing while nobody listens."""
     global _installed
@@ -89,8 +100,9 @@ def wrap_steps() -> None:
         stack = getattr(_calls, "stack", [])
         if tf.inside_function():
             _step_functions.update(stack[:1])
+            steps.optimizers[id(self)] = self
         else:
-            steps.ended(id(self))
+            steps.of(self)
         return result
 
     @functools.wraps(call)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from manyhands.audit import sites
 from manyhands.audit.profile import Profile
 from manyhands.audit.recorder import Recorder
-from manyhands.backends.torch import compat, devices, virtual
+from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.compat import tree_iter
 
 # Files of PyTorch that an operation of a tensor subclass passes on its way.
@@ -23,10 +23,8 @@ _PLUMBING = ("torch/utils/_pytree.py", "torch/_ops.py", "torch/_compile.py", "to
 
 
 def start(recorder: Recorder, profile: Profile) -> None:
-    """Let a virtual device stand in for a GPU from now on, and record what is launched there."""
+    """Record what is launched on the virtual device that stands in for a GPU."""
     virtual.observers[:] = [lambda *operation: _launched(recorder, profile, *operation)]
-    if not virtual.count():
-        devices.virtual_devices(1, as_cuda=True)
 
 
 def _launched(recorder: Recorder, profile: Profile, func: Any, args: Any, kwargs: Any, result: Any) -> None:

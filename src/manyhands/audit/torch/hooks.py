@@ -11,7 +11,6 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +19,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from manyhands.audit import sites, watch
 from manyhands.audit.kinds import Kind
 from manyhands.audit.torch import calls
-from manyhands.backends.torch import compat, virtual
+from manyhands.audit.wrapping import Steps
+from manyhands.backends.torch import compat, devices, virtual
 from manyhands.backends.torch.cuda_stand_in import streams
 from manyhands.backends.torch.virtual import VirtualTensor
-from manyhands.training import loop
 
 _installed = False
 _lock = threading.Lock()
 _is_compiling = torch.compiler.is_compiling
-# Told of every step of an optimizer, with its number, and of every step of the trainer.
-step_listeners: list[Callable[[object, bool], None]] = []
+steps = Steps()
+
+
+def stand_in() -> None:
+    """Let a virtual device stand in for a GPU."""
+    if not virtual.count():
+        devices.virtual_devices(1, as_cuda=True)
+
+
+def used_device() -> bool:
+    """Whether the program used a GPU. What stands in for one is noticed when something is launched there."""
+    return not virtual.count() and torch.cuda.is_initialized()
 
 
 def install() -> None:
@@ -55,7 +64,6 @@ def install() -> None:
     _wrap_collectives()
     _wrap_loader()
     register_optimizer_step_post_hook(_after_optimizer)
-    loop.step_listeners.append(_after_loop)
 
 
 def _wrapped(original: Any, call: str, rule: calls.Rule) -> Any:
@@ -141,11 +149,5 @@ def _wrap_loader() -> None:
 
 
 def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if step_listeners and not _is_compiling():
-        for listener in step_listeners:
-            listener(id(optimizer), False)
-
-
-def _after_loop() -> None:
-    for listener in step_listeners:
-        listener("the trainer's loop", True)
+    if steps.listeners and not _is_compiling():
+        steps.of(optimizer)

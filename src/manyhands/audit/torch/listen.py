@@ -1,4 +1,4 @@
-"""Connect PyTorch's hooks to the recorder of a whole program."""
+"""What the auditor of a whole program asks of PyTorch beyond its waits."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ from collections.abc import Callable
 import torch
 
 from manyhands.audit.recorder import Recorder
-from manyhands.audit.torch import as_if_gpu, hooks
+from manyhands.audit.torch import as_if_gpu
 from manyhands.audit.torch.busy import BusyTime
 from manyhands.backends.torch import virtual
 
 
-def listen(recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
-    """Install the hooks; with a profile a virtual device stands in for the GPU."""
+def begin(recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
+    """Predict every operation, or measure how busy the GPU is."""
     if recorder.profile is not None:
         as_if_gpu.start(recorder, recorder.profile)
-    hooks.install()
-    hooks.step_listeners.append(lambda who, loop: recorder.step(who, loop=loop))
-    if recorder.profile is None:
+    else:
         at_step.append(BusyTime(recorder, warmup))
 
 
-def finish(recorder: Recorder) -> None:
-    """What is known only at the end."""
-    hooks.step_listeners.clear()
+def end(recorder: Recorder) -> None:
+    """Say how often the allocator had to free memory."""
     virtual.observers.clear()
     if recorder.profile is not None or not torch.cuda.is_initialized():
         return
-    recorder.used_device = True
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     if retries:
         recorder.remarks.append(

@@ -39,7 +39,7 @@ def run(bench: Bench) -> Finding:
 
 def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:
     mh, matmul = bench.mh, bench.operations.matmul
-    inputs = [bench.random((size, size), device, seed) * (size**-0.5) for seed in range(_CHAINS)]
+    inputs = [bench.random((size, size), device, seed, scale=size**-0.5) for seed in range(_CHAINS)]
 
     def chain(x: Any) -> Any:
         result = x
@@ -56,11 +56,12 @@ def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:
         return [task.result() for task in given]
 
     planned = mh.parallel(as_written)
+    # Some GPUs multiply with 10 bits, and other kernels round elsewhere: hence the tolerance below.
     bench.say(f"planning {size} on the {name}")
     expected = as_written(*inputs)
-    bench.equal(tasks(), expected, tolerance=1e-4, what="tasks and as written")
+    bench.equal(tasks(), expected, tolerance=1e-2, what="tasks and as written")
     for _ in range(2):  # the first call plans
-        bench.equal(planned(*inputs), expected, tolerance=1e-4, what="mh.parallel and as written")
+        bench.equal(planned(*inputs), expected, tolerance=1e-2, what="mh.parallel and as written")
     ways = {
         _ALONE: lambda: chain(inputs[0]),
         _WRITTEN: lambda: as_written(*inputs),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from manyhands.audit.report import Finding, Report
+from manyhands.audit.reports.proof import words
+from manyhands.audit.reports.report import Finding, Report
+from manyhands.audit.reports.seconds import seconds
 
 
 def text(report: Report) -> str:
@@ -18,6 +20,8 @@ def text(report: Report) -> str:
     if report.known:
         lines.append(f"known from the baseline and not shown: {report.known}")
     lines += report.notes
+    if report.proof is not None:
+        lines += words(report.proof)
     return "\n".join(lines)
 
 
@@ -37,15 +41,3 @@ def _rows(finding: Finding, report: Report) -> list[str]:
         f"{indent}{finding.what} ({finding.call})",
         f"{indent}cure: {finding.cure}",
     ]
-
-
-def seconds(value: float) -> str:
-    """A time with its unit.
-
-    >>> seconds(0.0123), seconds(2e-6), seconds(3)
-    ('12.3 ms', '2 us', '3 s')
-    """
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if value * factor >= 1 or unit == "us":
-            return f"{value * factor:.3g} {unit}"
-    return "0 us"

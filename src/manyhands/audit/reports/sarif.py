@@ -6,8 +6,8 @@ from typing import Any
 
 from manyhands import __version__
 from manyhands.audit.kinds import Kind
-from manyhands.audit.report import Finding, Report
-from manyhands.audit.table import seconds
+from manyhands.audit.reports.report import Finding, Report
+from manyhands.audit.reports.seconds import seconds
 
 
 def log(report: Report) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from manyhands.audit import cures
 from manyhands.audit.critical_path import Drawn, Length, Wait, Work, gains, simulate
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Entry, Key, Recorder
+from manyhands.audit.reports.proof import Proof
 from manyhands.audit.sites import shown_path
 
 SCHEMA = 1
@@ -70,6 +71,7 @@ class Report:
     timeline: list[Span] = field(default_factory=list)  # of the first counted steps, simulated
     notes: list[str] = field(default_factory=list)
     verdict: str = ""
+    proof: Proof | None = None  # of --prove
 
     def as_data(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -78,11 +80,12 @@ class Report:
     def from_data(cls, data: dict[str, Any]) -> Report:
         findings = [Finding(**finding) for finding in data["findings"]]
         timeline = [Span(**span) for span in data.get("timeline", [])]
-        return cls(**{**data, "findings": findings, "timeline": timeline})
+        proof = Proof.from_data(data["proof"]) if data.get("proof") is not None else None
+        return cls(**{**data, "findings": findings, "timeline": timeline, "proof": proof})
 
 
-def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
-    """Turn a record into a report."""
+def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any] | None = None) -> Report:
+    """Turn what was recorded into a report; ``record`` is filled with what an estimate of some findings needs."""
     report = Report(
         program=program,
         frameworks=sorted(recorder.frameworks),
@@ -97,10 +100,11 @@ def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
     keys, silenced = _open_keys(entries)
     others = [(key, seconds) for step, key, seconds in recorder.others if first <= step < last]
     report.silenced = silenced + sum(key.site.allowed is not None for key, _ in others)
-    length, alone, together = gains(_timeline(entries, keys, recorder), keys.values())
+    timeline = _timeline(entries, keys, recorder)
+    length, alone = gains(timeline, keys.values())
     if recorder.steps and (recorder.launched or not report.predicted):
         report.timeline = _drawn([entry for entry in entries if entry.step < first + _DRAWN], keys, recorder)
-    _fill_times(report, recorder, first, length, together)
+    listed: set[int] = set()
     for key, number in keys.items():
         mine = [entry for entry in entries if entry.key == key]
         waited = length.waited.get(number, 0.0) if report.predicted else sum(entry.seconds for entry in mine)
@@ -108,7 +112,9 @@ def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
             least = _LOADER_SECONDS * len(mine) if report.predicted else 0.0
             if waited < least or not _is_slow_loader(waited, alone[number], length.total):
                 continue
+        listed.add(number)
         report.findings.append(_finding(key, sum(entry.times for entry in mine), waited, alone[number], report))
+    _fill_times(report, recorder, first, length, length.total - simulate(timeline, listed).total)
     for key in dict.fromkeys(key for key, _ in others if key.site.allowed is None):
         waits = [seconds for other, seconds in others if other == key]
         report.findings.append(_finding(key, len(waits), sum(waits), None, report))
@@ -116,7 +122,18 @@ def make(recorder: Recorder, *, program: str, warmup: int) -> Report:
         report.findings = [finding for finding in report.findings if finding.count >= _FEWEST]
     report.findings.sort(key=lambda finding: (finding.gained or 0.0, finding.waited), reverse=True)
     _summarise(report, recorder)
+    if record is not None:
+        record.update(_record(report, timeline, keys))
     return report
+
+
+def _record(report: Report, timeline: list[Work | Wait], keys: dict[Key, int]) -> dict[str, Any]:
+    names = [(number, _finding(key, 0, 0.0, None, report)) for key, number in keys.items()]
+    return {
+        "timeline": [dataclasses.astuple(item) for item in timeline],
+        "keys": [[number, f.kind, f.call, f.file, f.line, f.library] for number, f in names],
+        "total": report.step_seconds * report.counted_steps if report.step_seconds else None,
+    }
 
 
 def _drawn(entries: list[Entry], keys: dict[Key, int], recorder: Recorder) -> list[Span]:
@@ -200,7 +217,7 @@ def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, 
         report.busy = min(1.0, length.busy / total)
     elif recorder.busy_seconds is not None and report.step_seconds:
         report.busy = min(1.0, recorder.busy_seconds / report.step_seconds)
-    report.gain = min(1.0, together / total)
+    report.gain = min(1.0, max(0.0, together / total))
     report.cost = total  # the findings' part of it is known when they are
 
 

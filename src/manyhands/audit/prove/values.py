@@ -1,0 +1,52 @@
+"""What a second pass asks of a framework: is it on a device, keep it for later, wait for everything, the weights."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+_NUMBERS = {"item", "asscalar", "float", "int", "complex", "str", "repr", "format"}
+
+
+class Values:
+    """A framework's values; each framework's module ``values`` has its own kind, named ``VALUES``."""
+
+    copies = False  # whether copies from the host are found, so that they can be cured
+
+    def on_device(self, value: Any) -> bool:
+        """Whether it is on a GPU, or on what stands in for one."""
+        raise NotImplementedError
+
+    def snapshot(self, value: Any) -> Any:
+        """A copy on the device, as the value is now, which nobody waits for."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Wait until the device has done everything."""
+        raise NotImplementedError
+
+    def parameters(self, optimizer: Any) -> list[Any]:
+        """What an optimizer updates, as NumPy arrays."""
+        raise NotImplementedError
+
+    def read_by(self, name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value on a device that ``owner.name(*args)`` reads; None: it does not wait."""
+        if self.on_device(owner):
+            return None if name == "to" else owner
+        return args[0] if args and self.on_device(args[0]) else None
+
+    def is_number(self, name: str, value: Any) -> bool:
+        """Whether a read by this name gives a number or a text, which nobody can change."""
+        return name in _NUMBERS or (name == "tolist" and value.ndim == 0)
+
+    def copied(self, name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do ``owner.name(*args)`` from pinned memory, without waiting."""
+        return getattr(owner, name)(*args, **kwargs)
+
+    def prepare_cured(self) -> None:
+        """What a cure changes elsewhere than in its line."""
+
+
+def of(framework: str) -> Values:
+    """The values of a framework, which is imported with them."""
+    return cast(Values, importlib.import_module(f"manyhands.audit.{framework}.values").VALUES)

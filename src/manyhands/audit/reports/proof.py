@@ -1,0 +1,76 @@
+"""What ``--prove`` found out: the gain measured beside the gain estimated, and whether the results are equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.audit.reports.seconds import seconds
+
+
+@dataclass
+class ProvenLine:
+    """What became of a finding in the cured run."""
+
+    file: str
+    line: int
+    kind: str
+    way: str  # read-late, pinned-copy, removed, rewritten or kept
+    why: str
+
+
+@dataclass
+class Proof:
+    """The key ``proof`` of ``--json`` (docs/audit.md)."""
+
+    steps: int = 0
+    plain_seconds: float | None = None  # of a step, as it is
+    cured_seconds: float | None = None
+    measured: float | None = None  # the part of a step that the cures gained
+    measured_on: str | None = None  # gpu or cpu
+    estimated: float | None = None  # the part of a step that the same cures gain by the audit's estimate
+    results: str | None = None  # equal, differ, or not-comparable: plain runs differ from each other as well
+    values: int = 0  # numbers and texts that were read and compared
+    parameters: int = 0  # arrays of weights that were compared
+    failed: str | None = None  # why there is no proof
+    remarks: list[str] = field(default_factory=list)
+    lines: list[ProvenLine] = field(default_factory=list)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Proof:
+        return cls(**{**data, "lines": [ProvenLine(**line) for line in data["lines"]]})
+
+
+def words(proof: Proof) -> list[str]:
+    """The proof in a few lines, as the table and the page show it."""
+    lines = [_gain(proof)] if proof.failed is None else [f"proof: {proof.failed}"]
+    if proof.results is not None:
+        lines.append(f"results: {_results(proof)}")
+    lines += proof.remarks
+    return list(dict.fromkeys([*lines, *(f"{line.file}:{line.line}: {_fate(line)}" for line in proof.lines)]))
+
+
+def _gain(proof: Proof) -> str:
+    lines = len({(line.file, line.line) for line in proof.lines if line.way != "kept"})
+    begin = f"proof: {lines} line{'s' * (lines != 1)} cured for {proof.steps} steps"
+    estimated = "not known" if proof.estimated is None else f"{proof.estimated:.1%} of a step"
+    if proof.measured is None or proof.plain_seconds is None or proof.cured_seconds is None:
+        return f"{begin}; gain estimated: {estimated}, measured: not possible here"
+    where = "" if proof.measured_on == "gpu" else " (on this CPU)"
+    return (
+        f"{begin}; a step took {seconds(proof.plain_seconds)}, cured {seconds(proof.cured_seconds)}; "
+        f"gain measured{where}: {proof.measured:.1%} of a step, estimated: {estimated}"
+    )
+
+
+def _results(proof: Proof) -> str:
+    what = f"{proof.values} values that were read and {proof.parameters} arrays of weights"
+    if proof.results == "equal":
+        return f"{what} are equal to the bit"
+    if proof.results == "differ":
+        return f"{what} were compared, and some differ from those of the program as it is"
+    return f"{what} cannot be compared: two runs of the program as it is differ as well (no seed, or random kernels)"
+
+
+def _fate(line: ProvenLine) -> str:
+    return f"kept as it is: {line.why}" if line.way == "kept" else f"cured: {line.why}"
