@@ -28,12 +28,17 @@ from manyhands.lab.result import Result, marked
 from manyhands.placement.moves import VIRTUAL_DEVICES
 
 # A virtual device is one core: otherwise a single one would use all cores, and two could not be faster.
-_ONE_THREAD = {
+_AS_DEVICES = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    # Memory is used again, as GPUs' allocators do it: pages that the kernel clears for every large tensor would cost
+    # more than the copies that are to be seen.
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_ARENA_MAX": "1",
 }
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
 
@@ -51,7 +56,7 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
             stderr=noise,
             pass_fds=(writing,),
             start_new_session=True,  # a terminal's Ctrl-C is ours; the child is ended by us
-            env=environment(one_thread=experiment.virtual(gpus)),
+            env=environment(virtual=experiment.virtual(gpus)),
         )
         os.close(writing)
         try:
@@ -76,9 +81,9 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
     return Result(experiment.name, experiment.question, framework, "failed", seconds, why=why)
 
 
-def environment(*, one_thread: bool) -> dict[str, str]:
+def environment(*, virtual: bool) -> dict[str, str]:
     """The child's environment; it makes its virtual devices itself."""
-    threads = dict(_ONE_THREAD) if one_thread else {}
+    threads = dict(_AS_DEVICES) if virtual else {}
     if "XLA_FLAGS" in threads and "XLA_FLAGS" in os.environ:
         threads["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {threads['XLA_FLAGS']}"
     inherited = {name: value for name, value in os.environ.items() if name != VIRTUAL_DEVICES}

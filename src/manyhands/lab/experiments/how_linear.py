@@ -19,7 +19,7 @@ _ONE, _TWO = "two on one device", "two on two devices"
 def run(bench: Bench) -> Finding:
     mh, matmul = bench.mh, bench.operations.matmul
     devices = bench.devices(2)
-    largest = bench.size(gpu=4096, cpu=1024, quick=512)
+    largest = bench.size(gpu=4096, cpu=2048, quick=1024)
     sizes = [size for size in (64, 128, 256, 512, 1024, 2048, 4096) if size <= largest]
 
     def on_one_device(x: Any) -> list[Any]:

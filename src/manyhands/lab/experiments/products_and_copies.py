@@ -12,19 +12,18 @@ from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
 from manyhands.lab.finding import Bound, Finding
 
-_PRODUCTS = 50
-
 
 @experiment("products-and-copies", question="Do copies to the host hide behind products?", apart=True)
 def run(bench: Bench) -> Finding:
     mh, matmul = bench.mh, bench.operations.matmul
     (device,), host = bench.devices(1), mh.cpu()
-    size = bench.size(gpu=4000, cpu=1000, quick=500)
-    inner = bench.size(gpu=4000, cpu=50, quick=50)  # on a CPU a square product takes far longer than its copy
+    count = bench.size(gpu=50, cpu=20, quick=10)
+    size = bench.size(gpu=4000, cpu=2000, quick=1500)
+    inner = bench.size(gpu=4000, cpu=100, quick=100)  # on a CPU a square product takes far longer than its copy
     left, right = bench.random((size, inner), device, 1), bench.random((inner, size), device, 2)
 
     def products() -> list[Any]:
-        return [matmul(left, right) for _ in range(_PRODUCTS)]
+        return [matmul(left, right) for _ in range(count)]
 
     computed = products()
 
@@ -34,18 +33,23 @@ def run(bench: Bench) -> Finding:
         return [mh.copy(result, host) for result in results]
 
     def started_at_once() -> list[Any]:
-        arrivals = [mh.to(matmul(left, right), host, wait=False) for _ in range(_PRODUCTS)]
+        arrivals = [mh.to(matmul(left, right), host, wait=False) for _ in range(count)]
         return [arrival.result() for arrival in arrivals]
 
     def tasks() -> list[Any]:
         with mh.parallel():
             copies = []
-            for _ in range(_PRODUCTS):
+            for _ in range(count):
                 product = mh.task(matmul)(left, right)
                 copies.append(mh.task(mh.copy)(product, host))
         return [copy.result() for copy in copies]
 
     overlapped = {"mh.to(..., wait=False)": started_at_once, "tasks": tasks}
+    notes = []
+    if bench.virtual and bench.framework in ("torch", "tensorflow"):
+        del overlapped["mh.to(..., wait=False)"]
+        what = "copies at once" if bench.framework == "torch" else "shares memory instead of copying"
+        notes.append(f"mh.to(..., wait=False) is left out: on virtual devices it {what} in this framework.")
     expected = products_then_copies()
     for name, way in overlapped.items():
         bench.equal(way(), expected, what=f"{name} and products, then copies")
@@ -55,22 +59,30 @@ def run(bench: Bench) -> Finding:
         "products, then copies": products_then_copies,
         **overlapped,
     }
-    times = bench.trials(ways, {"rows": size, "inner": inner, "products": _PRODUCTS})
+    times = bench.trials(ways, {"rows": size, "inner": inner, "products": count})
     products_alone, copies_alone = times.median("products alone"), times.median("copies alone")
     bound = Bound("the longer one alone", max(products_alone, copies_alone))
     best = min(overlapped, key=times.median)
     gain = times.compare(best, to="products, then copies")
-    hidden = (times.median("products, then copies") - times.median(best)) / min(products_alone, copies_alone)
+    hidden = (products_alone + copies_alone - times.median(best)) / min(products_alone, copies_alone)
     if gain.faster:
         conclusion = (
-            f"Yes: overlapped ({best}) is {gain.ratio:.2f} times as fast. That hides {min(1.0, hidden):.0%} of the "
-            f"{'copies' if copies_alone < products_alone else 'products'} and takes "
-            f"{times.median(best) / bound.value:.2f} times the bound."
+            f"Yes: overlapped ({best}) is {gain.ratio:.2f} times as fast, {times.median(best) / bound.value:.2f} times "
+            f"the bound. {_hidden(hidden, 'copies' if copies_alone < products_alone else 'products')}"
         )
     elif gain.slower:
         conclusion = f"No: the best overlapped way ({best}) takes {1 / gain.ratio:.2f} times as long."
     else:
         conclusion = f"Not here: the best overlapped way ({best}) {gain} as products first, then copies."
-    title = f"{_PRODUCTS} products ({size} x {inner}) ({inner} x {size}), results to the host"
+    if bench.virtual and times.median(best) < 0.97 * bound.value:
+        notes.append("Faster than the bound: some products ran at once, on both cores, and not on one device.")
+    title = f"{count} products ({size} x {inner}) ({inner} x {size}), results to the host"
     table = times.table(to="products, then copies", title=title)
-    return Finding(conclusion, [table], [times.bars(title, [bound])])
+    return Finding(conclusion, [table], [times.bars(title, [bound])], notes)
+
+
+def _hidden(part: float, shorter: str) -> str:
+    """How much of the shorter work was not seen any more, next to both alone."""
+    if part < 0.05:
+        return f"Both alone take less together, so that none of the {shorter} is hidden: the gain is elsewhere."
+    return f"{min(1.0, part):.0%} of the {shorter} are hidden."

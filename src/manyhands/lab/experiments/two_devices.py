@@ -18,7 +18,7 @@ _PRODUCTS = 50
 @experiment("two-devices", question="Do two devices work at once?", devices=2)
 def run(bench: Bench) -> Finding:
     mh, matmul = bench.mh, bench.operations.matmul
-    size = bench.size(gpu=4000, cpu=500, quick=300)
+    size = bench.size(gpu=4000, cpu=600, quick=400)
     inputs = [bench.random((size, size), device, seed) for seed, device in enumerate(bench.devices(2))]
 
     def products(x: Any) -> Any:
