@@ -22,8 +22,8 @@ def _builder() -> Any:
 
 
 build = _builder()
-# Each of these starts worker processes or other programs, and shows what tests of its own show.
-LONG = {"own_model", "frameworks", "audit"}
+# What these show is shown by other tests, and each takes seconds to start.
+LONG = {"own_model", "frameworks", "audit", "lab_and_predict"}
 RUN = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in build.names()]
 
 

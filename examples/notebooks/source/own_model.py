@@ -80,7 +80,7 @@ net = Net()
 grid = torch.linspace(-3, 3, 100).reshape(-1, 1)
 result = trainer.fit(net, NoisySine(512), (grid, torch.sin(2 * grid)))
 print(result)
-print(result.stopped or "all epochs", "| best validation loss:", round(best.best_value, 4))
+print("best validation loss:", round(best.best_value, 4))
 print("largest error in the last epoch:", round(result.rows[-1]["val_largest_error"], 3))
 
 # %%

@@ -11,6 +11,7 @@ from IPython.display import SVG, Image
 
 from manyhands import torch as mh
 from manyhands.errors import UndeclaredWrite
+from manyhands.schedule.simulate import simulate
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # one thread per operation: lanes may have the other cores
@@ -38,8 +39,8 @@ result = branches(x)
 torch.equal(result, branches.function(x))
 
 # %% [markdown]
-# `explain` says what was found: which lanes do what, what bounds the time, and whether plain execution was kept. On a busy machine
-# or with small products plain execution wins, and then it is what you get.
+# `explain` says what was found: which lanes do what, what bounds the time, and why it is not faster. Where other programs keep the cores
+# busy, as on the machine that made this notebook, or where products are small, several lanes gain nothing. Then they are not used.
 
 # %%
 print(branches.explain())
@@ -57,10 +58,12 @@ Image(branches.timeline("timeline.png"), width=720)
 
 # %% [markdown]
 # What would four devices give? A forecast is a simulation with the measured costs of the operations, and its schedule is proved like
-# any other.
+# any other. The four chains were found in the plain code: each device gets one, and the results are copied to the first.
 
 # %%
-print(branches.forecast(devices=4))
+forecast = branches.forecast(devices=4)
+print(forecast)
+Image(simulate(forecast.schedule).save("four.png"), width=720)
 
 # %% [markdown]
 # ## Tasks given explicitly
