@@ -1,4 +1,4 @@
-"""The code blocks of README.md and of the pages in docs/.
+"""The code blocks of README.md, of the pages in docs/ and of the READMEs in examples/.
 
 A Python block runs in the door that it imports (``from manyhands import jax as mh``), or else in that of the block
 before it. A block whose fence has ``needs ...`` in its title (a GPU, Lightning, two machines) is compiled, not run:
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<options>.*)$")
 _DOOR = re.compile(r"^\s*from manyhands import (torch|jax|tensorflow|mxnet)\b", re.MULTILINE)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from page_blocks import PAGES, ROOT, Block, blocks
 
+from manyhands import door
 from manyhands.cli import audit, parser
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -83,6 +84,12 @@ def test_every_command_is_in_the_reference() -> None:
     (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name in commands.choices:
         assert f"`manyhands {name}`" in page
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_every_public_name_is_in_the_reference(framework: str) -> None:
+    words = set(re.findall(r"\w+", " ".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))))
+    assert set(door.names(framework)) <= words
 
 
 def test_commands_name_files_targets_and_extras_that_exist() -> None:
