@@ -99,3 +99,40 @@ def test_a_program_with_a_profiler_a_tracer_and_a_compiler_is_unchanged(tmp_path
     audited = run_command("audit", str(script))
     assert audited.returncode == 0, audited.stderr
     assert audited.stdout == plain.stdout
+
+
+ON_A_STAND_IN = """
+import sys, torch
+torch.cuda.set_sync_debug_mode("warn")
+lines = []
+sys.settrace(lambda frame, event, arg: lines.append(frame.f_lineno) if frame.f_code.co_name == "traced" else None)
+def traced():
+    return 1
+net = torch.nn.Linear(4, 2).to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+@torch.compile(backend="eager")
+def forward(x):
+    return net(x).square().mean()
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    for step in range(8):
+        loss = forward(torch.ones(2, 4, device="cuda"))
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        traced()
+        loss.item()
+sys.settrace(None)
+print(len(profiler.events()) > 0, len(lines), torch.cuda.get_sync_debug_mode())
+"""
+
+
+def test_debugging_tools_of_a_program_work_on_a_device_that_is_stood_in_for(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(ON_A_STAND_IN)
+    audited = run_command("audit", "--as-if-gpu", str(script))
+    assert audited.returncode == 0, audited.stderr
+    assert audited.stdout.split() == ["True", "8", "1"]
+    assert "1 line costs" in audited.stderr
+    script.write_text("import torch\nprint(torch.ones(2).sum().item())\n")
+    assert (
+        "no tensor was on the device that stands in for a GPU"
+        in run_command("audit", "--as-if-gpu", str(script)).stderr
+    )

@@ -264,6 +264,8 @@ def verdict(report: Report, *, used_device: bool = True) -> str:
     """The result in one sentence."""
     if not report.frameworks:
         return "the program used none of torch, jax, tensorflow and mxnet: there was nothing to audit"
+    if not used_device and report.predicted:
+        return "no tensor was on the device that stands in for a GPU: there was nothing to audit"
     if not used_device:
         return "no tensor was on a GPU: there was nothing to audit (--as-if-gpu predicts what would wait on one)"
     lines = len({(finding.file, finding.line) for finding in report.findings})

@@ -14,6 +14,8 @@ from manyhands.backends.torch import compat, virtual
 from manyhands.backends.torch.cuda_stand_in.streams import index_of
 
 _peaks: dict[int, int] = {}
+_SYNC_DEBUG_MODES = ("default", "warn", "error")
+_sync_debug_mode = 0
 
 
 def is_available() -> bool:
@@ -22,6 +24,20 @@ def is_available() -> bool:
 
 def current_device() -> int:
     return virtual.of_thread.current
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Remembered, and no more: nothing waits here. ``manyhands audit`` finds what would."""
+    global _sync_debug_mode
+    if isinstance(debug_mode, str):
+        if debug_mode not in _SYNC_DEBUG_MODES:  # PyTorch's own words
+            raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
+        debug_mode = _SYNC_DEBUG_MODES.index(debug_mode)
+    _sync_debug_mode = debug_mode
+
+
+def get_sync_debug_mode() -> int:
+    return _sync_debug_mode
 
 
 def get_device_name(device: Any = None) -> str:

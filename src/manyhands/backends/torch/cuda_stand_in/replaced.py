@@ -106,6 +106,8 @@ def _waiting() -> dict[str, Any]:
         "default_stream": streams.default_stream,
         "set_stream": streams.set_stream,
         "is_current_stream_capturing": lambda: False,
+        "set_sync_debug_mode": answers.set_sync_debug_mode,
+        "get_sync_debug_mode": answers.get_sync_debug_mode,
     }
 
 
