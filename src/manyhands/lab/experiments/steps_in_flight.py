@@ -30,10 +30,11 @@ def run(bench: Bench) -> Finding:
         noise = numpy.random.default_rng(number).standard_normal(images.shape, dtype="float32")
         x = numpy.roll(images, number, axis=1) + 8 * noise
         x = (x - x.mean(axis=0)) / x.std(axis=0)
-        return mh.to(operations.tensor(x), device)
+        return mh.to(operations.tensor(x), device, wait=False)
 
-    def step(state: dict[str, Any], x: Any) -> Any:
+    def step(state: dict[str, Any], arrival: Any) -> Any:
         """One step of gradient descent; the loss is on its way to the host, and nobody waits for it."""
+        x = arrival.result()
         error = operations.matmul(x, state["weight"]) - targets
         state["weight"] = state["weight"] - operations.matmul(operations.transpose(x), error) * 1e-4
         return mh.to(operations.norm(error), mh.cpu(), wait=False)
@@ -42,8 +43,8 @@ def run(bench: Bench) -> Finding:
         state, pending, losses = {"weight": start}, deque[Any](), []
         with mh.parallel():
             for number in range(steps):
-                x = prepare(number)
-                pending.append(mh.task(step, writes=(state,))(state, x))
+                arrival = prepare(number)
+                pending.append(mh.task(step, writes=(state,))(state, arrival))
                 while len(pending) > in_flight:
                     losses.append(pending.popleft().result().result())
             losses += [future.result().result() for future in pending]
@@ -51,7 +52,7 @@ def run(bench: Bench) -> Finding:
 
     def host_alone() -> None:
         for number in range(steps):
-            prepare(number)
+            prepare(number).result()
 
     ways = {
         "wait for every step": lambda: train(0),
