@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import functools
 import inspect
@@ -352,7 +353,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         """The largest ``batch_size`` that fits into memory, over all of the trainer's devices; within an eighth of it.
 
         A few steps are made with larger and larger batches, on copies: the model, its optimizer and random numbers stay
-        as they are. In PyTorch.
+        as they are. Not in MXNet.
 
         Args:
             model: As for ``fit``.
@@ -373,10 +374,23 @@ class BaseTrainer(HyperParameters, Evaluating):
         return self._find_batch_size(model, None if maximum is None else int(maximum), bound, micro=of != "batch")
 
     def _find_batch_size(self, model: Any, maximum: int | None, memory: int | None, *, micro: bool) -> int:
-        raise BadSettings(
-            "find_batch_size is there in PyTorch only: this framework has one allocator for all devices of a process, "
-            "and a step that has filled its memory may leave the process unusable. Give batch_size="
-        )
+        from manyhands.training.limits.batch_size_search import Search
+
+        return Search(self, model, memory, micro=micro).largest(maximum)
+
+    def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """A model and an optimizer to try steps with."""
+        try:
+            return copy.deepcopy((model, optimizer))
+        except Exception as error:
+            raise BadSettings(
+                f"find_batch_size makes steps on a copy, and {type(model).__name__} cannot be copied "
+                f"({type(error).__name__}: {error}): give batch_size="
+            ) from error
+
+    def _is_out_of_memory(self, error: Exception) -> bool:
+        """Whether a framework's error says that a device has no memory left."""
+        return False
 
     def _check_step(self, model: Any) -> None:
         """A training_step of the user's own computes its loss itself; the book's Module has one that does not count."""

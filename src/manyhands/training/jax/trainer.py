@@ -100,6 +100,14 @@ class Trainer(BaseTrainer):
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return source(data, shuffle=shuffle)
 
+    def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Optax's optimizers, and Linen's modules, hold nothing that a step changes."""
+        return model if linen.is_linen(model) else nnx.clone(model), optimizer
+
+    def _is_out_of_memory(self, error: Exception) -> bool:
+        words = ("RESOURCE_EXHAUSTED", "Out of memory")  # the latter where it is found when a program is running
+        return isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in words)
+
     def _train(
         self, model: nnx.Module, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:

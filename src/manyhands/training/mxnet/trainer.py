@@ -130,6 +130,12 @@ class Trainer(BaseTrainer):
             look = None if objective is None else checks.check_labels(objective, source, None)
             yield Feed(source, devices, replicas.distinct(model)[0].dtype, look=look)
 
+    def _find_batch_size(self, model: Any, maximum: int | None, memory: int | None, *, micro: bool) -> int:
+        raise BadSettings(
+            "find_batch_size makes steps on a copy of the model, and a copy of a Gluon block cannot be trained (it has "
+            "no place for gradients): give batch_size="
+        )
+
     def _train(
         self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
     ) -> Result:

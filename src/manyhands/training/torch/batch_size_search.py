@@ -14,18 +14,15 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
-from manyhands import machine
 from manyhands import shares as _shares
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training import launcher
 from manyhands.training.callbacks.plan import NO_CALLBACKS
-from manyhands.training.limits import batch_size
+from manyhands.training.limits import batch_size, host_memory
 from manyhands.training.options import Checkpoints, Limits
 from manyhands.training.torch import optimizers
 from manyhands.training.torch.data.sources import Arrays, Samples
@@ -40,10 +37,8 @@ if TYPE_CHECKING:
     from manyhands.training.torch.trainer import Trainer
 
 _STEPS = 3  # the first ones make the optimizer's state
-_ON_HOST = 0.5  # of the free memory, where no bound is given
 _FOR_OTHERS = 512 * 2**20  # bytes of a GPU that NCCL takes where there are several
 _NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory")
-_PROC = Path("/proc/self")
 
 
 @dataclass
@@ -104,7 +99,7 @@ class Search:
             self._tried(device, shard, micro)  # once without measuring: libraries take memory of their own
         elif before[1] * size > bound * before[0]:
             return False
-        with _peak() as took:
+        with host_memory.peak() as took:
             fits = self._tried(device, shard, micro)
         self.measured[str(device)] = size, took[0]
         return fits and took[0] <= bound
@@ -113,7 +108,7 @@ class Search:
         if self.memory is not None:
             return self.memory
         ranks = launcher.place().local_size if launcher.is_there() else len(self.trainer.ranks)
-        return int((machine.host_memory().free or 0) * _ON_HOST / ranks)
+        return host_memory.bound(ranks)
 
     @contextlib.contextmanager
     def _bounded(self, device: torch.device) -> Iterator[None]:
@@ -172,23 +167,3 @@ class Search:
             optimizer=optimizers.optimizer_for(model, optimizer, settings.lr),
             callbacks=dataclasses.replace(NO_CALLBACKS, average=decays[0] if decays else None),
         )
-
-
-@contextlib.contextmanager
-def _peak() -> Iterator[list[int]]:
-    """How many bytes this process takes at most, within, more than before."""
-    before, took = psutil.Process().memory_info().rss, [0]
-    with contextlib.suppress(OSError):
-        (_PROC / "clear_refs").write_text("5")  # Linux: forget the highest so far
-    try:
-        yield took
-    finally:
-        took[0] = max(0, _highest() - before)
-
-
-def _highest() -> int:
-    with contextlib.suppress(OSError):
-        for line in (_PROC / "status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)

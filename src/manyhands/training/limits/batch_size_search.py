@@ -1,0 +1,111 @@
+"""``trainer.find_batch_size`` where one process drives all devices, as in JAX and TensorFlow.
+
+Each size is tried with a few real steps on copies, over all devices at once. A GPU says itself when its memory is full.
+On a CPU the memory that steps take is measured, and a batch is only tried where the one before lets us expect that it
+stays within the bound. PyTorch has a search of its own: its devices are processes, and tried one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from typing import TYPE_CHECKING, Any
+
+from manyhands import shares as _shares
+from manyhands.errors import BadSettings, LossIsNotANumber
+from manyhands.training import launcher
+from manyhands.training.data.sources import Arrays
+from manyhands.training.limits import batch_size, host_memory
+from manyhands.training.options import Checkpoints, Limits
+
+if TYPE_CHECKING:
+    from manyhands.training.trainer import BaseTrainer
+
+_STEPS = 3  # the first ones make the optimizer's state
+
+
+class Search:
+    """One search: its trainer, model and data, and what was measured so far."""
+
+    def __init__(self, trainer: BaseTrainer, model: Any, memory: int | None, *, micro: bool) -> None:
+        """``memory``: the bound of one device, in bytes; ``micro``: micro-batches are tried, of the trainer's batch."""
+        if launcher.size() > 1:
+            raise BadSettings("find_batch_size in a job of several processes is there in PyTorch only: call it in one")
+        if not isinstance(trainer.train_source, Arrays):
+            raise BadSettings("find_batch_size: a loader has its own batches: give (X, y) instead")
+        self.trainer, self.model, self.memory, self.micro = trainer, model, memory, micro
+        self.data: Arrays = trainer.train_source
+        self.devices = trainer._natives()
+        self.on_host = all(trainer.backend.neutral(device).kind != "gpu" for device in self.devices)
+        if memory is not None and not self.on_host:
+            raise BadSettings(
+                f"find_batch_size(memory=...): {trainer.backend.name} cannot be kept below a bound on a GPU; leave it "
+                "out, for all of the GPU's memory"
+            )
+        self._measured: tuple[int, int] | None = None  # samples at once, and the bytes that they took
+
+    def largest(self, maximum: int | None) -> int:
+        count, step = len(self.devices), self.trainer._option("step")
+        if not self.micro:
+            most = min(maximum or self.data.count, self.data.count)
+            if most < count:
+                raise BadSettings(f"{most} samples are fewer than the devices, {count}: give a larger maximum")
+            return batch_size.largest(lambda size: self._fits(size, None), most, count)
+        whole = self.trainer._settings_with(self.trainer._option("batch_size") or self.data.batch_size).batch_size
+        shares = None if step.shares is None or isinstance(step.shares, str) else step.shares
+        shard = max(_shares.sizes(whole, count, shares))
+        return batch_size.largest(lambda size: self._fits(whole, size), min(maximum or shard, shard), 1)
+
+    def _fits(self, batch: int, micro: int | None) -> bool:
+        if not self.on_host:
+            return self._tried(batch, micro)
+        bound = host_memory.bound(1) if self.memory is None else self.memory * len(self.devices)
+        size = batch if micro is None else micro
+        if self._measured is None:
+            self._tried(batch, micro)  # once without measuring: libraries take memory of their own
+        elif self._measured[1] * size > bound * self._measured[0]:
+            return False
+        with host_memory.peak() as took:
+            fits = self._tried(batch, micro)
+        self._measured = size, took[0]
+        return fits and took[0] <= bound
+
+    def _tried(self, batch: int, micro: int | None) -> bool:
+        """Whether a few steps could be made."""
+        model, optimizer = self.trainer._copied(self.model, self.trainer._option("optimizer"))
+        try:
+            self._trainer_of(batch, micro, optimizer).fit(model, dataclasses.replace(self.data, batch_size=None))
+        except LossIsNotANumber:  # after its step
+            return True
+        except MemoryError:
+            return False
+        except Exception as error:
+            if not self.trainer._is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            del model, optimizer
+            gc.collect()
+        return True
+
+    def _trainer_of(self, batch: int, micro: int | None, optimizer: Any) -> BaseTrainer:
+        """The same trainer for a few steps, without files and callbacks; an average of the weights takes memory."""
+        trainer, step = copy.copy(self.trainer), self.trainer._option("step")
+        if micro is not None:
+            step = dataclasses.replace(step, micro_batch_size=micro, accumulate=1)
+        vars(trainer).update(
+            batch_size=batch,
+            max_epochs=_STEPS,
+            limits=Limits(max_steps=_STEPS),
+            step=step,
+            optimizer=optimizer,
+            callbacks=[one for one in self.trainer._callbacks() if one.average_decay is not None],
+            loggers=(),
+            metrics=None,
+            checkpoints=Checkpoints(),
+            run=None,
+            resume=None,
+            quiet=True,
+        )
+        return trainer

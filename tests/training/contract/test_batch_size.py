@@ -1,0 +1,76 @@
+"""The largest batch that fits: real steps on copies, and a real error where memory ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from training_bench import Bench
+
+from manyhands.errors import BadSettings
+
+_FITS = 8  # samples; with more a loss asks for terabytes at once, which no machine begins to fill
+_TERA = 2**41  # numbers
+
+
+def greedy(framework: str) -> Callable[[Any, Any], Any]:
+    """A loss that needs more memory than there is for more than a few samples, in the framework's own operations."""
+    if framework == "torch":
+        import torch
+
+        def loss(output: Any, target: Any) -> Any:
+            extra = torch.ones(_TERA if len(output) > _FITS else 1).sum() * 0
+            return torch.nn.functional.cross_entropy(output, target) + extra
+
+        return loss
+    if framework == "jax":
+        import jax.numpy as jnp
+        import optax
+
+        def loss(output: Any, target: Any) -> Any:
+            extra = jnp.cumsum(jnp.broadcast_to(output[0, 0], (_TERA if len(output) > _FITS else 1,)))[-1] * 0
+            return optax.softmax_cross_entropy_with_integer_labels(output, target).mean() + extra
+
+        return loss
+    if framework == "tensorflow":
+        import keras
+        import tensorflow as tf
+
+        def loss(y_true: Any, y_pred: Any) -> Any:
+            count = tf.where(tf.shape(y_pred)[0] > _FITS, tf.constant(_TERA, tf.int64), tf.constant(1, tf.int64))
+            extra = tf.reduce_sum(tf.random.uniform([count])) * 0
+            return keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True) + extra
+
+        return loss
+    raise NotImplementedError(framework)
+
+
+def samples(bench: Bench, count: int = 32) -> tuple[Any, Any]:
+    images = np.random.RandomState(0).normal(size=(count, 28, 28)).astype(np.float32)
+    layout = np.expand_dims(images, 1 if bench.framework in ("torch", "mxnet") else -1)
+    return layout, np.random.RandomState(1).randint(0, 10, count)
+
+
+def test_the_largest_batch_that_fits(bench: Bench) -> None:
+    model, how = bench.recipes.model("mlp", 0), {"quiet": True, "precision": "fp32", "lr": 0.1}
+    image = np.full((1, 28, 28), 100, np.uint8)
+    before = bench.answers(model, image)
+    trainer = bench.mh.Trainer(1, **how, **bench.on(1))
+    if bench.framework == "mxnet":
+        with pytest.raises(BadSettings, match="a copy of a Gluon block cannot be trained"):
+            trainer.find_batch_size(model, samples(bench))
+        return
+    assert trainer.find_batch_size(model, samples(bench), maximum=12) == 12
+    full = bench.mh.Trainer(1, **how, loss=greedy(bench.framework), **bench.on(1))
+    assert full.find_batch_size(model, samples(bench), maximum=16) == _FITS
+    np.testing.assert_array_equal(bench.answers(model, image), before)
+
+
+def test_a_loader_has_its_own_batches(bench: Bench) -> None:
+    if bench.framework == "mxnet":
+        pytest.skip("there is no search in MXNet")
+    trainer = bench.mh.Trainer(1, **bench.on(1))
+    with pytest.raises(BadSettings, match="a loader has its own batches"):
+        trainer.find_batch_size(bench.recipes.model("mlp", 0), lambda: iter([samples(bench)]))
