@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from manyhands.lab import experiments, plots, process
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment, experiment
 from manyhands.lab.finding import Bound, Comparison, Finding, Plot, Series, Times
+from manyhands.lab.output import Output
 from manyhands.lab.result import Report, Result, marked
 from manyhands.schedule import timing
 from manyhands.schedule.timeline import Span
@@ -92,6 +95,16 @@ def test_a_plot_is_whole_svg(plot: Plot) -> None:
     for box in drawn.iter("{http://www.w3.org/2000/svg}rect"):
         assert 0 <= float(box.attrib["x"]) <= float(box.attrib["x"]) + float(box.attrib["width"]) <= width
         assert float(box.attrib["y"]) + float(box.attrib["height"]) <= height
+
+
+def test_json_has_null_for_what_is_no_number(tmp_path: Path) -> None:
+    plot = Plot("line", "L", [Series("a", [1, 2], [math.nan, 1.0])])
+    report = Report(True, {}, [], [Result("two-devices", "?", "torch", "done", math.inf, Finding("Yes.", [], [plot]))])
+    Output(json=tmp_path / "r.json", html=tmp_path / "r.html").write(report)
+    (result,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["results"]
+    assert result["seconds"] is None
+    assert result["finding"]["plots"][0]["series"][0]["y"] == [None, 1.0]
+    assert "nan" not in (tmp_path / "r.html").read_text()
 
 
 def _that(function: Any) -> Experiment:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from manyhands.errors import BadSettings
 from manyhands.lab import html, plots
@@ -39,7 +41,7 @@ class Output:
 
     def write(self, report: Report) -> list[Path]:
         """Write everything anew; the paths of the page and the trials."""
-        texts = {".json": lambda: json.dumps(report.as_data(), indent=1) + "\n"}
+        texts = {".json": lambda: json.dumps(_finite(report.as_data()), indent=1, allow_nan=False) + "\n"}
         try:
             for path in self.pages():
                 is_json = path == self.json or (self.folder is not None and path.suffix == ".json")
@@ -49,6 +51,15 @@ class Output:
         except OSError as error:
             raise BadSettings(f"{error.filename} cannot be written: {error.strerror}") from error
         return self.pages()
+
+
+def _finite(value: Any) -> Any:
+    """The same data with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check(path: Path) -> None:

@@ -108,7 +108,8 @@ def _lines(plot: Plot, top: float) -> tuple[list[str], float]:
         body.append(f'<text class="small" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{_number(tick)}</text>')
     for number, series in enumerate(plot.series):
         colour = f"var(--c{number % 8})"
-        points = [(across.place(float(x)), down.place(y)) for x, y in zip(series.x, series.y, strict=True)]
+        pairs = [(float(x), y) for x, y in zip(series.x, series.y, strict=True) if math.isfinite(y)]
+        points = [(across.place(x), down.place(y)) for x, y in pairs]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>' for x, y in points]
@@ -147,8 +148,8 @@ def _timeline(plot: Plot, top: float) -> tuple[list[str], float]:
     for tick in across.ticks():
         x = across.place(tick)
         body.append(f'<path d="M{x:.1f} {top}V{y:.1f}" stroke="var(--faint)"/>')
-        anchor = "start" if x < 20 else "middle"
-        body.append(f'<text class="small" x="{x:.1f}" y="{y + 13:.1f}" text-anchor="{anchor}">{seconds(tick)}</text>')
+        anchor, text = ("start" if x < 20 else "middle"), (seconds(tick) if tick else "0")
+        body.append(f'<text class="small" x="{x:.1f}" y="{y + 13:.1f}" text-anchor="{anchor}">{text}</text>')
     return body, y + 22
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,9 +68,11 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
                         say(message["say"])
                     answer = message.get("result", answer)
             child.wait()
-        finally:
-            child.kill()
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)  # with the processes that the experiment has started
             child.wait()
+            raise
+        finally:
             assert child.stdin is not None
             child.stdin.close()
         if answer is not None:
