@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_cases import mlp, vectors
 
 from manyhands import torch as mh
@@ -47,6 +48,29 @@ def test_it_is_what_one_computes_by_hand(bad: int | None) -> None:
         assert torch.allclose(weight, expected[name], rtol=1e-12, atol=1e-14), name
 
 
+def test_statistics_are_those_of_swa_utils(tmp_path: Path) -> None:
+    """As in AveragedModel: weights are averaged, buffers of BatchNorm are the newest ones of the training."""
+    X, y = vectors(48)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, y), batch_size=8)
+    by_hand, model = mlp(norm=True), mlp(norm=True)
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    averaged = AveragedModel(by_hand, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    averaged.n_averaged.fill_(1)  # else it forgets the weights at the start
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(by_hand(inputs), labels).backward()
+        optimizer.step()
+        averaged.update_parameters(by_hand)
+    how: Any = {"lr": 0.1, "precision": "fp32", "quiet": True, "run": tmp_path / "run"}
+    result = mh.Trainer(1, callbacks=[mh.EMA(DECAY)], **how).fit(model, loader, (X, y))
+    loaded = mh.load_weights(mlp(norm=True), tmp_path / "run")
+    for found in (model, loaded):
+        for name, value in averaged.module.state_dict().items():
+            assert torch.allclose(found.state_dict()[name], value, rtol=1e-5, atol=1e-6), name
+    expected = torch.nn.functional.cross_entropy(averaged.module.eval()(X), y)
+    assert result.rows[-1]["val_loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
 def test_half_precision_and_tied_weights() -> None:
     """An average of bfloat16 is kept in float32, and a weight with two names is saved under both."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)).bfloat16()
@@ -74,3 +98,5 @@ def test_a_run_without_an_average_gets_one(tmp_path: Path) -> None:
     mh.Trainer(1, **how).fit(mlp(), vectors())
     result = mh.Trainer(2, resume="auto", callbacks=[mh.EMA()], **how).fit(mlp(), vectors())
     assert any("no average of the weights (EMA)" in note for note in result.notes)
+    result = mh.Trainer(3, resume="auto", **how).fit(mlp(), vectors())
+    assert any("and this job keeps none" in note for note in result.notes)

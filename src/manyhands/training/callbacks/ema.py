@@ -13,7 +13,10 @@ class EMA(Callback):
     ``Trainer(callbacks=[mh.EMA(0.999)])``. After each step every device computes
     ``average = decay * average + (1 - decay) * weights``, beginning with the weights at the start. Evaluations use the
     average, and after ``fit`` the model has it. Checkpoints hold both: training continues from the weights, and
-    ``mh.load_weights`` gives the average. Statistics of BatchNorm are the training's own, which are averages already.
+    ``mh.load_weights`` gives the average. Only weights are averaged: running statistics of BatchNorm, and all other
+    buffers, are the training's newest ones, as in PyTorch's ``AveragedModel`` (whose ``use_buffers`` is False by
+    default). To measure the statistics anew for the averaged weights, call
+    ``torch.optim.swa_utils.update_bn(loader, model)`` after ``fit``.
 
     Args:
         decay: How much of the average stays in each step, between 0 and 1. Default: 0.999.
