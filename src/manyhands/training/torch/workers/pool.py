@@ -240,7 +240,7 @@ class Pool:
         answer = say(message)
         if message.get("asks"):
             self._send(worker, sending.ANSWER + json.dumps(answer).encode())
-        elif answer is not None:
+        elif answer is not None and answer.get("stop") is not None:
             self._send(worker, sending.WISH + json.dumps(answer).encode())
         for one in self.workers:
             one.heard += time.monotonic() - begun
