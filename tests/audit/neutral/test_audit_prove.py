@@ -208,7 +208,7 @@ def test_gains_are_measured_in_turns_and_shown_beside_the_estimate(tmp_path: Pat
     text = table.text(report)
     assert "1 line cured for 25 steps; a step took 1.1 s, cured 850 ms" in text
     assert "gain measured: 22.7% of a step, estimated: 20.0% of a step" in text
-    assert "3 values that were read and 1 arrays of weights are equal to the bit" in text
+    assert "3 values from cured lines and 1 array of weights are equal to the bit" in text
     assert "kept as it is: a decision in Python needs the value at once" in text
     assert 'id="proof"' in html.page(report)
     assert Report.from_data(json.loads(json.dumps(report.as_data()))) == report

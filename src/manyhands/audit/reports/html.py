@@ -7,7 +7,7 @@ from html import escape
 
 from manyhands.audit.reports.proof import Proof, words
 from manyhands.audit.reports.report import Finding, Report, Span
-from manyhands.audit.reports.seconds import seconds
+from manyhands.audit.reports.seconds import counted, seconds
 
 _STYLE = """
 :root { color-scheme: light dark; --wait: #d33; --work: #48a; --mark: #d333; --line: #8884; }
@@ -56,7 +56,7 @@ def page_of(title: str, body: str, style: str = "") -> str:
 def _notes(report: Report) -> list[str]:
     notes = list(report.notes)
     if report.silenced:
-        notes.append(f"silenced by comments (manyhands: wait-ok): {report.silenced} waits")
+        notes.append(f"silenced by comments (manyhands: wait-ok): {counted(report.silenced, 'wait')}")
     if report.known:
         notes.append(f"known from the baseline and not shown: {report.known}")
     return notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.audit.reports.seconds import seconds
+from manyhands.audit.reports.seconds import counted, seconds
 
 
 @dataclass
@@ -52,7 +52,7 @@ def words(proof: Proof) -> list[str]:
 
 def _gain(proof: Proof) -> str:
     lines = len({(line.file, line.line) for line in proof.lines if line.way != "kept"})
-    begin = f"proof: {lines} line{'s' * (lines != 1)} cured for {proof.steps} steps"
+    begin = f"proof: {counted(lines, 'line')} cured for {counted(proof.steps, 'step')}"
     estimated = "not known" if proof.estimated is None else f"{proof.estimated:.1%} of a step"
     if proof.measured is None or proof.plain_seconds is None or proof.cured_seconds is None:
         return f"{begin}; gain estimated: {estimated}, measured: not possible here"
@@ -64,7 +64,7 @@ def _gain(proof: Proof) -> str:
 
 
 def _results(proof: Proof) -> str:
-    what = f"{proof.values} values that were read and {proof.parameters} arrays of weights"
+    what = f"{counted(proof.values, 'value')} from cured lines and {counted(proof.parameters, 'array')} of weights"
     if proof.results == "equal":
         return f"{what} are equal to the bit"
     if proof.results == "differ":

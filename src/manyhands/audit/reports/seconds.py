@@ -1,6 +1,15 @@
-"""Times as people read them."""
+"""Times and counts as people read them."""
 
 from __future__ import annotations
+
+
+def counted(number: int, name: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "wait"), counted(3, "wait")
+    ('1 wait', '3 waits')
+    """
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def seconds(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.audit.reports.proof import words
 from manyhands.audit.reports.report import Finding, Report
-from manyhands.audit.reports.seconds import seconds
+from manyhands.audit.reports.seconds import counted, seconds
 
 
 def text(report: Report) -> str:
@@ -16,7 +16,7 @@ def text(report: Report) -> str:
             lines += _rows(finding, report)
         lines.append("")
     if report.silenced:
-        lines.append(f"silenced by comments (manyhands: wait-ok): {report.silenced} waits")
+        lines.append(f"silenced by comments (manyhands: wait-ok): {counted(report.silenced, 'wait')}")
     if report.known:
         lines.append(f"known from the baseline and not shown: {report.known}")
     lines += report.notes
