@@ -113,7 +113,7 @@ def _bound(door: str) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_door_shows_type_checkers_what_it_has(framework: str) -> None:
     at_once, for_types = _bound(framework)
-    assert at_once == {"Arrival", *door.VERBS}
+    assert at_once == {"Arrival", "errors", *door.VERBS}
     assert sorted(at_once | for_types) == door.names(framework)
 
 

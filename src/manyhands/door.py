@@ -84,7 +84,7 @@ OF_TORCH: Mapping[str, str] = MappingProxyType(
 
 def names(framework: str) -> list[str]:
     """The public names of a door."""
-    return sorted({"Arrival", *VERBS, *LOADED_LATE, *(OF_TORCH if framework == "torch" else ())})
+    return sorted({"Arrival", "errors", *VERBS, *LOADED_LATE, *(OF_TORCH if framework == "torch" else ())})
 
 
 def lazy(door: str, verbs: Verbs[Any, Any]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:

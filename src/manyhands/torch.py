@@ -12,6 +12,7 @@ from manyhands.placement.moves import require
 require("torch")
 
 from manyhands import door as _door  # noqa: E402
+from manyhands import errors as errors  # noqa: E402
 from manyhands.backends.protocol import Arrival as Arrival  # noqa: E402
 from manyhands.backends.torch import devices as _backend  # noqa: E402
 from manyhands.placement.verbs import Verbs as _Verbs  # noqa: E402

@@ -112,6 +112,14 @@ def test_a_disturbed_measurement_makes_no_small_batch_slower() -> None:
     assert noisy.step(128, 1).backward == pytest.approx(0.4)
 
 
+def test_no_device_is_more_than_itself() -> None:
+    """A whole batch that was measured while the machine was busy does not make its parts look cheap."""
+    disturbed = profile(times=(StepTime(16, 0.01, 0.02, 0.001), StepTime(64, 0.4, 0.8, 0.004)))
+    for devices in (2, 4, 8, 64):
+        part = disturbed.step(64 / devices, devices)
+        assert part.total >= disturbed.step(64, 1).total / devices * (1 - 1e-12)
+
+
 def test_memory_is_on_a_line_and_fits_or_not() -> None:
     lines = (
         MemoryLine(False, Memory(weights=100), Memory(activations=10)),

@@ -222,8 +222,16 @@ def _line(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def _growing(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Times of which none is above that of a larger batch: what disturbs a measurement only ever adds."""
-    return [(x, min(y for _, y in points[number:])) for number, (x, _) in enumerate(points)]
+    """Times that grow with the batch, but never faster than it does.
+
+    What disturbs a measurement only ever adds: a time above that of a larger batch is taken for that one's. And a part
+    of a batch takes at least its part of the time, or N devices would be said to be more than N times as fast.
+    """
+    grown = [(x, min(y for _, y in points[number:])) for number, (x, _) in enumerate(points)]
+    for number in reversed(range(len(grown) - 1)):
+        (x, y), (larger, seconds) = grown[number], grown[number + 1]
+        grown[number] = x, max(y, seconds * x / larger)
+    return grown
 
 
 def from_mapping(values: Mapping[str, float]) -> Memory:
