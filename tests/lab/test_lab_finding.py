@@ -64,8 +64,8 @@ def test_trials_are_kept_and_end_with_a_wait() -> None:
 
 def test_virtual_devices_are_marked_in_table_plot_and_conclusion() -> None:
     finding = Finding("Yes.", [TIMES.table(to="plain", title="T")], [TIMES.bars("P")])
-    assert marked(finding, []) is finding
-    shown = marked(finding, ["virtual:0", "virtual:1"])
+    assert marked(finding, [], "torch") is finding
+    shown = marked(finding, ["virtual:0", "virtual:1"], "torch")
     assert all("virtual" in text for text in (shown.conclusion, shown.tables[0].title, shown.plots[0].title))
 
 

@@ -34,7 +34,7 @@ _AS_DEVICES = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",  # products still use all cores: `marked` says so
     # Memory is used again, as GPUs' allocators do it: pages that the kernel clears for every large tensor would cost
     # more than the copies that are to be seen.
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
@@ -98,7 +98,7 @@ def perform(experiment: Experiment, bench: Bench) -> Result:
     begin = time.perf_counter()
     status, finding, why = "done", None, ""
     try:
-        finding = marked(experiment.run(bench), bench.virtual)
+        finding = marked(experiment.run(bench), bench.virtual, bench.framework)
     except NotHere as reason:
         status, why = "not here", str(reason)
     except ManyhandsError as error:

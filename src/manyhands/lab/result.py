@@ -60,7 +60,7 @@ class Report:
         return cls(**{**fields, "results": [Result.from_data(result) for result in data["results"]]})
 
 
-def marked(finding: Finding, virtual: Sequence[str]) -> Finding:
+def marked(finding: Finding, virtual: Sequence[str], framework: str) -> Finding:
     """The same finding; where devices were virtual every table, plot and conclusion says so."""
     if not virtual:
         return finding
@@ -68,5 +68,7 @@ def marked(finding: Finding, virtual: Sequence[str]) -> Finding:
     tables = [replace(table, title=f"{table.title or 'Times'} ({mark})") for table in finding.tables]
     plots = [replace(plot, title=f"{plot.title} ({mark})") for plot in finding.plots]
     each = "each " if len(virtual) > 1 else ""
-    note = f"Measured on {mark} ({each}one core of the CPU), because this machine has too few GPUs."
+    # XLA divides a product over all cores, whatever its flags say.
+    part = "with all cores of the CPU, which JAX cannot divide" if framework == "jax" else "one core of the CPU"
+    note = f"Measured on {mark} ({each}{part}), because this machine has too few GPUs."
     return replace(finding, conclusion=f"{finding.conclusion} {note}", tables=tables, plots=plots)
