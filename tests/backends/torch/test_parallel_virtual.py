@@ -111,3 +111,15 @@ def test_a_tensor_from_outside_is_not_baked_in() -> None:
     weight.add_(1)
     assert fast(torch.ones(2, device=ONE)).to("cpu").tolist() == [5, 5]
     assert "pass it as an argument" in fast.explain()
+
+
+def test_the_verbs_move_inside_a_planned_function() -> None:
+    """``mh.to`` is a copy between devices like ``x.to``, and a move that is already done is none."""
+
+    def moves(x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return mh.to(mh.to(x, mh.gpu(0)).exp(), mh.gpu(1)) @ second
+
+    x, _, second = arguments()
+    trace = planning.trace(moves, planning.call((x, second), {}))
+    assert [step.task.kind for step in trace.steps] == ["compute", "copy", "compute"]
+    assert torch.equal(mh.parallel(moves)(x, second).to("cpu"), moves(x, second).to("cpu"))

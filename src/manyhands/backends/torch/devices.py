@@ -138,7 +138,8 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    return tensor.device == device or tensor.device == _numbered(device)
+    # While a function is traced, a tensor of a virtual device tells the dispatcher's name of it.
+    return tensor.device in (device, _numbered(device), virtual.actual(device))
 
 
 def all_on(values: Sequence[object], device: torch.device) -> bool:

@@ -50,6 +50,8 @@ def inside(tensor: torch.Tensor) -> torch.Tensor:
 def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor's content on another device, with gradients that flow back; works in every thread."""
     device = actual(device)
+    if isinstance(tensor, compat.FakeTensor):  # traced: a copy between devices, as any other operation
+        return tensor.to(device)
     if device.type == "cpu" and (is_virtual(device) or home(tensor).type == "cpu"):
         return tensor if home(tensor) == device else _Place.apply(tensor, device)  # type: ignore[no-untyped-call]
     return tensor.to(device)
