@@ -71,4 +71,4 @@ def test_turns_alternate() -> None:
         return float(len(order))
 
     assert in_turns("a", "b", seconds_of) == (1.0, 2.0)
-    assert order == ["a", "b"] * 3
+    assert order == ["a", "b", "b", "a", "a", "b"]  # each turn begins with another

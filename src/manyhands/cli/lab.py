@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         description="Without arguments: the list of experiments. docs/lab.md says how to read a report.",
     )
     parser.set_defaults(run_command=_list)
-    actions = parser.add_subparsers(dest="action", metavar="run")
+    actions = parser.add_subparsers(dest="action", metavar="run", help="run experiments; without it they are listed")
     running = actions.add_parser(
         "run",
         help="run experiments and write a report",

@@ -126,12 +126,16 @@ class StopAtStep(Callback):
 @pytest.mark.neutral
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_callback_stops_between_steps(bench: Bench, devices: int) -> None:
-    """The job ends soon after, on all devices after the same step, with an evaluation and a checkpoint."""
+    """The job ends soon after, on all devices after the same step, with a checkpoint.
+
+    Within an epoch it ends with an evaluation; at the end of one, which may be sooner, with one where it is due.
+    """
     result = bench.fit(devices, epochs=2000, limits=Limits(evaluate_every="2000 epochs"), callbacks=[StopAtStep()])
     assert result.ended == "stopped by callback: two are enough"
     assert 2 <= result.steps < 8000
     assert result.rows[-1]["step"] == result.steps
-    assert result.rows[-1]["val_loss"] is not None
+    if result.steps % 4:
+        assert result.rows[-1]["val_loss"] is not None
     assert (Path(result.run) / "checkpoints" / f"step-{result.steps:08d}").is_dir()
 
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from manyhands.backends.tensorflow.devices import cpu, device_of
-from manyhands.backends.tensorflow.devices import matmul as matmul
+
+
+def _where(x: Any) -> AbstractContextManager[Any]:
+    """A block that computes where the tensor is: TensorFlow computes where a block says, not where tensors are.
+
+    Inside ``tf.function`` a value has no place yet; there the function's block says where.
+    """
+    return tf.device(device_of(x)) if tf.executing_eagerly() else nullcontext()
+
+
+def matmul(x: Any, y: Any) -> Any:
+    with _where(x):
+        return tf.matmul(x, y)
 
 
 def tensor(values: Any) -> Any:
@@ -22,27 +35,27 @@ def numpy(value: Any) -> Any:
 
 
 def norm(x: Any) -> Any:
-    with tf.device(device_of(x)):  # TensorFlow computes where the block says, not where the tensor is
+    with _where(x):
         return tf.norm(x)
 
 
 def relu(x: Any) -> Any:
-    with tf.device(device_of(x)):
+    with _where(x):
         return tf.nn.relu(x)
 
 
 def transpose(x: Any) -> Any:
-    with tf.device(device_of(x)):
+    with _where(x):
         return tf.transpose(x)
 
 
 def join(tensors: Sequence[Any]) -> Any:
-    with tf.device(device_of(tensors[0])):
+    with _where(tensors[0]):
         return tf.concat([tf.reshape(x, [-1]) for x in tensors], axis=0)
 
 
 def cut(joined: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    with tf.device(device_of(joined)):
+    with _where(joined):
         parts = tf.split(joined, [math.prod(shape) for shape in shapes])
         return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -52,7 +65,7 @@ def number(x: Any, index: int) -> float:
 
 
 def with_number(x: Any, index: int, value: float) -> Any:
-    with tf.device(device_of(x)):
+    with _where(x):
         return tf.tensor_scatter_nd_update(x, [[0, index]], [value])
 
 

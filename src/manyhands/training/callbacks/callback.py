@@ -65,7 +65,8 @@ class Training:
         """End the training; ``result.stopped`` will be the reason, and ``result.ended`` "stopped by callback: reason".
 
         From ``on_evaluation`` and ``on_epoch_end`` it ends there. From any other moment it ends as soon as all devices
-        know it: one process after the next step, several about a second later, all of them after the same step.
+        know it: one process after the next step, several about a second later, all of them after the same step. A
+        training that ends within an epoch ends with an evaluation; at the end of an epoch, if one was due there.
         """
         if self.stopped is None:
             self.stopped, self.stopped_by = str(reason), by
