@@ -35,4 +35,6 @@ def test_the_time_of_a_callback_is_no_silence_of_a_worker() -> None:
     own._pass_on(workers[0], {"kind": "steps"}, lambda event: None)
     assert len(workers[0].connection.sent) == 1
     own._pass_on(workers[0], {"kind": "steps"}, say)
-    assert workers[0].connection.sent[1:] == [job_bytes.WISH + b'{"stop": null, "save": []}']
+    assert len(workers[0].connection.sent) == 1
+    own._pass_on(workers[0], {"kind": "steps"}, lambda event: {"stop": "enough"})
+    assert workers[0].connection.sent[1:] == [job_bytes.WISH + b'{"stop": "enough"}']
