@@ -170,5 +170,5 @@ def from_dict(fields: Mapping[str, Any], where: str) -> Link:
         raise wrong(where, "link", f"{type(error).__name__}: {error}") from error
 
 
-def as_json(one: Link) -> str:
-    return json.dumps(one.as_dict(), indent=2)
+def as_json(link: Link) -> str:
+    return json.dumps(link.as_dict(), indent=2)

@@ -250,8 +250,8 @@ def _all(compute: Compute, parts: Iterable[Sequence[int]]) -> list[Pass] | None:
         passes = [compute(rows) for rows in parts]
     except Exception:
         return None
-    alike = len({len(one.terms) for one in passes}) == 1
-    return passes if alike and all(one.is_finite for one in passes) else None
+    alike = len({len(pass_.terms) for pass_ in passes}) == 1
+    return passes if alike and all(pass_.is_finite for pass_ in passes) else None
 
 
 def _together(passes: Sequence[Pass]) -> Pass:
@@ -262,7 +262,7 @@ def _together(passes: Sequence[Pass]) -> Pass:
         gradients = [np.asarray(sum(column)) for column in columns]
         return Term(sum(term.total for term in terms), sum(term.count for term in terms), gradients)
 
-    return Pass([added(terms) for terms in zip(*(one.terms for one in passes), strict=True)])
+    return Pass([added(terms) for terms in zip(*(pass_.terms for pass_ in passes), strict=True)])
 
 
 def _differ(whole: Pass, other: Pass, parts: Sequence[Pass], close: tuple[float, float]) -> bool:

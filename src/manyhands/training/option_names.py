@@ -108,7 +108,7 @@ def explained(*, too_many: str) -> Callable[[Callable[_Arguments, _Result]], Cal
 
     def decorate(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         parameters = inspect.signature(method).parameters
-        positional = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters.values())
+        positional = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
 
         @functools.wraps(method)
         def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -143,7 +143,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         if devices is None:
             self.gpus = [self.backend.gpu(i) for i in range(min(num_gpus, self.backend.num_gpus()))]
             return
-        self.gpus = [one for one in self._natives() if self.backend.neutral(one).kind != "cpu"]
+        self.gpus = [native for native in self._natives() if self.backend.neutral(native).kind != "cpu"]
         if num_gpus not in (0, len(self.gpus)):
             raise BadSettings(f"num_gpus={num_gpus} and devices={devices!r}: give one of the two options")
 

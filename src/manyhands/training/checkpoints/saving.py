@@ -69,7 +69,7 @@ def captured(loop: Loop) -> Captured | None:
         "shuffle": learner.data.shuffle,
         "optimizer_type": learner.optimizer_name,
         "optimizer_options": learner.optimizer_options,
-        "figures": [one.as_json() for one in figures],
+        "figures": [figure.as_json() for figure in figures],
         "shares": learner.shares,
         "batches_before": loop.batches_before,
         "callbacks": loop.report.states(),

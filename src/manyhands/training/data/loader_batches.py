@@ -46,7 +46,11 @@ class MadeAnew:
 
     def __iter__(self) -> Iterator[Any]:
         parameters = inspect.signature(self.function).parameters.values()
-        required = [one for one in parameters if one.default is one.empty and one.kind not in (2, 4)]  # no * or **
+        required = [
+            parameter
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.kind not in (2, 4)
+        ]  # no * or **
         if len(required) > 1:
             raise BadBatch(
                 f"the function that makes the batches has {len(required)} parameters: give one without parameters, or "

@@ -253,7 +253,7 @@ def _is_of_arrays(part: Any, *kinds: type) -> bool:
     if not isinstance(part, (Mapping, *kinds)) or not part:
         return False
     values: Any = part.values() if isinstance(part, Mapping) else part
-    return all(is_array(one) or _is_of_arrays(one, *kinds) for one in values)
+    return all(is_array(value) or _is_of_arrays(value, *kinds) for value in values)
 
 
 def is_array(part: Any) -> bool:

@@ -67,14 +67,18 @@ def inputs_of(call: Callable[..., Any], name: str = "the model", targets: bool |
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
         return Inputs(name, 1, 1, math.inf, targets)
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
     needed = sum(one.default is one.empty for one in positional)
     arrays = needed
     for one in positional[needed:]:
         if not _may_be_array(one):
             break
         arrays += 1
-    endless = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    endless = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     return Inputs(name, needed, math.inf if endless else arrays, math.inf if endless else len(positional), targets)
 
 

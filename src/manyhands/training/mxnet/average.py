@@ -26,9 +26,9 @@ class Average:
 
     def restart(self) -> None:
         """Begin with the weights as they are."""
-        kept = {id(one) for one in replicas.statistics(self._model)}
+        kept = {id(statistic) for statistic in replicas.statistics(self._model)}
         self._parameters = [one for one in replicas.distinct(self._model) if id(one) not in kept]
-        self._average = [[array.copy() for array in one.list_data()] for one in self._parameters]
+        self._average = [[array.copy() for array in parameter.list_data()] for parameter in self._parameters]
 
     def arrays(self) -> Iterator[Any]:
         for of_parameter in self._average:

@@ -55,10 +55,12 @@ class Feed:
                     found.append(None)
                 elif self.on_devices is not None and numbers is not None:
                     here = numbers[index][start:stop]
-                    found.append(self._prepared(tuple(modes.take(one, here) for one in self.on_devices[index])))
+                    found.append(
+                        self._prepared(tuple(modes.take(on_device, here) for on_device in self.on_devices[index]))
+                    )
                 else:
                     rows = self.source.rows(order[start:stop])
-                    found.append(self._prepared(tuple(modes.native(one, device) for one in rows)))
+                    found.append(self._prepared(tuple(modes.native(row, device) for row in rows)))
             yield window, found
 
     def stream(

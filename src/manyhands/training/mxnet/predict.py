@@ -27,7 +27,7 @@ def _trial(model: Any, inputs: Any) -> Iterator[Any]:
 
 
 def _gradient_bytes(model: Any) -> int:
-    trained = [one for one in model.collect_params().values() if one.grad_req != "null"]
+    trained = [parameter for parameter in model.collect_params().values() if parameter.grad_req != "null"]
     return sum(one.data(one.list_ctx()[0]).asnumpy().nbytes for one in trained)
 
 

@@ -28,7 +28,7 @@ def parameters(model: Any) -> dict[str, gluon.Parameter]:
 
 def distinct(model: Any) -> list[gluon.Parameter]:
     """Each parameter once, also one that stands in two layers."""
-    return list({id(one): one for one in parameters(model).values()}.values())
+    return list({id(parameter): parameter for parameter in parameters(model).values()}.values())
 
 
 def layers(block: Any) -> Iterator[Any]:

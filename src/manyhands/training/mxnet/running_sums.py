@@ -71,8 +71,8 @@ class Metrics:
         """
         self._count += count
         with numpy_like():
-            loss = self._together([one.total for one in self._shards])
-            if counts := [one.count for one in self._shards if one.count is not None]:
+            loss = self._together([shard.total for shard in self._shards])
+            if counts := [shard.count for shard in self._shards if shard.count is not None]:
                 divisor = self._together(counts)
                 if self.over_all:
                     self._divisor, self._weighed = self._divisor + divisor, True
@@ -82,7 +82,7 @@ class Metrics:
             if finite:
                 good = good.astype("float64") + self._together([*finite]) == 1 + len(finite)
             self._loss = self._loss + loss
-            if rights := [one.right for one in self._shards if one.right is not None]:
+            if rights := [shard.right for shard in self._shards if shard.right is not None]:
                 self._right = self._right + self._together(rights)
             now = mx.np.full((), float(step), dtype="float64", ctx=self.device)
             self._bad = mx.np.minimum(self._bad, mx.np.where(good, self._never, now))

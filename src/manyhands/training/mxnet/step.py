@@ -155,7 +155,7 @@ class Step:
         """Scale all gradients together, on each device for itself: they are the same everywhere."""
 
         def scale(gradients: Sequence[Any]) -> Any:
-            squares = mx.np.stack([mx.np.square(one).sum() for one in gradients])
+            squares = mx.np.stack([mx.np.square(gradient).sum() for gradient in gradients])
             return mx.np.minimum(self.clip / (mx.np.sqrt(squares.sum()) + _TINY), 1.0)
 
         self._scale(devices, scale)
@@ -164,13 +164,13 @@ class Step:
         """Divide all gradients by the sum of the counts."""
 
         def scale(gradients: Sequence[Any]) -> Any:
-            here = [one.as_np_ndarray().reshape(()).as_in_ctx(gradients[0].ctx) for one in counts]
+            here = [count.as_np_ndarray().reshape(()).as_in_ctx(gradients[0].ctx) for count in counts]
             return 1.0 / sum(here[1:], here[0])
 
         self._scale(devices, scale)
 
     def _scale(self, devices: int, factor: Callable[[Sequence[Any]], Any]) -> None:
-        used = [one for one in self.parameters if one.list_data()[0]._fresh_grad]
+        used = [parameter for parameter in self.parameters if parameter.list_data()[0]._fresh_grad]
         if not used:
             return
         with numpy_like():

@@ -136,7 +136,7 @@ def _is_of_keras(objective: Objective) -> bool:
 def few_samples(data: Source, count: int) -> Batch | None:
     """The first samples; None for an iterator, from which a look would take them away."""
     if isinstance(data, Arrays):
-        return data.nested(data.prepare(tuple(tf.convert_to_tensor(one) for one in data.rows(slice(count)))))
+        return data.nested(data.prepare(tuple(tf.convert_to_tensor(row) for row in data.rows(slice(count)))))
     first = _first_batch(data)
     return None if first is None else data.nested(tuple(tf.convert_to_tensor(one[:count]) for one in first))
 

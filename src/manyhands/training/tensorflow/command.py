@@ -56,7 +56,7 @@ def arrays(data: Any) -> Arrays:
 def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, Array]:
     part = data.spread(way.samples)
     net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
-    net.set_weights([nudged(one, way.nudge) for one in net.get_weights()])
+    net.set_weights([nudged(weight, way.nudge) for weight in net.get_weights()])
     step = Step(shares=way.shares, batch_stats="global")
     how: dict[str, Any] = {"step": step, "loss": loss, "batch_size": way.batch_size}
     Trainer(way.epochs, optimizer=_momentum(), quiet=True, **on_cpu(way.devices), **how).fit(net, part)

@@ -80,7 +80,7 @@ class RepeatableDataset:
         """Those of the number-th shuffle of a dataset. TensorFlow's 0, 0 is one without a seed."""
         if any(seeds) and epoch is None:
             return seeds
-        parts = [one % 2**64 for one in seeds] if any(seeds) else [self._seed, number]
+        parts = [seed % 2**64 for seed in seeds] if any(seeds) else [self._seed, number]
         mixed = np.random.SeedSequence([*parts, 0 if epoch is None else epoch]).generate_state(2, np.uint32)
         return [int(one) + 1 for one in mixed]
 

@@ -63,7 +63,7 @@ class Function:
         with self._within(weights, kept, numbers) as scope:
             losses = self.objective(self.model, batch, training=training)
             if not losses.complete:
-                losses = sum((Losses(_penalty(one)) for one in self.model.losses), losses)
+                losses = sum((Losses(_penalty(loss)) for loss in self.model.losses), losses)
         return losses, [scope.get_current_value(variable) for variable in self.kept]
 
     def answer(self, weights: Sequence[Any], kept: Sequence[Any], numbers: Sequence[Any], batch: Batch) -> Any:

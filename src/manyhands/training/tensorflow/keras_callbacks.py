@@ -94,7 +94,7 @@ def adapted(values: Any) -> Any:
         values = [values]
     if isinstance(values, (str, bytes, type)) or not hasattr(values, "__iter__"):
         return values
-    return [KerasCallback(one) if isinstance(one, keras.callbacks.Callback) else one for one in values]
+    return [KerasCallback(value) if isinstance(value, keras.callbacks.Callback) else value for value in values]
 
 
 def _check(callback: keras.callbacks.Callback) -> None:

@@ -75,7 +75,7 @@ class Step:
 
     def keep_average(self, decay: float) -> None:
         """Before the first step: keep a moving average of the weights, in float32 at least."""
-        first = [self.on_each(one)[0].numpy() for one in self.weights]
+        first = [self.on_each(weight)[0].numpy() for weight in self.weights]
         self.average = [self._own(one.astype(np.promote_types(one.dtype, np.float32))) for one in first]
         self._decay = decay
 
@@ -123,7 +123,7 @@ class Step:
     ) -> None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         begin, end = bounds[replica], bounds[replica + 1]
-        whole, weights = bounds[-1] - bounds[0], [tf.convert_to_tensor(one) for one in self.weights]
+        whole, weights = bounds[-1] - bounds[0], [tf.convert_to_tensor(weight) for weight in self.weights]
         kept = [tf.convert_to_tensor(one) for one in self.kept]
         parts, sums = self.settings.step.accumulate, _no_figures()
         gradients: list[list[Any]] = []
@@ -157,7 +157,7 @@ class Step:
                 losses, after = self.function(weights, kept, numbers, rows(), training=True)
                 terms = _terms(losses, size, whole)
             self._terms = len(terms)
-            gradients = [tape.gradient(one, weights, unconnected_gradients="zero") for one in terms]
+            gradients = [tape.gradient(term, weights, unconnected_gradients="zero") for term in terms]
             return (
                 [[tf.convert_to_tensor(one) for one in part] for part in gradients],
                 after,
@@ -168,7 +168,7 @@ class Step:
             return work()
 
         def nothing() -> tuple[list[list[Any]], list[Any], list[Any]]:  # traced after the other branch
-            return [[tf.zeros_like(one) for one in weights] for _ in range(self._terms)], kept, _no_figures()
+            return [[tf.zeros_like(weight) for weight in weights] for _ in range(self._terms)], kept, _no_figures()
 
         found: tuple[list[list[Any]], list[Any], list[Any]] = tf.cond(size > 0, work, nothing)
         return found
@@ -246,7 +246,9 @@ class Step:
 
     def _values(self) -> tuple[list[Any], list[Any]]:
         """This replica's weights and statistics."""
-        return [tf.convert_to_tensor(one) for one in self.weights], [tf.convert_to_tensor(one) for one in self.kept]
+        return [tf.convert_to_tensor(weight) for weight in self.weights], [
+            tf.convert_to_tensor(one) for one in self.kept
+        ]
 
     def _figures(self, losses: Losses, size: Any, whole: Any) -> list[Any]:
         """The three figures, and the totals and counts of the sums; without samples all are nothing."""
@@ -348,7 +350,7 @@ def _terms(losses: Losses, size: Any, whole: Any) -> list[Any]:
     totals = [] if losses.total is None else [losses.total.value]
     first = tf.zeros((), (*totals, *sums)[0].dtype) if losses.mean is None else losses.mean
     first *= tf.cast(size, first.dtype) / tf.cast(whole, first.dtype)
-    first += sum(tf.cast(one, first.dtype) for one in totals)
+    first += sum(tf.cast(total, first.dtype) for total in totals)
     return [tf.where(size > 0, one, tf.zeros_like(one)) for one in (first, *sums)]
 
 

@@ -71,7 +71,7 @@ class Trainer(BaseTrainer):
         meeting.read_tf_config()
         if launcher.size() > 1:  # now: TensorFlow sets up a job of several processes before its first tensor or never
             devices = self._option("devices")
-            world.join(on_cpu=devices is not None and all("cpu" in str(one).lower() for one in devices))
+            world.join(on_cpu=devices is not None and all("cpu" in str(device).lower() for device in devices))
 
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         batches = self._option("limits").batches if shuffle else None

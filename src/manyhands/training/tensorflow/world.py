@@ -40,7 +40,7 @@ class World:
     @property
     def devices(self) -> list[Any]:
         """Those of this process."""
-        return [backend.TensorFlowDevice(one) for one in self.strategy.extended.worker_devices]
+        return [backend.TensorFlowDevice(device) for device in self.strategy.extended.worker_devices]
 
     @property
     def replicas(self) -> int:

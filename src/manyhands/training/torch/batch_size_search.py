@@ -157,7 +157,7 @@ class Search:
         step = dataclasses.replace(settings.step, shares=None, accumulate=parts, micro_batch_size=None)
         limits = Limits(max_steps=_STEPS)
         settings = dataclasses.replace(settings, step=step, limits=limits, checkpoints=Checkpoints(), max_epochs=_STEPS)
-        decays = [one.average_decay for one in trainer._callbacks() if one.average_decay is not None]
+        decays = [callback.average_decay for callback in trainer._callbacks() if callback.average_decay is not None]
         return Job(
             model=model,
             objective=objective_for(model, trainer._option("loss")),

@@ -311,9 +311,9 @@ class Rank:
         whole, given = feed.stream_windows(stream, cursor, seed=seed), True
         while given:
             given = False
-            for one in feed.stream_shards(itertools.islice(whole, chunk), self.world, self.shares, **how):
+            for shard in feed.stream_shards(itertools.islice(whole, chunk), self.world, self.shares, **how):
                 given = True
-                yield one
+                yield shard
             self._measure()
 
     def _order(self, source: Source, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -182,44 +182,44 @@ class Schedulers:
     @property
     def monitors(self) -> list[str]:
         """The figures that they follow."""
-        return list(dict.fromkeys(one.monitor for one in self.parts.values() if one.monitor is not None))
+        return list(dict.fromkeys(part.monitor for part in self.parts.values() if part.monitor is not None))
 
     @property
     def why_not_captured(self) -> str | None:
-        return next((one.why_not_captured for one in self.parts.values() if one.why_not_captured is not None), None)
+        return next((part.why_not_captured for part in self.parts.values() if part.why_not_captured is not None), None)
 
     def rates(self, optimizer: torch.optim.Optimizer) -> list[float]:
         """Of each group of the job's optimizer, as the host set it."""
         own = {
             id(group): rate
-            for one in self.parts.values()
-            for group, rate in zip(one.optimizer.param_groups, one.rates, strict=True)
+            for part in self.parts.values()
+            for group, rate in zip(part.optimizer.param_groups, part.rates, strict=True)
         }
         return [own[id(group)] if id(group) in own else float(group["lr"]) for group in optimizer.param_groups]
 
     def check_steps(self, steps: int | None, epochs: int | None) -> None:
         """``steps`` and ``epochs`` that are left, where that is known."""
-        for one in self.parts.values():
-            one.check_steps(steps if one.per_step else epochs)
+        for part in self.parts.values():
+            part.check_steps(steps if part.per_step else epochs)
 
     def apply(self) -> None:
-        for one in self.parts.values():
-            one.apply()
+        for part in self.parts.values():
+            part.apply()
 
     def after_step(self) -> None:
-        for one in self.parts.values():
-            if one.per_step:
-                one.step()
+        for part in self.parts.values():
+            if part.per_step:
+                part.step()
 
     def after_epoch(self) -> None:
-        for one in self.parts.values():
-            if not one.per_step and one.monitor is None:
-                one.step()
+        for part in self.parts.values():
+            if not part.per_step and part.monitor is None:
+                part.step()
 
     def after_figure(self, monitor: str, value: float) -> None:
-        for one in self.parts.values():
-            if one.monitor == monitor:
-                one.step(value)
+        for part in self.parts.values():
+            if part.monitor == monitor:
+                part.step(value)
 
     def state(self) -> dict[str, Any]:
         if list(self.parts) == [""]:
@@ -235,8 +235,8 @@ class Schedulers:
             one.restore(before[name])
 
     def close(self) -> None:
-        for one in self.parts.values():
-            one.close()
+        for part in self.parts.values():
+            part.close()
 
 
 def schedulers_of(schedule: Any, made: Configured) -> Schedulers | None:

@@ -66,7 +66,7 @@ def _terms(losses: Losses, size: Any) -> list[tuple[Any, Any]]:
 
 
 def _term(total: Any, count: Any, gradients: Sequence[Any]) -> Term:
-    return Term(float(total), float(count), [one.numpy().astype(np.float64) for one in gradients])
+    return Term(float(total), float(count), [gradient.numpy().astype(np.float64) for gradient in gradients])
 
 
 @contextlib.contextmanager

@@ -118,7 +118,9 @@ class GraphStep:
         self._parallel = parallel
         self._stream = stream_of(eager.device)
         # Two copies of the gradients beyond what one lane takes: DistributedDataParallel has one in its buckets.
-        held = 2 * sum(one.numel() * one.element_size() for one in eager.parameters if one.requires_grad)
+        held = 2 * sum(
+            parameter.numel() * parameter.element_size() for parameter in eager.parameters if parameter.requires_grad
+        )
         self._beside = Beside.on_streams(eager.device, self._stream, most_held=held) if side_lanes else None
         # Why there are none although they were asked for; and why kernels are not compiled after all.
         self.no_lanes: str | None = None
@@ -338,7 +340,7 @@ class GraphStep:
         return loss, right
 
     def _look_for_poison(self, loss: torch.Tensor) -> None:
-        gradients = [one.grad for one in self._eager.parameters if one.grad is not None]
+        gradients = [parameter.grad for parameter in self._eager.parameters if parameter.grad is not None]
         if not is_clean([loss.detach(), *gradients, *self._eager.model.buffers()]):
             why = "the model's own, or something reads memory past PyTorch"
             raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")

@@ -237,10 +237,10 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 def is_clean(values: Iterable[torch.Tensor]) -> bool:
     """Whether there is no NaN in any of them; the host waits for the answer."""
-    found = [one.isnan().any() for one in values if one.is_floating_point()]
+    found = [value.isnan().any() for value in values if value.is_floating_point()]
     return not found or not bool(torch.stack(found).any())
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-    return same and kernels.fits(one) and kernels.fits(other)
+def _alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    same = tensor.shape == other.shape and tensor.dtype == other.dtype and tensor.device == other.device
+    return same and kernels.fits(tensor) and kernels.fits(other)

@@ -101,7 +101,7 @@ def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | Non
 def _has_hook(value: object, kinds: Sequence[str]) -> bool:
     found = [hook for kind in kinds for hook in (getattr(value, kind, None) or {}).values()]
     modules = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in found]
-    return not all(str(one).startswith("torch.") for one in modules)
+    return not all(str(module).startswith("torch.") for module in modules)
 
 
 def _look(value: object) -> Any:

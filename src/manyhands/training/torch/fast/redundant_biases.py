@@ -222,7 +222,7 @@ class Search(TorchDispatchMode):
 
     def _in_norm(self, norm: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given: Any = args[0] if args else kwargs.get("input")
-        calls = [one for one in self._calls.values() if one.output is not None and one.output() is given]
+        calls = [call for call in self._calls.values() if call.output is not None and call.output() is given]
         self._norm_calls[norm] += 1
         if not calls or calls[0].norm is not None or not norm.training:
             return self._called(norm, args, kwargs)

@@ -11,7 +11,7 @@ from manyhands.backends.torch.compat import memory_id, tree_leaves
 
 def memories_of(values: Any) -> set[int]:
     """The numbers of the memories of all tensors in a tree."""
-    return {memory_id(one) for one in tree_leaves(values) if has_memory(one)}
+    return {memory_id(leaf) for leaf in tree_leaves(values) if has_memory(leaf)}
 
 
 def has_memory(value: Any) -> bool:

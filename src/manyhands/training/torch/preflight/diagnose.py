@@ -109,7 +109,10 @@ def _of_parts(job: Job) -> str | None:
     try:
         forward.bind(*inputs)
     except TypeError:
-        takes = sum(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in forward.parameters.values())
+        takes = sum(
+            parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+            for parameter in forward.parameters.values()
+        )
     else:
         return None
     return (

@@ -144,7 +144,7 @@ def _numbers(tensor: torch.Tensor) -> Array:
 def _check(model: torch.nn.Module, objective: Objective, batches: Sequence[Batch]) -> str | None:
     """Refuse a loss of which whole and parts differ; or say why they could not be compared."""
     trial = _Trial(model, objective)
-    if sum(one.numel() for one in model.parameters()) < _DOUBLE and not trial.works_in_double(batches[0]):
+    if sum(parameter.numel() for parameter in model.parameters()) < _DOUBLE and not trial.works_in_double(batches[0]):
         trial = _Trial(model, objective)
     return trial.check(batches)
 
@@ -154,7 +154,7 @@ class _Trial:
 
     def __init__(self, model: torch.nn.Module, objective: Objective) -> None:
         self._model, self._objective = copy.deepcopy(model), objective
-        self._parameters = [one for one in self._model.parameters() if one.requires_grad]
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def works_in_double(self, batch: Batch) -> bool:
         self._model.double()

@@ -108,7 +108,9 @@ def _of_weights(model: torch.nn.Module) -> str:
     """What a model computes in by itself."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return (
-        "fp32" if dtypes <= {torch.float32} else " and ".join(sorted(str(one).removeprefix("torch.") for one in dtypes))
+        "fp32"
+        if dtypes <= {torch.float32}
+        else " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     )
 
 

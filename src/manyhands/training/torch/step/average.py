@@ -25,8 +25,8 @@ class Average:
 
     def restart(self) -> None:
         """Begin with the weights as they are."""
-        self._parameters = [one for one in self._model.parameters() if one.is_floating_point()]
-        self.tensors = [_copy(one.detach(), like=one) for one in self._parameters]
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.is_floating_point()]
+        self.tensors = [_copy(parameter.detach(), like=parameter) for parameter in self._parameters]
 
     def settle(self) -> None:
         """Lie in memory as the weights do now: their dtype or memory format may have changed."""

@@ -164,8 +164,8 @@ def _weight_gradient(dtype: torch.dtype | None, *given: Any) -> list[torch.Tenso
     return [one if dtype is None else one.to(dtype) for one in found]
 
 
-def _product(dtype: torch.dtype | None, one: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
-    found = torch.mm(one, other)
+def _product(dtype: torch.dtype | None, tensor: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
+    found = torch.mm(tensor, other)
     return [found if dtype is None else found.to(dtype)]
 
 

@@ -97,10 +97,10 @@ class _Group:
     def add(self, made: list[Node]) -> None:
         self.results += made
         for node in made:
-            for one in node.args[0].all_input_nodes:  # type: ignore[union-attr]
-                if one not in self._kept:
-                    self._kept[one] = None
-                    value = one.meta["val"]
+            for source in node.args[0].all_input_nodes:  # type: ignore[union-attr]
+                if source not in self._kept:
+                    self._kept[source] = None
+                    value = source.meta["val"]
                     self.bytes += value.numel() * value.element_size()
 
     def join(self, graph: Graph, before: Node) -> None:

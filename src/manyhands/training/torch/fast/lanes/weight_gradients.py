@@ -36,9 +36,9 @@ def goes_aside(func: Any, args: tuple[Any, ...]) -> str | None:
     return None
 
 
-def multiplications(one: torch.Tensor, other: torch.Tensor) -> int:
+def multiplications(tensor: torch.Tensor, other: torch.Tensor) -> int:
     """How many there are in a product of two matrices."""
-    return one.shape[0] * one.shape[1] * other.shape[1]
+    return tensor.shape[0] * tensor.shape[1] * other.shape[1]
 
 
 def _of_convolution(args: tuple[Any, ...]) -> str | None:
