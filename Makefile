@@ -25,8 +25,8 @@ test-%: export OMP_WAIT_POLICY := passive
 test-training-%: export OMP_NUM_THREADS := 1
 
 # The longest first: where two suites run at a time, none of them is left alone at the end.
-SUITES := test-training-own-torch-s-z test-training-own-torch-a-r test-training-own-tensorflow test-training-own-jax \
-	test-backends-torch test-training-contract-jax test-training-contract-tensorflow test-training-contract-torch test-core \
+SUITES := test-backends-torch test-training-own-torch-s-z test-training-own-torch-a-r test-training-own-tensorflow test-training-own-jax \
+	test-training-contract-jax test-training-contract-tensorflow test-training-contract-torch test-core \
 	test-training-own-mxnet test-examples test-backends-jax test-backends-tensorflow test-virtual-torch test-training-contract-mxnet \
 	test-backends-mxnet test-audit-torch test-virtual-jax test-virtual-tensorflow test-virtual-mxnet test-gpu
 SUITES_HERE := $(filter-out $(addprefix %-,$(SKIPPED)),$(SUITES))

@@ -59,7 +59,7 @@ class ImageFolder(Dataset[tuple[torch.Tensor, int]]):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="of the images; default: one that is deleted at the end")
-    parser.add_argument("--devices", default=None, help="default: the GPUs, else the CPU")
+    parser.add_argument("--devices", default="auto", help="default: all GPUs, else the CPU")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--workers", type=int, default=0, help="processes that read images")
     options = parser.parse_args()

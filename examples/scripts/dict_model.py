@@ -73,7 +73,7 @@ def train(devices: str | None, epochs: int) -> tuple[Tagger, mh.Result]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", default=None, help="default: the GPUs, else the CPU")
+    parser.add_argument("--devices", default="auto", help="default: all GPUs, else the CPU")
     parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
     model, result = train(options.devices, options.epochs)

@@ -60,7 +60,7 @@ def plot(points: torch.Tensor, real: torch.Tensor, path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", default=None, help="default: the GPUs, else the CPU")
+    parser.add_argument("--devices", default="auto", help="default: all GPUs, else the CPU")
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--plot", metavar="FILE", help="draw the points of the generator")
     options = parser.parse_args()

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--folder", default="runs/spirals", help="the folder of figures and checkpoints")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=120, help="samples of a step, over all processes together")
-    parser.add_argument("--devices", default=None, help="default: the GPUs, else the CPU")
+    parser.add_argument("--devices", default="auto", help="default: all GPUs, else the CPU")
     options = parser.parse_args()
 
     torch.manual_seed(0)  # all processes make the same model; the first one's weights count

@@ -68,7 +68,7 @@ def run(bench: Bench) -> Finding:
     elif gain.slower:
         conclusion = f"No: at once takes {1 / gain.ratio:.2f} times as long as one after the other."
     else:
-        conclusion = f"Not here: at once {gain} as one after the other."
+        conclusion = f"Not here: at once {gain}, compared with one after the other."
     title = "CPU, device and bus"
     timeline = Plot("timeline", "All three at once", spans=_spans(bench, work))
     plots = [times.bars(title, [bound]), timeline]

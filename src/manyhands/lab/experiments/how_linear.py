@@ -63,7 +63,7 @@ def _conclusion(gains: dict[int, Comparison], best: int) -> str:
         return f"No: two devices are not clearly faster at any size up to {max(gains)} x {max(gains)}."
     near = f"{gains[best].ratio:.2f} times as fast at {best} x {best}, {gains[best].ratio / 2:.0%} of linear"
     behind = [size for size in gains if size < min(pays)]
-    small = f" Below {min(pays)} x {min(pays)} handing out the work costs more than it gains." if behind else ""
+    small = f" Below {min(pays)} x {min(pays)} there is no clear gain." if behind else ""
     return (
         f"{'Almost' if gains[best].ratio > 1.8 else 'Not quite' if gains[best].ratio > 1.4 else 'No'}: {near}.{small}"
     )

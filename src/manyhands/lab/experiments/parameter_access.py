@@ -17,11 +17,10 @@ _Ways = dict[str, Callable[[], Any]]
 _ONE_BY_ONE = "number by number"
 
 
-@experiment("parameter-access", question="What does it cost to read and write parameters on a device?", devices=2)
+@experiment("parameter-access", question="What does it cost to read and write parameters on a device?", apart=True)
 def run(bench: Bench) -> Finding:
     mh, operations, host = bench.mh, bench.operations, bench.mh.cpu()
-    gpu = bench.gpu()
-    device = bench.devices(2)[1] if gpu is None else gpu  # virtual device 0 may be the host itself
+    (device,) = bench.devices(1)
     width = bench.size(gpu=1024, cpu=384, quick=128)
     some = bench.size(gpu=50, cpu=50, quick=40)  # numbers that are read or written one by one
     shapes = [(width, width), (1, width)] * bench.size(gpu=20, cpu=20, quick=20)  # weights and biases

@@ -17,7 +17,7 @@ from manyhands.lab.experiment import experiment
 from manyhands.lab.finding import Bound, Comparison, Finding
 
 
-@experiment("steps-in-flight", question="What does it gain to have two steps in flight?", devices=2)
+@experiment("steps-in-flight", question="What does it gain to have two steps in flight?", apart=True)
 def run(bench: Bench) -> Finding:
     mh, operations = bench.mh, bench.operations
     device = bench.devices(1)[0]

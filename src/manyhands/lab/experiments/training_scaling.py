@@ -155,7 +155,7 @@ def conclusion(outcomes: dict[Job, Outcome]) -> str:
         pays = [told[size] for size, gain in gains.items() if gain > _PAYS]
         lost = [told[size] for size, gain in gains.items() if gain <= _PAYS]
         words = [f"{most} devices pay with {', '.join(pays)}"] if pays else [f"{most} devices do not pay"]
-        words += [f"communication eats the gain with {', '.join(lost)}"] if lost else []
+        words += [f"no clear gain with {', '.join(lost)}"] if lost else []
         parts.append(f"{model}: {'; '.join(words)}.")
     apart = max(
         abs(outcome.accuracy - outcomes[Job(job.model, job.batch_size, job.lr, 1)].accuracy)

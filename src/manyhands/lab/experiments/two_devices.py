@@ -58,7 +58,7 @@ def run(bench: Bench) -> Finding:
     elif gain.slower:
         conclusion = f"No: both at once takes {1 / gain.ratio:.2f} times as long as one after the other."
     else:
-        conclusion = f"No: both at once {gain} as one after the other: the devices share what they are limited by."
+        conclusion = f"No clear gain: both at once {gain}, compared with one after the other."
     title = f"{_PRODUCTS} products of {size} x {size} on each of two devices"
     bounds = [Bound("the slower device alone", slower)]
     return Finding(conclusion, [times.table(to="one after the other", title=title)], [times.bars(title, bounds)])

@@ -62,7 +62,8 @@ def run(bench: Bench) -> Finding:
     parts = Series("share", ["fast device", "slow device"], list(found))
     plots = [times.bars("Time of an epoch"), Plot("bar", "Measured shares", [parts], y_label="part of each batch")]
     slowed = f"No GPU here: the second device is made slow. It computes each forward pass {1 + _AGAIN} times."
-    return Finding(conclusion(times, found), [table], plots, [] if has_gpu else [slowed])
+    beside = "The two devices are the GPU and the CPU, which computes with one thread."
+    return Finding(conclusion(times, found), [table], plots, [beside if has_gpu else slowed])
 
 
 def _told(shares: Any, name: str) -> str:
