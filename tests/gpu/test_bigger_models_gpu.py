@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
-from manyhands.errors import BadSettings  # noqa: E402
+from manyhands.errors import BadSettings, LossIsNotANumber  # noqa: E402
 from manyhands.training.options import Step, Workers  # noqa: E402
 
 X = torch.randn(320, 16, generator=torch.Generator().manual_seed(0))
@@ -72,6 +72,15 @@ def test_half_precision_in_the_captured_step_and_in_plain_ones(fast: bool) -> No
     assert captured(result) is fast
     assert difference(half, exact) < 0.05
     assert any(note.startswith("fp16: the loss scale is") for note in result.notes)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_scale_that_collapses_ends_the_job(fast: bool) -> None:
+    def huge(scores: Any, y: Any) -> Any:
+        return torch.nn.functional.cross_entropy(scores, y) * 1e15
+
+    with pytest.raises(LossIsNotANumber, match="steps were all skipped"):
+        trained(net(), precision="fp16", loss=huge, max_epochs=20, step=Step(fast=fast))
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -229,6 +229,22 @@ def test_a_model_makes_its_updates_itself(tmp_path: Path) -> None:
     assert difference(net.state_dict(), fit_gan(Twice(), data(), 1, batch_size=30, max_epochs=1)[0]) <= CLOSE
 
 
+def test_a_second_update_sees_the_weights_of_the_first_in_half_precision() -> None:
+    """Autocast keeps its casts of weights; they have changed when the second loss is computed."""
+    X = data()[0].float()
+    trained, by_hand = Twice().float(), Twice().float()
+    mh.Trainer(max_epochs=1, devices="cpu", batch_size=30, precision="bf16", quiet=True).fit(trained, (X,))
+    optimizer = by_hand.configure_optimizers()
+    for samples in torch.from_numpy(epoch_order(0, 0, 90)).split(30):
+        for target in (1.0, -1.0):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (by_hand.net(X[samples]) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    torch.testing.assert_close(trained.state_dict(), by_hand.state_dict(), rtol=1e-6, atol=1e-6)
+
+
 def test_its_updates_are_those_of_one_device_on_two_ranks() -> None:
     """The last batch has one sample, so that one rank has none."""
     samples = tuple(part[:61] for part in data())

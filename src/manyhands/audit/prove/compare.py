@@ -165,8 +165,8 @@ class _Passes:
         """Whether the cured program computed the same."""
         if not self._differ(self.results[_PLAIN][0], *self.results[_CURED]):
             return "equal"
-        if len(self.results[_PLAIN]) < 2:
-            self.run(_PLAIN)
+        if len(self.results[_PLAIN]) < 2 and self.run(_PLAIN) is not None:
+            return "not-comparable"
         return "not-comparable" if self._differ(*self.results[_PLAIN]) else "differ"
 
     @staticmethod

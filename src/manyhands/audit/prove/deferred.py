@@ -164,11 +164,38 @@ def _operator(function: Callable[..., Any], *, swapped: bool = False) -> Callabl
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("and", "or", "xor"):
+    _function = getattr(operator, f"{_name}_" if _name != "xor" else _name)
+    setattr(Deferred, f"__{_name}__", _operator(_function))
+    setattr(Deferred, f"__r{_name}__", _operator(_function, swapped=True))
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "lshift",
+    "rshift",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+):
     _function = getattr(operator, _name)
     setattr(Deferred, f"__{_name}__", _operator(_function))
     if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(Deferred, f"__r{_name}__", _operator(_function, swapped=True))
-for _name, _function in (("neg", operator.neg), ("pos", operator.pos), ("abs", abs), ("round", round)):
+for _name, _function in (
+    ("neg", operator.neg),
+    ("pos", operator.pos),
+    ("abs", abs),
+    ("round", round),
+    ("invert", operator.invert),
+):
     setattr(Deferred, f"__{_name}__", _operator(_function))
 numbers.Number.register(Deferred)

@@ -20,7 +20,7 @@ from manyhands.audit.prove.plan import Way
 NAME = "__manyhands_audit__"
 _READS = {"item", "tolist", "asscalar", "asnumpy", "numpy", "cpu", "asarray", "array", "device_get"}
 _READ_FUNCTIONS = {"float", "int", "complex", "asarray", "array", "device_get"}
-_WAITS = {"synchronize", "waitall", "wait_to_read", "block_until_ready"}
+WAITS = {"synchronize", "waitall", "wait_to_read", "block_until_ready"}
 _COPIES = {"to", "cuda", "copy_"}
 
 
@@ -75,8 +75,8 @@ class _Calls(ast.NodeTransformer):
                 self._methods |= _READS | {"to"}
                 self._functions |= _READ_FUNCTIONS | {"print", "str", "repr", "format"}
             elif way is Way.REMOVED:
-                self._methods |= _WAITS
-                self._functions |= _WAITS
+                self._methods |= WAITS
+                self._functions |= WAITS
             elif way is Way.COPY:
                 self._methods |= _COPIES
         self._texts = Way.LATE in change.ways

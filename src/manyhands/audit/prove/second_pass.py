@@ -69,7 +69,7 @@ class SecondPass:
             return self._reads(line, name, owner, args, kwargs)
         if not self._cured:
             return getattr(owner, name)(*args, **kwargs)
-        if Way.REMOVED in ways and name not in ("to", "cuda", "copy_"):
+        if Way.REMOVED in ways and name in rewrite.WAITS:
             self._asked[line] += self._counting
             return self._without_wait(name, owner, args)
         if Way.COPY in ways:
@@ -87,7 +87,7 @@ class SecondPass:
         first = args[0] if args else None
         if Way.LATE in ways and (isinstance(first, Deferred) or self._read_by(name, None, args, kwargs) is not None):
             return self._reads(line, name, None, args, kwargs, function)
-        if self._cured and Way.REMOVED in ways:
+        if self._cured and Way.REMOVED in ways and name in rewrite.WAITS:
             self._asked[line] += self._counting
             return first
         return function(*args, **kwargs)

@@ -69,7 +69,10 @@ def _results(proof: Proof) -> str:
         return f"{what} are equal to the bit"
     if proof.results == "differ":
         return f"{what} were compared, and some differ from those of the program as it is"
-    return f"{what} cannot be compared: two runs of the program as it is differ as well (no seed, or random kernels)"
+    return (
+        f"{what} cannot be compared: two runs of the program as it is differ as well, or one failed (no seed, or "
+        "random kernels)"
+    )
 
 
 def _fate(line: ProvenLine) -> str:

@@ -69,6 +69,8 @@ def configured(made: Any) -> Configured:
         for key, schedule in schedules.items()
         if schedule is not None
     ]
+    if None in entries and entries[None].every != 1:
+        raise BadSettings(f"{_WHO} gave 'every' with its only optimizer: use Step(accumulate=...), or leave it out")
     return Configured(entries[None].optimizer if None in entries else Several(entries), found)
 
 

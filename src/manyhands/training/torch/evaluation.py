@@ -70,7 +70,7 @@ class Evaluation:
         if getattr(objective, "is_default", False) and not whole:  # of a dict it is the loss in the model's output
             whole = _are_dicts(data)
         with _evaluating(self.model), answers or contextlib.nullcontext():
-            for number, batch in enumerate(self._batches(data, whole=whole)):
+            for number, batch in enumerate(self._batches(data, whole=whole, by_name=True)):
                 objective.batch_idx = number
                 if batch is None or not (size := sources.rows(batch)):
                     outputs.add(None)
@@ -108,10 +108,13 @@ class Evaluation:
                 alive()
         outputs.finish()
 
-    def _batches(self, data: Source, *, whole: bool = False) -> Iterator[Batch | None]:
-        """This rank's shard of every batch, in the order of the data; or its turn of the ``whole`` batches."""
+    def _batches(self, data: Source, *, whole: bool = False, by_name: bool = False) -> Iterator[Batch | None]:
+        """This rank's shard of every batch, in the order of the data; or its turn of the ``whole`` batches.
+
+        ``by_name``: dicts are not divided either, for the model may compute the loss of all that is in them.
+        """
         if isinstance(data, Stream):
-            batches = undivided(feed.stream_windows(data, Cursor()), whole or is_by_name)
+            batches = undivided(feed.stream_windows(data, Cursor()), whole or (is_by_name if by_name else False))
             shards = feed.stream_shards(batches, self.world)
             return (batch for _, batch in loader_batches.agreed(shards, self._all_have, data.loader))
         assert data.count is not None

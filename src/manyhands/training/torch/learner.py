@@ -25,7 +25,7 @@ from manyhands.training.running_sums import Figures
 from manyhands.training.torch import running_sums
 from manyhands.training.torch.data import feed, samples
 from manyhands.training.torch.data.drawn_samples import generator_of
-from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
+from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
 from manyhands.training.torch.evaluation import Evaluation
 from manyhands.training.torch.fast import capturable, capture_stream, captured_step
 from manyhands.training.torch.fast.captured_step import GraphStep, fast_step
@@ -174,8 +174,15 @@ class Rank:
             steps.append((self._step_of(entry.optimizer, objective, clock, own, counts=not steps), entry.every))
         if self._makes_updates:
             by_key = dict(zip(self.optimizer.entries, (step for step, _ in steps), strict=True))
-            return OwnUpdates(by_key, self.optimizer, self.model, self.average)
+            first_sample = None if isinstance(self.data, Stream) else self._first_sample
+            return OwnUpdates(by_key, self.optimizer, self.model, self.average, first_sample)
         return EachOptimizer(steps, self.optimizer, self.model, self.average)
+
+    def _first_sample(self) -> Batch:
+        batch = samples.few_samples(self.data, 1)
+        return tree.map_leaves(
+            lambda leaf: leaf.to(self.world.device) if isinstance(leaf, torch.Tensor) else leaf, batch
+        )
 
     def _step_of(
         self,

@@ -61,7 +61,7 @@ class Objective(abc.ABC):
             return value, right
         if part:
             raise BadSettings(_TWO_KINDS)
-        whole = _checked(value)
+        whole = checked(value)
         return whole.total / whole.count.to(whole.total.dtype), right
 
     def is_mean(self, model: torch.nn.Module) -> bool:
@@ -88,7 +88,7 @@ class Objective(abc.ABC):
         known = KnownMeans()
         value, right = self.value(model, batch, known)
         found = value if isinstance(value, LossSum) else known.sum_of(value)
-        return None if found is None else _checked(found), value, right
+        return None if found is None else checked(found), value, right
 
 
 _TWO_KINDS = (
@@ -97,7 +97,7 @@ _TWO_KINDS = (
 )
 
 
-def _checked(given: LossSum) -> LossSum:
+def checked(given: LossSum) -> LossSum:
     """The same with tensors of no dimensions: the count in float64, without a gradient."""
     total, count = given.total, given.count
     if not isinstance(total, torch.Tensor) or total.dim():

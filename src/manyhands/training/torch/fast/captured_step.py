@@ -317,6 +317,7 @@ class GraphStep:
             eager.spared.put_back(good if eager.scale is None else good & eager.scale.is_good)
         if eager.scale is not None:
             eager.scale.update()
+            eager.metrics.mark(eager.scale.collapsed(), self._progress.step)
         eager.metrics.add(loss, right, len(sized.window), self._progress.step)
         self._progress.advance(len(sized.window))
 

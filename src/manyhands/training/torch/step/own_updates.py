@@ -17,7 +17,7 @@ it is that of the whole batch. All ranks have to make the same updates in the sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data import sources
 from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.objective import checked
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.several_optimizers import Key, Several
@@ -52,19 +53,25 @@ class Updates:
             loss: The mean over the samples of the batch that ``training_step`` was given, or an ``mh.LossSum``.
             retain_graph: Keep what the backward pass needs, for another loss that shares a part with this one.
         """
-        own, turn = self._step, self._turn
-        total, count = (loss.total, loss.count) if isinstance(loss, LossSum) else (loss, None)
+        both = checked(loss) if isinstance(loss, LossSum) else None
+        total, count = (loss, None) if both is None else (both.total, both.count)
         self._check(total)
+        with torch.autocast(self._step.device.type, enabled=False):
+            self._update(total, count, retain_graph)
+        # Autocast keeps its casts of weights until its outermost scope ends: these weights have changed.
+        torch.clear_autocast_cache()
+
+    def _update(self, total: torch.Tensor, count: torch.Tensor | None, retain_graph: bool) -> None:
+        own, turn = self._step, self._turn
         gradients, shard = own.gradients, turn.size / turn.whole
         if gradients is None:
             own.optimizer.zero_grad(set_to_none=True)
         else:
             gradients.begin()
             gradients.arm(True)
-            gradients.note_loss(total)
+            gradients.note_loss(total if turn.size else torch.zeros_like(total))
         if count is not None:
-            number = torch.as_tensor(count, dtype=torch.float64, device=own.device).detach()
-            count = number.clone() if turn.size else torch.zeros_like(number)
+            count = count.clone() if turn.size else torch.zeros_like(count)
             if gradients is not None:
                 gradients.sum_weight(count)
         start = total * shard if count is None else total * bool(turn.size)
@@ -122,7 +129,10 @@ class OwnUpdates:
         optimizer: Several,
         model: torch.nn.Module,
         average: Average | None = None,
+        first_sample: Callable[[], Batch] | None = None,
     ) -> None:
+        """``first_sample``: of the data, on the device; for a rank that has none of the batch a job is resumed at."""
+        self._first_sample = first_sample
         self._steps, self.optimizer, self.model, self.average = dict(steps), optimizer, model, average
         first = next(iter(self._steps.values()))
         self.device, self.metrics, self.clock, self.numbers = first.device, first.metrics, first.clock, first.numbers
@@ -135,6 +145,8 @@ class OwnUpdates:
         turn.size, turn.whole, turn.step, turn.counted = size, whole, step, False
         if size and self._sample is None and next(iter(self._steps.values())).gradients is not None:
             self._sample = tree.map_leaves(_copied, sources.cut(batch, 0, 1))
+        if not size and self._sample is None and self._first_sample is not None:
+            self._sample = self._first_sample()
         given = batch if size else self._sample
         if given is None:
             raise BadSettings(

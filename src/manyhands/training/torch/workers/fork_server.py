@@ -167,6 +167,13 @@ def stop() -> None:
         _server = None
 
 
+def forget() -> ForkServer | None:
+    """The server, which is not this process's any more: for a fork of the caller."""
+    global _server
+    server, _server = _server, None
+    return server
+
+
 def _code() -> dict[str, int]:
     """The files of this library that are loaded, and when they were changed: the server has loaded them too."""
     found = {}

@@ -331,6 +331,18 @@ def pool_for(devices: list[torch.device]) -> Pool:
     return _pools[key]
 
 
+_inherited: list[Any] = []  # in a fork: the parent's, kept, for their finalizers would delete its folders
+
+
+def _forget_in_fork() -> None:
+    """A fork of the caller has no workers: those of its parent stay the parent's."""
+    _inherited.append((dict(_pools), fork_server.forget()))
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_fork)
+
+
 @atexit.register
 def stop_all() -> None:
     """End all workers, and the process that forks them."""
