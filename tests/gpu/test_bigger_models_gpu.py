@@ -32,9 +32,9 @@ def net(dropout: float = 0.0) -> Any:
     return torch.nn.Sequential(torch.nn.Sequential(*blocks), torch.nn.Linear(16, 5))
 
 
-def trained(model: Any, **options: Any) -> Any:
+def trained(model: Any, epochs: int = 3, **options: Any) -> Any:
     options = {"devices": "gpu:0", "batch_size": 32, "quiet": True, "precision": "fp32", "lr": 0.05, **options}
-    return mh.Trainer(3, **options).fit(model, (X, Y))
+    return mh.Trainer(epochs, **options).fit(model, (X, Y))
 
 
 def difference(one: Any, other: Any) -> float:
@@ -80,7 +80,7 @@ def test_a_scale_that_collapses_ends_the_job(fast: bool) -> None:
         return torch.nn.functional.cross_entropy(scores, y) * 1e15
 
     with pytest.raises(LossIsNotANumber, match="steps were all skipped"):
-        trained(net(), precision="fp16", loss=huge, max_epochs=20, step=Step(fast=fast))
+        trained(net(), precision="fp16", loss=huge, epochs=20, step=Step(fast=fast))
 
 
 @pytest.mark.parametrize("fast", [True, False])
