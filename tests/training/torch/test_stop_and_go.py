@@ -213,10 +213,9 @@ def test_an_interrupted_job_brings_its_weights_home(tmp_path: Path, ranks: int) 
     assert optimizer.state[net.seen]["momentum_buffer"].norm() > 0
     if ranks == 2:
         assert f"after {int(seen.sum()) // 4} steps" in caught.value.__notes__[0]
-    servers = [
-        child for child in psutil.Process().children() if "torch.workers.fork_server" in " ".join(child.cmdline())
-    ]
-    assert not [worker for server in servers for worker in server.children()]
+        children = [(child, " ".join(child.cmdline())) for child in psutil.Process().children()]
+        servers = [child for child, command in children if "torch.workers.fork_server" in command]
+        assert not [worker for server in servers for worker in server.children()]
 
 
 def test_no_space_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
