@@ -14,7 +14,7 @@ from training_cases import difference, fit, mlp, rows, vectors
 import manyhands.torch as mh
 from manyhands.errors import BadSettings, WrongCheckpoint
 from manyhands.training.data.order import epoch_order
-from manyhands.training.options import Step
+from manyhands.training.options import Limits, Step
 from manyhands.training.torch.trainer import Trainer
 
 CLOSE = 1e-12
@@ -253,6 +253,16 @@ def test_its_updates_are_those_of_one_device_on_two_ranks() -> None:
     together, shared = fit_gan(Flat(), samples, 2, **how, step=Step(shares=[0.6, 0.4]))
     assert difference(alone, together) <= CLOSE
     assert [row["train_loss"] for row in rows(figures)] == pytest.approx([row["train_loss"] for row in rows(shared)])
+
+
+def test_a_rank_without_samples_of_the_first_batch_after_a_resume(tmp_path: Path) -> None:
+    """The job stops before its last batch, which has one sample: the second rank has none to take part with."""
+    samples = tuple(part[:61] for part in data())
+    alone, _ = fit_gan(Flat(), samples, 1, batch_size=30, max_epochs=1)
+    for steps in (2, 3):
+        run = {"run": tmp_path / "run", "resume": "auto", "limits": Limits(max_steps=steps)}
+        resumed, _ = fit_gan(Flat(), samples, 2, batch_size=30, max_epochs=1, **run)
+    assert difference(alone, resumed) <= CLOSE
 
 
 def test_what_updates_cannot_be() -> None:

@@ -162,6 +162,20 @@ def test_workers_that_follow_are_forked_from_the_same_process(capfd: pytest.Capt
     assert not before.fits({**before.environment, "LD_PRELOAD": "another.so"})
 
 
+def test_a_fork_of_the_caller_leaves_its_workers_alone() -> None:
+    """A child that ends as usual calls what was registered for the end; the workers are its parent's."""
+    fit(mlp(), vectors(), 2, max_epochs=1)
+    (workers,) = [one.workers for one in pool._pools.values()]
+    child = os.fork()
+    if child == 0:
+        pool.stop_all()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [worker.process.poll() for worker in workers] == [None, None]
+    fit(mlp(), vectors(), 2, max_epochs=1)
+    assert [one.workers for one in pool._pools.values()] == [workers]
+
+
 def test_workers_go_when_the_caller_is_killed(tmp_path: Path) -> None:
     """kill -9 leaves the caller no time to say goodbye: the workers notice."""
     code = f"""
