@@ -138,10 +138,10 @@ class Bench:
         default as many as a few seconds allow, and at least 3 (7 without ``quick``).
         """
         settings = dict(settings or {})
-        told = ", ".join(f"{name} {value}" for name, value in settings.items())
+        shown = ", ".join(f"{name} {value}" for name, value in settings.items())
         calls = {}
         for name, way in ways.items():
-            self.say(f"{name}{f' ({told})' if told else ''}")
+            self.say(f"{name}{f' ({shown})' if shown else ''}")
             self._seconds(way, 1)  # warm-up
             once = self._seconds(way, 1)
             calls[name] = max(1, min(_MOST_CALLS, math.ceil(_LONG_ENOUGH / max(once, 1e-7))))
@@ -152,7 +152,7 @@ class Bench:
                 times[name].append(each)
                 self.kept.append(Trial(name, settings, each, calls[name]))
             done = len(times[next(iter(ways))])
-            self.say(f"round {done}{f' ({told})' if told else ''}")
+            self.say(f"round {done}{f' ({shown})' if shown else ''}")
             if done >= most or (done >= least and time.perf_counter() - begin > _BUDGET[self.quick]):
                 return times
         raise AssertionError  # rounds has no end

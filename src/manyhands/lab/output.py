@@ -54,7 +54,7 @@ class Output:
 
 
 def _finite(value: Any) -> Any:
-    """The same data with null for what JSON has no number for."""
+    """The same data, with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import abc
 import importlib
 from typing import Any, cast
 
 _NUMBERS = {"item", "asscalar", "float", "int", "complex", "str", "repr", "format"}
 
 
-class Values:
+class Values(abc.ABC):
     """A framework's values; each framework's module ``values`` has its own kind, named ``VALUES``."""
 
     copies = False  # whether copies from the host are found, so that they can be cured
 
+    @abc.abstractmethod
     def on_device(self, value: Any) -> bool:
         """Whether it is on a GPU, or on what stands in for one."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def snapshot(self, value: Any) -> Any:
         """A copy on the device, as the value is now, which nobody waits for."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def drain(self) -> None:
         """Wait until the device has done everything."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def parameters(self, optimizer: Any) -> list[Any]:
         """What an optimizer updates, as NumPy arrays."""
-        raise NotImplementedError
 
     def read_by(self, name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value on a device that ``owner.name(*args)`` reads; None: it does not wait."""
@@ -43,7 +44,7 @@ class Values:
         """Do ``owner.name(*args)`` from pinned memory, without waiting."""
         return getattr(owner, name)(*args, **kwargs)
 
-    def prepare_cured(self) -> None:
+    def prepare_cured(self) -> None:  # noqa: B027 - optional: most cures change their line alone
         """What a cure changes elsewhere than in its line."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
-from manyhands.lab.finding import Bound, Finding
+from manyhands.lab.finding import Bound, Finding, Times
 
 
 @experiment("products-and-copies", question="Do copies to the host hide behind products?", apart=True)
@@ -60,29 +60,31 @@ def run(bench: Bench) -> Finding:
         **overlapped,
     }
     times = bench.trials(ways, {"rows": size, "inner": inner, "products": count})
-    products_alone, copies_alone = times.median("products alone"), times.median("copies alone")
-    bound = Bound("the longer one alone", max(products_alone, copies_alone))
+    bound = Bound("the longer one alone", max(times.median("products alone"), times.median("copies alone")))
     best = min(overlapped, key=times.median)
-    gain = times.compare(best, to="products, then copies")
-    hidden = (products_alone + copies_alone - times.median(best)) / min(products_alone, copies_alone)
-    if gain.faster:
-        conclusion = (
-            f"Yes: overlapped ({best}) is {gain.ratio:.2f} times as fast, {times.median(best) / bound.value:.2f} times "
-            f"the bound. {_hidden(hidden, 'copies' if copies_alone < products_alone else 'products')}"
-        )
-    elif gain.slower:
-        conclusion = f"No: the best overlapped way ({best}) takes {1 / gain.ratio:.2f} times as long."
-    else:
-        conclusion = f"Not here: the best overlapped way ({best}) {gain} as products first, then copies."
     if bench.virtual and times.median(best) < 0.97 * bound.value:
         notes.append("Faster than the bound: some products ran at once, on both cores, and not on one device.")
     title = f"{count} products ({size} x {inner}) ({inner} x {size}), results to the host"
     table = times.table(to="products, then copies", title=title)
-    return Finding(conclusion, [table], [times.bars(title, [bound])], notes)
+    return Finding(_conclusion(times, best), [table], [times.bars(title, [bound])], notes)
 
 
-def _hidden(part: float, shorter: str) -> str:
+def _conclusion(times: Times, best: str) -> str:
+    gain = times.compare(best, to="products, then copies")
+    if gain.slower:
+        return f"No: the best overlapped way ({best}) takes {1 / gain.ratio:.2f} times as long."
+    if not gain.faster:
+        return f"Not here: the best overlapped way ({best}) {gain}, compared with products first, then copies."
+    alone = {work: times.median(f"{work} alone") for work in ("products", "copies")}
+    near = times.median(best) / max(alone.values())
+    hidden = _hidden(sum(alone.values()) - times.median(best), alone)
+    return f"Yes: overlapped ({best}) is {gain.ratio:.2f} times as fast, {near:.2f} times the bound. {hidden}"
+
+
+def _hidden(seconds: float, alone: dict[str, float]) -> str:
     """How much of the shorter work was not seen any more, next to both alone."""
+    shorter = min(alone, key=alone.__getitem__)
+    part = seconds / alone[shorter]
     if part < 0.05:
         return f"Both alone take less together, so that none of the {shorter} is hidden: the gain is elsewhere."
     return f"{min(1.0, part):.0%} of the {shorter} are hidden."

@@ -151,9 +151,9 @@ def conclusion(outcomes: dict[Job, Outcome]) -> str:
         gains = {
             job.batch_size: _speed_up(outcomes, job) for job in outcomes if (job.model, job.devices) == (model, most)
         }
-        told = {size: f"batch size {size} ({gain:.2f} times as fast as one)" for size, gain in gains.items()}
-        pays = [told[size] for size, gain in gains.items() if gain > _PAYS]
-        lost = [told[size] for size, gain in gains.items() if gain <= _PAYS]
+        described = {size: f"batch size {size} ({gain:.2f} times as fast as one)" for size, gain in gains.items()}
+        pays = [described[size] for size, gain in gains.items() if gain > _PAYS]
+        lost = [described[size] for size, gain in gains.items() if gain <= _PAYS]
         words = [f"{most} devices pay with {', '.join(pays)}"] if pays else [f"{most} devices do not pay"]
         words += [f"no clear gain with {', '.join(lost)}"] if lost else []
         parts.append(f"{model}: {'; '.join(words)}.")

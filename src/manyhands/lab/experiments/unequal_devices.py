@@ -55,7 +55,7 @@ def run(bench: Bench) -> Finding:
     found = shares["measured shares"]
     base = times.median("equal shares")
     rows = [
-        (name, _told(shares[name], name), seconds(times.median(name)), f"{base / times.median(name):.2f}")
+        (name, _shares_in_words(shares[name], name), seconds(times.median(name)), f"{base / times.median(name):.2f}")
         for name in ways
     ]
     table = Table(("way", "shares", "per epoch", "times as fast as equal shares"), rows, "LeNet, batch size 256")
@@ -66,7 +66,7 @@ def run(bench: Bench) -> Finding:
     return Finding(conclusion(times, found), [table], plots, [beside if has_gpu else slowed])
 
 
-def _told(shares: Any, name: str) -> str:
+def _shares_in_words(shares: Any, name: str) -> str:
     if shares is not None:
         return " : ".join(f"{share:.2f}" for share in shares)
     return "1" if name == "the fast one alone" else "0.50 : 0.50"

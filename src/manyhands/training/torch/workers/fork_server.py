@@ -40,7 +40,7 @@ class Forked:
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid, self.returncode, self._server, self._lock = pid, None, server, threading.Lock()
-        # The server asks for a worker's status when it is told to: until then the number is this worker's.
+        # The server collects a worker's exit status only on request: until then no other process gets its number.
         self._descriptor = os.pidfd_open(pid)
 
     returncode: int | None

@@ -1,0 +1,57 @@
+"""What ``fit(model, data, validation)`` was given: which part is training data, and which is validation data."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.errors import BadBatch
+from manyhands.training.data import loader_batches
+
+
+def two_parts(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """The training and the validation part (or None) of what a user gives; ``is_array`` knows the arrays."""
+    if validation is not None:
+        return _loader_of(_only_train(data, validation, is_array)), _loader_of(validation)
+    if hasattr(data, "train_dataloader"):
+        train, test = data.train_dataloader(), data.val_dataloader() if hasattr(data, "val_dataloader") else None
+    elif isinstance(data, (tuple, list)) and len(data) == 2 and not is_array(data[0]):
+        if isinstance(data, list) and all(_is_batch(part, is_array) for part in data):
+            raise BadBatch(
+                "a list of two (X, y) can be two batches, or data to train on and data to test with: give a tuple, "
+                "((X, y), (X_test, y_test)), for the latter; of two batches, give the loader that made them, or "
+                "(X, y) with the samples of both"
+            )
+        train, test = data
+    else:
+        train, test = data, None
+    return _loader_of(train), _loader_of(test)
+
+
+def _only_train(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> Any:
+    """Training data that were given beside validation data."""
+    if is_array(data) and is_array(validation):
+        raise BadBatch(
+            "fit(model, X, y) takes y for validation data: give both as one, fit(model, (X, y)), and validation data "
+            "after them, fit(model, (X, y), (X_val, y_val))"
+        )
+    if hasattr(data, "train_dataloader"):
+        return data.train_dataloader()
+    if isinstance(data, tuple) and len(data) == 2 and all(_is_batch(part, is_array) for part in data):
+        raise BadBatch(
+            "the training data are a pair, (train, validation), and validation data were given beside them: write "
+            "fit(model, train, validation)"
+        )
+    return data
+
+
+def _is_batch(part: Any, is_array: Callable[[Any], bool]) -> bool:
+    return isinstance(part, (tuple, list)) and bool(part) and all(map(is_array, part))
+
+
+def _loader_of(part: Any) -> Any:
+    """What the user gave; of a function that makes batches a loader that calls it for each epoch."""
+    makes = inspect.isroutine(part) or isinstance(part, functools.partial)
+    return loader_batches.MadeAnew(part) if makes else part
