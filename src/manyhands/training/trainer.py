@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import dataclasses
 import inspect
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -352,7 +353,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         """The largest ``batch_size`` that fits into memory, over all of the trainer's devices; within an eighth of it.
 
         A few steps are made with larger and larger batches, on copies: the model, its optimizer and random numbers stay
-        as they are. Not in MXNet.
+        as they are. (MXNet's own random numbers begin anew, as in ``fit``: MXNet cannot save where it is in them.)
 
         Args:
             model: As for ``fit``.
@@ -377,8 +378,12 @@ class BaseTrainer(HyperParameters, Evaluating):
 
         return Search(self, model, memory, micro=micro).largest(maximum)
 
+    @contextlib.contextmanager
+    def _trial(self, model: Any, optimizer: Any) -> Iterator[tuple[Any, Any]]:
+        """A model and an optimizer to try steps with; the caller's own stay as they are."""
+        yield self._copied(model, optimizer)
+
     def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """A model and an optimizer to try steps with."""
         try:
             return copy.deepcopy((model, optimizer))
         except Exception as error:

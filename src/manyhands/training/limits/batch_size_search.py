@@ -1,4 +1,4 @@
-"""``trainer.find_batch_size`` where one process drives all devices, as in JAX and TensorFlow.
+"""``trainer.find_batch_size`` where one process drives all devices, as in JAX, TensorFlow and MXNet.
 
 Each size is tried with a few real steps on copies, over all devices at once. A GPU says itself when its memory is full.
 On a CPU the memory that steps take is measured, and a batch is only tried where the one before lets us expect that it
@@ -73,9 +73,9 @@ class Search:
 
     def _tried(self, batch: int, micro: int | None) -> bool:
         """Whether a few steps could be made."""
-        model, optimizer = self.trainer._copied(self.model, self.trainer._option("optimizer"))
         try:
-            self._trainer_of(batch, micro, optimizer).fit(model, dataclasses.replace(self.data, batch_size=None))
+            with self.trainer._trial(self.model, self.trainer._option("optimizer")) as (model, optimizer):
+                self._trainer_of(batch, micro, optimizer).fit(model, dataclasses.replace(self.data, batch_size=None))
         except LossIsNotANumber:  # after its step
             return True
         except MemoryError:
@@ -85,7 +85,7 @@ class Search:
                 raise
             return False
         finally:
-            del model, optimizer
+            model = optimizer = None
             gc.collect()
         return True
 

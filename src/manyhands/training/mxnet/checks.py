@@ -38,9 +38,13 @@ def refuse_launcher() -> None:
         )
 
 
-def check_model(model: Any, settings: Settings, devices: int) -> None:
+def check_block(model: Any) -> None:
     if not backend.is_model(model):
         raise refusals.not_a_model(model, "a gluon.Block")
+
+
+def check_model(model: Any, settings: Settings, devices: int) -> None:
+    check_block(model)
     own = replicas.distinct(model)
     if all(one.grad_req == "null" for one in own):
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
@@ -52,8 +56,7 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
 
 def check_values(model: Any) -> None:
     """Refuse to compute with a model that has no values yet."""
-    if not backend.is_model(model):
-        raise refusals.not_a_model(model, "a gluon.Block")
+    check_block(model)
     if any(one._data is None for one in replicas.distinct(model)):
         raise BadSettings("the model has no values yet: model.initialize(), and call it on a few samples")
 

@@ -23,7 +23,7 @@ from manyhands.training.data.sources import Source
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.loop import Loop
-from manyhands.training.mxnet import checks, evaluation, modes, optimizers, replicas
+from manyhands.training.mxnet import checks, evaluation, modes, optimizers, replicas, trial
 from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import Objective, objective_for
@@ -130,11 +130,14 @@ class Trainer(BaseTrainer):
             look = None if objective is None else checks.check_labels(objective, source, None)
             yield Feed(source, devices, replicas.distinct(model)[0].dtype, look=look)
 
-    def _find_batch_size(self, model: Any, maximum: int | None, memory: int | None, *, micro: bool) -> int:
-        raise BadSettings(
-            "find_batch_size makes steps on a copy of the model, and a copy of a Gluon block cannot be trained (it has "
-            "no place for gradients): give batch_size="
-        )
+    @contextlib.contextmanager
+    def _trial(self, model: Any, optimizer: Any) -> Iterator[tuple[Any, Any]]:
+        checks.check_block(model)
+        with trial.without_a_trace(model):
+            yield model, optimizer
+
+    def _is_out_of_memory(self, error: Exception) -> bool:
+        return trial.is_too_large(error)
 
     def _train(
         self, model: Any, settings: Settings, dispatcher: Dispatcher, *, run: RunPlan | None, resume: Path | None
