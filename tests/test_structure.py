@@ -90,6 +90,35 @@ def test_private_names_of_pytorch_stand_in_one_file(path: Path) -> None:
         assert not [line for line in code if PRIVATE.search(line)]
 
 
+# Where values of users and of frameworks pass through: `object`, type variables and protocols say so, `Any` hides it.
+TYPED = ("schedule", "parallel", "placement", "tasks")
+PROTOCOLS = ("planning", "protocol", "runtime", "exactness")
+
+
+def _signatures(path: Path) -> list[str]:
+    """The annotations of arguments, results and fields; of what is inside functions only inner functions'."""
+    found: list[ast.expr | None] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            every = node.args
+            arguments = [*every.posonlyargs, *every.args, *every.kwonlyargs, every.vararg, every.kwarg]
+            found += [node.returns, *(argument.annotation for argument in arguments if argument is not None)]
+        elif isinstance(node, ast.ClassDef):
+            found += [*node.bases, *(inner.annotation for inner in node.body if isinstance(inner, ast.AnnAssign))]
+    return [ast.unparse(annotation) for annotation in found if annotation is not None]
+
+
+def _is_typed(path: Path) -> bool:
+    folder = _room(path)
+    return folder in TYPED or (folder == "backends" and path.parent.name == folder and path.stem in PROTOCOLS)
+
+
+@pytest.mark.parametrize("path", filter(_is_typed, MODULES), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_seams_are_typed(path: Path) -> None:
+    """Two names stand for `Any`, with the reason where they are defined: `Tensor` and `AnyPlanning` of the planner."""
+    assert not [annotation for annotation in _signatures(path) if re.search(r"\bAny\b", annotation)]
+
+
 def _bound(door: str) -> tuple[set[str], set[str]]:
     """The names that a door binds at once and those that it shows to a type checker; no framework is needed."""
     at_once: set[str] = set()

@@ -87,7 +87,7 @@ def names(framework: str) -> list[str]:
     return sorted({"Arrival", "errors", *VERBS, *LOADED_LATE, *(OF_TORCH if framework == "torch" else ())})
 
 
-def lazy(door: str, verbs: Verbs[Any, Any]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+def lazy(door: str, verbs: Verbs[Any, Any, Any]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a door, a module of the name ``manyhands.<framework>``."""
     framework, here = door.rpartition(".")[2], vars(sys.modules[door])
     public = names(framework)

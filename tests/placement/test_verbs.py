@@ -27,7 +27,7 @@ from manyhands.placement.verbs import Verbs
 GPU0, GPU1 = FakeDevice("gpu", 0), FakeDevice("gpu", 1)
 
 
-def door(gpus: int = 2, faults: Faults | None = None) -> tuple[Verbs[FakeTensor, FakeDevice], FakeBackend]:
+def door(gpus: int = 2, faults: Faults | None = None) -> tuple[Verbs[FakeTensor, FakeDevice, FakeModel], FakeBackend]:
     backend = FakeBackend(gpus, faults)
     return Verbs(backend), backend
 

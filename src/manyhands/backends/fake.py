@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 from manyhands.backends.protocol import Arrival, Capabilities
 from manyhands.device import Device, DeviceRecord, Kind, Memory
@@ -28,18 +28,20 @@ class FakeDevice:
 
 
 HOST = FakeDevice("cpu")
+Numbers: TypeAlias = "list[Any]"  # of numbers or of rows; of a tensor without axes a number
 
 
 class FakeTensor:
     """A list of numbers (or of rows) on a device."""
 
-    def __init__(self, data: Any, device: FakeDevice = HOST) -> None:
+    def __init__(self, data: Numbers, device: FakeDevice = HOST) -> None:
         self.data = data
         self.device = device
 
     @property
     def shape(self) -> tuple[int, ...]:
-        sizes, part = [], self.data
+        sizes: list[int] = []
+        part: Any = self.data
         while isinstance(part, list):
             sizes.append(len(part))
             part = part[0] if part else None
@@ -109,7 +111,7 @@ class FakeBackend:
     def num_gpus(self) -> int:
         return self.virtual or self.gpus
 
-    def is_device(self, value: object) -> bool:
+    def is_device(self, value: object) -> TypeGuard[FakeDevice]:
         return isinstance(value, FakeDevice)
 
     def exists(self, device: FakeDevice) -> bool:
@@ -139,7 +141,7 @@ class FakeBackend:
 
     # Tensors
 
-    def is_tensor(self, value: object) -> bool:
+    def is_tensor(self, value: object) -> TypeGuard[FakeTensor]:
         return isinstance(value, FakeTensor)
 
     def device_of(self, tensor: FakeTensor) -> FakeDevice:
@@ -189,7 +191,7 @@ class FakeBackend:
 
     # Models
 
-    def is_model(self, value: object) -> bool:
+    def is_model(self, value: object) -> TypeGuard[FakeModel]:
         return isinstance(value, FakeModel)
 
     def model_tensors(self, model: FakeModel) -> Iterable[tuple[str, FakeTensor]]:

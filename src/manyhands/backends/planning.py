@@ -16,9 +16,12 @@ from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.task import Task
 
 # What a user's function takes and gives can be anything.
-Value = Any
+Value = object
+# A tensor of the framework. The planner only hands it back to the framework: no protocol could say more of it, and a
+# type variable would have to go through every class of the planner.
+Tensor = Any
 # How a call is run: its tensors, and the arguments as they were given.
-Run = Callable[[Sequence[Value], tuple[Value, ...], dict[str, Value]], Value]
+Run = Callable[[Sequence[Tensor], tuple[Value, ...], dict[str, Value]], Value]
 
 
 class Call(Protocol):
@@ -29,10 +32,10 @@ class Call(Protocol):
         """What has to be the same for another call to be run in the same way."""
 
     @property
-    def tensors(self) -> Sequence[Value]: ...
+    def tensors(self) -> Sequence[Tensor]: ...
 
     @property
-    def given(self) -> tuple[Sequence[Value], tuple[Value, ...], dict[str, Value]]:
+    def given(self) -> tuple[Sequence[Tensor], tuple[Value, ...], dict[str, Value]]:
         """What a run takes."""
 
 
@@ -66,7 +69,7 @@ class Replay(Protocol):
     def concurrent(self) -> bool:
         """Whether several threads may run it at once."""
 
-    def replay(self, inputs: Sequence[Value]) -> list[Value]:
+    def replay(self, inputs: Sequence[Tensor]) -> list[Value]:
         """Run it; the results as a flat list."""
 
 
@@ -84,7 +87,7 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def call(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> CallT:
         """The call with these arguments."""
 
-    def recogniser(self, call: CallT) -> Callable[..., list[Value] | None] | None:
+    def recogniser(self, call: CallT) -> Callable[..., list[Tensor] | None] | None:
         """What tells quickly whether another call is like this one, and gives its tensors; None where none can."""
 
     def trace(self, function: Callable[..., Value], call: CallT) -> TraceT:
@@ -111,7 +114,7 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def footprint(self, trace: TraceT) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
         """The bytes of each memory, the memories that are given, and those of the results."""
 
-    def copied_bytes(self, tensors: Sequence[Value]) -> int:
+    def copied_bytes(self, tensors: Sequence[Tensor]) -> int:
         """Of arguments that a captured graph has to copy."""
 
     def device_memory(self, devices: DevicesT | None) -> int:
@@ -160,17 +163,17 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def with_threads(self, run: Run, count: int) -> Run: ...
 
     def graph_run(
-        self, trace: TraceT, plan: PlanT, tensors: Sequence[Value], devices: DevicesT, *, reuse_outputs: bool = ...
+        self, trace: TraceT, plan: PlanT, tensors: Sequence[Tensor], devices: DevicesT, *, reuse_outputs: bool = ...
     ) -> Replay: ...
 
     def stream_run(
-        self, trace: TraceT, plan: PlanT, tensors: Sequence[Value], devices: DevicesT, *, reuse_outputs: bool = ...
+        self, trace: TraceT, plan: PlanT, tensors: Sequence[Tensor], devices: DevicesT, *, reuse_outputs: bool = ...
     ) -> Replay: ...
 
     def together(self, trace: TraceT) -> Callable[[Sequence[Value]], Value]:
         """What puts the flat results together to what the function gives."""
 
-    def mixing(self, trace: TraceT) -> Callable[[Sequence[Value]], bool] | None:
+    def mixing(self, trace: TraceT) -> Callable[[Sequence[Tensor]], bool] | None:
         """Whether arguments share memory with tensors from outside in a way that a schedule knows nothing of."""
 
     def timed(
@@ -184,7 +187,7 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
     # Trials
 
-    def untouched(self, trace: TraceT, tensors: Sequence[Value]) -> AbstractContextManager[Callable[[], None]]:
+    def untouched(self, trace: TraceT, tensors: Sequence[Tensor]) -> AbstractContextManager[Callable[[], None]]:
         """Trying a function leaves nothing behind; gives what puts back what was written so far."""
 
     def telling(self, call: CallT) -> CallT:
@@ -217,10 +220,10 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
     def random_devices(self, trace: TraceT) -> list[str]: ...
 
-    def random_state(self, devices: Sequence[str]) -> list[Value]: ...
+    def random_state(self, devices: Sequence[str]) -> list[Tensor]: ...
 
-    def set_random_state(self, devices: Sequence[str], states: Sequence[Value]) -> None: ...
+    def set_random_state(self, devices: Sequence[str], states: Sequence[Tensor]) -> None: ...
 
 
-# Of whatever framework.
+# Of one framework; which one, the planner does not know, and Python has no type for that.
 AnyPlanning = Planning[Any, Any, Any, Any]

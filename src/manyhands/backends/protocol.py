@@ -11,12 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeGuard, TypeVar
 
 from manyhands.device import Device, DeviceRecord
 
-T = TypeVar("T")  # the framework's tensor
+
+class Shaped(Protocol):
+    """What every framework's tensors have."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+T = TypeVar("T", bound=Shaped)  # the framework's tensor
 D = TypeVar("D")  # the framework's device
+M = TypeVar("M")  # the framework's model
 V = TypeVar("V")
 
 
@@ -90,8 +99,8 @@ class Arrival(Generic[V]):
         return f"<Arrival: {'here' if self.ready() else 'under way'}; its result() is the value>"
 
 
-class Backend(Protocol[T, D]):
-    """What every framework must offer."""
+class Devices(Protocol[D]):
+    """What every framework must offer: its devices."""
 
     @property
     def name(self) -> str:
@@ -100,8 +109,6 @@ class Backend(Protocol[T, D]):
     @property
     def CAPABILITIES(self) -> Capabilities: ...
 
-    # Devices
-
     def cpu(self) -> D: ...
 
     def gpu(self, index: int) -> D:
@@ -109,7 +116,7 @@ class Backend(Protocol[T, D]):
 
     def num_gpus(self) -> int: ...
 
-    def is_device(self, value: object, /) -> bool: ...
+    def is_device(self, value: object, /) -> TypeGuard[D]: ...
 
     def exists(self, device: D, /) -> bool:
         """Whether the machine has it: some frameworks give devices that are not there."""
@@ -137,9 +144,13 @@ class Backend(Protocol[T, D]):
     def virtual_device(self, index: int, /) -> D | None:
         """Virtual device ``index``, also one that the user has made by the framework's own means; None: it is not."""
 
+
+class Backend(Devices[D], Protocol[T, D, M]):
+    """What every framework must offer: its devices, and what is done with tensors and models on them."""
+
     # Tensors
 
-    def is_tensor(self, value: object, /) -> bool: ...
+    def is_tensor(self, value: object, /) -> TypeGuard[T]: ...
 
     def device_of(self, tensor: T, /) -> D: ...
 
@@ -168,12 +179,12 @@ class Backend(Protocol[T, D]):
 
     # Models
 
-    def is_model(self, value: object, /) -> bool: ...
+    def is_model(self, value: object, /) -> TypeGuard[M]: ...
 
-    def model_tensors(self, model: Any, /) -> Iterable[tuple[str, T]]:
+    def model_tensors(self, model: M, /) -> Iterable[tuple[str, T]]:
         """Parameters and buffers with their paths."""
 
-    def move_model(self, model: Any, device: D, /) -> Any: ...
+    def move_model(self, model: M, device: D, /) -> M: ...
 
     # Measuring
 

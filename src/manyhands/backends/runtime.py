@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Collection, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Kind, Task
@@ -26,23 +27,27 @@ _CLOSE, _CLOSE_HALF = 1e-5, 2e-2
 PLAIN_VALUES: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), range, slice, type)
 PLAIN_VALUES += (np.generic, np.dtype)
 
-Flat = tuple[list[Any], Callable[[list[Any]], Any], Hashable]  # leaves, how to put them together, their structure
-Run = Callable[[Sequence[Any]], Any]  # a call's result from its tensors
+Flat = tuple[
+    list[object], Callable[[list[object]], object], Hashable
+]  # leaves, how to put them together, their structure
+Run = Callable[[Sequence[object]], object]  # a call's result from its tensors
 
 
 @dataclass(frozen=True)
 class Call:
     """One call: its arguments, the tensors among them, everything else, and its signature."""
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    tensors: list[Any]
-    others: list[Any]
+    function: Callable[..., object]
+    arguments: tuple[object, ...]
+    keywords: dict[str, object]
+    tensors: list[object]
+    others: list[object]
     signature: Hashable
-    rebuild: Callable[[Sequence[Any]], Any]  # the arguments and keywords with other tensors
+    rebuild: Callable[
+        [Sequence[object]], tuple[tuple[object, ...], dict[str, object]]
+    ]  # the arguments and keywords with other tensors
 
-    def plainly(self) -> Any:
+    def plainly(self) -> object:
         return self.function(*self.arguments, **self.keywords)
 
 
@@ -54,19 +59,23 @@ class Traced:
     run: Run | None = None  # None: there is no such way for this function, and `notes` say why
     measured: bool = False  # the tasks' times; else they are estimated from shapes
     notes: list[str] = field(default_factory=list)
-    writes: Sequence[Any] = ()  # variables that a call may write to
+    writes: Sequence[object] = ()  # variables that a call may write to
     # For each task its operation and shapes where several of a form could be one batched operation, else nothing.
     forms: Sequence[str] = ()
+
+
+# Shows what the framework makes of a call, from the objects outside that the call uses.
+Tracer = Callable[[Sequence[object]], Traced]
 
 
 class TaskHooks(Protocol):
     """What explicit tasks ask of a framework: see :class:`manyhands.tasks.scope.parallel`."""
 
-    def memory_of(self, value: Any, /) -> Hashable: ...
-    def parts_of(self, value: Any, /) -> Collection[Any] | None: ...
-    def version_of(self, value: Any, /) -> Any: ...
-    def bound(self, function: Callable[..., Any], /) -> Callable[..., Any]: ...
-    def in_turn(self, objects: list[Any], words: Set[str], /) -> Collection[Any]: ...
+    def memory_of(self, value: object, /) -> Hashable: ...
+    def parts_of(self, value: object, /) -> Collection[object] | None: ...
+    def version_of(self, value: object, /) -> object: ...
+    def bound(self, function: Callable[..., object], /) -> Callable[..., object]: ...
+    def in_turn(self, objects: list[object], words: Set[str], /) -> Collection[object]: ...
 
 
 class Runtime(Protocol):
@@ -78,38 +87,35 @@ class Runtime(Protocol):
     BY_VALUE: tuple[type, ...]
     tasks: TaskHooks
 
-    def is_tracing(self, leaves: Sequence[Any], /) -> bool:
+    def is_tracing(self, leaves: Sequence[object], /) -> bool:
         """Whether the framework is tracing right now: who does that compiles the whole."""
 
-    def flatten(self, value: Any, /) -> Flat: ...
+    def flatten(self, value: object, /) -> Flat: ...
 
-    def form(self, leaf: Any, /) -> Hashable | None:
+    def form(self, leaf: object, /) -> Hashable | None:
         """What a tensor is known by in a signature; None: it is no tensor."""
 
     def modes(self) -> Hashable:
         """The framework's settings that a trace depends on."""
 
-    def version_of(self, value: Any, /) -> Any:
+    def version_of(self, value: object, /) -> object:
         """What of an object outside is traced as a constant; None: it is read at every call, or cannot change."""
 
-    def observe(self, call: Call, /) -> tuple[Any, Any]:
-        """Plain execution to its end: the result, and what was seen on the way, for ``trace``."""
+    def observe(self, call: Call, /) -> tuple[object, Tracer]:
+        """Plain execution to its end: the result, and what traces the call, with what was seen on the way."""
 
-    def trace(self, call: Call, seen: Any, reached: Sequence[Any], /) -> Traced:
-        """What the framework makes of the call; ``reached`` are the objects outside that it uses."""
+    def wait(self, result: object, /) -> object: ...
 
-    def wait(self, result: Any, /) -> Any: ...
-
-    def variables(self, reached: Sequence[Any], /) -> list[tuple[Any, Any]]:
+    def variables(self, reached: Sequence[object], /) -> list[tuple[object, object]]:
         """The variables among these objects, each with the value that it has now."""
 
-    def as_before(self, values: Sequence[tuple[Any, Any]], /) -> AbstractContextManager[None]:
+    def as_before(self, values: Sequence[tuple[object, object]], /) -> AbstractContextManager[None]:
         """Inside, variables have these values, and nothing is recorded for gradients; at the end all is as it was."""
 
-    def numbers(self, leaf: Any, /) -> Any:
+    def numbers(self, leaf: object, /) -> NDArray[np.generic] | None:
         """A tensor as NumPy array; None: it is no tensor."""
 
-    def kind(self, leaf: Any, /) -> Any:
+    def kind(self, leaf: object, /) -> object:
         """What must be equal of two tensors besides their numbers: type, device."""
 
     def lanes(self, device: str, /) -> int:
@@ -132,7 +138,7 @@ class Same:
 
 
 def call_of(
-    runtime: Runtime, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    runtime: Runtime, function: Callable[..., object], arguments: tuple[object, ...], keywords: dict[str, object]
 ) -> Call | None:
     """The call by which calls like it are known; None where the framework is tracing."""
     leaves, unflatten, structure = runtime.flatten((arguments, keywords))
@@ -145,42 +151,54 @@ def call_of(
     repeated = tuple(first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors))
     known = tuple(_known(leaf, runtime.BY_VALUE) if form is None else form for leaf, form in both)
 
-    def rebuild(values: Sequence[Any]) -> Any:
+    def rebuild(values: Sequence[object]) -> tuple[tuple[object, ...], dict[str, object]]:
         given = iter(values)
-        return unflatten([leaf if form is None else next(given) for leaf, form in both])
+        return unflatten([leaf if form is None else next(given) for leaf, form in both])  # type: ignore[return-value]
 
     others = [leaf for leaf, form in both if form is None]
     signature = (structure, known, repeated, runtime.modes())
     return Call(function, arguments, keywords, tensors, others, signature, rebuild)
 
 
-def _known(leaf: Any, by_value: tuple[type, ...]) -> Hashable:
+def _known(leaf: object, by_value: tuple[type, ...]) -> Hashable:
     if not isinstance(leaf, by_value):
         return Same(leaf)
     # NaN is itself, -0.0 is not 0.0; a slice cannot be hashed.
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex, slice, np.generic)) else leaf
 
 
+class Argument(NamedTuple):
+    """A result that is one of the tensors that the function was called with."""
+
+    number: int
+
+
+class Constant(NamedTuple):
+    """A result that is the same plain value at every call."""
+
+    value: object
+
+
 @dataclass
 class Outputs:
     """How a function's result is put together: from what is computed, from arguments, from plain values."""
 
-    unflatten: Callable[[list[Any]], Any]
-    leaves: list[tuple[str, Any]]  # ("computed", None), ("argument", 2), ("value", 3.5)
+    unflatten: Callable[[list[object]], object]
+    leaves: list[Argument | Constant | None]  # None: the next of what is computed
 
-    def put_together(self, computed: Sequence[Any], tensors: Sequence[Any]) -> Any:
+    def put_together(self, computed: Sequence[object], tensors: Sequence[object]) -> object:
         left = iter(computed)
         return self.unflatten(
             [
-                next(left) if kind == "computed" else tensors[what] if kind == "argument" else what
-                for kind, what in self.leaves
+                next(left) if leaf is None else tensors[leaf.number] if isinstance(leaf, Argument) else leaf.value
+                for leaf in self.leaves
             ]
         )
 
 
 def taken_apart(
-    flat: Flat, tensors: Sequence[Any], computed: Callable[[Any], Any | None], constant: tuple[type, ...]
-) -> tuple[list[Any], Outputs]:
+    flat: Flat, tensors: Sequence[object], computed: Callable[[object], object | None], constant: tuple[type, ...]
+) -> tuple[list[object], Outputs]:
     """What a function computes of its result, and how the result is put together from that.
 
     ``computed``: what stands for a leaf that is computed, else None. ``constant``: what may be given back at every
@@ -188,16 +206,16 @@ def taken_apart(
     """
     leaves, unflatten, _ = flat
     places = {id(tensor): number for number, tensor in enumerate(tensors)}
-    made: list[Any] = []
-    kinds: list[tuple[str, Any]] = []
+    made: list[object] = []
+    kinds: list[Argument | Constant | None] = []
     for leaf in leaves:
         if id(leaf) in places:
-            kinds.append(("argument", places[id(leaf)]))
+            kinds.append(Argument(places[id(leaf)]))
         elif (value := computed(leaf)) is not None:
             made.append(value)
-            kinds.append(("computed", None))
+            kinds.append(None)
         elif isinstance(leaf, constant):
-            kinds.append(("value", leaf))
+            kinds.append(Constant(leaf))
         else:
             raise CannotTrace(f"a result is a {type(leaf).__name__}, which would be the same one at every call")
     return made, Outputs(unflatten, kinds)
@@ -206,7 +224,7 @@ def taken_apart(
 # Comparing
 
 
-def difference(one: Any, other: Any) -> tuple[bool, float]:
+def difference(one: object, other: object) -> tuple[bool, float]:
     """Whether two arrays are the same to the bit, and otherwise their relative difference; NaN equals NaN.
 
     Whole numbers, texts and truth values are equal, or infinitely far apart.
@@ -234,7 +252,7 @@ class Comparison(NamedTuple):
     close: bool  # as near as another kernel, or a compiler that rounds less often, may be
 
 
-def compared(runtime: Runtime, results: Sequence[Any], expected: Sequence[Any]) -> Comparison:
+def compared(runtime: Runtime, results: Sequence[object], expected: Sequence[object]) -> Comparison:
     same, worst, close = True, 0.0, True
     for one, other in zip(results, expected, strict=False):
         mine, theirs = runtime.numbers(one), runtime.numbers(other)

@@ -22,7 +22,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.schedule.task import Task
@@ -139,7 +138,7 @@ class Remembered:
             return {}
 
 
-def _is_cost(value: Any) -> bool:
+def _is_cost(value: object) -> bool:
     if not isinstance(value, list) or len(value) != 2 or not all(type(one) in (int, float) for one in value):
         return False
     seconds, share = value

@@ -24,13 +24,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
-from manyhands.backends.runtime import Call, Runtime, Traced, call_of, compared
+from manyhands.backends import planning
+from manyhands.backends.runtime import Call, Run, Runtime, Traced, call_of, compared
 from manyhands.code_names import is_foreign, why_unwatched
 from manyhands.errors import CannotTrace, EngineError, NotYet, first_line
 from manyhands.parallel.explain import advice
-from manyhands.parallel.interface import ParallelFunction
+from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.side_effects import Effects
@@ -57,17 +58,17 @@ _SETTLING = 3  # calls in which a function may still change what is outside: mod
 _WATCHED = 1 << 16  # bytes of a NumPy array outside that are compared at every call
 
 
-class Parallel(ParallelFunction):
+class Parallel(ParallelFunction[P, R]):
     """A function that gives what the plain one gives, run by the framework's runtime where that gives the same."""
 
-    def __init__(self, function: Callable[..., Any], backend: Runtime) -> None:
+    def __init__(self, function: Callable[P, R], backend: Runtime) -> None:
         super().__init__(function)
         self.backend = backend
         self._plans: Plans[Planned] = Plans()
         hooks = backend.tasks
         self._objects = Objects(hooks.memory_of, hooks.parts_of, backend.version_of, None, None)
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
         call = call_of(self.backend, self.function, arguments, keywords)
         if call is None:  # the framework is tracing: whoever does that compiles the whole
             return self.function(*arguments, **keywords)
@@ -76,9 +77,9 @@ class Parallel(ParallelFunction):
         except Exception as error:  # a structure of the user's that has no hash, or cannot be compared
             planned = Planned(self._plainly, notes=[f"its arguments cannot be known again: {first_line(error)}"])
         if planned is None:
-            return self._first(call)
+            return self._first(call)  # type: ignore[return-value]
         self._last = planned
-        return planned.run(call.tensors, arguments, keywords)
+        return planned.run(call.tensors, arguments, keywords)  # type: ignore[return-value]
 
     # Telling
 
@@ -98,7 +99,7 @@ class Parallel(ParallelFunction):
 
     # Planning
 
-    def _first(self, call: Call) -> Any:
+    def _first(self, call: Call) -> object:
         """Run plainly, and plan for the calls to come."""
         if not self._plans.is_worth_one(call.signature):
             self._last = Planned(self._plainly, notes=[NEVER_AGAIN])
@@ -112,7 +113,7 @@ class Parallel(ParallelFunction):
         before = self.backend.variables(reached.objects)
         with Effects() as effects:
             start = time.perf_counter()
-            result, seen = self.backend.observe(call)
+            result, trace = self.backend.observe(call)
             spent = time.perf_counter() - start
         planned = Planned(self._plainly, seconds={Way(Means.AS_WRITTEN, "first call"): spent})
         changed = outside.changed()
@@ -120,7 +121,7 @@ class Parallel(ParallelFunction):
             if effects.found or changed:
                 raise CannotTrace(f"it {effects.found or f'changes {changed}, which is outside it'}")
             self._must_be_watched(call, reached)
-            traced = self.backend.trace(call, seen, reached.objects)
+            traced = trace(reached.objects)
             planned.notes += traced.notes
             planned.holds, planned.changed = outside.holds, outside.changed
             self._compare(planned, call, traced, result, before)
@@ -139,8 +140,8 @@ class Parallel(ParallelFunction):
         self._last = planned
         self._plans.keep(call.signature, planned)
 
-    def _plainly(self, _: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return self.function(*arguments, **keywords)
+    def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+        return self.plain(*arguments, **keywords)
 
     def _must_be_watched(self, call: Call, reached: Found) -> None:
         """Everything that is no tensor takes part in a trace as it is: a change of it has to be noticed."""
@@ -156,10 +157,11 @@ class Parallel(ParallelFunction):
                 raise CannotTrace(f"it uses {kind}, and what comes of that cannot be known")
         for one in reached.arrays:
             if getattr(one, "nbytes", 0) > _WATCHED:
-                raise CannotTrace(f"it takes a NumPy array from outside that is too large to watch ({one.shape})")
+                shape = getattr(one, "shape", None)
+                raise CannotTrace(f"it takes a NumPy array from outside that is too large to watch ({shape})")
 
     def _compare(
-        self, planned: Planned, call: Call, traced: Traced, result: Any, before: list[tuple[Any, Any]]
+        self, planned: Planned, call: Call, traced: Traced, result: object, before: list[tuple[object, object]]
     ) -> None:
         """Run the framework's way for the same arguments and variables; keep it if it gives the same."""
         backend, way, run = self.backend, self.backend.WAY, traced.run
@@ -191,11 +193,11 @@ class Parallel(ParallelFunction):
             how = f"differ by {found.difference:.1e}" if found.difference < float("inf") else "are of another kind"
             planned.notes.append(f"{way} is not used: its results {how}")
 
-    def _delegated(self, planned: Planned, run: Any, *, writes: bool) -> Any:
+    def _delegated(self, planned: Planned, run: Run, *, writes: bool) -> planning.Run:
         """The framework's way; where it fails, plain execution says what is wrong in the function's own words."""
         way = self.backend.WAY
 
-        def delegated(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        def delegated(tensors: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
             try:
                 return run(tensors)
             except Exception as error:
@@ -203,7 +205,7 @@ class Parallel(ParallelFunction):
                     error.add_note(f"it was run as {way}, and has perhaps written to variables already")
                     raise
                 failure = first_line(error)
-            result = self.function(*arguments, **keywords)
+            result = self.plain(*arguments, **keywords)
             planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
             planned.notes.append(f"{way} failed where plain execution does not; it is not used any more: {failure}")
             return result
@@ -271,7 +273,7 @@ class _Open(Scope):
         )
         self._backend = backend
 
-    def __call__(self, function: Callable[..., Any]) -> Parallel:
+    def __call__(self, function: Callable[P, R]) -> Parallel[P, R]:
         if self._synchronous:
             raise EngineError(
                 f"parallel(synchronous=True): {self._backend.name}'s own runtime chooses the order; for debugging call "
@@ -299,13 +301,13 @@ class Offer:
     @overload
     def __call__(
         self,
-        function: Callable[..., Any],
+        function: Callable[P, R],
         *,
         reuse_outputs: bool = ...,
         memory: float = ...,
         compile: bool = ...,
         synchronous: bool = ...,
-    ) -> Parallel: ...
+    ) -> Parallel[P, R]: ...
 
     @overload
     def __call__(
@@ -321,14 +323,14 @@ class Offer:
 
     def __call__(
         self,
-        function: Callable[..., Any] | None = None,
+        function: Callable[P, R] | None = None,
         *,
         reuse_outputs: bool = False,
         memory: float = 1.3,
         compile: bool = False,
         synchronous: bool = False,
         threads: int | None = None,
-    ) -> Parallel | _Open:
+    ) -> Parallel[P, R] | _Open:
         runtime = f"{self._backend.name}'s own runtime"
         if reuse_outputs:
             raise EngineError(

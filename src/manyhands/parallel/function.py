@@ -12,13 +12,12 @@ import numbers
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from manyhands.backends.planning import AnyPlanning, Call, Replay, Run, Trace
 from manyhands.errors import CannotGuard, CannotTrace, ChangesOutside, EngineError, NotYet, first_line
 from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
 from manyhands.parallel.costs import costs
-from manyhands.parallel.interface import ParallelFunction
+from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.plan import Limit, Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.side_effects import Effects
@@ -37,14 +36,14 @@ _MEMORY = 1.3  # of plain execution's memory a plan may take
 _tracing = threading.RLock()
 
 
-class Parallel(ParallelFunction):
+class Parallel(ParallelFunction[P, R]):
     """A function that gives what the plain one gives, sooner where that is possible."""
 
     has_guards = False  # whether the caller has seen to it that a plan is valid, as Dynamo does for its graphs
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[P, R],
         backend: AnyPlanning,
         *,
         reuse_outputs: bool = False,
@@ -66,20 +65,20 @@ class Parallel(ParallelFunction):
         self._plans: Plans[Planned] = Plans()
         self._recent: tuple[Planned, ...] = ()  # those that are asked first whether they know a call
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
         for planned in self._recent:
             tensors = planned.fits(arguments, keywords)  # type: ignore[misc]
             if tensors is not None and planned.is_valid_for(arguments, keywords):
                 self._last = planned
                 planned.used = True
-                return planned.run(tensors, arguments, keywords)
+                return planned.run(tensors, arguments, keywords)  # type: ignore[return-value]
         call = self.backend.call(arguments, keywords)
         self._last = planned = self._plans.of(call.signature, arguments, keywords) or self._plan_anew(call)
         if not planned.again:
             self._remember(planned, call)
-        return planned.run(*call.given)
+        return planned.run(*call.given)  # type: ignore[return-value]
 
-    def plan_for(self, arguments: tuple[Any, ...]) -> Planned:
+    def plan_for(self, arguments: tuple[object, ...]) -> Planned:
         """The plan of a call with these arguments. Who runs it sees to it that later calls are alike."""
         call = self.backend.call(arguments, {})
         self._last = self._plans.of(call.signature, arguments, {}) or self._plan_anew(call)
@@ -183,8 +182,8 @@ class Parallel(ParallelFunction):
             planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
             planned.guards = None
 
-    def _plainly(self, _: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return self.function(*arguments, **keywords)
+    def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+        return self.plain(*arguments, **keywords)
 
     def _choose(self, call: Call, trace: Trace, device: object | None) -> Planned:
         """Plan the trace, and keep the fastest way that is right."""
@@ -221,7 +220,7 @@ class Parallel(ParallelFunction):
         mixing = backend.mixing(trace)
         alone = nullcontext() if run.concurrent else threading.Lock()
 
-        def replay(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        def replay(tensors: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
             if mixing is not None and mixing(tensors):  # a schedule knows nothing of it
                 return self._plainly(tensors, arguments, keywords)
             before = backend.random_state(random) if random else None

@@ -11,7 +11,7 @@ import functools
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Generic, ParamSpec, TypeVar
 
 from manyhands.errors import EngineError
 from manyhands.parallel import explain
@@ -22,23 +22,27 @@ from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.timeline import Timeline, place
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class ParallelFunction(abc.ABC):
+
+class ParallelFunction(abc.ABC, Generic[P, R]):
     """A function that gives what the plain one gives, sooner where that is possible."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[P, R]) -> None:
         _must_be_function(function)
         # The attributes of a callable object (a model's parameters) stay its own.
         updated = ("__dict__",) if isinstance(function, types.FunctionType) else ()
         functools.update_wrapper(self, function, updated=updated)
         self.function = function
+        self.plain: Callable[..., R] = function  # for arguments that come as a tuple and a dict
         self._last: Planned | None = None
 
     @abc.abstractmethod
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
         """What the function gives for these arguments."""
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
         """As a decorator of a method: the instance is its first argument."""
         return self if instance is None else types.MethodType(self, instance)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from manyhands.backends.planning import Run
 from manyhands.parallel.costs import Costed
@@ -37,7 +36,7 @@ class Planned(Standing):
     # Runs the schedule once more and gives when each task began and ended.
     timed: Callable[[], Sequence[tuple[float, float]]] | None = None
     # Recognises a call like the one that was planned, and gives its tensors.
-    fits: Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None] | None = None
+    fits: Callable[[tuple[object, ...], dict[str, object]], list[object] | None] | None = None
 
     @property
     def how(self) -> str:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 _SIGNATURES = 8
 _VARIANTS = 4  # plans of one signature
@@ -38,10 +38,10 @@ class Standing:
     holds: Callable[[], bool] = lambda: True  # whether that is as it was
     changed: Callable[[], str | None] = lambda: None  # what of it is not, in words
     # Whether a call's arguments, and all that the function's code looks at, still give the same; None: not known.
-    guards: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
+    guards: Callable[[tuple[object, ...], dict[str, object]], bool] | None = None
     used: bool = False  # by another call than the one that it was made for
 
-    def is_valid_for(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    def is_valid_for(self, arguments: tuple[object, ...], keywords: dict[str, object]) -> bool:
         return self.holds() and (self.guards is None or self.guards(arguments, keywords))
 
 
@@ -55,7 +55,7 @@ class Plans(Generic[Plan]):
         self._wasted = 0
         self._came: OrderedDict[Hashable, int] = OrderedDict()  # how often, without having been planned
 
-    def of(self, signature: Hashable, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Plan | None:
+    def of(self, signature: Hashable, arguments: tuple[object, ...], keywords: dict[str, object]) -> Plan | None:
         """The plan that is valid for a call."""
         kept = self._kept.get(signature, ())
         valid = next((plan for plan in kept if plan.is_valid_for(arguments, keywords)), None)

@@ -20,14 +20,14 @@ import random
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, ClassVar
+from types import FrameType, ModuleType
+from typing import ClassVar
 
 from manyhands.code_names import is_foreign
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import CannotTrace
 
-_WATCHED: tuple[tuple[Any, str, str], ...] = (
+_WATCHED: tuple[tuple[object, str, str], ...] = (
     (builtins, "print", "prints"),
     (builtins, "open", "opens a file"),
     (io, "open", "opens a file"),  # by this name pathlib knows it
@@ -69,7 +69,7 @@ class Effects:
                 _set_random_states(*self._random)
 
     @classmethod
-    def note(cls, what: str, caller: Any) -> None:
+    def note(cls, what: str, caller: ModuleType | None) -> None:
         for one in cls._watching:
             if one._thread != threading.get_ident() or (one._refuse and caller is not None and is_foreign(caller)):
                 continue
@@ -78,9 +78,9 @@ class Effects:
                 raise CannotTrace(f"it {what}: it is run as it is")
 
 
-def _noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _noting(function: Callable[..., object], what: str) -> Callable[..., object]:
     @functools.wraps(function)
-    def noting(*arguments: Any, **keywords: Any) -> Any:
+    def noting(*arguments: object, **keywords: object) -> object:
         frame: FrameType = sys._getframe(1)
         while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _GO_BETWEENS:
             frame = frame.f_back
@@ -91,7 +91,7 @@ def _noting(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     return noting
 
 
-def _module(frame: FrameType) -> Any:
+def _module(frame: FrameType) -> ModuleType | None:
     return sys.modules.get(str(frame.f_globals.get("__name__")))
 
 
@@ -104,15 +104,15 @@ def _by_a_framework(frame: FrameType | None) -> bool:
     return False
 
 
-def _random_states() -> tuple[Any, ...]:
-    numpy: Any = sys.modules.get("numpy")
+def _random_states() -> tuple[tuple[object, ...], *tuple[object, ...]]:
+    numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
     kind, key, *rest = numpy.random.get_state()
     return random.getstate(), kind, tuple(key.tolist()), *rest
 
 
-def _set_random_states(python: Any, *numpys: Any) -> None:
+def _set_random_states(python: tuple[object, ...], *numpys: object) -> None:
     random.setstate(python)
     if numpys:
         sys.modules["numpy"].random.set_state(numpys)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypedDict, overload
 
 from manyhands.backends.torch import dynamo, planning, threads_and_modes
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
+from manyhands.parallel.interface import P, R
 from manyhands.parallel.way import Means
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
@@ -22,44 +23,56 @@ if TYPE_CHECKING:  # the type checker holds the module to the protocol
     _PLANNING: Planning[Trace, Call, Gpus, Plan] = planning
 
 
+class Options(TypedDict):
+    """The options of :class:`Parallel`."""
+
+    reuse_outputs: bool
+    memory: float
+    compile: bool
+    synchronous: bool
+
+
+_DEFAULTS: dict[str, object] = Parallel.__init__.__kwdefaults__ or {}
+
+
 class _Open(Scope):
     """``parallel(...)`` without a function: a scope for tasks, or the decorator ``@parallel(memory=2.0)``."""
 
-    def __init__(self, threads: int | None, how: dict[str, Any]) -> None:
+    def __init__(self, threads: int | None, options: Options) -> None:
         super().__init__(
             threads,
-            synchronous=how["synchronous"],
+            synchronous=options["synchronous"],
             memory_of=threads_and_modes.memory_of,
             parts_of=threads_and_modes.parts_of,
             version_of=threads_and_modes.version_of,
             bound=threads_and_modes.bound,
         )
-        self._how = how
+        self._options = options
 
     def __enter__(self) -> Scope:
-        for name, usual in (Parallel.__init__.__kwdefaults__ or {}).items():
-            if (given := self._how[name]) != usual and name != "synchronous":
+        for name, given in self._options.items():
+            if given != _DEFAULTS[name] and name != "synchronous":
                 raise EngineError(
                     f"with parallel({name}={given}): tasks are run as they are written, so that there is no plan to "
                     f"make; write with parallel(): here, and parallel(fn, {name}={given}) for a function"
                 )
         return super().__enter__()
 
-    def __call__(self, function: Callable[..., Any]) -> Parallel:
+    def __call__(self, function: Callable[P, R]) -> Parallel[P, R]:
         if self._threads is not None:
             raise EngineError(no_threads(self._threads))
-        return Parallel(function, planning, **self._how)
+        return Parallel(function, planning, **self._options)
 
 
 @overload
 def parallel(
-    function: Callable[..., Any],
+    function: Callable[P, R],
     *,
     reuse_outputs: bool = ...,
     memory: float = ...,
     compile: bool = ...,
     synchronous: bool = ...,
-) -> Parallel: ...
+) -> Parallel[P, R]: ...
 
 
 @overload
@@ -75,14 +88,14 @@ def parallel(
 
 
 def parallel(
-    function: Callable[..., Any] | None = None,
+    function: Callable[P, R] | None = None,
     *,
     reuse_outputs: bool = False,
     memory: float = 1.3,
     compile: bool = False,
     synchronous: bool = False,
     threads: int | None = None,
-) -> Parallel | _Open:
+) -> Parallel[P, R] | _Open:
     """``fast = parallel(fn)``: gives what ``fn`` gives, sooner where that is possible; ``with parallel():`` for tasks.
 
     The first call traces the function for its arguments' shapes, plans it over lanes, proves and measures the plans,
@@ -93,27 +106,27 @@ def parallel(
     debugging. In a scope, ``task(fn)(a, b)`` runs beside others, on one of ``threads`` threads. As a decorator:
     ``@parallel``, ``@parallel(memory=2.0)``, of methods too.
     """
-    how = {"reuse_outputs": reuse_outputs, "memory": memory, "compile": compile, "synchronous": synchronous}
-    opened = _Open(threads, how)
+    options = Options(reuse_outputs=reuse_outputs, memory=memory, compile=compile, synchronous=synchronous)
+    opened = _Open(threads, options)
     return opened if function is None else opened(function)
 
 
-def compile_backend(module: Any, inputs: Any, **given: Any) -> Callable[..., Any]:
+def compile_backend(module: dynamo.GraphModule, inputs: Sequence[object], **settings: object) -> Callable[..., object]:
     """``torch.compile(model, backend="manyhands")``: forward and backward graphs, each planned over lanes.
 
     Runs of small operations are compiled first; ``options={"fuse": False}`` leaves them as they are.
     """
-    fuse = dynamo.options_from(given).get("fuse", True)
+    fuse = dynamo.options_from(settings).get("fuse", True)
     return dynamo.compile_with(
         module, inputs, lambda function, reuse: planner(Parallel(function, planning, compile=fuse, reuse_outputs=reuse))
     )
 
 
-def planner(function: Parallel) -> dynamo.Planner:
+def planner(function: Parallel[..., object]) -> dynamo.Planner:
     """Plans a graph of Dynamo's, whose guards stand for the signature of later calls."""
     function.has_guards = True
 
-    def plan(arguments: tuple[Any, ...]) -> dynamo.Plan | None:
+    def plan(arguments: tuple[object, ...]) -> dynamo.Plan | None:
         planned = function.plan_for(arguments)
         if planned.way.is_plain and not planned.again:
             return None

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from manyhands.backends.protocol import Backend, D, T
+from manyhands.backends.protocol import Backend, D, M, T
 
 _TRIALS = 5
 _LONG_ENOUGH = 0.02  # seconds a trial should take: a clock's noise is then below a percent
@@ -41,7 +41,7 @@ def steps() -> list[str]:
     return list(Speed().as_dict())
 
 
-def speed(backend: Backend[T, D], device: D, megabytes: int = 64) -> Iterator[tuple[str, float | None]]:
+def speed(backend: Backend[T, D, M], device: D, megabytes: int = 64) -> Iterator[tuple[str, float | None]]:
     """Measure one device; gives each figure when it is there."""
     kind = backend.neutral(device).kind
     on_host = kind == "cpu"
@@ -57,7 +57,7 @@ def speed(backend: Backend[T, D], device: D, megabytes: int = 64) -> Iterator[tu
         yield f"matmul_{dtype}", _product_rate(backend, device, dtype)
 
 
-def _bandwidth(backend: Backend[T, D], count: int, source: D, target: D, *, pinned: bool = False) -> float:
+def _bandwidth(backend: Backend[T, D, M], count: int, source: D, target: D, *, pinned: bool = False) -> float:
     """GB/s of moves of `count` float32 numbers; pinned ones are asynchronous moves, waited for."""
     x = backend.random((count,), "float32", source)
     if not pinned:
@@ -66,13 +66,13 @@ def _bandwidth(backend: Backend[T, D], count: int, source: D, target: D, *, pinn
     return 4e-9 * count / _median(backend, lambda: backend.start_move(x, target).result())
 
 
-def _copy_rate(backend: Backend[T, D], count: int, device: D) -> float:
+def _copy_rate(backend: Backend[T, D, M], count: int, device: D) -> float:
     """GB/s of copies on the device, counting what is read (as much again is written)."""
     x = backend.random((count,), "float32", device)
     return 4e-9 * count / _median(backend, lambda: backend.copy(x, device))
 
 
-def _product_rate(backend: Backend[T, D], device: D, dtype: str) -> float | None:
+def _product_rate(backend: Backend[T, D, M], device: D, dtype: str) -> float | None:
     """TFLOP/s of square products, in the first size that is long enough to be timed."""
     best = None
     for size in (32, 128, 256, 512, 1024, 2048, 4096, 8192):
@@ -88,7 +88,7 @@ def _product_rate(backend: Backend[T, D], device: D, dtype: str) -> float | None
     return best
 
 
-def _median(backend: Backend[T, D], work: Callable[[], object]) -> float:
+def _median(backend: Backend[T, D, M], work: Callable[[], object]) -> float:
     """Seconds of one call: as many calls per trial as make it long enough, the median of the trials."""
     work()
     backend.synchronize(None)
@@ -97,7 +97,7 @@ def _median(backend: Backend[T, D], work: Callable[[], object]) -> float:
     return statistics.median(_timed(backend, work, calls) / calls for _ in range(_TRIALS))
 
 
-def _timed(backend: Backend[T, D], work: Callable[[], object], calls: int) -> float:
+def _timed(backend: Backend[T, D, M], work: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
     result = None
     for _ in range(calls):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 from manyhands import tree
-from manyhands.backends.protocol import Arrival, Backend, D, T
+from manyhands.backends.protocol import Arrival, Backend, D, M, T
 from manyhands.device import Device, check_distinct, no_such_device
 from manyhands.errors import (
     BadBatch,
@@ -25,14 +25,15 @@ from manyhands.errors import (
 )
 
 X = TypeVar("X")
+Y = TypeVar("Y")
 
 VIRTUAL_DEVICES = "MANYHANDS_VIRTUAL_DEVICES"
 
 
-class Placement(Generic[T, D]):
+class Placement(Generic[T, D, M]):
     """Finding, checking and moving, on one framework."""
 
-    def __init__(self, backend: Backend[T, D]) -> None:
+    def __init__(self, backend: Backend[T, D, M]) -> None:
         self.backend = backend
 
     def named(self, device: Device | str) -> D:
@@ -65,7 +66,7 @@ class Placement(Generic[T, D]):
 
     def existing(self, device: D | Device | str) -> D:
         """The framework's device, which does exist."""
-        native: D = device if self.backend.is_device(device) else self.named(device)  # type: ignore[assignment,arg-type]
+        native: D = device if self.backend.is_device(device) else self.named(device)  # type: ignore[arg-type]
         if not self.backend.exists(native):
             gpus = [self.backend.gpu(index) for index in range(self.backend.num_gpus())]
             raise no_such_device(self.backend.name, self.backend.neutral(native), map(self.backend.neutral, gpus))
@@ -100,7 +101,7 @@ class Placement(Generic[T, D]):
         check_distinct(self.names(devices))
         return [self.existing(device) for device in devices]
 
-    def is_tensor(self, leaf: object) -> bool:
+    def is_tensor(self, leaf: object) -> TypeGuard[T]:
         """Whether it is a tensor of this framework; one of another framework is an error."""
         if self.backend.is_tensor(leaf):
             return True
@@ -118,15 +119,15 @@ class Placement(Generic[T, D]):
         if self.backend.is_model(leaf):
             raise NotATensor(f"a {type(leaf).__name__} is not a tensor but holds them, as a model does: {instead}")
 
-    def to_leaf(self, leaf: Any, native: D) -> Any:
+    def to_leaf(self, leaf: X, native: D) -> X:
         if self.is_tensor(leaf):
-            return leaf if self.backend.is_on(leaf, native) else self.move(leaf, native)
+            return leaf if self.backend.is_on(leaf, native) else self.move(leaf, native)  # type: ignore[return-value]
         if not self.backend.is_model(leaf):
             return leaf
         moved = self.backend.move_model(leaf, self.existing(native))
         for _, tensor in self.backend.model_tensors(moved):
             self.verified(tensor, native)
-        return moved
+        return moved  # type: ignore[return-value]
 
     def move(self, tensor: T, native: D) -> T:
         return self.verified(self.backend.move(tensor, self.existing(native)), native)
@@ -146,7 +147,7 @@ class Placement(Generic[T, D]):
         leaves, structure = tree.flatten(x)
         self.existing(native)
 
-        def start(leaf: Any) -> Arrival[Any]:
+        def start(leaf: object) -> Arrival[T] | Arrival[object]:
             if not self.is_tensor(leaf):
                 self.refuse_model(leaf, "move it with mh.to(net, device), without wait=False")
                 return Arrival(lambda: leaf, lambda: True)
@@ -199,7 +200,7 @@ class Placement(Generic[T, D]):
                 lines.append(f"  ... and {len(device_paths) - len(shown)} more on {device_name}")
         return "\n".join(lines)
 
-    def lengths(self, leaves: list[Any], structure: tree.Structure) -> list[tuple[str, int]]:
+    def lengths(self, leaves: list[object], structure: tree.Structure) -> list[tuple[str, int]]:
         """Path and length of every tensor of a batch: all the same, or an error."""
         lengths: list[tuple[str, int]] = []
         for path, leaf in zip(tree.paths(structure, "batch"), leaves, strict=True):
@@ -217,39 +218,39 @@ class Placement(Generic[T, D]):
             raise BadBatch(f"the parts of the batch do not have the same number of samples: {listing}")
         return lengths
 
-    def shard(self, leaf: Any, start: int, stop: int, native: D) -> Any:
+    def shard(self, leaf: object, start: int, stop: int, native: D) -> object:
         if not self.backend.is_tensor(leaf):
             return leaf
         part = leaf if (start, stop) == (0, self.backend.rows(leaf)) else self.backend.cut(leaf, start, stop)
         return self.to_leaf(part, native)
 
-    def join(self, path: str, column: Sequence[Any], native: D) -> Any:
+    def join(self, path: str, column: Sequence[object], native: D) -> object:
         """One leaf of all shards, put together: tensors of one kind, or the same value everywhere."""
-        are_tensors = [self.is_tensor(part) for part in column]
-        if not any(are_tensors):
+        tensors = [part for part in column if self.is_tensor(part)]
+        if not tensors:
             for i, part in enumerate(column):
                 self.refuse_model(part, "shards hold samples; mh.to(net, device) moves a model")
                 if not _same(part, column[0]):
                     raise BadBatch(f"{path} is {column[0]!r} in shard 0 and {part!r} in shard {i}: which one is it?")
             return column[0]
-        if not all(are_tensors):
+        if len(tensors) < len(column):
             raise BadBatch(f"{path} is a tensor in some shards and none in others: they are not parts of one batch")
-        for i, part in enumerate(column):
-            if self.backend.rows(part) is None:
+        for i, tensor in enumerate(tensors):
+            if self.backend.rows(tensor) is None:
                 raise BadBatch(f"{path} is a scalar in shard {i}: there are no samples to put together")
-        shapes = [tuple(part.shape)[1:] for part in column]
+        shapes = [tuple(tensor.shape)[1:] for tensor in tensors]
         if len(set(shapes)) > 1:
             listing = ", ".join(f"{shape} in shard {i}" for i, shape in enumerate(shapes))
             raise BadBatch(f"{path} has samples of different shapes: {listing}")
-        parts = [self.to_leaf(part, native) for part in column]
+        parts = [self.to_leaf(tensor, native) for tensor in tensors]
         return parts[0] if len(parts) == 1 else self.verified(self.backend.join(parts), native)
 
 
-def once_each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def once_each(function: Callable[[object], Y]) -> Callable[[object], Y]:
     """Call it once per object, so that a tensor that stands twice in a tree stays one tensor."""
-    done: dict[int, Any] = {}
+    done: dict[int, Y] = {}
 
-    def remembering(leaf: Any) -> Any:
+    def remembering(leaf: object) -> Y:
         key = id(leaf)
         if key not in done:
             done[key] = function(leaf)

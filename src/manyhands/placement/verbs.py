@@ -12,23 +12,25 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Generic, Literal, TypeVar, overload
 
 from manyhands import shares as _shares
 from manyhands import tree
-from manyhands.backends.protocol import Arrival, Backend, D, T
+from manyhands.backends.protocol import Arrival, Backend, D, M, T
 from manyhands.device import Device, DeviceRecord, Memory, check_index
 from manyhands.errors import BadBatch, DeviceError, DeviceMismatch, NotATensor, SeveralDevices, VirtualDevicesError
 from manyhands.placement.moves import VIRTUAL_DEVICES, Placement, once_each
 from manyhands.placement.virtual_devices import VirtualDeviceHolders, VirtualDevices
 
 X = TypeVar("X")
+Inputs = TypeVar("Inputs")
+Targets = TypeVar("Targets")
 
 
-class Verbs(Generic[T, D]):
+class Verbs(Generic[T, D, M]):
     """The verbs of one door."""
 
-    def __init__(self, backend: Backend[T, D]) -> None:
+    def __init__(self, backend: Backend[T, D, M]) -> None:
         self._backend = backend
         self._place = Placement(backend)
         self._virtual = VirtualDeviceHolders(backend)
@@ -105,7 +107,7 @@ class Verbs(Generic[T, D]):
         """The one device that a tensor, a tree of tensors or a model is on."""
         backend = self._backend
         if backend.is_tensor(x):
-            return backend.device_of(x)  # type: ignore[arg-type]
+            return backend.device_of(x)
         placed = self._place.placed("x", x)
         if not placed:
             raise NotATensor(
@@ -140,11 +142,11 @@ class Verbs(Generic[T, D]):
         ``wait=False`` starts the move and gives an :class:`Arrival`, whose ``result()`` is the value.
         """
         backend = self._backend
-        native: D = device if backend.is_device(device) else self._place.named(device)  # type: ignore[assignment,arg-type]
+        native: D = device if backend.is_device(device) else self._place.named(device)  # type: ignore[arg-type]
         if not wait:
             return self._place.start_move(x, native)
         if backend.is_tensor(x):
-            return x if backend.is_on(x, native) else self._place.move(x, native)  # type: ignore[arg-type,return-value]
+            return x if backend.is_on(x, native) else self._place.move(x, native)  # type: ignore[return-value]
         values = tree.plain_leaves(x)
         if values and backend.all_on(values, native):
             return x
@@ -163,7 +165,7 @@ class Verbs(Generic[T, D]):
         """
         target = None if device is None else self._place.existing(device)
 
-        def duplicate(leaf: Any) -> Any:
+        def duplicate(leaf: object) -> object:
             if not self._place.is_tensor(leaf):
                 self._place.refuse_model(leaf, "copy.deepcopy(net), then mh.to(net, device)")
                 return leaf
@@ -234,7 +236,9 @@ class Verbs(Generic[T, D]):
             start += size
         return shards  # type: ignore[return-value]
 
-    def split_batch(self, X: Any, y: Any, devices: Sequence[D | Device | str]) -> tuple[list[Any], list[Any]]:
+    def split_batch(
+        self, X: Inputs, y: Targets, devices: Sequence[D | Device | str]
+    ) -> tuple[list[Inputs], list[Targets]]:
         """The book's ``split_batch``: the shards of ``X`` and those of ``y``."""
         pairs = self.split((X, y), devices)
         return [x for x, _ in pairs], [y for _, y in pairs]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from manyhands.backends.protocol import Backend, D
+from manyhands.backends.protocol import D, Devices
 from manyhands.errors import VirtualDevicesError
 
 X = TypeVar("X")
@@ -44,7 +44,7 @@ class VirtualDeviceHolders(Generic[D]):
     Blocks may be nested and may overlap in several threads. Devices that were asked for without a ``with`` stay.
     """
 
-    def __init__(self, backend: Backend[Any, D]) -> None:
+    def __init__(self, backend: Devices[D]) -> None:
         self._backend = backend
         self._lock = threading.RLock()
         self._blocks = 0

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from manyhands.errors import PackageMissing
 from manyhands.schedule.colours import colour_of
@@ -47,7 +46,7 @@ class Timeline:
             _picture(self.spans, path, f"{self.title}, {self.seconds * 1e3:.3g} ms" if self.title else "")
         return path
 
-    def trace_events(self) -> dict[str, Any]:
+    def trace_events(self) -> dict[str, object]:
         lanes = {lane: number for number, lane in enumerate(self.lanes())}
         names = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}

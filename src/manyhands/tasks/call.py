@@ -12,7 +12,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Set
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from manyhands.errors import UndeclaredWrite
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from manyhands.tasks.workers import Crew
 
 T = TypeVar("T")
-Function = Callable[..., Any]
+Function = Callable[..., object]
 
 
 class Here(threading.local):
@@ -50,9 +50,9 @@ class Call(Job):
         unsettled: dict[Job, None],
         objects: Objects,
         function: Function,
-        writes: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
+        writes: tuple[object, ...],
+        arguments: tuple[object, ...],
+        keywords: dict[str, object],
     ) -> None:
         super().__init__(crew, name_of(function), unsettled)
         self._objects, self._function, self._writes = objects, function, writes
@@ -69,7 +69,7 @@ class Call(Job):
         self._objects.rebound.update(variable.key() for variable in written.variables)
         return found.memories, written.memories, found.inputs + written.inputs, found.reached + written.reached
 
-    def stored_in(self, value: Any) -> Set[Hashable]:
+    def stored_in(self, value: object) -> Set[Hashable]:
         return self._objects.look(value).memories
 
     def really_touched(self) -> Set[Hashable]:
@@ -83,7 +83,7 @@ class Call(Job):
         self._arguments, self._keywords, self._writes = (), {}, ()
         self._context = self._found = None
 
-    def work(self) -> Any:
+    def work(self) -> object:
         found, arguments, keywords = self._found, self._arguments, self._keywords
         assert found is not None
         self._check_variables(found)
@@ -96,7 +96,7 @@ class Call(Job):
         with _in_turn(found.in_turn):
             return self._watched(self._read(), arguments, keywords)
 
-    def _watched(self, found: Found, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _watched(self, found: Found, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
         watch = Watch(self._objects, found, self.really_written())
         assert self._context is not None
         value = self._context.run(call_at_once, self._done_by, arguments, keywords)
@@ -114,12 +114,14 @@ class Call(Job):
                 raise UndeclaredWrite(_rebound(self.name, variable.name))
 
 
-_turns: WeakValueDictionary[int, Any] = WeakValueDictionary()  # a lock for each object that a task waits for or uses
+_turns: WeakValueDictionary[int, threading.RLock] = (
+    WeakValueDictionary()
+)  # a lock for each object that a task waits for or uses
 _turns_lock = threading.Lock()
 
 
 @contextmanager
-def _in_turn(objects: Collection[Any]) -> Iterator[None]:
+def _in_turn(objects: Collection[object]) -> Iterator[None]:
     """While no other task uses one of these objects."""
     with _turns_lock:
         locks = [_turns.setdefault(one, threading.RLock()) for one in sorted({id(one) for one in objects})]
@@ -133,7 +135,7 @@ def _nothing() -> None:
     """What a call that is over would do."""
 
 
-def call_at_once(function: Callable[..., T], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> T:
+def call_at_once(function: Callable[..., T], arguments: tuple[object, ...], keywords: dict[str, object]) -> T:
     """A plain call, in which tasks are plain calls as well."""
     before, here.scope = here.scope, None
     try:
@@ -142,16 +144,16 @@ def call_at_once(function: Callable[..., T], arguments: tuple[Any, ...], keyword
         here.scope = before
 
 
-def filled(value: Any) -> Any:
+def filled(value: T) -> T:
     """Results in place of futures; what holds no future stays the object that it is."""
-    return containers.filled(value, lambda one: one.result() if isinstance(one, Future) else one)
+    return cast(T, containers.filled(value, lambda one: one.result() if isinstance(one, Future) else one))
 
 
 def name_of(function: Function) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def _undeclared(name: str, changed: Any) -> str:
+def _undeclared(name: str, changed: object) -> str:
     if isinstance(changed, Variable):
         return (
             f"{name}: the variable {changed.name!r} that it looks up was assigned while it ran, and no task has "

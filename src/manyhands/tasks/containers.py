@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def contents(value: Any) -> list[Any] | None:
+def contents(value: object) -> list[object] | None:
     """The values that it is made of; None for one that is made of none."""
     if isinstance(value, dict):
         return list(value.values())
@@ -29,7 +29,7 @@ def contents(value: Any) -> list[Any] | None:
     return None
 
 
-def filled(value: Any, given: Callable[[Any], Any]) -> Any:
+def filled(value: object, given: Callable[[object], object]) -> object:
     """With what ``given`` makes of each value inside; what has nothing to be replaced stays the object that it is."""
     inside = contents(value)
     if inside is None:
@@ -40,7 +40,7 @@ def filled(value: Any, given: Callable[[Any], Any]) -> Any:
     return _rebuilt(value, parts)
 
 
-def _rebuilt(value: Any, parts: list[Any]) -> Any:
+def _rebuilt(value: object, parts: list[object]) -> object:
     """A value like this one, made of these parts."""
     if isinstance(value, tuple):
         made: Any = tuple.__new__(type(value), parts)
@@ -50,6 +50,7 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
     if isinstance(value, frozenset):
         return type(value)(parts)
     if isinstance(value, functools.partial):
+        function: Any
         function, *rest = parts
         count = len(value.args)
         return type(value)(function, *rest[:count], **dict(zip(value.keywords, rest[count:], strict=True)))
@@ -70,7 +71,7 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
     return made
 
 
-def _fields(value: Any) -> list[str] | None:
+def _fields(value: object) -> list[str] | None:
     """The names of a dataclass's fields that are there."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None

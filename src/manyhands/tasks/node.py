@@ -56,7 +56,7 @@ class Job:
         self.missing = 0
         self.begun = self.over = False
         self.seen_at: int | None = None
-        self.value: Any = None
+        self.value: Any = None  # what the function gave, which its Future has the type of
         self.error: BaseException | None = None
         self.trace: TracebackType | None = None
         self._origin: Job | None = None
@@ -74,11 +74,11 @@ class Job:
         """What of that it writes."""
         return NOTHING
 
-    def stored_in(self, value: Any) -> Set[Hashable]:
+    def stored_in(self, value: object) -> Set[Hashable]:
         """The memories that its result is in."""
         return NOTHING
 
-    def work(self) -> Any:
+    def work(self) -> object:
         """Do it; gives the result."""
         return self.value
 

@@ -28,12 +28,16 @@ import types
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Set
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Never, TypeAlias, cast
 
 from manyhands.addresses import span_of_array, span_of_buffer
 from manyhands.code_names import function_behind, is_foreign, slots_of, words_of
 from manyhands.tasks import containers
 from manyhands.tasks.node import Future, Job
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Nobody can write to them.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), range, slice, enum.Enum, type(...), types.ModuleType)
@@ -54,9 +58,9 @@ _MISSING = object()
 class Variable(NamedTuple):
     """A cell of a closure, a name among globals or of a class, and what it names."""
 
-    holder: Any
+    holder: dict[str, object] | type | types.CellType
     name: str
-    value: Any
+    value: object
 
     def key(self) -> Hashable:
         return (id(self.holder), self.name) if isinstance(self.holder, dict) else id(self.holder)
@@ -94,12 +98,12 @@ class Found:
         self.memories: set[Hashable] = set()  # that they are, or may be, in
         self.inputs: list[Job] = []  # whose results are among the arguments
         self.reached: list[Job] = []  # whose futures a function or an object holds
-        self.arrays: list[Any] = []  # NumPy's, and buffers
-        self.objects: list[Any] = []  # that a framework may have something to say of
-        self.holders: list[Any] = []  # Python's containers and the user's objects
+        self.arrays: list[object] = []  # NumPy's, and buffers
+        self.objects: list[object] = []  # that a framework may have something to say of
+        self.holders: list[object] = []  # Python's containers and the user's objects
         self.variables: list[Variable] = []
         self.helpers: list[Variable] = []  # globals that name a function or a class, and what classes have
-        self.in_turn: Collection[Any] = ()  # of the objects, those that one task at a time can use
+        self.in_turn: Collection[object] = ()  # of the objects, those that one task at a time can use
         self.locks = False  # whether a lock, or the like, is among them
         self.words: set[str] | None = None  # the names of attributes that are looked up; None: perhaps all
         self.for_good = True  # whether this is all that there will ever be, as long as the variables stay
@@ -110,18 +114,18 @@ class _Walk:
 
     __slots__ = ("classes", "followed", "found", "later", "owners", "seen", "stack", "words")
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    def __init__(self, values: Iterable[object]) -> None:
         self.found = Found()
         self.stack = [*values]  # to be looked at
-        self.later: list[Any] = []  # what functions and objects lead to, when the arguments are through
-        self.seen: dict[int, Any] = {}
+        self.later: list[object] = []  # what functions and objects lead to, when the arguments are through
+        self.seen: dict[int, object] = {}
         self.classes: dict[type, bool] = {}  # the user's, whose methods may be called, and whether they are themselves
-        self.owners: list[Any] = []  # objects of the user's
+        self.owners: list[object] = []  # objects of the user's
         self.followed: set[tuple[int, str, bool]] = set()  # attributes of these, wholly or for arrays
         self.words: set[str] = set()  # that the user's code says
 
 
-_Kind: TypeAlias = "Callable[[Objects, Any, _Walk], None]"
+_Kind: TypeAlias = "Callable[[Objects, object, _Walk], None]"
 
 
 class Objects:
@@ -129,18 +133,18 @@ class Objects:
 
     def __init__(
         self,
-        memory_of: Callable[[Any], Hashable],
-        parts_of: Callable[[Any], Collection[Any] | None],
-        version_of: Callable[[Any], Any] | None,
-        bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
-        in_turn: Callable[[list[Any], Set[str]], Collection[Any]] | None,
+        memory_of: Callable[[object], Hashable],
+        parts_of: Callable[[object], Collection[object] | None],
+        version_of: Callable[[object], object] | None,
+        bound: Callable[[Callable[..., object]], Callable[..., object]] | None,
+        in_turn: Callable[[list[object], Set[str]], Collection[object]] | None,
     ) -> None:
         self.in_turn = in_turn
         self.memory_of, self.parts_of, self.version_of, self.bound = memory_of, parts_of, version_of, bound
         self.rebound: set[Hashable] = set()  # variables that some task has declared to write
         self._kinds: dict[type, _Kind | None] = {}
 
-    def look(self, *values: Any) -> Found:
+    def look(self, *values: object) -> Found:
         """All that these values lead to, down to what is known of results that are there; plain values left out."""
         walk = _Walk(values)
         self._through(walk)
@@ -197,9 +201,9 @@ class Objects:
                 handle(self, one, walk)
 
     def _kind(self, cls: type) -> _Kind | None:
-        numpy: Any = sys.modules.get("numpy")
+        numpy = sys.modules.get("numpy")
         if numpy is not None and issubclass(cls, numpy.ndarray):
-            kind: _Kind | None = Objects._array
+            kind: object = Objects._array
         elif numpy is not None and issubclass(cls, numpy.generic):
             kind = None
         else:
@@ -209,19 +213,19 @@ class Objects:
                 kind = Objects._dataclass
             elif not is_foreign(cls) or issubclass(cls, _HOLDERS):
                 kind = Objects._object
-        self._kinds[cls] = kind
-        return kind
+        self._kinds[cls] = handle = cast("_Kind | None", kind)
+        return handle
 
     # One for each kind of value
 
-    def _future(self, one: Any, walk: _Walk) -> None:
+    def _future(self, one: Future[object], walk: _Walk) -> None:
         walk.found.for_good = False
         walk.found.memories.add(one._job)
         walk.found.inputs.append(one._job)
         if one._job.over:
             walk.stack.append(one._job.value)
 
-    def _changeable(self, one: Any, walk: _Walk) -> None:
+    def _changeable(self, one: dict[object, object] | Iterable[object], walk: _Walk) -> None:
         walk.found.for_good = False
         walk.found.memories.add(id(one))
         walk.found.holders.append(one)
@@ -231,22 +235,22 @@ class Objects:
                 walk.classes.setdefault(type(one), False)
             walk.later.extend(value for _, value in attributes(one))
 
-    def _fixed(self, one: Any, walk: _Walk) -> None:
+    def _fixed(self, one: Iterable[object], walk: _Walk) -> None:
         walk.stack.extend(one)
 
-    def _partial(self, one: Any, walk: _Walk) -> None:
+    def _partial(self, one: object, walk: _Walk) -> None:
         walk.found.memories.add(id(one))
         walk.stack.extend(containers.contents(one) or ())
 
-    def _dataclass(self, one: Any, walk: _Walk) -> None:
+    def _dataclass(self, one: object, walk: _Walk) -> None:
         walk.stack.extend(containers.contents(one) or ())
         self._object(one, walk)
 
-    def _chain(self, one: Any, walk: _Walk) -> None:
+    def _chain(self, one: ChainMap[object, object], walk: _Walk) -> None:
         walk.stack.extend(one.maps)
         self._object(one, walk)
 
-    def _array(self, one: Any, walk: _Walk) -> None:
+    def _array(self, one: NDArray[np.generic], walk: _Walk) -> None:
         found = walk.found
         found.arrays.append(one)
         found.memories.add(span_of_array(one) or id(one))
@@ -254,14 +258,14 @@ class Objects:
             found.for_good = False
             walk.later.extend(one.ravel().tolist())
 
-    def _buffer(self, one: Any, walk: _Walk) -> None:
+    def _buffer(self, one: object, walk: _Walk) -> None:
         walk.found.arrays.append(one)
         walk.found.memories.add(self.memory_of(one))
         if (span := span_of_buffer(one)) is not None:
             walk.found.for_good = False  # a bytearray that grows moves
             walk.found.memories.add(span)
 
-    def _lock(self, one: Any, walk: _Walk) -> None:
+    def _lock(self, one: object, walk: _Walk) -> None:
         walk.found.locks = True
         walk.found.memories.add(id(one))
 
@@ -269,7 +273,7 @@ class Objects:
         if not is_foreign(one):
             walk.classes[one] = True
 
-    def _method(self, one: Any, walk: _Walk) -> None:
+    def _method(self, one: types.MethodType, walk: _Walk) -> None:
         walk.later.append(one.__self__)
         if (function := getattr(one, "__func__", None)) is not None:
             walk.later.append(function)
@@ -298,7 +302,7 @@ class Objects:
             walk.words |= said.words
             self._globals(function_type.__globals__, said, walk)
 
-    def _globals(self, names: dict[str, Any], said: _Said, walk: _Walk) -> None:
+    def _globals(self, names: dict[str, object], said: _Said, walk: _Walk) -> None:
         for name in said.globals:
             value = names.get(name, _MISSING)
             if isinstance(value, types.ModuleType):
@@ -313,7 +317,7 @@ class Objects:
                     walk.found.memories.add((id(names), name))
                     walk.found.variables.append(Variable(names, name, value))
 
-    def _object(self, one: Any, walk: _Walk) -> None:
+    def _object(self, one: object, walk: _Walk) -> None:
         """One of the user's: followed into its attributes."""
         walk.classes.setdefault(type(one), False)
         if not self._known(one, walk):
@@ -323,7 +327,7 @@ class Objects:
             if isinstance(one, (UserDict, UserList)):
                 walk.later.append(one.data)
 
-    def _foreign(self, one: Any, walk: _Walk) -> None:
+    def _foreign(self, one: object, walk: _Walk) -> None:
         """One of an installed package's: of what it holds only arrays are looked at."""
         if self._known(one, walk):
             return
@@ -334,14 +338,14 @@ class Objects:
                 walk.found.for_good = False
                 walk.later.extend(arrays)
 
-    def _arrays_in(self, value: Any) -> list[Any]:
+    def _arrays_in(self, value: object) -> list[object]:
         return [part for part in containers.contents(value) or (value,) if self._is_array(part)]
 
-    def _is_array(self, one: Any) -> bool:
+    def _is_array(self, one: object) -> bool:
         handle = self._kinds[type(one)] if type(one) in self._kinds else self._kind(type(one))
         return handle is Objects._array or (handle is Objects._foreign and self.parts_of(one) is not None)
 
-    def _known(self, one: Any, walk: _Walk) -> bool:
+    def _known(self, one: object, walk: _Walk) -> bool:
         """Whether the framework says what it consists of, and that is noted."""
         walk.found.memories.add(self.memory_of(one))
         walk.found.objects.append(one)
@@ -383,7 +387,7 @@ def _global_names(code: types.CodeType) -> dict[str, None]:
     return names
 
 
-def _methods(walk: _Walk) -> list[Any]:
+def _methods(walk: _Walk) -> list[object]:
     """The functions of the classes reached that the code reached may call, and that are not looked at yet."""
     words = walk.words
     functions = [
@@ -396,17 +400,17 @@ def _methods(walk: _Walk) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=1000)
-def _functions_in(cls: Any) -> list[tuple[str, types.FunctionType]]:
+def _functions_in(cls: type) -> list[tuple[str, types.FunctionType]]:
     own = [vars(owner) for owner in cls.__mro__ if not is_foreign(owner)]
     both = [(word, function_behind(value)) for names in own for word, value in names.items()]
     return [(word, one) for word, one in both if isinstance(one, types.FunctionType)]
 
 
-def attributes(one: Any) -> list[tuple[str, Any]]:
+def attributes(one: object) -> list[tuple[str, object]]:
     """The attributes that an object has itself, by name."""
     own = getattr(one, "__dict__", None)
-    found: list[tuple[str, Any]] = list(own.items()) if type(own) is dict else []
-    cls: Any = type(one)
+    found: list[tuple[str, object]] = list(own.items()) if type(own) is dict else []
+    cls: type = type(one)
     for name in _slots(cls):
         if (value := getattr(one, name, _MISSING)) is not _MISSING:
             found.append((name, value))
@@ -414,11 +418,12 @@ def attributes(one: Any) -> list[tuple[str, Any]]:
 
 
 @functools.lru_cache(maxsize=1000)
-def _slots(cls: Any) -> list[str]:
+def _slots(cls: type) -> list[str]:
     return slots_of(cls)
 
 
-_KINDS: tuple[tuple[tuple[type, ...], _Kind | None], ...] = (
+# Each handles values of its classes: `_kind` looks it up by the class.
+_KINDS: tuple[tuple[tuple[type, ...], Callable[[Objects, Never, _Walk], None] | None], ...] = (
     (PLAIN, None),
     ((Future,), Objects._future),
     ((list, dict, set, deque), Objects._changeable),

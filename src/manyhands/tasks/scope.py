@@ -43,7 +43,7 @@ import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from manyhands.errors import EngineError
 from manyhands.machine import usable_cores
@@ -75,11 +75,11 @@ class parallel:
         threads: int | None = None,
         *,
         synchronous: bool = False,
-        memory_of: Callable[[Any], Hashable] = id,
-        parts_of: Callable[[Any], Collection[Any] | None] = lambda value: None,
-        version_of: Callable[[Any], Any] | None = None,
-        bound: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-        in_turn: Callable[[list[Any], Set[str]], Collection[Any]] | None = None,
+        memory_of: Callable[[object], Hashable] = id,
+        parts_of: Callable[[object], Collection[object] | None] = lambda value: None,
+        version_of: Callable[[object], object] | None = None,
+        bound: Callable[[Callable[..., object]], Callable[..., object]] | None = None,
+        in_turn: Callable[[list[object], Set[str]], Collection[object]] | None = None,
     ) -> None:
         _must_be_threads(threads)
         if threads is not None and threads < 1:
@@ -130,7 +130,11 @@ class parallel:
             settle(self._jobs)
 
     def _give(
-        self, function: Callable[..., T], writes: tuple[Any, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self,
+        function: Callable[..., T],
+        writes: tuple[object, ...],
+        arguments: tuple[object, ...],
+        keywords: dict[str, object],
     ) -> Future[T]:
         crew = self._crew
         assert crew is not None
@@ -139,7 +143,7 @@ class parallel:
         return Future(job)
 
 
-def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callable[..., Future[T]]:
+def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Callable[..., Future[T]]:
     """A function whose calls are tasks: ``task(fn)(a, b)`` gives a :class:`Future`.
 
     Arguments may be futures, also inside lists, tuples, dicts, sets, deques, ``ChainMap``, dataclasses and partial
@@ -158,7 +162,7 @@ def task(function: Callable[..., T], *, writes: tuple[Any, ...] = ()) -> Callabl
             raise TypeError(f"task(..., writes=...): {write!r} cannot be written to")
 
     @functools.wraps(function)
-    def give(*arguments: Any, **keywords: Any) -> Future[T]:
+    def give(*arguments: object, **keywords: object) -> Future[T]:
         scope = _scope()
         if scope is not None:
             return scope._give(function, writes, arguments, keywords)

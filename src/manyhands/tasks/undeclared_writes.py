@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Set
-from typing import Any
 
 from manyhands.addresses import Held, Span, content, share, span_of_array, span_of_buffer
 from manyhands.tasks.reachable import BUFFERS, Found, Objects, attributes
@@ -39,7 +38,7 @@ class Watch:
         self._held = [(holder, _held_by(holder, self._words)) for holder in holders] if holders else ()
         self._variables = variables
 
-    def changed(self) -> Any:
+    def changed(self) -> object:
         """The first thing that is not as it was, or None."""
         if version_of := self._version_of:
             for one, version in self._versions:
@@ -57,17 +56,17 @@ class Watch:
         return None
 
 
-def _content_of(one: Any) -> Any:
+def _content_of(one: object) -> object:
     """Where a NumPy array or a buffer lies and what is in it; None if nobody can write to it."""
     span = _span_of(one)
     return None if span is None else (span, content(span, _WHOLE, _BLOCKS))
 
 
-def _span_of(one: Any) -> Span | None:
+def _span_of(one: object) -> Span | None:
     return span_of_buffer(one) if isinstance(one, BUFFERS) else span_of_array(one)
 
 
-def _held_by(one: Any, words: Set[str] | None) -> Held:
+def _held_by(one: object, words: Set[str] | None) -> Held:
     """What a container or an object of the user's holds, under these names if it is an object."""
     if isinstance(one, dict):
         return Held([*one, *one.values(), *(value for _, value in attributes(one))])
@@ -76,7 +75,7 @@ def _held_by(one: Any, words: Set[str] | None) -> Held:
     return Held([part for both in attributes(one) if words is None or both[0] in words for part in both])
 
 
-def in_words(changed: Any) -> str:
+def in_words(changed: object) -> str:
     """What has changed, for an error."""
     shape = getattr(changed, "shape", None)
     name = type(changed).__name__

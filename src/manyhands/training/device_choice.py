@@ -43,7 +43,7 @@ class Choice:
     note: str | None = None
 
 
-def meant(devices: Any, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
+def meant(devices: Any, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
     """The devices that a user means; ``made_of_cpu`` gives the trainer's options for that many made of the CPU."""
     if isinstance(devices, Integral) and devices == -1:  # as Lightning has it
         return _of_text("-1", backend, made_of_cpu)
@@ -56,7 +56,7 @@ def meant(devices: Any, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> C
     return Choice(devices)
 
 
-def _of_text(text: str, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
+def _of_text(text: str, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
     words = text.strip().lower()
     if words.isdecimal():
         return _as_many(text, int(words), backend, made_of_cpu)
@@ -75,7 +75,7 @@ def _of_text(text: str, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> C
     return Choice(names)
 
 
-def _as_many(given: Any, count: int, backend: Backend[Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
+def _as_many(given: Any, count: int, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
     if count < 1:
         raise BadDevice(f"devices={given!r}: give a number of at least 1, 'gpu' for all GPUs, or 'cpu'")
     # Asked of the machine first: to look for GPUs starts JAX and TensorFlow, and they make no CPU devices after that.
@@ -88,7 +88,7 @@ def _as_many(given: Any, count: int, backend: Backend[Any, Any], made_of_cpu: Ma
     return Choice(_standing_in([f"gpu:{number}" for number in range(count)], backend))
 
 
-def _standing_in(gpus: list[str], backend: Backend[Any, Any]) -> list[Any]:
+def _standing_in(gpus: list[str], backend: Backend[Any, Any, Any]) -> list[Any]:
     """The devices themselves: virtual ones may stand in for GPUs, under names of their own."""
     return [backend.gpu(number) for number in range(len(gpus))] if backend.virtual_count() else gpus
 
@@ -98,7 +98,7 @@ def _of_cpu(count: int, made_of_cpu: MadeOfCpu) -> Choice:
     return Choice(options.pop("devices"), options)
 
 
-def on_virtual_devices(backend: Backend[Any, Any], count: int) -> dict[str, Any]:
+def on_virtual_devices(backend: Backend[Any, Any, Any], count: int) -> dict[str, Any]:
     """The trainer's options where one process drives all devices: virtual ones, made before the framework starts."""
     if count == 1:
         return {"devices": ["cpu"]}
@@ -107,7 +107,7 @@ def on_virtual_devices(backend: Backend[Any, Any], count: int) -> dict[str, Any]
     return {"devices": [f"virtual:{number}" for number in range(count)]}
 
 
-def _check_gpus(text: str, names: list[str], backend: Backend[Any, Any]) -> None:
+def _check_gpus(text: str, names: list[str], backend: Backend[Any, Any, Any]) -> None:
     for name in names:
         if re.fullmatch(r"(gpu|cuda)(:\d+)?", name.lower()) and Device.parse(name).index >= backend.num_gpus():
             raise NoSuchDevice(

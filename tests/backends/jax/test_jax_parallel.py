@@ -31,7 +31,7 @@ NUMBERS, DICE = itertools.count(), random.Random(1)
 def traced(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Traced, Any]:
     call = call_of(planning, function, arguments, keywords)
     assert call is not None
-    return planning.trace(call, None, ()), call
+    return planning.trace(call), call
 
 
 def test_calls_inside_are_looked_into_and_needs_are_kept() -> None:

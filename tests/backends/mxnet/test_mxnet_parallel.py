@@ -30,8 +30,8 @@ def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Traced, Any]:
     call = call_of(planning, function, arguments, {})
     assert call is not None
     objects = Objects(planning.tasks.memory_of, planning.tasks.parts_of, None, None, None).look(function).objects
-    _, seen = planning.observe(call)
-    return planning.trace(call, seen, objects), call
+    _, trace = planning.observe(call)
+    return trace(objects), call
 
 
 def test_what_is_noted_is_tasks_and_one_operation() -> None:

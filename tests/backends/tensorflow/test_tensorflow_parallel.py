@@ -25,7 +25,7 @@ from manyhands.backends.tensorflow import planning
 def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Traced, Any]:
     call = call_of(planning, function, arguments, {})
     assert call is not None
-    return planning.trace(call, None, ()), call
+    return planning.trace(call), call
 
 
 def test_operations_are_tasks_and_variables_are_memory() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def num_gpus() -> int:
     return len(_gpus())
 
 
-def is_device(value: object) -> bool:
+def is_device(value: object) -> TypeGuard[jax.Device]:
     """A sharding is a place too: ``mh.to(x, NamedSharding(mesh, PartitionSpec("rows")))``."""
     return isinstance(value, (jax.Device, jax.sharding.Sharding))
 
@@ -148,7 +148,7 @@ def virtual_device(index: int) -> jax.Device | None:
 # Tensors
 
 
-def is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> TypeGuard[jax.Array]:
     return isinstance(value, jax.Array)
 
 
@@ -229,7 +229,7 @@ def synchronize(device: jax.Device | None) -> None:
 # Models
 
 
-def is_model(value: object) -> bool:
+def is_model(value: object) -> TypeGuard[Any]:
     if _nnx_of(value):
         return True
     return not is_tensor(value) and any(is_tensor(leaf) for leaf in jax.tree.leaves(value))

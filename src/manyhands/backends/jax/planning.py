@@ -22,7 +22,7 @@ from manyhands import machine, tree
 from manyhands.addresses import Held
 from manyhands.backends.jax import tasks as tasks
 from manyhands.backends.jax.graph import Graph
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, taken_apart
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, Tracer, taken_apart
 from manyhands.errors import CannotTrace, first_line
 
 name = "jax"
@@ -75,8 +75,8 @@ def modes() -> Hashable:
     )
 
 
-def observe(call: Call) -> tuple[Any, None]:
-    return wait(call.plainly()), None
+def observe(call: Call) -> tuple[Any, Tracer]:
+    return wait(call.plainly()), lambda reached: trace(call)
 
 
 def wait(result: Any) -> Any:
@@ -106,7 +106,7 @@ def lanes(device: str) -> int:
     return 1 if device.startswith("gpu") else machine.usable_cores()
 
 
-def trace(call: Call, seen: None, reached: Sequence[Any]) -> Traced:
+def trace(call: Call) -> Traced:
     if jax.config.jax_disable_jit:
         raise CannotTrace("jax.jit is switched off (jax_disable_jit)")
     outputs: list[Outputs] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import mxnet as mx
 
@@ -58,7 +58,7 @@ def num_gpus() -> int:
     return _virtual_count or mx.context.num_gpus()
 
 
-def is_device(value: object) -> bool:
+def is_device(value: object) -> TypeGuard[mx.Context]:
     return isinstance(value, mx.Context)
 
 
@@ -121,7 +121,7 @@ def virtual_device(index: int) -> mx.Context | None:
 # Tensors
 
 
-def is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> TypeGuard[mx.nd.NDArray]:
     return isinstance(value, mx.nd.NDArray)
 
 
@@ -199,7 +199,7 @@ def synchronize(device: mx.Context | None) -> None:
 # Models
 
 
-def is_model(value: object) -> bool:
+def is_model(value: object) -> TypeGuard[mx.gluon.Block]:
     return isinstance(value, mx.gluon.Block)
 
 

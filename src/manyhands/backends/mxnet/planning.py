@@ -11,6 +11,7 @@ engine gets all of them at once, and Python's time for each is saved.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,7 @@ from manyhands import tree
 from manyhands.addresses import Held
 from manyhands.backends.mxnet import graph
 from manyhands.backends.mxnet import tasks as tasks
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Traced
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Traced, Tracer
 from manyhands.errors import CannotTrace, NotYet, first_line
 
 name = "mxnet"
@@ -61,11 +62,11 @@ def version_of(value: Any) -> Any:
     return Held([*value.collect_params().values(), *own])
 
 
-def observe(call: Call) -> tuple[Any, graph.Recording]:
+def observe(call: Call) -> tuple[Any, Tracer]:
     """Operation by operation."""
     with graph.Recording() as recording:
         recording.result = call.plainly()
-    return wait(recording.result), recording
+    return wait(recording.result), functools.partial(trace, call, recording)
 
 
 def wait(result: Any) -> Any:

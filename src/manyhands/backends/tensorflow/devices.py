@@ -19,7 +19,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import tensorflow as tf
 
@@ -105,7 +105,7 @@ def num_gpus() -> int:
     return _virtual_count or len(_logical("GPU"))
 
 
-def is_device(value: object) -> bool:
+def is_device(value: object) -> TypeGuard[TensorFlowDevice]:
     """Ours, and TensorFlow's own names: ``/device:GPU:1``, or what ``x.device`` says."""
     return isinstance(value, TensorFlowDevice) or (isinstance(value, str) and _NAME.search(value) is not None)
 
@@ -181,7 +181,7 @@ def virtual_device(index: int) -> TensorFlowDevice | None:
 # Tensors
 
 
-def is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> TypeGuard[Any]:
     return isinstance(value, _TENSORS) or _is_keras(value, "Variable")
 
 
@@ -258,7 +258,7 @@ def synchronize(device: TensorFlowDevice | None) -> None:
 # Models
 
 
-def is_model(value: object) -> bool:
+def is_model(value: object) -> TypeGuard[Any]:
     return isinstance(value, tf.Module) or _is_keras(value, "Layer")
 
 

@@ -20,7 +20,7 @@ from tensorflow.python.framework import op_def_registry
 
 from manyhands import machine, tree
 from manyhands.addresses import Held
-from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, taken_apart
+from manyhands.backends.runtime import PLAIN_VALUES, Call, Flat, Outputs, Traced, Tracer, taken_apart
 from manyhands.backends.tensorflow import devices as adapter
 from manyhands.backends.tensorflow import tasks as tasks
 from manyhands.backends.tensorflow.graph import ASSIGNS, Graph
@@ -61,8 +61,8 @@ def version_of(value: Any) -> Any:
     return Held([*value.variables, *own, *(getattr(layer, "trainable", None) for layer in layers)]) if layers else None
 
 
-def observe(call: Call) -> tuple[Any, None]:
-    return wait(call.plainly()), None
+def observe(call: Call) -> tuple[Any, Tracer]:
+    return wait(call.plainly()), lambda reached: trace(call)
 
 
 def wait(result: Any) -> Any:
@@ -104,7 +104,7 @@ def lanes(device: str) -> int:
     return tf.config.threading.get_inter_op_parallelism_threads() or machine.usable_cores()
 
 
-def trace(call: Call, seen: None, reached: Sequence[Any]) -> Traced:
+def trace(call: Call) -> Traced:
     outputs: list[Outputs] = []
 
     def flat(*tensors: Any) -> list[Any]:
@@ -114,7 +114,8 @@ def trace(call: Call, seen: None, reached: Sequence[Any]) -> Traced:
         outputs.append(made)
         return computed
 
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in call.tensors]
+    tensors: list[Any] = call.tensors
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     try:
         concrete = tf.function(flat, autograph=False).get_concrete_function(*specs)
     except CannotTrace:

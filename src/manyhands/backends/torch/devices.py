@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from types import ModuleType
+from typing import TypeGuard
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -58,7 +59,7 @@ def num_gpus() -> int:
     return virtual.count() or torch.cuda.device_count()
 
 
-def is_device(value: object) -> bool:
+def is_device(value: object) -> TypeGuard[torch.device]:
     return isinstance(value, torch.device)
 
 
@@ -129,7 +130,7 @@ def virtual_device(index: int) -> torch.device | None:
 # Tensors
 
 
-def is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor)
 
 
@@ -194,7 +195,7 @@ def synchronize(device: torch.device | None) -> None:
 # Models
 
 
-def is_model(value: object) -> bool:
+def is_model(value: object) -> TypeGuard[torch.nn.Module | PackedSequence]:
     return isinstance(value, (torch.nn.Module, PackedSequence))
 
 

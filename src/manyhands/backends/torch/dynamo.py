@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
+from torch.fx import GraphModule as GraphModule  # what Dynamo hands to a backend
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.fast_match import tensor_guards

@@ -23,12 +23,12 @@ def check_model(is_one: bool, net: object, kind: str) -> None:
         )
 
 
-def all_gpus(place: Placement[Any, D]) -> list[D]:
+def all_gpus(place: Placement[Any, D, Any]) -> list[D]:
     """All GPUs (or what stands in for them), or the CPU where there is none."""
     return [place.backend.gpu(i) for i in range(place.backend.num_gpus())] or [place.backend.cpu()]
 
 
-def destination(place: Placement[Any, D], on: Sequence[D], device: D | Device | str) -> D:
+def destination(place: Placement[Any, D, Any], on: Sequence[D], device: D | Device | str) -> D:
     """Where samples go that are to go to a device: the net, which is ``on`` these, has to be there."""
     native = place.existing(device)
     homes = [place.backend.neutral(one) for one in on]
@@ -40,7 +40,7 @@ def destination(place: Placement[Any, D], on: Sequence[D], device: D | Device | 
     return native
 
 
-def split(place: Placement[Any, Any], X: Any, y: Any, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def split(place: Placement[Any, Any, Any], X: Any, y: Any, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Shards of ``X`` and of ``y`` as even as can be, in order, each on its device."""
     leaves, structure = tree.flatten((X, y))
     total = place.lengths(leaves, structure)[0][1]

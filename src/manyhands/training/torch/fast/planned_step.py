@@ -62,7 +62,7 @@ class PlannedStep:
 
     def __init__(self, step: Step, captured: Step, progress: Progress) -> None:
         self._progress = progress
-        self._fast: Parallel | None = Parallel(step, planning, reuse_outputs=True)
+        self._fast: Parallel[[], object] | None = Parallel(step, planning, reuse_outputs=True)
         self._winner: Step | None = None
         self._seconds: tuple[float, float] | None = None  # of the plan, and of the captured step
         self._why: str | None = None  # there is no plan
@@ -72,7 +72,7 @@ class PlannedStep:
         step = self._winner or next(self._turns)
         step()
 
-    def _race(self, fast: Parallel, captured: Step) -> Iterator[Step]:
+    def _race(self, fast: Parallel[[], object], captured: Step) -> Iterator[Step]:
         """The steps to make, one after the other, until it is known who wins."""
         yield functools.partial(self._plan, fast, captured)
 
@@ -96,7 +96,7 @@ class PlannedStep:
         way()
         times.append((begin, self._mark()))
 
-    def _plan(self, fast: Parallel, captured: Step) -> None:
+    def _plan(self, fast: Parallel[[], object], captured: Step) -> None:
         """The first step plans. Where that fails and nothing was done yet, the captured one is made."""
         before = int(self._progress.position)
         try:
