@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.running_sums import Figures
 
@@ -102,7 +103,7 @@ class Learner(Protocol):
         Nothing where the framework does not tell.
         """
 
-    def keep_average(self, decay: float) -> None:
+    def keep_average(self, averaging: Averaging) -> None:
         """From now on keep an exponential moving average of the weights; asked for before :meth:`restore`.
 
         It is part of :meth:`save` (the blob ``average``), and after :meth:`close` the model has it.

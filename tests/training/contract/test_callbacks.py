@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load
 from training_bench import Bench, StopAt, Stopped, same, small_set
@@ -214,6 +215,47 @@ def test_an_average_of_the_weights(bench: Bench) -> None:
 
 def average(run: Path) -> dict[str, Any]:
     return dict(load(store.load(run / "checkpoints").blobs["average"]))
+
+
+def normalising(framework: str) -> Any:
+    """A net of vectors with BatchNorm."""
+    if framework == "torch":
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    if framework == "jax":
+        from flax import nnx
+
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(nnx.Linear(4, 6, rngs=rngs), nnx.BatchNorm(6, rngs=rngs), nnx.Linear(6, 3, rngs=rngs))
+    if framework == "tensorflow":
+        import keras
+
+        layers = keras.layers
+        return keras.Sequential([keras.Input((4,)), layers.Dense(6), layers.BatchNormalization(), layers.Dense(3)])
+    from mxnet.gluon import nn as gluon_nn
+
+    net = gluon_nn.HybridSequential()
+    net.add(gluon_nn.Dense(6, in_units=4), gluon_nn.BatchNorm(in_channels=6), gluon_nn.Dense(3, in_units=6))
+    return net
+
+
+def test_an_average_of_running_statistics(bench: Bench) -> None:
+    """Each device of two may have statistics of its own; the average is of those that count, and is continued."""
+    run, random = bench.new_run(), np.random.default_rng(0)
+    data = bench.arrays(random.normal(size=(18, 4)).astype(np.float32), random.integers(3, size=18))
+    how: Any = {"callbacks": [bench.mh.EMA(0.5, use_buffers=True)], "loss": "cross_entropy", "quiet": True}
+    how |= {"run": run, "checkpoints": Checkpoints(every=1), "batch_size": 6, "lr": 0.1, **bench.on(2)}
+    bench.mh.Trainer(1, limits=Limits(max_steps=2), **how).fit(normalising(bench.framework), data)
+    bench.mh.Trainer(1, resume="auto", **how).fit(normalising(bench.framework), data)
+    found = [store.load(run / "checkpoints" / f"step-{step:08d}").blobs for step in (1, 2, 3)]
+    weights, averages = ([dict(load(blobs[name])) for blobs in found] for name in ("model", "average"))
+    moving = [name for name, value in weights[2].items() if value.dtype.kind == "f"]
+    assert any("mean" in name for name in moving)
+    for step in (1, 2):
+        for name in moving:
+            expected = (averages[step - 1][name] + weights[step][name]) / 2
+            np.testing.assert_allclose(averages[step][name], expected, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 def test_an_average_is_in_the_model_after_fit(bench: Bench) -> None:

@@ -11,7 +11,7 @@ import pytest
 from manyhands.errors import BadSettings, CallbackFailed, NotJson
 from manyhands.training.callbacks import monitor
 from manyhands.training.callbacks.best_checkpoint import BestCheckpoint
-from manyhands.training.callbacks.callback import Callback, Training
+from manyhands.training.callbacks.callback import Averaging, Callback, Training
 from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
 from manyhands.training.callbacks.early_stopping import EarlyStopping
 from manyhands.training.callbacks.ema import EMA
@@ -206,11 +206,13 @@ def test_what_does_not_go_together_is_refused() -> None:
         checked("callbacks", [5], Callback)
     with pytest.raises(BadSettings, match=r"EMA\(decay=1\): give a number between 0 and 1"):
         EMA(1)
+    with pytest.raises(BadSettings, match=r"EMA\(use_buffers=1\): give True or False"):
+        EMA(use_buffers=1)  # type: ignore[arg-type]
     with pytest.raises(BadSettings, match=r"the newest checkpoints are there"):
         BestCheckpoint("val_loss", folder="checkpoints")
     with pytest.raises(BadSettings, match=r"mode='up'"):
         EarlyStopping("val_loss", mode="up")  # type: ignore[arg-type]
-    assert plan_of([EMA(0.5)], has_run=False).average == 0.5
+    assert plan_of([EMA(0.5)], has_run=False).average == Averaging(0.5, buffers=False)
 
 
 def test_another_figure_begins_anew(tmp_path: Path) -> None:

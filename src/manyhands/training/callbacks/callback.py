@@ -25,6 +25,7 @@ No step waits for them. Figures of steps come when the device has sent them, som
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -77,6 +78,14 @@ class Training:
             self.wanted.append(folder)
 
 
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """What a moving average of a model is: see ``EMA``."""
+
+    decay: float
+    buffers: bool = False  # whether running statistics are averaged, too
+
+
 class Callback:
     """Code that is called at certain moments of a training: override the methods that you need.
 
@@ -91,10 +100,10 @@ class Callback:
     state_key: str | None = None
 
     # What the callbacks that come with manyhands want of a training besides: a run's folder, the learning rates, an
-    # average of the weights with this decay.
+    # average of the weights.
     needs_run: ClassVar[bool] = False
     wants_rates: ClassVar[bool] = False
-    average_decay: float | None = None
+    averaging: Averaging | None = None
 
     def on_fit_start(self, training: Training) -> None:
         """The training begins; a resumed one has its state already."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.best_checkpoint import BestCheckpoint
-from manyhands.training.callbacks.callback import Callback
+from manyhands.training.callbacks.callback import Averaging, Callback
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class CallbackPlan:
     asks: bool = False  # whether somebody may stop the training or have a state
     every: tuple[int, ...] = ()  # after every so many steps figures are sent
     rates: bool = False  # whether the learning rate is reported
-    average: float | None = None  # the decay of the weights' moving average
+    average: Averaging | None = None  # of the weights, where one is kept
 
 
 NO_CALLBACKS = CallbackPlan()
@@ -36,14 +36,15 @@ def plan_of(callbacks: Sequence[Callback], *, has_run: bool) -> CallbackPlan:
         raise BadSettings(
             f"BestCheckpoint: two of them write to one folder of the run, of {folders}: give each folder="
         )
-    decays = [callback.average_decay for callback in callbacks if callback.average_decay is not None]
-    if len(decays) > 1:
-        raise BadSettings(f"{len(decays)} callbacks average the weights, with decays {decays}: give one EMA")
+    averages = [callback.averaging for callback in callbacks if callback.averaging is not None]
+    if len(averages) > 1:
+        decays = [average.decay for average in averages]
+        raise BadSettings(f"{len(averages)} callbacks average the weights, with decays {decays}: give one EMA")
     return CallbackPlan(
         asks=bool(callbacks),
         every=tuple(sorted({callback.every for callback in callbacks if callback.every is not None})),
         rates=any(callback.wants_rates for callback in callbacks),
-        average=decays[0] if decays else None,
+        average=averages[0] if averages else None,
     )
 
 

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 
 from manyhands.training import python_attributes
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
@@ -26,7 +27,7 @@ from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepare
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
-from manyhands.training.jax.step import State, Steps
+from manyhands.training.jax.step import AVERAGES, State, Steps
 from manyhands.training.jax.world import World
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
@@ -75,6 +76,7 @@ class JaxLearner:
             accumulate=job.settings.step.accumulate,
         )
         self.state: State = self._first_state(optimizer)
+        self._averages: Mapping[str, str] = {}  # that are kept, and what they are of
         self.optimizer_options = _injected(self.state["optimizer"])
         self.sums: Sums = world.put_anew(running_sums.from_figures(Figures()))
         self._under_way: collections.deque[Sums] = collections.deque()
@@ -171,30 +173,30 @@ class JaxLearner:
             self._looked_at = self.sums
         return self._shown
 
-    def keep_average(self, decay: float) -> None:
-        self.steps.decay = decay
+    def keep_average(self, averaging: Averaging) -> None:
+        self.steps.decay = averaging.decay
+        self._averages = AVERAGES if averaging.buffers else {"average": "parameters"}
         self._start_average()
 
     def _start_average(self) -> None:
-        self.state["average"] = self.world.put_anew(jax.tree.map(_wide, self.state["parameters"]))
+        for average, part in self._averages.items():
+            self.state[average] = self.world.put_anew(jax.tree.map(_wide, self.state[part]))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        if "average" not in self.state:
-            yield
-            return
-        weights = self.state["parameters"]
-        self.state["parameters"] = self._average_as_weights()
+        own = {part: self.state[part] for part in self._averages.values()}
+        self.state.update(self._average_as_weights())
         try:
             yield
         finally:
-            self.state["parameters"] = weights
+            self.state.update(own)
 
-    def _average_as_weights(self) -> Any:
+    def _average_as_weights(self) -> State:
         """In the weights' own kind of numbers."""
-        return jax.tree.map(
-            lambda one, weight: one.astype(weight.dtype), self.state["average"], self.state["parameters"]
-        )
+        return {
+            part: jax.tree.map(lambda one, own: one.astype(own.dtype), self.state[average], self.state[part])
+            for average, part in self._averages.items()
+        }
 
     def send_figures(self, step: int) -> None:
         for leaf in self.sums.values():
@@ -250,15 +252,22 @@ class JaxLearner:
     def _packed_average(self) -> dict[str, bytes]:
         if "average" not in self.state:
             return {}
-        return {"average": tensors.pack({**named(self.state["average"]), **named(self.state["rest"])})}
+        return {"average": tensors.pack(self._average_by_name())}
+
+    def _average_by_name(self) -> dict[str, Any]:
+        """As weights of the model, with the rest of what it holds."""
+        rest = self.state.get("average_of_rest", self.state["rest"])
+        return {**named(self.state["average"]), **named(rest)}
 
     def _restore_average(self, found: Mapping[str, bytes]) -> None:
         self._start_average()
         if "average" not in found:
             self.notes.append(NO_AVERAGE)
             return
-        own = {**named(self.state["average"]), **named(self.state["rest"])}
-        self._refill("average", tensors.fitting(found["average"], own, "an average of another model's weights"))
+        own = self._average_by_name()
+        saved = tensors.fitting(found["average"], own, "an average of another model's weights")
+        for average in self._averages:
+            self._refill(average, saved)
 
     def restore(self, saved: Mapping[str, Any], found: Mapping[str, bytes], figures: Figures) -> None:
         own = {**named(self.state["parameters"]), **named(self.state["rest"])}
@@ -298,8 +307,7 @@ class JaxLearner:
         self.notes += python_attributes.notes(self.steps.changed, "JAX", _IN_A_VARIABLE)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):  # a step broke off that had taken them
             return
-        if "average" in self.state:
-            self.state["parameters"] = self._average_as_weights()
+        self.state.update(self._average_as_weights())
         before = self.job.skeleton.numbers(self.job.model)
         after = {part: jax.tree.map(_home, self.state[part], before[part]) for part in PARTS}
         self.job.skeleton.put_into(self.job.model, after)

@@ -34,9 +34,10 @@ from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.jax.world import World
 from manyhands.training.python_attributes import Attributes
 
-# A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", "average" of the parameters where one is
-# kept, and "at": where in the epoch's order the job stands, and the number of the step.
+# A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", AVERAGES of the parameters and of the
+# rest where they are kept, and "at": where in the epoch's order the job stands, and the number of the step.
 State = dict[str, Any]
+AVERAGES = {"average": "parameters", "average_of_rest": "rest"}
 
 
 @dataclass
@@ -177,7 +178,9 @@ class Steps:
         updates = jax.tree.map(lambda one: (one * factor).astype(one.dtype), updates)
         after = {**numbers, "parameters": optax.apply_updates(before, updates), "optimizer": optimizer}
         if self.decay is not None:
-            after["average"] = jax.tree.map(self._averaged, state["average"], after["parameters"])
+            for average, part in AVERAGES.items():
+                if average in state:
+                    after[average] = jax.tree.map(self._averaged, state[average], after[part])
         if self.spares:
             good = jnp.isfinite(loss)
             after = {name: _chosen(good, after[name], state[name]) for name in after}
@@ -188,7 +191,9 @@ class Steps:
     def _averaged(self, average: jax.Array, weight: jax.Array) -> jax.Array:
         if not jnp.issubdtype(average.dtype, jnp.inexact):
             return weight
-        return average + (weight.astype(average.dtype) - average) * (1 - self.decay)  # type: ignore[operator]
+        weight = weight.astype(average.dtype)
+        moved = average + (weight - average) * (1 - self.decay)  # type: ignore[operator]
+        return jnp.where(average == weight, weight, moved)  # infinity, as in a mask, stays
 
     def _in_micro_batches(
         self, state: State, rows: Any, batch_of: Callable[[Any], Batch], division: Division

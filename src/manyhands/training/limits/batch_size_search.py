@@ -100,7 +100,7 @@ class Search:
             limits=Limits(max_steps=_STEPS),
             step=step,
             optimizer=optimizer,
-            callbacks=[callback for callback in self.trainer._callbacks() if callback.average_decay is not None],
+            callbacks=[callback for callback in self.trainer._callbacks() if callback.averaging is not None],
             loggers=(),
             metrics=None,
             checkpoints=Checkpoints(),

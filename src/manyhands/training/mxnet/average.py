@@ -10,25 +10,40 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import tensors
 from manyhands.training.mxnet import replicas, state
 from manyhands.training.mxnet.modes import numpy_like
 
 
 class Average:
-    """The average of all parameters that have gradients."""
+    """The average of all parameters that have gradients; of running statistics, too, where that is asked for."""
 
-    def __init__(self, model: Any, decay: float) -> None:
-        self._model, self._decay = model, decay
+    def __init__(self, model: Any, averaging: Averaging) -> None:
+        self._model, self._averaging = model, averaging
         self.restart()
 
     def restart(self) -> None:
         """Begin with the weights as they are."""
         kept = {id(statistic) for statistic in replicas.statistics(self._model)}
-        self._parameters = [one for one in replicas.distinct(self._model) if id(one) not in kept]
+        self._parameters = [
+            one for one in replicas.distinct(self._model) if id(one) not in kept or self._averages_statistic(one)
+        ]
         self._average = [[array.copy() for array in parameter.list_data()] for parameter in self._parameters]
+
+    def _averages_statistic(self, statistic: Any) -> bool:
+        return self._averaging.buffers and "float" in np.dtype(statistic.dtype).name
+
+    def share_statistics(self, source: int) -> None:
+        """Give every device the averages of statistics that one of them has."""
+        kept = {id(statistic) for statistic in replicas.statistics(self._model)}
+        for parameter, arrays in zip(self._parameters, self._average, strict=True):
+            for number, array in enumerate(arrays):
+                if id(parameter) in kept and number != source:
+                    arrays[source].copyto(array)
 
     def arrays(self) -> Iterator[Any]:
         for of_parameter in self._average:
@@ -39,7 +54,7 @@ class Average:
         with numpy_like():
             for average, weight in self._pairs():
                 mean = average.as_np_ndarray()
-                mean[:] = mean + (weight.as_np_ndarray() - mean) * (1 - self._decay)
+                mean[:] = mean + (weight.as_np_ndarray() - mean) * (1 - self._averaging.decay)
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         """The average and the weights of each parameter on each device."""

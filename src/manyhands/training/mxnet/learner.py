@@ -15,6 +15,7 @@ import numpy as np
 
 from manyhands.backends.mxnet import devices as backend
 from manyhands.placement.moves import Placement
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints import tensors as _blobs
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
@@ -130,8 +131,8 @@ class GluonLearner:
     def peek(self) -> Figures | None:
         return self.metrics.peek()
 
-    def keep_average(self, decay: float) -> None:
-        self.plain_step.average = Average(self.model, decay)
+    def keep_average(self, averaging: Averaging) -> None:
+        self.plain_step.average = Average(self.model, averaging)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         average = self.plain_step.average
@@ -204,6 +205,8 @@ class GluonLearner:
         """Running statistics differ from device to device; those of the (first) largest share count."""
         largest = self.shares.index(max(self.shares)) if self.shares else 0
         replicas.spread(replicas.statistics(self.model), largest)
+        if self.plain_step.average is not None:
+            self.plain_step.average.share_statistics(largest)
 
 
 def _mixed(*parts: int) -> int:

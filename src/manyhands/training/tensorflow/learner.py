@@ -21,6 +21,7 @@ import tensorflow as tf
 from manyhands.backends.tensorflow import devices as backend
 from manyhands.placement.moves import Placement
 from manyhands.training import python_attributes
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.data.sources import Array, Source
@@ -126,14 +127,14 @@ class KerasLearner:
             self._coming = self._reader.submit(self._figures, snapshot)
         return self._shown
 
-    def keep_average(self, decay: float) -> None:
-        self.step_of.keep_average(decay)
+    def keep_average(self, averaging: Averaging) -> None:
+        self.step_of.keep_average(averaging)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         pairs = [
             (weight, average)
-            for both in zip(self.step_of.weights, self.step_of.average, strict=bool(self.step_of.average))
+            for both in zip(self.step_of.averaged, self.step_of.average, strict=True)
             for weight, average in zip(*map(self.step_of.on_each, both), strict=True)
         ]
         kept = [weight.read_value() for weight, _ in pairs]
@@ -212,7 +213,7 @@ class KerasLearner:
     def _average_by_name(self) -> dict[str, Array]:
         """As weights of the model, with the rest of what it holds."""
         by_weight = {
-            id(weight): average for weight, average in zip(self.step_of.weights, self.step_of.average, strict=True)
+            id(weight): average for weight, average in zip(self.step_of.averaged, self.step_of.average, strict=True)
         }
         chosen = [by_weight.get(id(variable), variable) for variable in self._variables()]
         values = [self.step_of.on_each(variable)[0].numpy() for variable in chosen]
@@ -223,7 +224,7 @@ class KerasLearner:
         if "average" not in parts:
             self.notes.append(NO_AVERAGE)
         saved = tensors.fitting(parts.get("average", parts["model"]), self._average_by_name(), "an average")
-        numbers = {id(weight): number for number, weight in enumerate(self.step_of.weights)}
+        numbers = {id(weight): number for number, weight in enumerate(self.step_of.averaged)}
         for variable, value in zip(self._variables(), saved.values(), strict=True):
             if id(variable) in numbers:
                 self._set([self.step_of.average[numbers[id(variable)]]], [value])

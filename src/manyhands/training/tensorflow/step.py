@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from manyhands.errors import BadSettings
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.data.sources import Array, Batch
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
@@ -51,7 +52,8 @@ class Step:
         self.sums = self._own(np.array([0, 0, 0, _NONE_BAD]))
         # After the four figures: the totals of sums with a count of their own, and the counts.
         self.test_sums = self._own(np.array([0, 0, 0, _NONE_BAD, *[0] * 2 * MOST_SUMS]))
-        self.average: list[Any] = []  # of the weights, where one is kept
+        self.averaged: list[Any] = []  # the weights (and statistics) of which an average is kept
+        self.average: list[Any] = []
         self._decay = 0.0
         self.replicas: int = strategy.num_replicas_in_sync
         # Statistics over the whole batch need every replica in every layer, also one without samples.
@@ -73,11 +75,13 @@ class Step:
                 aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
             )
 
-    def keep_average(self, decay: float) -> None:
+    def keep_average(self, averaging: Averaging) -> None:
         """Before the first step: keep a moving average of the weights, in float32 at least."""
-        first = [self.on_each(weight)[0].numpy() for weight in self.weights]
+        statistics = [one for one in self.kept if averaging.buffers and one.dtype.is_floating]
+        self.averaged = [*self.weights, *statistics]
+        first = [self.on_each(one)[0].numpy() for one in self.averaged]
         self.average = [self._own(one.astype(np.promote_types(one.dtype, np.float32))) for one in first]
-        self._decay = decay
+        self._decay = averaging.decay
 
     def on_each(self, variable: Any) -> list[Any]:
         """The variables of this process's replicas."""
@@ -198,17 +202,19 @@ class Step:
             new_memory[self.rate] = memory[self.rate]
         average = [tf.convert_to_tensor(one) for one in self.average]
         old = [*weights, *memory, *map(tf.convert_to_tensor, self.kept), *average]
-        new = [*new_weights, *new_memory, *kept, *self._moved(average, new_weights)]
+        statistics = [one for one in kept if one.dtype.is_floating]
+        averaged = [*new_weights, *statistics][: len(average)]  # see keep_average: all statistics, or none
+        new = [*new_weights, *new_memory, *kept, *self._moved(average, averaged)]
         if self.settings.step.on_nan == "continue":  # a batch without a loss shall leave no trace
             new = [tf.where(tf.math.is_finite(loss), a, b) for a, b in zip(new, old, strict=True)]
         for variable, value in zip([*self.weights, *self.memory, *self.kept, *self.average], new, strict=True):
             variable.assign(value)
 
-    def _moved(self, average: list[Any], weights: list[Any]) -> list[Any]:
-        """The moving average with the weights of this step."""
-        if not average:
-            return []
-        return [a + (tf.cast(b, a.dtype) - a) * (1 - self._decay) for a, b in zip(average, weights, strict=True)]
+    def _moved(self, average: list[Any], values: list[Any]) -> list[Any]:
+        """The moving average with the values of this step; infinity, as in a mask, stays."""
+        wide = [tf.cast(value, one.dtype) for one, value in zip(average, values, strict=True)]
+        moved = [one + (value - one) * (1 - self._decay) for one, value in zip(average, wide, strict=True)]
+        return [tf.where(a == b, b, c) for a, b, c in zip(average, wide, moved, strict=True)]
 
     def _test_replica(
         self, prepare: Prepare, on_host: bool, answers: bool, gathered: bool, data: Batch, order: Any, bounds: Any
@@ -283,9 +289,10 @@ class Step:
 
         def share(source: Any) -> None:
             chosen = tf.distribute.get_replica_context().replica_id_in_sync_group == source
-            own = [tf.convert_to_tensor(one) for one in self.kept]
+            shared = [*self.kept, *self.average[len(self.weights) :]]
+            own = [tf.convert_to_tensor(one) for one in shared]
             masked = [tf.where(chosen, one, tf.zeros_like(one)) for one in own]
-            for variable, value in zip(self.kept, _over_replicas(masked), strict=True):
+            for variable, value in zip(shared, _over_replicas(masked), strict=True):
                 variable.assign(value)
 
         if self.kept and self.replicas > 1:

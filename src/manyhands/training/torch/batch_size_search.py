@@ -157,7 +157,7 @@ class Search:
         step = dataclasses.replace(settings.step, shares=None, accumulate=parts, micro_batch_size=None)
         limits = Limits(max_steps=_STEPS)
         settings = dataclasses.replace(settings, step=step, limits=limits, checkpoints=Checkpoints(), max_epochs=_STEPS)
-        decays = [callback.average_decay for callback in trainer._callbacks() if callback.average_decay is not None]
+        averages = [callback.averaging for callback in trainer._callbacks() if callback.averaging is not None]
         return Job(
             model=model,
             objective=objective_for(model, trainer._option("loss")),
@@ -165,5 +165,5 @@ class Search:
             test=None,
             settings=settings,
             optimizer=optimizers.optimizer_for(model, optimizer, settings.lr),
-            callbacks=dataclasses.replace(NO_CALLBACKS, average=decays[0] if decays else None),
+            callbacks=dataclasses.replace(NO_CALLBACKS, average=averages[0] if averages else None),
         )

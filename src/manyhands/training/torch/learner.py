@@ -15,6 +15,7 @@ import torch
 
 from manyhands import tree
 from manyhands.errors import BadSettings, ManyhandsError
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
@@ -411,15 +412,18 @@ class Rank:
     def peek(self) -> Figures | None:
         return self.metrics.peek()
 
-    def keep_average(self, decay: float) -> None:
+    def keep_average(self, averaging: Averaging) -> None:
         if self.sharded:
             raise BadSettings(
                 "mh.EMA and Step(shard=True): the average would be of whole weights. Leave out one of them"
             )
-        self.average = self.plain_step.average = Average(self.model, decay)
+        self.average = self.plain_step.average = Average(self.model, averaging)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.average is None else self.average.in_model()
+        if self.average is None:
+            return contextlib.nullcontext()
+        self._share_buffers()
+        return self.average.in_model()
 
     def send_figures(self, step: int) -> None:
         self.metrics.send(step, self.world)
@@ -561,7 +565,8 @@ class Rank:
         """Running statistics differ from device to device; those of the (first) largest share count."""
         if self.settings.step.batch_stats == "per_device":
             largest = self.shares.index(max(self.shares)) if self.shares else 0
-            self.world.broadcast_([*self.model.buffers()], largest)
+            averages = self.average.of_buffers if self.average is not None else []
+            self.world.broadcast_([*self.model.buffers(), *averages], largest)
 
 
 def _was_double(saved: Mapping[str, Any]) -> bool:

@@ -8,41 +8,54 @@ where a captured step will look for the weights again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.torch.state import job_state
 
 
 class Average:
-    """The average of all floating-point parameters of a model."""
+    """The average of all floating-point parameters of a model; of its buffers, too, where that is asked for."""
 
-    def __init__(self, model: torch.nn.Module, decay: float) -> None:
-        self._model, self._move = model, get_ema_multi_avg_fn(decay)
+    def __init__(self, model: torch.nn.Module, averaging: Averaging) -> None:
+        self._model, self._averaging = model, averaging
+        self._move = get_ema_multi_avg_fn(averaging.decay)
         self.restart()
 
     def restart(self) -> None:
         """Begin with the weights as they are."""
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.is_floating_point()]
-        self.tensors = [_copy(parameter.detach(), like=parameter) for parameter in self._parameters]
+        self._buffers = _moving_buffers(self._model) if self._averaging.buffers else []
+        self.tensors = [_copy(value.detach(), like=value) for value in self._values()]
 
     def settle(self) -> None:
         """Lie in memory as the weights do now: their dtype or memory format may have changed."""
-        self.tensors = [_copy(one, like=weight) for one, weight in zip(self.tensors, self._parameters, strict=True)]
+        self.tensors = [_copy(one, like=value) for one, value in zip(self.tensors, self._values(), strict=True)]
+
+    def _values(self) -> list[torch.Tensor]:
+        """What is averaged. Buffers are looked up: a layer may put another tensor there in each step."""
+        return [*self._parameters, *map(self._model.get_buffer, self._buffers)]
+
+    @property
+    def of_buffers(self) -> list[torch.Tensor]:
+        """The averages of the buffers."""
+        return self.tensors[len(self._parameters) :]
 
     @torch.no_grad()
     def update(self) -> None:
         """A step was made; nothing waits."""
-        weights = [weight.detach().to(one.dtype) for one, weight in zip(self.tensors, self._parameters, strict=True)]
-        if weights:
-            self._move(self.tensors, weights, 0)
+        values = [value.detach().to(one.dtype) for one, value in zip(self.tensors, self._values(), strict=True)]
+        if values:
+            self._move(self.tensors, values, 0)
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
         """Within it the model's weights are the average."""
-        kept = [weight.detach().clone() for weight in self._parameters]
+        kept = [value.detach().clone() for value in self._values()]
         self.put_into_model()
         try:
             yield
@@ -54,14 +67,16 @@ class Average:
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
-        for weight, value in zip(self._parameters, values, strict=True):
-            weight.copy_(value)
+        for own, value in zip(self._values(), values, strict=True):
+            own.copy_(value)
 
     def saved(self) -> bytes:
         """As weights of the model, with the rest of what it holds."""
-        by_weight = {id(weight): one for weight, one in zip(self._parameters, self.tensors, strict=True)}
-        names = self._model.named_parameters(remove_duplicate=False)
-        averaged = {name: by_weight[id(weight)] for name, weight in names if id(weight) in by_weight}
+        by_value = {id(value): one for value, one in zip(self._values(), self.tensors, strict=True)}
+        names = itertools.chain(
+            self._model.named_parameters(remove_duplicate=False), self._model.named_buffers(remove_duplicate=False)
+        )
+        averaged = {name: by_value[id(value)] for name, value in names if id(value) in by_value}
         own = job_state.model_tensors(self._model)
         return job_state.pack({name: averaged.get(name, tensor) for name, tensor in own.items()})
 
@@ -71,11 +86,25 @@ class Average:
         if "average" not in blobs:
             return False
         saved = job_state.unpack(blobs["average"])
-        names = {id(weight): name for name, weight in self._model.named_parameters()}
+        by_id = {id(weight): name for name, weight in self._model.named_parameters()}
+        names = [*(by_id[id(weight)] for weight in self._parameters), *self._buffers]
         with torch.no_grad():
-            for one, weight in zip(self.tensors, self._parameters, strict=True):
-                one.copy_(saved[names[id(weight)]])
+            for one, name in zip(self.tensors, names, strict=True):
+                one.copy_(saved[name])
         return True
+
+
+def _moving_buffers(model: torch.nn.Module) -> list[str]:
+    """The names of buffers that can be averaged: numbers that are saved, finite, and each in a place of its own."""
+    saved = model.state_dict()
+    return [
+        name
+        for name, buffer in model.named_buffers()
+        if name in saved
+        and buffer.is_floating_point()
+        and bool(torch.isfinite(buffer).all())  # a mask of -inf would become NaN
+        and (0 not in buffer.stride() or buffer.numel() < 2)  # an expanded one cannot be written to
+    ]
 
 
 def _copy(tensor: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
