@@ -65,6 +65,9 @@ class Loop:
         self.cursor = Cursor()
         self.batches_before: int | None = None  # that a loader gave in the epoch before
         self.last_row = 0  # the step of the newest row of figures
+        # Of the checkpoint: the end that its job came to, with the evaluation there; {}: not known (an older one).
+        self.end_before: dict[str, Any] | None = {}
+        self._owes_evaluation = False  # of an end that the job before had come to
         self.ending = Ending(learner, settings.limits)
         self.keeps_checkpoints = run is not None
         self.run = RunFolder(run.path) if run is not None and self.first else None
@@ -87,6 +90,7 @@ class Loop:
         if self.report.plan.average is not None:
             self.learner.keep_average(self.report.plan.average)
         self.report.resumed = resumed = saving.restore(self, resume, run.announced if run is not None else ())
+        self._settle_end(same_run=run is not None and run.resumes)
         schedules.check(self.schedule, self)
         if (note := loader_batches.unseeded(self.learner.data)) is not None:
             self.learner.notes.append(note)
@@ -99,6 +103,17 @@ class Loop:
             self._begun = self.cursor, self.last_row
         if resumed:
             saving.share_rows(self)
+
+    def _settle_end(self, *, same_run: bool) -> None:
+        """The job before may have come to this job's end: find out whether its evaluation is still to be made.
+
+        It is where that job was killed meanwhile, and where the figures are in another run.
+        """
+        end = self.end_before
+        if end is None or (end and not same_run):
+            self._owes_evaluation = self.cursor.step > self.last_row
+        elif end.get("epoch", 0) > self.cursor.epoch and end["epoch"] >= self.settings.max_epochs:
+            self.cursor = self.cursor.next_epoch()
 
     def _commit(self) -> None:
         """Write to a run that is there already, now that the job's first step (or its evaluation) was made."""
@@ -171,8 +186,10 @@ class Loop:
         return None
 
     def _is_over(self) -> bool:
-        """Whether a limit was reached."""
-        return self.cursor.epoch >= self.settings.max_epochs or self.ending.is_reached(self.cursor.step)
+        """Whether a limit was reached, and the end evaluated if the job before had not come to that."""
+        if self.cursor.epoch >= self.settings.max_epochs:
+            return True
+        return self.ending.is_reached(self.cursor.step) and not self._owes_evaluation
 
     def _train_epoch(self) -> None:
         """Train to the end of the epoch, or of the job."""
@@ -190,6 +207,8 @@ class Loop:
         first, window, most = self.cursor.step, None, self.settings.limits.batches
         with contextlib.closing(self._batches_left()) as batches:
             for window, batch in batches:
+                if self.ending.reached:  # before the first step: only the evaluation of the end is missing
+                    break
                 if self._evaluation_is_due():
                     self._commit()
                     self._add_row(self._read_figures(), evaluates=True)
@@ -363,6 +382,7 @@ class Loop:
         """The figures and the checkpoint at the end of an epoch, or of a job that ends within one (not ``over``)."""
         figures = self._read_figures()
         self._commit()
+        self._owes_evaluation = False
         if self.cursor.step > self.last_row:
             epoch, every = self.cursor.epoch, self.settings.limits.evaluation_epoch()
             due = (epoch + 1) % every == 0 if every is not None else self._evaluation_is_due()
@@ -401,6 +421,7 @@ class Loop:
         saving.write(self, before, self.report.take_wanted())
         if over:
             self._next_epoch()
+        saving.mark_end(self)
 
     def _evaluation_is_due(self) -> bool:
         """Whether ``evaluate_every`` asks for an evaluation after the step that was made last."""

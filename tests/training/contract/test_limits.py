@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_bench import Bench
+import training_bench
+from training_bench import Bench, StopAt
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, CallbackFailed
+from manyhands.training.callbacks.callback import Callback, Training
 from manyhands.training.checkpoints import store
 from manyhands.training.commands.parity import largest_difference
 from manyhands.training.limits.stop_signals import Stopped
@@ -77,6 +79,46 @@ def test_an_evaluation_that_only_the_end_brings_changes_nothing(bench: Bench) ->
     assert [row["val_loss"] is None for row in result.rows] == [True, True, False]
     tables = [[row.split(",")[:4] for row in (run / "metrics.csv").read_text().splitlines()] for run in runs]
     assert tables[0] == tables[1]
+
+
+class Evaluated(Callback):
+    """Counts evaluations; the job is killed in one of them."""
+
+    def __init__(self, killed_in: int | None = None) -> None:
+        self.count, self.killed_in = 0, killed_in
+
+    def on_evaluation(self, training: Training, figures: dict[str, float]) -> None:
+        self.count += 1
+        if self.count == self.killed_in:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.neutral
+@pytest.mark.parametrize("limits", [{"epochs": 3}, {"epochs": None, "max_steps": 10}])
+def test_the_end_is_evaluated_once(bench: Bench, limits: dict[str, Any]) -> None:
+    """A finished run that is started again is not evaluated again; one that was killed in that evaluation is."""
+    epochs, max_steps = limits["epochs"], limits.get("max_steps")
+    how: dict[str, Any] = {"epochs": epochs, "limits": Limits(max_steps=max_steps, evaluate_every="2 epochs")}
+    run = bench.new_run()
+    with pytest.raises(CallbackFailed):
+        bench.fit(run=run, callbacks=[Evaluated(killed_in=2)], **how)
+    results = []
+    for evaluations in (1, 0):
+        seen = Evaluated()
+        results.append(bench.fit(run=run, resume="auto", callbacks=[seen], **how))
+        assert seen.count == evaluations
+    first, again = results
+    assert without_times(first.rows) == without_times(again.rows) == without_times(bench.fit(**how).rows)
+    assert any("at its end already" in note for note in again.notes)
+    # In another folder its figures are not there, so they are computed.
+    elsewhere = bench.fit(run=bench.new_run(), resume=run, callbacks=[seen := Evaluated()], **how)
+    assert (seen.count, elsewhere.rows[-1]["val_loss"]) == (1, first.rows[-1]["val_loss"])
+    if max_steps is None:
+        return
+    with pytest.raises(training_bench.Stopped):  # after a step, which has dropped them
+        bench.fit(run=run, resume="auto", epochs=4, schedule=StopAt(1), limits=Limits(evaluate_every="2 epochs"))
+    third = bench.fit(run=run, resume="auto", callbacks=[seen := Evaluated()], **how)
+    assert (seen.count, without_times(third.rows)) == (1, without_times(first.rows))
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -74,9 +74,19 @@ def captured(loop: Loop) -> Captured | None:
         "batches_before": loop.batches_before,
         "callbacks": loop.report.states(),
         "last_row": loop.last_row,
+        "end": None,
         "seconds": loop.ending.seconds,
     }
     return Captured(content, saved.blobs)
+
+
+def mark_end(loop: Loop) -> None:
+    """Note in the newest checkpoint that the job came to its end there and was evaluated: ``end``.
+
+    The checkpoint is of the moment before. A job that is started again would not know whether that evaluation was made.
+    """
+    if loop.run is not None:
+        store.amend(folder.path_of(loop.run.checkpoints, loop.cursor.step), end={"epoch": loop.cursor.epoch})
 
 
 def write(loop: Loop, state: Captured | None, folders: Sequence[str]) -> None:
@@ -121,6 +131,7 @@ def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> b
     loop.report.states_before = state.get("callbacks")
     loop.last_row = state.get("last_row", loop.cursor.step - (1 if loop.cursor.sample else 0))
     loop.ending.resume(state.get("seconds", 0.0))
+    loop.end_before = state.get("end", {})
     if loop.first:
         _announce(loop, state, announced)
     return True
@@ -173,6 +184,7 @@ def rows_before(run: RunFolder, last_row: int) -> list[dict[str, Any]]:
 def rewind(run: RunFolder, begun: Cursor, last_row: int) -> None:
     """Drop what a run's folder holds of later steps than the one that the job begins at."""
     run.truncate_metrics(last_row)
+    store.amend(folder.path_of(run.checkpoints, begun.step), end=None)  # its row is dropped
     for folder_of_checkpoints in run.folders_of_checkpoints():
         store.drop_after(folder_of_checkpoints, begun.step)
 

@@ -80,6 +80,18 @@ def load(path: Path) -> Checkpoint:
     return _read_newest(path)
 
 
+def amend(path: Path, **changes: Any) -> None:
+    """Change entries of a checkpoint's state, in one moment; its blobs stay. Nothing where it is not there."""
+    try:
+        content = _read_state(path / _STATE)
+        if any(content["state"].get(name) != value for name, value in changes.items()):
+            content["state"].update(changes)
+            text = atomic_files.exact_json({**content, "sha256": _digest(content)}, _STATE, indent=1)
+            atomic_files.replace(path / _STATE, text.encode())
+    except (CheckpointDamaged, OSError):
+        return
+
+
 def latest(folder: Path) -> Path | None:
     """The checkpoint of the highest step, by its name alone: `load` is what checks the contents."""
     return next((path for _, path in checkpoint_folder.checkpoints(Path(folder))), None)
