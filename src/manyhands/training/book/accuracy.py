@@ -1,0 +1,180 @@
+"""How many predictions are right, on one device or on all: the same in every framework.
+
+Right answers are counted on the device and read once, at the end: the program never waits for a device between two
+batches. Every sample counts once, whatever the sizes. A framework says how its arrays are compared, and how a net
+answers on a device (``manyhands.training.<framework>.book.accuracy``).
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Generic
+
+from manyhands import shares, tree
+from manyhands.backends.protocol import Backend, D
+from manyhands.device import Device
+from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
+from manyhands.placement.moves import Placement
+
+Answer = Callable[[Any], Any]
+Split = Callable[[Any, Any, Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
+
+
+class Accuracy(abc.ABC, Generic[D]):
+    """The book's three functions, on one framework."""
+
+    models: ClassVar[tuple[type, ...]]  # what can have copies on several devices
+    model_name: ClassVar[str]
+
+    def __init__(self, backend: Backend[Any, D, Any]) -> None:
+        self.place = Placement(backend)
+
+    # What a framework says
+
+    @abc.abstractmethod
+    def count(self, y_hat: Any, y: Any) -> Any:
+        """The number of right predictions, left on the device."""
+
+    @abc.abstractmethod
+    def answering(
+        self, net: Any, devices: Sequence[D | None], *, replicate: bool
+    ) -> AbstractContextManager[Sequence[Answer]]:
+        """What the net answers on each of these devices, in evaluation mode; ``replicate``: with a copy on each."""
+
+    @abc.abstractmethod
+    def homes(self, net: Any) -> list[D]:
+        """The devices that hold the net's tensors; none for a plain function."""
+
+    def read(self, count: Any) -> int:
+        """A number of the device's; waits for it."""
+        return int(count)
+
+    def native(self, leaf: Any) -> Any:
+        """An array of the user's as the framework's."""
+        return leaf
+
+    def on(self, device: D | None) -> AbstractContextManager[object]:
+        """Within it new arrays are on the device, where the framework does not follow the arguments."""
+        return nullcontext()
+
+    def build(self, net: Any, X: Any) -> None:
+        """Make the weights of a net that gets its shapes from its first samples."""
+
+    def destination(self, net: Any, device: D | Device | str | None) -> D | None:
+        """Where samples have to go; None leaves them where they are (a function without parameters)."""
+        homes = self.homes(net)
+        if device is None:
+            return homes[0] if homes else None
+        native, neutral = self.place.existing(device), self.place.backend.neutral
+        if homes and neutral(native) not in map(neutral, homes):
+            raise DeviceMismatch(
+                f"the net is on {neutral(homes[0])} and its samples were to go to {neutral(native)}: move the net "
+                "there first (mh.to(net, device)), or name no device"
+            )
+        return native
+
+    # The book's functions
+
+    def accuracy(self, y_hat: Any, y: Any) -> float:
+        """The number of predictions that are right.
+
+        ``y_hat`` holds a score per class (classes in dimension 1), or the class numbers themselves.
+        Reading the number waits for the device.
+        """
+        return float(self.read(self.count(self.native(y_hat), self.native(y))))
+
+    def evaluate_accuracy_gpu(
+        self, net: Answer, data_iter: Iterable[tuple[Any, Any]], device: D | Device | str | None = None
+    ) -> float:
+        """The fraction of all samples that the net gets right, on one device (by default where the net is)."""
+        native = self.destination(net, device)
+        counted, correct = 0, None
+        with self.answering(net, [native], replicate=False) as (answer,):
+            for X, y in data_iter:
+                counted += labels(y)
+                with self.on(native):
+                    if native is not None:
+                        X, y = self._to(X, native), self._to(y, native)
+                    now = self.count(answer(X), self.native(y))
+                    correct = now if correct is None else correct + now
+            return _fraction(0 if correct is None else self.read(correct), counted)
+
+    def evaluate_accuracy_gpus(
+        self, net: Any, data_iter: Iterable[tuple[Any, Any]], split_f: Split | None = None
+    ) -> float:
+        """The fraction of all samples that the net gets right, on all GPUs (or virtual devices, or the CPU).
+
+        Each batch is split over the devices; ``split_f(X, y, devices)`` gives the shards of ``X`` and those of ``y``
+        where it is to be done in another way. The net stays where it is: the devices work on copies.
+        """
+        if not isinstance(net, self.models):
+            raise NotATensor(
+                f"a {type(net).__name__} cannot be copied to several devices, a {self.model_name} can: "
+                "evaluate_accuracy_gpu takes any function"
+            )
+        split = split_f or functools.partial(_split, self.place)
+        backend = self.place.backend
+        devices = [backend.gpu(i) for i in range(backend.num_gpus())] or [backend.cpu()]
+        counted, sums = 0, dict[int, Any]()  # one number on each device
+        with self.answering(net, devices, replicate=True) as answers:
+            for X, y in data_iter:
+                self.build(net, X)
+                X, y = tree.map_leaves(self.native, X), tree.map_leaves(self.native, y)
+                X_shards, y_shards = split(X, y, devices)
+                _check_whole(X_shards, y_shards, y, devices)
+                for i, (X_shard, y_shard) in enumerate(zip(X_shards, y_shards, strict=True)):
+                    if labels(y_shard):  # more devices than samples leave some without
+                        with self.on(devices[i]):
+                            now = self.count(answers[i](X_shard), y_shard)
+                            sums[i] = sums[i] + now if i in sums else now
+                counted += labels(y)
+            return _fraction(sum(map(self.read, sums.values())), counted)
+
+    def _to(self, values: Any, device: D) -> Any:
+        return tree.map_leaves(lambda leaf: self.place.to_leaf(self.native(leaf), device), values)
+
+
+def check_shapes(y_hat: Any, classes: Any, y: Any) -> None:
+    """Refuse predictions that are not one for each label; ``classes`` are those of ``y_hat``."""
+    if labels(classes) != labels(y) or tuple(classes.shape[:1]) != tuple(y.shape[:1]):
+        raise BadBatch(
+            f"predictions of shape {tuple(y_hat.shape)} and labels of shape {tuple(y.shape)} do not belong together: "
+            "give one row of scores, or one class number, per label"
+        )
+
+
+def labels(y: Any) -> int:
+    """How many labels there are in an array of them."""
+    return math.prod(map(int, y.shape))
+
+
+def _split(place: Placement[Any, Any, Any], X: Any, y: Any, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Shards of ``X`` and of ``y`` as even as can be, in order, each on its device."""
+    leaves, structure = tree.flatten((X, y))
+    total = place.lengths(leaves, structure)[0][1]
+    pairs, start = [], 0
+    for device, size in zip(devices, shares.sizes(total, len(devices)), strict=True):
+        pairs.append(structure.unflatten(place.shard(leaf, start, start + size, device) for leaf in leaves))
+        start += size
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def _check_whole(X_shards: Sequence[Any], y_shards: Sequence[Any], y: Any, devices: Sequence[Any]) -> None:
+    """What ``split_f`` gave is one shard per device, and together the whole batch."""
+    if not len(X_shards) == len(y_shards) == len(devices):
+        raise BadBatch(f"split_f gave {len(X_shards)} and {len(y_shards)} shards for {len(devices)} devices")
+    total = sum(labels(shard) for shard in y_shards)
+    if total != labels(y):
+        raise BadBatch(
+            f"split_f made shards with {total} labels of a batch with {labels(y)}: every sample has to be counted once"
+        )
+
+
+def _fraction(correct: int, counted: int) -> float:
+    if not counted:
+        raise BadBatch("there was no sample to evaluate on: was the iterator used up before?")
+    return correct / counted
