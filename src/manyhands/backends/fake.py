@@ -78,19 +78,12 @@ class FakeBackend:
     name = "fake"
     CAPABILITIES = Capabilities(
         host_beside_virtual=True,
-        virtual_at_any_time=True,
         virtual_can_end=True,
         virtual_as_cuda=False,
-        refuses_mixed_devices=True,
         moves_models=True,
         pins_memory=False,
-        tells_uuid=True,
         plans_lanes=False,
-        plans_several_devices=False,
-        traces=False,
-        measures_tasks=False,
         measures_timeline=False,
-        tells_shared_memory=True,
     )
 
     def __init__(self, gpus: int = 0, faults: Faults | None = None) -> None:

@@ -35,32 +35,18 @@ class Capabilities:
 
     # The host's memory and virtual device 0 are two places (so that moving there is a copy).
     host_beside_virtual: bool
-    # Virtual devices may be asked for at any time, not only before the runtime starts.
-    virtual_at_any_time: bool
     # Virtual devices can be undone: `with virtual_devices(2):`.
     virtual_can_end: bool
     # The framework's own names for GPUs (torch.cuda) can mean virtual devices.
     virtual_as_cuda: bool
-    # The framework itself refuses to compute with tensors of different devices.
-    refuses_mixed_devices: bool
     # A model that exists can be moved (elsewhere it is built where it shall live).
     moves_models: bool
     # Page-locked host memory can be asked for.
     pins_memory: bool
-    # The framework tells a GPU's UUID (elsewhere it is found through the driver).
-    tells_uuid: bool
     # parallel(fn): manyhands chooses the lanes (elsewhere the framework's own runtime does).
     plans_lanes: bool
-    # parallel(fn): several devices in one function can be planned together (elsewhere it is run as it is written).
-    plans_several_devices: bool
-    # parallel(fn): a function's graph is known before it is run (elsewhere from what its first call did).
-    traces: bool
-    # parallel(fn): each task's time is measured (elsewhere estimated from shapes).
-    measures_tasks: bool
     # timeline(): when each task ran is measured (elsewhere simulated).
     measures_timeline: bool
-    # with parallel(): it is known which tensors share memory (elsewhere a task that writes waits for its whole device).
-    tells_shared_memory: bool
 
 
 class Arrival(Generic[V]):

@@ -23,19 +23,12 @@ from manyhands.errors import BadDevice, NoSuchDevice, NotATensor, SeveralDevices
 name = "jax"
 CAPABILITIES = Capabilities(
     host_beside_virtual=False,
-    virtual_at_any_time=False,
     virtual_can_end=False,
     virtual_as_cuda=False,
-    refuses_mixed_devices=True,
     moves_models=True,
     pins_memory=False,
-    tells_uuid=False,
     plans_lanes=False,
-    plans_several_devices=False,
-    traces=True,
-    measures_tasks=False,
     measures_timeline=False,
-    tells_shared_memory=True,
 )
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")

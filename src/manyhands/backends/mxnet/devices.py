@@ -23,20 +23,13 @@ from manyhands.errors import BadBatch, NotATensor
 name = "mxnet"
 CAPABILITIES = Capabilities(
     host_beside_virtual=False,
-    virtual_at_any_time=True,
     virtual_can_end=True,
     virtual_as_cuda=False,
-    refuses_mixed_devices=False,
     moves_models=True,
     # Without CUDA a pinned context is ordinary memory.
     pins_memory=mx.runtime.Features().is_enabled("CUDA"),
-    tells_uuid=False,
     plans_lanes=False,
-    plans_several_devices=False,
-    traces=False,
-    measures_tasks=True,
     measures_timeline=False,
-    tells_shared_memory=False,
 )
 
 _CPU = mx.cpu(0)

@@ -39,19 +39,12 @@ from manyhands.errors import (
 name = "tensorflow"
 CAPABILITIES = Capabilities(
     host_beside_virtual=False,
-    virtual_at_any_time=False,
     virtual_can_end=False,
     virtual_as_cuda=False,
-    refuses_mixed_devices=False,
     moves_models=False,
     pins_memory=False,
-    tells_uuid=False,
     plans_lanes=False,
-    plans_several_devices=False,
-    traces=True,
-    measures_tasks=False,
     measures_timeline=False,
-    tells_shared_memory=True,
 )
 
 _NAME = re.compile(r"/device:(CPU|GPU):(\d+)\Z")

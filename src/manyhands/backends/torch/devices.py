@@ -24,19 +24,12 @@ from manyhands.errors import BadDevice, ChangedInFlight
 name = "torch"
 CAPABILITIES = Capabilities(
     host_beside_virtual=True,
-    virtual_at_any_time=True,
     virtual_can_end=True,
     virtual_as_cuda=True,
-    refuses_mixed_devices=True,
     moves_models=True,
     pins_memory=True,
-    tells_uuid=True,
     plans_lanes=True,
-    plans_several_devices=True,
-    traces=True,
-    measures_tasks=True,
     measures_timeline=True,
-    tells_shared_memory=True,
 )
 
 _CPU = torch.device("cpu")

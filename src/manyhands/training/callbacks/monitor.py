@@ -25,7 +25,6 @@ class Monitor:
             raise BadSettings(f"{who}(mode={mode!r}): choose one of min, max; None is max for accuracies, else min")
         self.name, self._who = name, who
         self.mode: Mode = mode or ("max" if name.endswith(("_acc", "_accuracy")) else "min")
-        self._was_there = False
 
     @property
     def is_of_evaluations(self) -> bool:
@@ -35,7 +34,6 @@ class Monitor:
     def after_evaluation(self, figures: Values) -> float | None:
         """The figure of this evaluation; None where it is one of an epoch."""
         if self.name in figures:
-            self._was_there = True
             return figures[self.name]
         if self.is_of_evaluations:
             raise self._unknown(figures)

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ class _Subject:
     numbers: Numbers
     device: torch.device
     gradients: GradientSum | None = None
-    arrivals: dict[int, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
         if self.gradients is None:
