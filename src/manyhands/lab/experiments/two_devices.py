@@ -6,11 +6,13 @@ both can be busy at the same time.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
-from manyhands.lab.finding import Bound, Finding
+from manyhands.lab.finding import Bound, Finding, Plot
+from manyhands.schedule.timeline import Span
 
 _PRODUCTS = 50
 
@@ -39,6 +41,18 @@ def run(bench: Bench) -> Finding:
             tasks = [mh.task(products)(x) for x in inputs]
         return [task.result() for task in tasks]
 
+    def when(x: Any) -> tuple[float, float]:
+        start = time.perf_counter()
+        bench.operations.number(products(x), 0)  # the host waits for this device's work
+        return start, time.perf_counter()
+
+    def spans(way: str, moments: list[tuple[float, float]]) -> list[Span]:
+        begin = min(start for start, _ in moments)
+        return [
+            Span(way, f"device {number}, {way}", start - begin, stop - begin)
+            for number, (start, stop) in enumerate(moments)
+        ]
+
     bench.equal(at_once(), one_after_the_other())
     ways = {
         "first device alone": lambda: products(inputs[0]),
@@ -59,6 +73,10 @@ def run(bench: Bench) -> Finding:
         conclusion = f"No: both at once takes {1 / gain.ratio:.2f} times as long as one after the other."
     else:
         conclusion = f"No clear gain: both at once {gain}, compared with one after the other."
+    with mh.parallel():
+        tasks = [mh.task(when)(x) for x in inputs]
+    shown = spans("one after the other", [when(x) for x in inputs]) + spans("at once", [t.result() for t in tasks])
     title = f"{_PRODUCTS} products of {size} x {size} on each of two devices"
     bounds = [Bound("the slower device alone", slower)]
-    return Finding(conclusion, [times.table(to="one after the other", title=title)], [times.bars(title, bounds)])
+    plots = [times.bars(title, bounds), Plot("timeline", f"{title}: when each works", spans=shown)]
+    return Finding(conclusion, [times.table(to="one after the other", title=title)], plots)
