@@ -19,6 +19,7 @@ from manyhands.predict.profile import (
     BUCKET,
     FIRST_BUCKET,
     Bucket,
+    Crowd,
     Memory,
     MemoryLine,
     Profile,
@@ -103,6 +104,22 @@ def test_ranks_that_share_the_cores_of_a_cpu_take_turns() -> None:
     assert four.worst_term == "contention"
     apart = rows(cpu, LINKS["ethernet-100g"], [4], assumptions=still)[0]
     assert apart.terms["contention"] == pytest.approx(0, abs=1e-3)  # a machine for each
+
+
+def test_what_several_ranks_cost_each_other_is_what_was_measured(tmp_path: Path) -> None:
+    times = (StepTime(64, 0.1, 0.2, 0.0, 4), StepTime(32, 0.1, 0.2, 0.0, 2), StepTime(16, 0.05, 0.1, 0.0, 1))
+    cpu = profile(times=times, kind="cpu", cores=4, crowds=(Crowd(2, 1.5, 0.1), Crowd(4, 2.0, 0.2)))
+    assert Profile.load(cpu.save(tmp_path / "profile.json")) == cpu
+    still = Assumptions(jitter=0.0, hidden=1.0)
+    here = Link("fast", "measured", ((1 << 30, 1e15),), 1 << 30, None, 0.0)
+    one, two, four, eight = rows(cpu, here, [1, 2, 4, 8], assumptions=still)
+    assert one.seconds == pytest.approx(0.3)
+    assert two.seconds == pytest.approx(0.3 * 1.5 * 1.1)
+    assert four.seconds == pytest.approx(0.15 * 2.0 * 1.2)
+    assert eight.terms["contention"] == pytest.approx(0.075 * (2.0 * 2 - 1))  # twice as many as there are cores
+    apart = rows(cpu, LINKS["ethernet-100g"], [4], assumptions=still)[0]
+    assert apart.terms["contention"] == pytest.approx(0, abs=1e-3)
+    assert apart.terms["stragglers"] == 0
 
 
 def test_a_disturbed_measurement_makes_no_small_batch_slower() -> None:

@@ -1,7 +1,7 @@
 """The step of one device, as data: seconds by batch size, gradients as bucketed, memory by what it holds.
 
-A profile is measured (``manyhands.training.torch.profile``), read from a file, or made of published figures: one
-device's seconds and the size of the gradients. Between measured batch sizes times and bytes are interpolated.
+A profile is measured (``manyhands.training.torch.predict.measure``), read from a file, or made of published figures:
+one device's seconds and the size of the gradients. Between measured batch sizes times and bytes are interpolated.
 """
 
 from __future__ import annotations
@@ -45,6 +45,19 @@ class StepTime:
             backward=self.backward * factor,
             optimizer=self.optimizer * factor,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """How devices made of one CPU slow each other down, measured with so many of them at once.
+
+    ``slowdown``: the mean time of a step beside the others, over that of a step alone. ``straggling``: how much later
+    than on average the last of them is done, as a part of that mean time.
+    """
+
+    devices: int
+    slowdown: float
+    straggling: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,7 @@ class Profile:
     input_bytes: float = 0.0  # of one sample
     memory: tuple[MemoryLine, ...] = ()
     capacity: int | None = None  # bytes of the device
+    crowds: tuple[Crowd, ...] = ()  # of devices made of one CPU
     notes: tuple[str, ...] = field(default=())
 
     @classmethod
@@ -141,6 +155,23 @@ class Profile:
     def threads(self, devices: int) -> int:
         """Of each device made of the CPU: they share its cores."""
         return max(1, self.cores // devices) if self.cores else 0
+
+    def slowdown(self, devices: int) -> float:
+        """Of a step beside so many devices made of one CPU: measured, and beyond that more of them take turns."""
+        crowd = self.crowd(devices)
+        if crowd is None:
+            return self._turns(devices)
+        return crowd.slowdown * self._turns(devices) / self._turns(crowd.devices)
+
+    def crowd(self, devices: int) -> Crowd | None:
+        """What was measured with the number of devices that is nearest to this one; of one device alone nothing is."""
+        if devices == 1:
+            return None
+        return min(self.crowds, key=lambda crowd: (abs(crowd.devices - devices), crowd.devices), default=None)
+
+    def _turns(self, devices: int) -> float:
+        """How often there are more threads than cores."""
+        return max(1.0, devices * self.threads(devices) / self.cores) if self.cores else 1.0
 
     def step(self, batch: float, devices: int) -> StepTime:
         """The parts of a step on one of so many devices, alone on it."""
@@ -176,6 +207,7 @@ class Profile:
             chosen: dict[str, Any] = {one.name: values[one.name] for one in fields(cls) if one.name in values}
             chosen["times"] = tuple(StepTime(**one) for one in chosen["times"])
             chosen["buckets"] = tuple(Bucket(**one) for one in chosen["buckets"])
+            chosen["crowds"] = tuple(Crowd(**one) for one in chosen.get("crowds", ()))
             chosen["memory"] = tuple(
                 MemoryLine(one["several"], Memory(**one["fixed"]), Memory(**one["per_sample"]))
                 for one in chosen.get("memory", ())
@@ -192,6 +224,8 @@ class Profile:
             raise ValueError("batch sizes, buckets and times are above 0")
         if not all(point.total > 0 for point in self.times):
             raise ValueError("a step takes time")
+        if not all(crowd.devices > 1 and crowd.slowdown > 0 and crowd.straggling >= 0 for crowd in self.crowds):
+            raise ValueError("several devices slow each other down by a factor above 0")
 
 
 def spread_buckets(total: float) -> tuple[Bucket, ...]:

@@ -8,9 +8,11 @@ communication       what of the all-reduces is left when the backward pass ends,
 latency             the part of it that hops take, not bytes
 contention          computing and communicating slow each other down: of the time that perfect overlap would hide, 42%
                     is hidden (GEMMs beside prioritised collectives: arXiv 2412.14335, 2024); on PCIe batches
-                    from the host go the same way as gradients; devices made of one CPU share its cores
+                    from the host go the same way as gradients; devices made of one CPU share its cores, caches and
+                    memory (measured with steps of several processes at once)
 stragglers          everybody waits for the slowest of N. Equal GPUs differ by 8% from end to end (arXiv 2208.11035,
-                    2022); a box plot's ends are 5.4 standard deviations apart, so one is 1.5%
+                    2022); a box plot's ends are 5.4 standard deviations apart, so one is 1.5%. Of devices made of one
+                    CPU it is measured
 copies              of gradients into and out of buckets, where a framework makes them (DDP: 2 to 5 ms per 100 MB)
 host                one process that drives all devices issues their operations one after the other
 ==================  ====================================================================================================
@@ -139,15 +141,14 @@ def step_terms(profile: Profile, link: Link, devices: int, batch: int, assumptio
         return {"computing": alone}
     together = min(devices, link.per_node)
     step = profile.step(-(-batch // devices), together)
-    # More ranks than cores take turns; each rank's own figures were measured alone.
-    crowd = max(1.0, together * profile.threads(together) / profile.cores) if profile.cores else 1.0
+    slowdown = profile.slowdown(together)
     terms = {"computing": alone / devices, "fixed cost": step.total - alone / devices}
-    step = step.times(crowd)
-    terms["contention"] = step.total * (1 - 1 / crowd)
+    terms["contention"] = step.total * (slowdown - 1)
+    step = step.times(slowdown)
     exchange = _exchange(profile, link, devices, batch, step.backward, assumptions)
     terms["contention"] += exchange.pop("contention")
     terms |= exchange
-    terms["stragglers"] = step.total * assumptions.jitter * _slowest(devices)
+    terms["stragglers"] = step.total * _straggling(profile, devices, together, assumptions)
     terms["copies"] = assumptions.copies * profile.gradient_bytes
     terms["host"] = (devices - 1) * profile.fixed if assumptions.one_process else 0.0
     return terms
@@ -172,6 +173,14 @@ def _exchange(
         "latency": by_hops,
         "contention": (1 - assumptions.hidden) * max(0.0, total - left),
     }
+
+
+def _straggling(profile: Profile, devices: int, together: int, assumptions: Assumptions) -> float:
+    """How much later than on average the slowest device is, as a part of a step."""
+    crowd = profile.crowd(together)
+    if crowd is None:
+        return assumptions.jitter * _slowest(devices)
+    return crowd.straggling * _slowest(devices) / _slowest(crowd.devices)
 
 
 def _slowest(devices: int) -> float:

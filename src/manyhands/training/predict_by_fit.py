@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class PredictByFit:
                 with self._trial(model, batch[0][:2]) as net:
                     result = self._trainer(_EPOCHS, batch_size=shard, **options).fit(net, data)
                     gradient_bytes = self._gradient_bytes(net)
-                seconds = min(row["seconds"] for row in result.rows[1:]) / _STEPS
+                seconds = median(row["seconds"] for row in result.rows[1:]) / _STEPS
                 times.append(StepTime(shard, seconds * _FORWARD, seconds * (1 - _FORWARD), 0.0, 0 if on_gpu else 1))
         except ManyhandsError:
             raise

@@ -16,10 +16,10 @@ from manyhands import torch as mh
 from manyhands.cli import main
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.predict import profile as neutral
-from manyhands.predict.memory_lines import memory_lines
+from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.profile import Profile
 from manyhands.training.settings import Settings
-from manyhands.training.torch.predict import measure, measured_link
+from manyhands.training.torch.predict import measure, measured_link, real_steps
 from manyhands.training.torch.predict.memory_count import MemoryCount
 from manyhands.training.torch.ranks import gradient_sum
 
@@ -29,6 +29,8 @@ FP32 = Settings(precision="fp32")
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_LONG_ENOUGH", 0.05)
+    monkeypatch.setattr(real_steps, "_LONG_ENOUGH", 0.05)
+    monkeypatch.setattr(real_steps, "MOST", 1)
 
 
 def net() -> nn.Sequential:
@@ -53,6 +55,42 @@ def test_bytes_count_from_birth_to_death() -> None:
         del later
     (line,) = memory_lines(False, count.history(1))
     assert (line.fixed.weights, line.fixed.activations) == (4000, 6000)
+
+
+class Scripted:
+    """An allocator whose peak during each operation is written down."""
+
+    def __init__(self, peaks: list[int]) -> None:
+        self._peaks = peaks
+
+    def held(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        return self._peaks.pop(0)
+
+
+def step_with_workspace(batch: int) -> History:
+    """Something small that needs much workspace, and a result that is larger and needs none; for 8 samples both peaks
+    are about the same, for more of them the second one counts."""
+    peaks = [4 * batch, 40_000 + 4 * batch, 4 * batch, 8000 * batch]
+    with MemoryCount(torch.device("cpu"), Scripted(peaks)) as count:
+        x = torch.ones(batch)
+        y = x * 2  # beside its result 40,000 bytes of workspace
+        z = y * 2
+        kept = torch.ones(2000 * batch)
+        del x, y, z, kept
+    return count.history(batch)
+
+
+def test_workspace_counts_at_the_moment_of_its_operation() -> None:
+    lines = memory_lines(False, step_with_workspace(4), step_with_workspace(8))
+    for batch_size, workspace, peak in ((1, 40_000, 40_008), (4, 40_000, 40_032), (128, 0, 128 * 8012)):
+        memory = max((line.at(batch_size) for line in lines), key=lambda memory: memory.peak)
+        assert (memory.workspace, memory.peak) == (workspace, peak)
 
 
 def test_a_profile_counts_every_byte() -> None:
@@ -129,6 +167,58 @@ def test_predict_gives_times_and_memory(tmp_path: Path) -> None:
     assert all(row.memory is not None and row.memory.peak > 0 and row.fits for row in made.rows)
     assert Profile.load(made.profile.save(tmp_path / "profile.json")) == made.profile
     assert "peak memory" in str(made)
+
+
+def test_ranks_at_once_are_timed_as_a_job_makes_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = net(), batch(16)
+    monkeypatch.setattr(real_steps, "MOST", 2)
+    made = mh.predict(model, inputs, devices=[1, 2, 8], link="pcie", precision="fp32", device="cpu")
+    (crowd,) = made.profile.crowds
+    assert (crowd.devices, made.profile.notes) == (2, ())
+    assert crowd.slowdown > 0
+    assert crowd.straggling >= 0
+    one, two, _ = made.rows
+    step = made.profile.step(8, 2).total
+    assert two.terms["computing"] + two.terms["fixed cost"] == pytest.approx(step)
+    assert two.terms["contention"] + two.terms["stragglers"] >= step * (crowd.slowdown * (1 + crowd.straggling) - 1)
+    assert one.seconds == pytest.approx(made.profile.step(16, 1).total)
+
+
+def test_a_model_that_cannot_be_sent_is_predicted_without_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Locked(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Locked:
+            return Locked(100, 10)
+
+        def __reduce__(self) -> Any:
+            raise TypeError("it has a lock")
+
+    monkeypatch.setattr(real_steps, "MOST", 2)
+    made = mh.predict(Locked(100, 10), batch(16), devices=[1, 2], precision="fp32", device="cpu")
+    assert made.profile.crowds == ()
+    assert "estimated, not measured: the model of this job cannot be sent" in made.profile.notes[-1]
+    assert made.rows[1].seconds > 0
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"input": torch.randn(6, 100), "labels": torch.randint(10, (6,))},
+        ((torch.randn(6, 100), torch.randn(6, 3)), torch.randint(10, (6,))),
+    ],
+)
+def test_steps_of_a_job_take_any_batch(inputs: Any) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(100, 10)
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            leaf = batch["input"] if isinstance(batch, dict) else batch[0][0]
+            assert leaf.shape[1:] == (100,)
+            return self.layer(leaf).square().mean()
+
+    made = mh.predict(Own(), inputs, devices=[1], precision="fp32", device="cpu")
+    assert made.rows[0].seconds > 0
 
 
 def test_one_sample_and_a_step_of_its_own() -> None:

@@ -38,7 +38,8 @@ class Job:
     resume: Path | None = None
     callbacks: CallbackPlan = NO_CALLBACKS
     metrics: Metrics = field(default_factory=Metrics)
-    purpose: Literal["fit", "evaluate", "predict"] = "fit"  # the last two compute with ``train`` and train nothing
+    # To evaluate and to predict a job computes with ``train`` and trains nothing; to time, its ranks sum alone.
+    purpose: Literal["fit", "evaluate", "predict", "time"] = "fit"
     inputs: Inputs | None = None  # of a prediction: which parts of a batch are the model's
     # What was found out before the job began, for its result.
     notes: list[str] = field(default_factory=list)

@@ -151,7 +151,7 @@ class Rank:
     ) -> GradientSum | ShardedGradients | None:
         if self.sharded:
             return ShardedGradients(self.model, optimizer, self.world.device)
-        return GradientSum(parameters) if self.world.size > 1 else None
+        return GradientSum(parameters, self.world.sums_over) if self.world.size > 1 else None
 
     def _loss_scale(self) -> LossScale | None:
         if self.settings.precision != "fp16":

@@ -18,7 +18,7 @@ from manyhands.predict.scaling import DEVICES, Assumptions, check_devices
 from manyhands.training.settings import Settings
 from manyhands.training.torch import command
 from manyhands.training.torch.data import sources
-from manyhands.training.torch.predict import measure
+from manyhands.training.torch.predict import measure, real_steps
 from manyhands.training.torch.predict.measured_link import measure as measured_link
 
 
@@ -62,7 +62,11 @@ def predict(
     between = _link(link, per_node)
     settings = Settings(batch_size=sources.rows(batch), lr=lr, precision=precision)
     place = _device(device)
-    profile = measure.profile(model, batch, loss=loss, optimizer=optimizer, settings=settings, device=place)
+    together = max(devices) if between is None else min(max(devices), between.per_node)
+    crowds = sorted({min(count, together, real_steps.MOST) for count in devices} - {1})
+    profile = measure.profile(
+        model, batch, loss=loss, optimizer=optimizer, settings=settings, device=place, crowds=crowds
+    )
     return from_profile(profile, between, devices, per_device=per_device, assumptions=assumptions)
 
 

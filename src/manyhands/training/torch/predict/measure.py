@@ -7,84 +7,31 @@ memory format and optimizer, gradients as views of the same buckets. It is made 
 from __future__ import annotations
 
 import contextlib
-import copy
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from manyhands import machine, tree
+from manyhands import machine
 from manyhands.errors import BadSettings, ManyhandsError, first_line
 from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.profile import Bucket, MemoryLine, Profile, StepTime
 from manyhands.training import refusals
 from manyhands.training.settings import Settings
-from manyhands.training.torch import optimizers
 from manyhands.training.torch.data import sources
-from manyhands.training.torch.data.samples import as_the_model
 from manyhands.training.torch.data.sources import Batch
-from manyhands.training.torch.job import Job, numbers_for
-from manyhands.training.torch.objective import Objective, objective_for, placed
+from manyhands.training.torch.predict import real_steps
 from manyhands.training.torch.predict.memory_count import MemoryCount
-from manyhands.training.torch.preflight import precision
-from manyhands.training.torch.ranks.gradient_sum import GradientSum
-from manyhands.training.torch.ranks.world import World
-from manyhands.training.torch.state import job_state, randomness
-from manyhands.training.torch.step.eager import Numbers
-from manyhands.training.torch.step.several_optimizers import Several
+from manyhands.training.torch.predict.subject import Subject, job_of, shard_of, subject_of, tensors_in
+from manyhands.training.torch.state import randomness
 
 _WARM_UP = 2
 _TRIALS = (3, 20)  # at least and at most
 _LONG_ENOUGH = 1.0  # seconds of trials
 _FEW = 8  # samples that are not divided
-
-
-@dataclass
-class _Subject:
-    """A copy of the model, ready for steps."""
-
-    model: torch.nn.Module
-    objective: Objective
-    optimizer: torch.optim.Optimizer
-    numbers: Numbers
-    device: torch.device
-    gradients: GradientSum | None = None
-
-    def begin(self) -> None:
-        if self.gradients is None:
-            self.optimizer.zero_grad(set_to_none=True)
-        else:
-            self.gradients.begin()
-
-    def forward(self, part: Batch) -> torch.Tensor:
-        laid = self.numbers.lay(part)
-        with self.numbers.scope(self.device):
-            loss, _ = self.objective(self.model, laid)
-        return loss
-
-    def step(self, part: Batch) -> None:
-        self.begin()
-        self.forward(part).backward()
-        self.optimizer.step()
-
-    @contextlib.contextmanager
-    def several(self, yes: bool) -> Iterator[None]:
-        """Gradients as with several ranks: views of buckets."""
-        self.gradients = GradientSum(self.model.parameters()) if yes else None
-        try:
-            yield
-        finally:
-            if self.gradients is not None:
-                self.gradients.close()
-            self.gradients = None
-            self.optimizer.zero_grad(set_to_none=True)
-
-    def clock(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
 
 def profile(
@@ -95,8 +42,12 @@ def profile(
     optimizer: Any = None,
     settings: Settings | None = None,
     device: torch.device | None = None,
+    crowds: Sequence[int] = (),
 ) -> Profile:
-    """Measure a step of the model on the batch, and on halves and quarters of it."""
+    """Measure a step of the model on the batch, and on halves and quarters of it.
+
+    ``crowds``: with so many devices made of the CPU at once, too, to see how they slow each other down.
+    """
     if not isinstance(model, torch.nn.Module):
         raise refusals.not_a_model(model, "a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -105,7 +56,12 @@ def profile(
     settings = settings or Settings()
     try:
         with randomness.kept(device):
-            return _profile(model, batch, loss, optimizer, settings, device)
+            measured, half = _profile(model, batch, loss, optimizer, settings, device)
+            if device.type != "cpu":
+                return measured
+            if settings.precision == "auto":
+                settings = replace(settings, precision="bf16" if half else "fp32")
+            return real_steps.as_in_a_job(measured, batch, lambda: job_of(model, loss, optimizer, settings), crowds)
     except ManyhandsError:
         raise
     except Exception as error:
@@ -117,10 +73,11 @@ def profile(
 
 def _profile(
     model: torch.nn.Module, batch: Batch, loss: Any, optimizer: Any, settings: Settings, device: torch.device
-) -> Profile:
+) -> tuple[Profile, bool]:
+    """What plain steps show, and whether they are in bfloat16."""
     size = sources.rows(batch)
     base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    subject, notes = _subject(model, loss, optimizer, settings, device)
+    subject, notes = subject_of(job_of(model, loss, optimizer, settings), device)
     cores = 0 if device.type == "cuda" else machine.usable_cores()
     times: dict[tuple[int, int], StepTime] = {}
     memory: list[MemoryLine] = []
@@ -133,7 +90,7 @@ def _profile(
                 break
             with subject.several(several), _threads(threads if several else 0):
                 try:
-                    runs[shard] = _run(subject, _placed(subject, batch, shard), shard, threads, base)
+                    runs[shard] = _run(subject, shard_of(subject.model, batch, shard), shard, threads, base)
                 except torch.cuda.OutOfMemoryError:  # what fits is enough: the rest is on lines
                     notes.append(f"{shard} samples do not fit into the memory of one device: figures are extrapolated.")
                     torch.cuda.empty_cache()
@@ -145,7 +102,7 @@ def _profile(
         raise BadSettings(
             f"a part of the batch, {-(-size // 16)} samples, does not fit into memory: give a smaller one"
         )
-    return Profile(
+    measured = Profile(
         type(model).__name__,
         torch.cuda.get_device_name(device) if device.type == "cuda" else machine.host_name(),
         size,
@@ -153,11 +110,12 @@ def _profile(
         buckets,
         kind="gpu" if device.type == "cuda" else "cpu",
         cores=cores,
-        input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in _tensors(batch)) / size,
+        input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch)) / size,
         memory=tuple(memory),
         capacity=_capacity(device),
         notes=tuple(notes),
     )
+    return measured, subject.numbers.autocast is torch.bfloat16
 
 
 def _shards(size: int, several: bool) -> list[int]:
@@ -180,14 +138,14 @@ class _Run:
     allocated: float | None
 
 
-def _run(subject: _Subject, part: Batch, shard: int, threads: int, base: int) -> _Run:
+def _run(subject: Subject, part: Batch, shard: int, threads: int, base: int) -> _Run:
     time = _timed(subject, part, shard, threads)
     buckets = () if subject.gradients is None else _arrivals(subject, part)
     return _Run(time, _counted(subject, part, shard), buckets, _allocated(subject, part, base))
 
 
-def _memory(subject: _Subject, several: bool, runs: list[_Run]) -> list[MemoryLine]:
-    """The lines of memory; on a GPU what the allocator had beyond the tensors is workspace."""
+def _memory(subject: Subject, several: bool, runs: list[_Run]) -> list[MemoryLine]:
+    """The lines of memory; on a GPU what the allocator had beyond what was counted is workspace."""
     if not runs:
         return []
     lines = memory_lines(several, *(run.history for run in runs))
@@ -197,53 +155,11 @@ def _memory(subject: _Subject, several: bool, runs: list[_Run]) -> list[MemoryLi
             replace(line, fixed=replace(line.fixed, gradients=own, buckets=line.fixed.gradients - own))
             for line in lines
         ]
-    spaces = [
-        (run.history.batch, max(0.0, run.allocated - run.history.peak())) for run in runs if run.allocated is not None
-    ]
-    if not spaces:
+    # What the allocator had beyond all that was counted stays from step to step, as the memory that cuBLAS keeps.
+    kept = max((run.allocated - run.history.peak() for run in runs if run.allocated is not None), default=0.0)
+    if kept <= 0:
         return lines
-    largest, space = spaces[-1]
-    slope = max(0.0, (space - spaces[0][1]) / (largest - spaces[0][0])) if len(spaces) > 1 else 0.0
-    return [
-        replace(
-            line,
-            fixed=replace(line.fixed, workspace=space - slope * largest),
-            per_sample=replace(line.per_sample, workspace=slope),
-        )
-        for line in lines
-    ]
-
-
-def _subject(
-    model: torch.nn.Module, loss: Any, optimizer: Any, settings: Settings, device: torch.device
-) -> tuple[_Subject, list[str]]:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        model, optimizer = copy.deepcopy((model, optimizer))
-    else:
-        model = copy.deepcopy(model)
-    nothing: Any = None  # the data of a job: a step needs none
-    objective = objective_for(model, loss)
-    made = optimizers.optimizer_for(model, optimizer, settings.lr)
-    job = Job(model, objective, nothing, None, settings, made)
-    numbers = numbers_for(job, device)
-    model.to(device).train()
-    if settings.precision == "fp64":
-        model.double()
-    notes = []
-    if settings.precision == "auto":
-        choice = precision.choose(job, model, objective, World(0, 1, device), None)
-        notes.append(f"{choice}.")
-        numbers = precision.bf16_numbers(model) if choice.bf16 else numbers
-    if numbers.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    own = job.make_optimizer(model).optimizer
-    if isinstance(own, Several):
-        raise BadSettings(
-            f"{type(model).__name__} has several optimizers, so a step is several passes: predict each model with its "
-            "own optimizer"
-        )
-    job_state.settle(own)
-    return _Subject(model, placed(objective, device, numbers.dtype), own, numbers, device), notes
+    return [replace(line, fixed=replace(line.fixed, workspace=line.fixed.workspace + kept)) for line in lines]
 
 
 @contextlib.contextmanager
@@ -258,8 +174,8 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _timed(subject: _Subject, part: Batch, shard: int, threads: int) -> StepTime:
-    """The parts of the best trial: what disturbs only ever adds. On a GPU they are scaled to a step nobody waits in."""
+def _timed(subject: Subject, part: Batch, shard: int, threads: int) -> StepTime:
+    """The mean of each part, as an epoch is made of. On a GPU they are scaled to a step nobody waits in."""
     for _ in range(_WARM_UP):
         subject.step(part)
     trials: list[tuple[float, float, float]] = []
@@ -273,7 +189,7 @@ def _timed(subject: _Subject, part: Batch, shard: int, threads: int) -> StepTime
         end = subject.clock()
         subject.optimizer.step()
         trials.append((middle - start, end - middle, subject.clock() - end))
-    forward, backward, update = min(trials, key=sum)
+    forward, backward, update = (statistics.fmean(part) for part in zip(*trials, strict=True))
     step = StepTime(shard, forward, backward, update, threads)
     if subject.device.type != "cuda":
         return step
@@ -283,7 +199,7 @@ def _timed(subject: _Subject, part: Batch, shard: int, threads: int) -> StepTime
     return step.times((subject.clock() - start) / len(trials) / step.total)
 
 
-def _arrivals(subject: _Subject, part: Batch) -> tuple[Bucket, ...]:
+def _arrivals(subject: Subject, part: Batch) -> tuple[Bucket, ...]:
     """The buckets, and when the last gradient of each is there."""
     assert subject.gradients is not None
     moment = _moments(subject.device)
@@ -336,7 +252,7 @@ def _moments(device: torch.device) -> Callable[[], Callable[[], float]]:
     return record
 
 
-def _allocated(subject: _Subject, part: Batch, base: int) -> float | None:
+def _allocated(subject: Subject, part: Batch, base: int) -> float | None:
     """The allocator's peak in a step, beyond what was there before; None on a CPU."""
     if subject.device.type != "cuda":
         return None
@@ -347,7 +263,7 @@ def _allocated(subject: _Subject, part: Batch, base: int) -> float | None:
     return float(torch.cuda.max_memory_allocated(subject.device) - base)
 
 
-def _counted(subject: _Subject, part: Batch, shard: int) -> History:
+def _counted(subject: Subject, part: Batch, shard: int) -> History:
     """Every storage of a step, and what it is for."""
     subject.optimizer.zero_grad(set_to_none=True)
     if subject.gradients is not None:
@@ -356,7 +272,7 @@ def _counted(subject: _Subject, part: Batch, shard: int) -> History:
     with count:
         count.hold("weights", [*subject.model.parameters(), *subject.model.buffers()])
         count.hold("optimizer", _optimizer_tensors(subject.optimizer))
-        count.hold("batch", _tensors(part))
+        count.hold("batch", tensors_in(part))
         if subject.gradients is not None:
             count.hold("gradients", [parameter.grad for parameter in subject.model.parameters()])
         subject.step(part)
@@ -364,24 +280,12 @@ def _counted(subject: _Subject, part: Batch, shard: int) -> History:
     return count.history(shard)
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    kept = [value for values in optimizer.state.values() for value in values.values()]
-    return [value for value in kept if isinstance(value, torch.Tensor)]
-
-
-def _placed(subject: _Subject, batch: Batch, shard: int) -> Batch:
-    """A shard where the model is, in memory of its own: a view would hold the whole batch's."""
-    size = sources.rows(batch)
-    part = sources.cut(batch, 0, shard) if shard <= size else sources.pick(batch, [n % size for n in range(shard)])
-    own = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, part)
-    return as_the_model(subject.model, own)
-
-
-def _tensors(batch: Batch) -> list[torch.Tensor]:
-    return [leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-
-
 def _capacity(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine.host_memory().total
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    kept = [value for values in optimizer.state.values() for value in values.values()]
+    return [value for value in kept if isinstance(value, torch.Tensor)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -94,7 +95,7 @@ def _rank(folder: str, rank: int, size: int, kind: str) -> None:
 
 
 def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
-    """The best of several all-reduces, after one that does not count: what disturbs only ever adds."""
+    """The median of several all-reduces, after one that does not count."""
     trials = []
     for _ in range(_TRIALS + 1):
         dist.barrier(group)
@@ -103,7 +104,7 @@ def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
         if tensor.device.type == "cuda":
             torch.cuda.synchronize()
         trials.append(time.perf_counter() - start)
-    return min(trials[1:])
+    return statistics.median(trials[1:])
 
 
 if __name__ == "__main__":

@@ -48,11 +48,12 @@ class _Bucket:
 
 
 class GradientSum:
-    """The gradients of a model's parameters, summed over the process group."""
+    """The gradients of a model's parameters, summed over a process group; None: over all ranks."""
 
     every_rank = False  # one without samples makes no pass
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._next = 0
         self._armed = False
@@ -92,7 +93,7 @@ class GradientSum:
     def sum_weight(self, own: torch.Tensor) -> None:
         """Sum what the labels of all shards weigh; to be called once, before the (last) backward pass of the step."""
         self._weight = own
-        self._weight_work = dist.all_reduce(own, async_op=True)
+        self._weight_work = dist.all_reduce(own, group=self._group, async_op=True)
 
     def divide(self) -> torch.Tensor:
         """Divide the sums of gradients by what all labels weigh; gives that. To be called after :meth:`finish`."""
@@ -109,7 +110,7 @@ class GradientSum:
         """
         self._armed = False
         for bucket in self._buckets[self._next :]:
-            _start(bucket)
+            self._start(bucket)
         self._next = len(self._buckets)
         for bucket in self._buckets:
             bucket.work.wait()
@@ -118,6 +119,13 @@ class GradientSum:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def _start(self, bucket: _Bucket) -> None:
+        if len(bucket.used) == len(bucket.parameters):
+            bucket.users.fill_(1)
+        elif bucket.used:
+            bucket.users.copy_(torch.tensor([float(n in bucket.used) for n in range(len(bucket.parameters))]))
+        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _arrived(self, bucket: _Bucket, number: int) -> Any:
         def hook(_: torch.Tensor) -> None:
@@ -128,7 +136,7 @@ class GradientSum:
                 raise RuntimeError(_TWICE)
             bucket.arrived.add(number)
             while self._next < len(self._buckets) and self._buckets[self._next].complete:
-                _start(self._buckets[self._next])
+                self._start(self._buckets[self._next])
                 self._next += 1
 
         return hook
@@ -163,14 +171,6 @@ def _lay_views(bucket: _Bucket) -> None:
         # A view with the parameter's strides: autograd then adds in place instead of replacing it.
         dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
         parameter.grad = part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
-
-
-def _start(bucket: _Bucket) -> None:
-    if len(bucket.used) == len(bucket.parameters):
-        bucket.users.fill_(1)
-    elif bucket.used:
-        bucket.users.copy_(torch.tensor([float(n in bucket.used) for n in range(len(bucket.parameters))]))
-    bucket.work = dist.all_reduce(bucket.flat, async_op=True)
 
 
 def _drop_unused(buckets: list[_Bucket]) -> None:

@@ -1,0 +1,121 @@
+"""A copy of a model that is ready for steps: the trainer's objective, precision, memory format and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands import tree
+from manyhands.errors import BadSettings
+from manyhands.training.settings import Settings
+from manyhands.training.torch import optimizers
+from manyhands.training.torch.data import sources
+from manyhands.training.torch.data.samples import as_the_model
+from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.job import Job, numbers_for
+from manyhands.training.torch.objective import Objective, objective_for, placed
+from manyhands.training.torch.preflight import precision
+from manyhands.training.torch.ranks.gradient_sum import GradientSum
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.state import job_state
+from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.step.several_optimizers import Several
+
+
+@dataclass
+class Subject:
+    """A copy of the model, ready for steps."""
+
+    model: torch.nn.Module
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    numbers: Numbers
+    device: torch.device
+    gradients: GradientSum | None = None
+
+    def begin(self) -> None:
+        if self.gradients is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.gradients.begin()
+
+    def forward(self, part: Batch) -> torch.Tensor:
+        laid = self.numbers.lay(part)
+        with self.numbers.scope(self.device):
+            loss, _ = self.objective(self.model, laid)
+        return loss
+
+    def step(self, part: Batch) -> None:
+        self.begin()
+        self.forward(part).backward()
+        self.optimizer.step()
+
+    @contextlib.contextmanager
+    def several(self, yes: bool) -> Iterator[None]:
+        """Gradients as with several ranks: views of buckets."""
+        self.gradients = GradientSum(self.model.parameters()) if yes else None
+        try:
+            yield
+        finally:
+            if self.gradients is not None:
+                self.gradients.close()
+            self.gradients = None
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def job_of(model: torch.nn.Module, loss: Any, optimizer: Any, settings: Settings) -> Job:
+    """A job that trains a copy of the model; it has no data yet."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        model, optimizer = copy.deepcopy((model, optimizer))
+    else:
+        model = copy.deepcopy(model)
+    nothing: Any = None
+    make = optimizers.optimizer_for(model, optimizer, settings.lr)
+    return Job(model, objective_for(model, loss), nothing, None, settings, make)
+
+
+def subject_of(job: Job, device: torch.device) -> tuple[Subject, list[str]]:
+    """The job's model on the device, and what is to be said of its precision."""
+    model, objective, settings = job.model, job.objective, job.settings
+    numbers = numbers_for(job, device)
+    model.to(device).train()
+    if settings.precision == "fp64":
+        model.double()
+    notes = []
+    if settings.precision == "auto":
+        choice = precision.choose(job, model, objective, World(0, 1, device), None)
+        notes.append(f"{choice}.")
+        numbers = precision.bf16_numbers(model) if choice.bf16 else numbers
+    if numbers.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    own = job.make_optimizer(model).optimizer
+    if isinstance(own, Several):
+        raise BadSettings(
+            f"{type(model).__name__} has several optimizers, so a step is several passes: predict each model with its "
+            "own optimizer"
+        )
+    job_state.settle(own)
+    return Subject(model, placed(objective, device, numbers.dtype), own, numbers, device), notes
+
+
+def shard_of(model: torch.nn.Module, batch: Batch, shard: int) -> Batch:
+    """A shard where the model is, in memory of its own: a view would hold the whole batch's."""
+    size = sources.rows(batch)
+    part = sources.cut(batch, 0, shard) if shard <= size else sources.pick(batch, [n % size for n in range(shard)])
+    own = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, part)
+    return as_the_model(model, own)
+
+
+def tensors_in(batch: Batch) -> list[torch.Tensor]:
+    return [leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
