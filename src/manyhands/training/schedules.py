@@ -172,10 +172,9 @@ def _check_monitors(loop: Loop) -> None:
     learner: Any = loop.learner
     scheduler: Any = getattr(learner, "scheduler", None)  # PyTorch's: others have none
     for name in [] if scheduler is None else scheduler.monitors:
-        validates = learner.test is not None
-        known = known_figures(loop.metrics.names, validates=validates, rates=False)
+        known = known_figures(loop.metrics.names, validates=learner.test is not None, rates=False)
         if not is_known(name, known):
-            raise BadSettings(f"PerEpoch(monitor={name!r}): {unknown(name, known, validates=validates)}")
+            raise BadSettings(f"PerEpoch(monitor={name!r}): {unknown(name, known)}")
 
 
 def after_row(loop: Loop, row: Mapping[str, Any]) -> None:

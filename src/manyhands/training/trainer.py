@@ -282,7 +282,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         if self.train_source.count is None and self.train_source.batch_size is None:
             self.train_source = dataclasses.replace(self.train_source, required_size=self._option("batch_size"))
         self._limit_data(settings)
-        self._check_monitors()
+        self._check_monitors(model)
         run, resume = self._run_plan(), None
         if launcher.is_first():
             if run is not None:
@@ -314,10 +314,24 @@ class BaseTrainer(HyperParameters, Evaluating):
         dispatcher.training.validates = self.test_source is not None
         return dispatcher
 
-    def _check_monitors(self) -> None:
-        callbacks = self._callbacks()
+    def _check_monitors(self, model: Any) -> None:
+        callbacks, schedule = self._callbacks(), self._option("schedule")
+        followed = {f"{type(one).__name__}({one.monitored!r})": one.monitored for one in callbacks if one.monitored}
+        if isinstance(schedule, schedules.PerEpoch) and schedule.monitor.endswith("_acc"):
+            followed[f"PerEpoch(monitor={schedule.monitor!r})"] = schedule.monitor
         rates = any(callback.wants_rates for callback in callbacks)
-        monitor.check_monitors(callbacks, self._metrics().names, validates=self.test_source is not None, rates=rates)
+        known = monitor.known_figures(self._metrics().names, validates=self.test_source is not None, rates=rates)
+        sources = {"train_acc": self.train_source, "val_acc": self.test_source}
+
+        def why_not(name: str) -> str | None:
+            source = sources.get(name)
+            return None if source is None else self._why_no_accuracy(model, source, training=name == "train_acc")
+
+        monitor.check_monitors(followed, known, why_not)
+
+    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
+        """Why these data have no accuracy, where that is known before the first step; None: there may be one."""
+        return None
 
     def _callbacks(self) -> list[Callback]:
         """The user's callbacks and loggers; refuse what is none."""

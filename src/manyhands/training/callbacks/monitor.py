@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from manyhands.errors import BadSettings
-from manyhands.training.callbacks.callback import Callback, Row, Training, Values
+from manyhands.training.callbacks.callback import Row, Training, Values
 
 Mode = Literal["min", "max"]
 # Of a row, what is no figure of the model.
@@ -72,13 +72,20 @@ def several_values(who: str, name: str, value: object) -> BadSettings:
     )
 
 
-def check_monitors(callbacks: Iterable[Callback], metrics: Iterable[str], *, validates: bool, rates: bool) -> None:
-    """Refuse, before the first step, to follow a figure that there will not be."""
-    known = known_figures(metrics, validates=validates, rates=rates)
-    for callback in callbacks:
-        if callback.monitored is not None and not is_known(callback.monitored, known):
-            who = f"{type(callback).__name__}({callback.monitored!r})"
-            raise BadSettings(f"{who}: {unknown(callback.monitored, known, validates=validates)}")
+def check_monitors(followed: Mapping[str, str], known: Sequence[str], why_not: Callable[[str], str | None]) -> None:
+    """Refuse, before the first step, to follow a figure that there will not be.
+
+    ``followed``: who follows which figure; ``why_not``: why a figure that might be there is not.
+    """
+    for who, name in followed.items():
+        if not is_known(name, known):
+            raise BadSettings(f"{who}: {unknown(name, known)}")
+        if (why := why_not(name)) is not None:
+            others = ", ".join(one for one in known if not one.endswith("_acc"))
+            raise BadSettings(
+                f"{who}: there is no figure {name!r}, because {why}. There are {others}; metrics={{'name': function}} "
+                "adds others"
+            )
 
 
 def known_figures(metrics: Iterable[str], *, validates: bool, rates: bool) -> list[str]:
@@ -92,9 +99,10 @@ def is_known(name: str, known: Iterable[str]) -> bool:
     return any(name == one or (one not in _SINGLE and name.startswith(f"{one}_")) for one in known)
 
 
-def unknown(name: str, known: Iterable[str], *, validates: bool) -> str:
+def unknown(name: str, known: Sequence[str]) -> str:
     """That there is no such figure, and which there are, in words."""
-    missing = "" if validates or not name.startswith("val_") else ", because there are no validation data: give some"
+    validates = "val_loss" in known or not name.startswith("val_")
+    missing = "" if validates else ", because there are no validation data: give some"
     return f"there is no figure {name!r}{missing}. There are {', '.join(known)}"
 
 

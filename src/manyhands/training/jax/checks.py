@@ -17,11 +17,11 @@ from flax import nnx
 from manyhands.errors import BadSettings
 from manyhands.training import loss_trial
 from manyhands.training.data import loader_randomness
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.book.module import cross_entropy
-from manyhands.training.jax.objective import Objective, Supervised
+from manyhands.training.jax.objective import Objective, Supervised, objective_for
 from manyhands.training.jax.skeleton import Skeleton
 from manyhands.training.loss_trial import Pass, Term
 
@@ -39,6 +39,14 @@ def check_labels(model: nnx.Module, objective: Objective, train: Source, test: S
         if isinstance(source, Arrays):
             look(source.arrays)
     return look
+
+
+def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
+    """Why right answers will not be counted, where that is known before the first step; None: they may be."""
+    if not isinstance(objective_for(model, loss), Supervised):
+        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
+        return OWN_STEP.format(name)
+    return why_no_classes_in(data.arrays) if isinstance(data, Arrays) else None
 
 
 def first_inputs(data: Source) -> tuple[Any, ...]:

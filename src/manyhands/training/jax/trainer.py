@@ -97,6 +97,9 @@ class Trainer(BaseTrainer):
         """The batch as JAX's arrays, on the first of the trainer's devices."""
         return super().prepare_batch([tree.map_leaves(jnp.asarray, part) for part in batch])
 
+    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
+        return checks.why_no_accuracy(model, self._option("loss"), source, training=training)
+
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return source(data, shuffle=shuffle)
 

@@ -17,13 +17,13 @@ from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.training import launcher, loss_trial, refusals
 from manyhands.training.data import loader_randomness
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import Pass, Term
 from manyhands.training.mxnet import batch_norm, modes, replicas
 from manyhands.training.mxnet.book.models import initialise
 from manyhands.training.mxnet.feed import Look
-from manyhands.training.mxnet.objective import Objective, checked_answer
+from manyhands.training.mxnet.objective import Objective, checked_answer, objective_for
 from manyhands.training.settings import Settings
 
 _FEW = 2
@@ -96,6 +96,20 @@ def check_labels(objective: Objective, train: Source, test: Source | None) -> Lo
         if isinstance(data, Arrays):
             look(data.arrays)
     return look
+
+
+def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
+    """Why right answers will not be counted, where that is known before the first step; None: they may be."""
+    objective = objective_for(model, loss)
+    if objective.loss is None:
+        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
+        return OWN_STEP.format(name)
+    if not isinstance(data, Arrays):
+        return None
+    arrays = objective.without_weights(data.arrays)
+    if objective.of_classes and len(arrays) == 2:  # class numbers in floating point are as good
+        return why_no_classes("int", arrays[-1].shape)
+    return why_no_classes_in(arrays)
 
 
 def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> str | None:

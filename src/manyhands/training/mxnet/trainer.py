@@ -89,6 +89,9 @@ class Trainer(BaseTrainer):
         if hasattr(self.model, "set_scratch_params_device"):
             self.model.set_scratch_params_device(device)
 
+    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
+        return checks.why_no_accuracy(model, self._option("loss"), source, training=training)
+
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return _source(data, shuffle=shuffle)
 

@@ -15,13 +15,13 @@ import tensorflow as tf
 
 from manyhands.errors import BadSettings
 from manyhands.training import refusals
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import note, outcome
 from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.loss import keras_losses, trial
 from manyhands.training.tensorflow.loss.batch_parts import checked_answer, parts_of
-from manyhands.training.tensorflow.objective import ClassScores, Objective, Supervised
+from manyhands.training.tensorflow.objective import ClassScores, Objective, OwnStep, Supervised, objective_for
 
 _FEW = 2
 
@@ -86,6 +86,18 @@ def check_labels(model: Any, objective: Objective, train: Source, test: Source |
         if isinstance(source, Arrays) and len(source.arrays) > 1:
             look(source.nested(source.arrays))
     return look
+
+
+def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
+    """Why right answers will not be counted, where that is known before the first step; None: they may be."""
+    check_model(model)
+    objective = objective_for(model, loss)
+    if isinstance(objective, OwnStep):
+        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
+        return OWN_STEP.format(name)
+    if getattr(objective, "accuracy", None) is not None or not isinstance(data, Arrays) or data.structure is not None:
+        return None
+    return why_no_classes_in(data.arrays)
 
 
 def _of_classes(objective: Objective) -> bool:

@@ -73,6 +73,9 @@ class Trainer(BaseTrainer):
             devices = self._option("devices")
             world.join(on_cpu=devices is not None and all("cpu" in str(device).lower() for device in devices))
 
+    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
+        return checks.why_no_accuracy(model, self._option("loss"), source, training=training)
+
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         batches = self._option("limits").batches if shuffle else None
         return source(repeatable(data, self._option("seed"), batches), shuffle=shuffle, nested=True)

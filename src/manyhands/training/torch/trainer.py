@@ -98,6 +98,10 @@ class Trainer(BaseTrainer):
     def _source(self, data: Any, *, shuffle: bool) -> Source:
         return source(data, shuffle=shuffle)
 
+    def _why_no_accuracy(self, model: Any, source: Any, *, training: bool) -> str | None:
+        objective = objective_for(model, self._option("loss"))
+        return checks.why_no_accuracy(objective, model, source, training=training)
+
     @staticmethod
     def _is_array(part: Any) -> bool:
         return isinstance(part, torch.Tensor | np.ndarray)

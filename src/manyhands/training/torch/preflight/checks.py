@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from manyhands.training.data.labels import OWN_STEP, why_no_classes
 from manyhands.training.torch import dict_batches
+from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data.samples import as_the_model, few_samples, first_batches
 from manyhands.training.torch.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import OwnStep, Supervised, makes_updates, takes_optimizer
+from manyhands.training.torch.objective import Objective, OwnStep, Supervised, makes_updates, takes_optimizer
 from manyhands.training.torch.preflight import loss_trial
 from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
@@ -51,6 +53,24 @@ def _give(model: torch.nn.Module, batch: Batch) -> None:
         dict_batches.answer(model, as_the_model(model, batch))
     else:
         model(*as_the_model(model, [part for part in batch[:-1] if isinstance(part, torch.Tensor)]))
+
+
+def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, *, training: bool) -> str | None:
+    """Why right answers will not be counted, where a sample or the model's own step says so; None: they may be."""
+    if isinstance(objective, OwnStep):
+        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
+        if not isinstance(model, Module) or getattr(type(model), name) is not getattr(Module, name):
+            return OWN_STEP.format(name)
+    if isinstance(data, Stream):
+        return None
+    batch = few_samples(data, 1)
+    if isinstance(batch, Mapping):
+        target = batch.get("labels")
+    else:
+        target = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if not isinstance(target, torch.Tensor):
+        return None
+    return why_no_classes(str(target.dtype).removeprefix("torch."), (data.count, *target.shape[1:]))
 
 
 def check_labels(job: Job) -> None:
