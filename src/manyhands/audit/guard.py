@@ -17,7 +17,7 @@ from typing import Literal
 
 from manyhands.audit import cures, watch
 from manyhands.audit.kinds import Kind
-from manyhands.audit.sites import Site
+from manyhands.audit.sites import Site, name_callers_in_warnings
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings, HiddenWait
 
@@ -48,7 +48,8 @@ class Stall:
 
     def __str__(self) -> str:
         beside = f" (in {self.site.library})" if self.site.library is not None else ""
-        return f"{self.line}{beside}: {self.kind.title} ({self.call}): {self.site.user.code}. Cure: {self.cure}"
+        code = f": {self.site.user.code}" if self.site.user.code else ""
+        return f"{self.line}{beside}: {self.kind.title} ({self.call}){code}. Cure: {self.cure}"
 
 
 class Seen:
@@ -121,6 +122,7 @@ def assert_no_stalls() -> Iterator[Seen]:
 
 def install_hooks() -> None:
     """Hook the frameworks that are imported."""
+    name_callers_in_warnings()
     for framework in FRAMEWORKS:
         if framework in sys.modules:
             importlib.import_module(f"manyhands.audit.{framework}.hooks").install()

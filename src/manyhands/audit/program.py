@@ -81,6 +81,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
             recorder.remarks.append(f"{framework} could not be watched: {type(error).__name__}: {error}")
 
     code, ended = 1, "killed"
+    sites.name_callers_in_warnings()
     try:
         with framework_imports(imported), watch.everywhere(recorder):
             code, ended = run_as_main(settings["module"], arguments)
@@ -136,11 +137,14 @@ def _compiled(source: bytes, file: str) -> types.CodeType:
 
 
 def run_as_main(
-    module: bool, arguments: Sequence[str], compiled: Callable[[bytes, str], types.CodeType] = _compiled
+    module: bool,
+    arguments: Sequence[str],
+    compiled: Callable[[bytes, str], types.CodeType] = _compiled,
+    failed: Callable[[BaseException], None] = lambda error: None,
 ) -> tuple[int, str]:
     """Do what ``python [-m] arguments`` does; gives its exit code, and how it ended.
 
-    ``compiled`` makes code of a script's source.
+    ``compiled`` makes code of a script's source; ``failed`` is called with an exception that ends the program.
     """
     loaded = False
     try:
@@ -154,6 +158,7 @@ def run_as_main(
         number = _exit_code(end)
         return number, f"exit {number}" if number else "normally"
     except BaseException as error:
+        failed(error)
         _show(error)
         ended = "syntax-error" if isinstance(error, SyntaxError) and not loaded else f"exception {type(error).__name__}"
         return 130 if isinstance(error, KeyboardInterrupt) else 1, ended
@@ -164,20 +169,26 @@ def _load_script(
     arguments: Sequence[str], compiled: Callable[[bytes, str], types.CodeType]
 ) -> tuple[types.ModuleType, types.CodeType]:
     script = arguments[0]
+    path = os.path.abspath(script)
     sys.argv = list(arguments)
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    _search_first(os.path.dirname(os.path.realpath(script)))  # a link's target has its modules beside it
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
     with open(script, "rb") as file:
         source = file.read()
-    loader = importlib.machinery.SourceFileLoader("__main__", script)
-    main.__loader__ = loader
-    return main, compiled(source, os.path.abspath(script))
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    return main, compiled(source, path)
+
+
+def _search_first(folder: str) -> None:
+    """Let modules be found in a folder, as Python does for its script, unless it was told not to (``-P``)."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
 
 
 def _load_module(arguments: Sequence[str]) -> tuple[types.ModuleType, types.CodeType]:
     name = arguments[0]
-    sys.path[0] = os.getcwd()
+    _search_first(os.getcwd())
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")

@@ -57,7 +57,7 @@ class Recorder:
         self.incomplete = False  # more entries than are kept
         self.busy_seconds: float | None = None  # of the device, in one step, where that was measured
         self._on_step = on_step
-        self._thread: int | None = None
+        self._thread = threading.get_ident()  # that of the steps; until the first one, the program's main thread
         self._last = time.perf_counter()
         self._host = self._device = 0.0  # predicted work since the last entry
         self._seen_in_step: set[object] = set()
@@ -74,10 +74,8 @@ class Recorder:
         key = Key(event.kind, event.call, event.site)
         thread = threading.get_ident()
         with self._lock:
-            if self._thread is None:
-                self._thread = thread
             if thread != self._thread:
-                self.others.append((self.steps, key, event.seconds))
+                self.others.append((self.steps, key, self._seconds(event)))
                 return
             self._add(key, event)
             self._last = time.perf_counter() if self.profile is None else self._last
@@ -95,6 +93,12 @@ class Recorder:
             work, wait = self._taken(), predicted_wait(event, self.profile)
         self.entries.append(Entry(self.steps, work, key, wait, event.seconds))
 
+    def _seconds(self, event: Event) -> float:
+        if self.profile is None:
+            return event.seconds
+        wait = predicted_wait(event, self.profile)
+        return wait.host + wait.device
+
     def _taken(self) -> Work:
         work = Work(self._host, self._device)
         self._host = self._device = 0.0
@@ -106,7 +110,7 @@ class Recorder:
         """An operation was launched on what stands in for a device; ``line``: a run of a user's function, its line."""
         profile = self.profile
         self.used_device = self.launched = True
-        if profile is None or (self._thread is not None and threading.get_ident() != self._thread):
+        if profile is None or threading.get_ident() != self._thread:
             return
         with self._lock:
             self._host += profile.launch if kernel else profile.launch / 4

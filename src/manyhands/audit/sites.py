@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import CodeType, FrameType
@@ -128,6 +130,24 @@ def current(depth: int = 1) -> Site | None:
             library = _line(frame)
         frame = frame.f_back
     return None
+
+
+def name_callers_in_warnings() -> None:
+    """Let a warning that a wrapped call gives name the line that called it, as it would without the wrapper."""
+    show: Callable[[warnings.WarningMessage], None] | None = getattr(warnings, "_showwarnmsg", None)
+    if show is None or hasattr(show, "__wrapped__"):
+        return
+
+    @functools.wraps(show)
+    def shown(message: warnings.WarningMessage) -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+            frame = frame.f_back
+        if frame is not None and message.filename.startswith(os.path.join(PACKAGE, "audit", "")):
+            message.filename, message.lineno = frame.f_code.co_filename, frame.f_lineno
+        show(message)
+
+    warnings._showwarnmsg = shown  # type: ignore[attr-defined]
 
 
 def of_lines(lines: Iterable[tuple[str, int]]) -> Site | None:

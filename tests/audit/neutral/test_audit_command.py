@@ -41,6 +41,18 @@ def test_arguments_input_output_and_exit_code_are_the_programs(tmp_path: Path) -
     assert NOTHING in audited.stderr
 
 
+def test_a_linked_script_finds_what_is_beside_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "beside.py").write_text("word = 'found'\n")
+    (tmp_path / "real" / "program.py").write_text("import sys, beside\nprint(beside.word, __file__, sys.path[0])\n")
+    script = tmp_path / "link.py"
+    script.symlink_to(tmp_path / "real" / "program.py")
+    monkeypatch.chdir(tmp_path)
+    plain, audited = _plain(Path("link.py")), _audit(Path("link.py"))
+    assert audited.stdout == plain.stdout
+    assert "found" in plain.stdout
+
+
 def test_a_traceback_is_the_programs(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("def f():\n    raise ValueError('no')\n\nf()\n")

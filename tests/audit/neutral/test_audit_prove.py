@@ -248,6 +248,45 @@ def test_a_pass_that_fails_is_said_in_a_line(tmp_path: Path, results: Any, messa
     assert message in table.text(_report(proof=made))
 
 
+def test_lines_that_make_the_program_fail_are_kept_and_the_others_proven(tmp_path: Path) -> None:
+    report = _report(predicted=True)
+    report.findings[1] = _finding(Kind.READ, "v = loss.item()")
+    report.findings[1].line = 4
+    both = {"asked": [10, 10], "needed": [{}, {}], "values": [[3, "a"], [3, "b"]]}
+    fails = {**both, "seconds": None, "ended": "exception TypeError", "culprits": [1]}
+    results = {"plain": [both], "cured": [fails, {**both, "values": [[3, "a"], [0, "c"]]}]}
+    made, modes = _prove(report, results, tmp_path)
+    assert modes == ["plain", "cured", "cured"]
+    assert (made.results, made.values) == ("equal", 3)
+    assert [line.way for line in made.lines] == ["read-late", "kept"]
+    assert "fails if its value is read late (OSError: no)" in made.lines[1].why
+    unknown = {"plain": [both], "cured": [{**fails, "culprits": []}]}
+    made, _ = _prove(report, unknown, tmp_path)
+    assert "ended before its 30 steps" in str(made.failed)
+    assert "cured: read" not in table.text(_report(proof=made))
+
+
+def test_who_made_a_cured_program_fail_is_found_and_json_gets_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("a = late(0)\nb = late(1)\nc = late(2)\nrow = {'b': b + a}\nwant_number(row)\n")
+    changes = [Change(str(file), line, (Way.LATE,)) for line in (1, 2, 3)]
+
+    def want_number(row: dict[str, Any]) -> None:
+        raise TypeError("want a number")
+
+    names = {"late": lambda line: deferred.Deferred(float, (3.0,), line), "want_number": want_number}
+    with pytest.raises(TypeError) as caught:
+        exec(compile(file.read_text(), str(file), "exec"), names)
+    assert second_pass._culprits(caught.value, changes) == [0, 1]
+    assert second_pass._culprits(caught.value, [Change(str(file), 5, (Way.LATE,))]) == [0]
+    kept = json.JSONEncoder.default
+    try:
+        second_pass._let_json_read()
+        assert json.dumps({"a": names["late"](0)}) == '{"a": 3.0}'
+    finally:
+        json.JSONEncoder.default = kept  # type: ignore[method-assign]
+
+
 def test_nothing_to_cure_is_said_and_nothing_is_run(tmp_path: Path) -> None:
     report = _report()
     report.findings = report.findings[1:]

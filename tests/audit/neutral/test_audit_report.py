@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
 
-from manyhands.audit import coverage, profile, recorder, sites, watch
+from manyhands.audit import coverage, profile, recorder, sites, watch, wrapping
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report, sarif, table
@@ -101,11 +102,56 @@ def test_another_threads_waits_are_found_but_are_not_on_the_path() -> None:
     assert finding.gained is None
 
 
+def test_without_steps_the_main_threads_waits_are_on_the_path() -> None:
+    made = Recorder(profile=profile.h200())
+    made.frameworks.add("torch")
+    thread = threading.Thread(target=lambda: [_wait(made, 1) for _ in range(4)])
+    thread.start()
+    thread.join()
+    for line in (2, 2, 2, 3):  # line 3 is in no loop: it is not listed, and its gain is not counted
+        made.launch(1e-5)
+        _wait(made, line)
+    told = report.make(made, program="p", warmup=5)
+    assert {finding.line: finding.gained is None for finding in told.findings} == {2: False, 1: True}
+    assert told.cost is not None
+    assert told.gain is not None
+    assert told.gain <= told.cost
+    assert max(finding.waited for finding in told.findings) < 1e-3  # predicted for other threads, too
+
+
+def test_a_device_that_idles_without_waits_is_told() -> None:
+    assert not report.make(_recorder(12, waits=0), program="p", warmup=5).notes
+    idle = Recorder(profile=profile.h200())
+    idle.frameworks.add("torch")
+    for _ in range(8):
+        idle.launch(0.0)
+        idle.step("optimizer")
+    assert "the GPU idles 75% of a step, because the host" in report.make(idle, program="p", warmup=2).notes[-1]
+
+
+def test_a_wrapped_call_warns_at_the_callers_line() -> None:
+    def warns() -> None:
+        warnings.warn("look", UserWarning, stacklevel=1)
+
+    owner = type("Owner", (), {"warns": staticmethod(warns)})
+    wrapping.wrap(owner, "warns", "warns", Kind.READ, lambda value: True)
+    warns.__code__ = warns.__code__.replace(co_filename=wrapping.__file__)  # as C++ does it, which has no frame
+    sites.name_callers_in_warnings()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        owner.warns()
+    assert seen[0].filename == HERE
+
+
 def test_no_device_and_no_framework_are_told() -> None:
     assert "none of torch" in report.make(Recorder(), program="p", warmup=5).verdict
     made = Recorder()
     made.frameworks.add("torch")
-    assert "no tensor was on a GPU" in report.make(made, program="p", warmup=5).verdict
+    for _ in range(4):  # a data loader waits without a device
+        made.after(watch.Event(Kind.LOADER, "DataLoader", Site(Line(HERE, 1)), 0.0, 1.0))
+    told = report.make(made, program="p", warmup=5)
+    assert "no tensor was on a GPU" in told.verdict
+    assert not told.findings
 
 
 def test_a_comment_silences_a_line_and_is_counted(tmp_path: Path) -> None:
@@ -152,6 +198,21 @@ def test_a_baseline_hides_what_it_has() -> None:
     assert [finding.line for finding in told.findings] == [3]
     assert told.known == 1
     assert "1 new line" in told.verdict
+
+
+def test_a_second_line_with_the_text_of_a_known_one_is_new(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("a.item()\n" * 3)
+    reports = []
+    for lines in ((1,), (1, 3)):
+        made = _recorder(0)
+        for _ in range(12):
+            made.launch(1e-5)
+            for line in lines:
+                made.after(watch.Event(Kind.READ, "Tensor.item", Site(Line(str(script), line)), 0.0, 0.0))
+            made.step("optimizer")
+        reports.append(report.make(made, program="p", warmup=5))
+    assert [finding.line for finding in report.new_since(reports[1], reports[0]).findings] == [3]
 
 
 def test_sarif_has_a_rule_for_every_kind_and_a_place_for_every_finding() -> None:

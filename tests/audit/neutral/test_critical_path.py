@@ -10,11 +10,11 @@ from hypothesis import given
 
 from manyhands.audit import critical_path, cures, sites
 from manyhands.audit.critical_path import Wait, Work, gains, simulate
-from manyhands.audit.reports import table
+from manyhands.audit.reports import report, table
 from manyhands.cli import audit
 
 
-@pytest.mark.parametrize("module", [critical_path, cures, sites, table, audit])
+@pytest.mark.parametrize("module", [critical_path, cures, sites, table, report, audit])
 def test_the_examples_in_the_text(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ from manyhands.audit.reports.report import Finding, Report
 
 MOST_STEPS = 50
 _PLAIN, _CURED = "plain", "cured"
+_MOST_FAILURES = 4  # of the cured program, each with other lines kept as they are
 # Runs one pass with these settings; gives the last line that it wrote to stderr.
 Start = Callable[[dict[str, Any]], str]
 
@@ -56,6 +57,8 @@ def prove(report: Report, record: dict[str, Any] | None, warmup: int, folder: Pa
     for mode in order:
         error = passes.run(mode)
         if error is not None and passes.shorten():
+            error = passes.run(mode)
+        while error is not None and mode == _CURED and passes.keep_culprits():
             error = passes.run(mode)
         if error is not None:
             proof.failed = error
@@ -120,6 +123,9 @@ class _Passes:
         self._report, self._changes, self._length, self._folder, self._start = report, changes, length, folder, start
         self.results: dict[str, list[dict[str, Any]]] = {_PLAIN: [], _CURED: []}
         self._ticks = 0
+        self._culprits: list[int] = []
+        self._failures = 0
+        self.kept: dict[int, str] = {}  # lines that the program fails without, and how
 
     @property
     def steps(self) -> int:
@@ -134,11 +140,24 @@ class _Passes:
         self._length = Steps(first, self._ticks - first, length.clock)
         return True
 
+    def keep_culprits(self) -> bool:
+        """Leave the lines as they are that made the cured program fail, if they are known."""
+        fresh = [number for number in self._culprits if number not in self.kept]
+        self._failures += 1
+        if self.results[_CURED] or self._failures > _MOST_FAILURES or not fresh:
+            return False
+        self.kept |= dict.fromkeys(fresh, self._said)
+        return len(self.kept) < len(self._changes)
+
     def run(self, mode: str) -> str | None:
         """Run one pass; gives the reason why it failed."""
         result = self._folder / f"{mode}-{len(self.results[mode])}.json"
         changes = [
-            {**dataclasses.asdict(change), "ways": [way.value for way in change.ways]} for change in self._changes
+            {
+                **dataclasses.asdict(change),
+                "ways": [way.value for way in change.ways if mode == _PLAIN or number not in self.kept],
+            }
+            for number, change in enumerate(self._changes)
         ]
         proof = {
             "mode": mode,
@@ -146,12 +165,13 @@ class _Passes:
             "stand_in": self._report.predicted,
             **dataclasses.asdict(self._length),
         }
-        said = self._start({"proof": proof, "result": str(result)})
+        result.unlink(missing_ok=True)
+        said = self._said = self._start({"proof": proof, "result": str(result)})
         name = "the program as it is" if mode == _PLAIN else "the cured program"
         if not result.is_file():
             return f"{name} could not be run again: {said or 'it was killed'}"
         data: dict[str, Any] = json.loads(result.read_text())
-        self._ticks = data["ticks"]
+        self._ticks, self._culprits = data["ticks"], data.get("culprits", [])
         if data["seconds"] is None:
             steps = self._length.warmup + self._length.steps
             return f"{name} ended before its {steps} steps were made: {said or data['ended']}"
@@ -169,9 +189,13 @@ class _Passes:
             return "not-comparable"
         return "not-comparable" if self._differ(*self.results[_PLAIN]) else "differ"
 
-    @staticmethod
-    def _differ(first: dict[str, Any], *others: dict[str, Any]) -> bool:
-        return any((data["values"], data["parameters"]) != (first["values"], first["parameters"]) for data in others)
+    def compared(self, data: dict[str, Any]) -> list[Any]:
+        """The values of the lines that were cured."""
+        return [values for number, values in enumerate(data["values"]) if number not in self.kept]
+
+    def _differ(self, first: dict[str, Any], *others: dict[str, Any]) -> bool:
+        mine = self.compared(first), first["parameters"]
+        return any((self.compared(data), data["parameters"]) != mine for data in others)
 
 
 def _fill(proof: Proof, passes: _Passes, choices: Sequence[tuple[Finding, Choice]], changes: Sequence[Change]) -> None:
@@ -180,18 +204,21 @@ def _fill(proof: Proof, passes: _Passes, choices: Sequence[tuple[Finding, Choice
         proof.measured = 1 - proof.cured_seconds / proof.plain_seconds
     first = passes.results[_PLAIN][0]
     proof.steps = passes.steps
-    proof.values, proof.parameters = sum(count for count, _ in first["values"]), len(first["parameters"])
+    proof.values, proof.parameters = sum(count for count, _ in passes.compared(first)), len(first["parameters"])
     proof.results = passes.compare()
     cured = passes.results[_CURED][0]
     for number, change in enumerate(changes):
         needed = cured["needed"][number]
-        if 2 * sum(needed.values()) < cured["asked"][number] or not needed:
-            continue
-        where = max(needed, key=lambda line: needed[line])
+        why = None
+        if number in passes.kept:
+            why = f"the program fails if its value is read late ({passes.kept[number]})"
+        elif needed and 2 * sum(needed.values()) >= cured["asked"][number]:
+            where = max(needed, key=lambda line: needed[line])
+            why = f"its value is needed at {where}, for control flow or by code that takes numbers only"
         for line in proof.lines:
-            if (os.path.abspath(line.file), line.line) == (change.file, change.line) and line.way == Way.LATE.value:
-                line.way = Way.KEPT.value
-                line.why = f"its value is needed at {where}, for control flow or by code that takes numbers only"
+            is_here = (os.path.abspath(line.file), line.line) == (change.file, change.line)
+            if why is not None and is_here and (line.way == Way.LATE.value or number in passes.kept):
+                line.way, line.why = Way.KEPT.value, why
 
 
 def estimate(record: dict[str, Any], findings: Sequence[Finding]) -> float | None:

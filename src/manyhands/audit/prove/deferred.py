@@ -50,16 +50,22 @@ class Deferred:
 
         No recursion: a sum over an epoch is as deep as the epoch is long.
         """
-        stack = [self]
+        stack, done = [self], set()
         while stack:
             node = stack[-1]
-            missing = [part for part in node._arguments if isinstance(part, Deferred) and not part.is_known]
+            parts = [part for part in node._arguments if isinstance(part, Deferred)]
+            missing = [part for part in parts if not part.is_known and id(part) not in done]
             if missing:
                 stack += missing
                 continue
             stack.pop()
-            if not node.is_known:
+            if not node.is_known and id(node) not in done:
+                done.add(id(node))
                 yield node
+
+    def lines(self) -> list[int]:
+        """The lines that it was read in, where it is not known yet."""
+        return [node.line for node in self._unknown() if node.line is not None] if not self.is_known else []
 
     def _compute(self) -> None:
         if self.line is not None and Deferred.needed is not None:

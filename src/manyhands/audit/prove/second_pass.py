@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import hashlib
 import json
+import linecache
 import os
 import re
 import struct
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +52,12 @@ class SecondPass:
         self._counting = False
         self._needed: list[Counter[str]] = [Counter() for _ in changes]
         self._asked = [0] * len(changes)
+        self.culprits: list[int] = []  # lines without whose cures the program may not fail
         self.is_written = False
+
+    def failed(self, error: BaseException) -> None:
+        """The program ended with an exception: which cured lines have to do with it?"""
+        self.culprits = _culprits(error, self._changes)
 
     def imported(self, framework: str) -> None:
         """A framework is there."""
@@ -227,6 +235,7 @@ class SecondPass:
             "values": [[len(read), hashlib.sha256(b"\0".join(read)).hexdigest()] for read in values],
             "parameters": [hashlib.sha256(array.tobytes()).hexdigest() for array in arrays],
             "asked": self._asked,
+            "culprits": self.culprits,
             "needed": [dict(needed) for needed in self._needed],
         }
         part = self._result.with_suffix(".part")
@@ -255,6 +264,34 @@ def _exactly(value: Any) -> bytes:
     return _GRADIENT.sub("", repr(value)).encode()
 
 
+def _culprits(error: BaseException, changes: Sequence[Change]) -> list[int]:
+    """The lines that an exception passed; if there are none, those whose values its innermost lines use."""
+    trace = list(traceback.walk_tb(error.__traceback__))
+    passed = {(os.path.abspath(frame.f_code.co_filename), line) for frame, line in trace}
+    culprits = [number for number, change in enumerate(changes) if (change.file, change.line) in passed]
+    for frame, line in () if culprits else reversed(trace):
+        code = linecache.getline(frame.f_code.co_filename, line)
+        names = [name for name in frame.f_locals if re.search(rf"\b{re.escape(name)}\b", code)]
+        used = [frame.f_locals[name] for name in names]
+        parts = [part for value in used for part in (value.values() if isinstance(value, dict) else [value])]
+        culprits = sorted({line for part in parts if isinstance(part, Deferred) for line in part.lines()})
+        if culprits:
+            break
+    return culprits
+
+
+def _let_json_read() -> None:
+    """``json`` takes numbers only: give it the value."""
+    encoder: Any = json.JSONEncoder
+    original = encoder.default
+
+    @functools.wraps(original)
+    def default(self: Any, value: Any) -> Any:
+        return value.value() if isinstance(value, Deferred) else original(self, value)
+
+    encoder.default = default
+
+
 def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     """Run a program once more: ``settings["proof"]`` says how."""
     proof = settings["proof"]
@@ -272,6 +309,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     Deferred.needed = second.needed
     setattr(builtins, rewrite.NAME, second)
     rewrite.install(changes, cured=cured)
+    _let_json_read()
 
     def imported(framework: str) -> None:
         steps = (
@@ -285,7 +323,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
 
     process = os.getpid()
     with program.framework_imports(imported):
-        code, ended = program.run_as_main(settings["module"], arguments, compiled)
+        code, ended = program.run_as_main(settings["module"], arguments, compiled, second.failed)
     if os.getpid() == process and not second.is_written:
         second.write(ended)
     return code

@@ -47,7 +47,8 @@ def words(proof: Proof) -> list[str]:
     if proof.results is not None:
         lines.append(f"results: {_results(proof)}")
     lines += proof.remarks
-    return list(dict.fromkeys([*lines, *(f"{line.file}:{line.line}: {_fate(line)}" for line in proof.lines)]))
+    shown = [line for line in proof.lines if proof.failed is None or line.way == "kept"]  # nothing was cured
+    return list(dict.fromkeys([*lines, *(f"{line.file}:{line.line}: {_fate(line)}" for line in shown)]))
 
 
 def _gain(proof: Proof) -> str:

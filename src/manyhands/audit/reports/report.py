@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ SCHEMA = 1
 _DRAWN = 3  # steps of the timeline
 _MOST_SPANS = 2000
 _FEWEST = 3  # waits of a line in a program without steps: fewer are no loop
+_IDLE = 0.3  # of a step: less is no sign of a host that is too slow
 _LOADER_SECONDS = 0.02  # a batch: what stands in for a GPU makes the loader itself slower, so less says nothing
 
 
@@ -107,6 +109,8 @@ def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any
     listed: set[int] = set()
     for key, number in keys.items():
         mine = [entry for entry in entries if entry.key == key]
+        if not recorder.used_device or not _is_loop(sum(entry.times for entry in mine), recorder):
+            continue
         waited = length.waited.get(number, 0.0) if report.predicted else sum(entry.seconds for entry in mine)
         if key.kind is Kind.LOADER:
             least = _LOADER_SECONDS * len(mine) if report.predicted else 0.0
@@ -117,14 +121,18 @@ def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any
     _fill_times(report, recorder, first, length, length.total - simulate(timeline, listed).total)
     for key in dict.fromkeys(key for key, _ in others if key.site.allowed is None):
         waits = [seconds for other, seconds in others if other == key]
-        report.findings.append(_finding(key, len(waits), sum(waits), None, report))
-    if not recorder.steps:
-        report.findings = [finding for finding in report.findings if finding.count >= _FEWEST]
+        if _is_loop(len(waits), recorder):
+            report.findings.append(_finding(key, len(waits), sum(waits), None, report))
     report.findings.sort(key=lambda finding: (finding.gained or 0.0, finding.waited), reverse=True)
     _summarise(report, recorder)
     if record is not None:
         record.update(_record(report, timeline, keys))
     return report
+
+
+def _is_loop(count: int, recorder: Recorder) -> bool:
+    """Whether a line waited so often that it counts: in a program without steps, a few times are no loop."""
+    return recorder.steps > 0 or count >= _FEWEST
 
 
 def _record(report: Report, timeline: list[Work | Wait], keys: dict[Key, int]) -> dict[str, Any]:
@@ -250,6 +258,7 @@ def _summarise(report: Report, recorder: Recorder) -> None:
             f"the program forked {recorder.forks} {processes} (data loader workers, for example): they are not audited"
         )
     report.notes += recorder.remarks
+    _note_idle(report)
     if recorder.incomplete:
         report.notes.append("the program waited so often that only the first 500,000 waits were kept")
     if recorder.used_device and recorder.steps == 0:
@@ -258,6 +267,19 @@ def _summarise(report: Report, recorder: Recorder) -> None:
             f"{_FEWEST} times in the whole program are listed, and times are in all"
         )
     report.verdict = verdict(report, used_device=recorder.used_device)
+
+
+def _note_idle(report: Report) -> None:
+    """Say if the device would idle even without the findings."""
+    if report.busy is None or report.gain is None or not report.counted_steps or report.gain >= 1:
+        return
+    idle = 1 - min(1.0, report.busy / (1 - report.gain))
+    if idle > _IDLE:
+        without = "without these lines " if report.findings else ""
+        report.notes.append(
+            f"{without}the GPU {'would idle' if without else 'idles'} {idle:.0%} of a step, because the host cannot "
+            "launch fast enough: use larger batches, torch.compile or CUDA graphs"
+        )
 
 
 def verdict(report: Report, *, used_device: bool = True) -> str:
@@ -282,13 +304,30 @@ def verdict(report: Report, *, used_device: bool = True) -> str:
     busy = "" if report.busy is None else f"the GPU is busy {report.busy:.0%} of a step; "
     if report.busy is not None and not report.counted_steps:
         busy = f"the GPU is busy {report.busy:.0%} of the time; "
-    return f"{f'predicted for an {report.device}: ' if report.predicted else ''}{busy}{found}"
+    return f"{_predicted_for(report.device) if report.predicted else ''}{busy}{found}"
+
+
+def _predicted_for(device: str | None) -> str:
+    """Which device a prediction is for.
+
+    >>> _predicted_for("NVIDIA H200"), _predicted_for("Tesla V100")
+    ('predicted for an NVIDIA H200: ', 'predicted for a Tesla V100: ')
+    """
+    name = device or "unknown device"
+    article = "an" if name.startswith(("NVIDIA", *"AEIOUaeiou")) else "a"
+    return f"predicted for {article} {name}: "
 
 
 def new_since(report: Report, baseline: Report) -> Report:
-    """The report without what a former one has: the same text of the same file waiting in the same way."""
-    before = {(finding.file, finding.source, finding.kind) for finding in baseline.findings}
-    fresh = [finding for finding in report.findings if (finding.file, finding.source, finding.kind) not in before]
+    """The report without what a former one has: the same text of the same file waiting in the same way, as often."""
+    before = Counter((finding.file, finding.source, finding.kind) for finding in baseline.findings)
+    fresh = []
+    for finding in sorted(report.findings, key=lambda finding: finding.line):
+        same = finding.file, finding.source, finding.kind
+        before[same] -= 1
+        if before[same] < 0:
+            fresh.append(finding)
+    fresh.sort(key=report.findings.index)
     gone = len(report.findings) - len(fresh)
     if not gone:
         return report

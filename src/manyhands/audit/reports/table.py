@@ -35,9 +35,10 @@ def _rows(finding: Finding, report: Report) -> list[str]:
     often = "-" if finding.per_step is None else f"{finding.per_step:.3g}"
     beside = f" (in {finding.library})" if finding.library else ""
     indent = " " * 39
-    return [
+    rows = [
         f"{waited:>9} {gained:>9} {often:>9} {finding.count:>7}  {finding.file}:{finding.line}{beside}",
         f"{indent}{finding.source}",
         f"{indent}{finding.what} ({finding.call})",
         f"{indent}cure: {finding.cure}",
     ]
+    return [row for row in rows if row.strip()]  # code that a program made itself has no source text
