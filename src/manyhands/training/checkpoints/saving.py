@@ -229,5 +229,13 @@ def check_fits(saved: Mapping[str, Any], settings: Settings, learner: Learner) -
     if saved["optimizer_type"] not in (None, learner.optimizer_name):  # None: only the weights, they were converted
         raise WrongCheckpoint(
             f"the checkpoint holds the state of the optimizer {saved['optimizer_type']}, this job has "
-            f"{learner.optimizer_name}"
+            f"{learner.optimizer_name}{_without_names(saved['optimizer_type'])}. Give the optimizer that the run had, "
+            "or begin a new run with its weights: mh.load_weights(model, run), without resume="
         )
+
+
+def _without_names(optimizer: str) -> str:
+    """Why several optimizers of a checkpoint ("Adam+Adam", as older versions wrote it) fit no job."""
+    if "+" not in optimizer:
+        return ""
+    return ". An older version wrote it, without the names of its optimizers, so that nobody knows which state is whose"
