@@ -1,12 +1,19 @@
 """The pictures of README.md and the site: ``make pictures``, or ``python docs/pictures/make.py``.
 
-``lanes.svg`` shows one function as plain execution runs it and as it is scheduled on four devices; ``graph.svg`` is
-the graph of a smaller one, by lane. Costs of operations are measured where this is run; the four devices are simulated.
-The colours of ``lanes.svg`` follow the reader's light or dark mode.
+``two-devices.svg`` is the timeline that ``manyhands lab run two-devices`` draws: measured here, on two GPUs or on two
+virtual devices. ``lanes.svg`` shows one function as plain execution runs it and as it is scheduled on four devices;
+``graph.svg`` is the graph of a smaller one, by lane. Costs of operations are measured where this is run; the four
+devices are simulated. The colours of the first two follow the reader's light or dark mode.
+
+``python docs/pictures/make.py two-devices`` makes that one alone.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -122,10 +129,25 @@ def picture(plain: Timeline, spread: Timeline) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-if __name__ == "__main__":
+def of_the_lab(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "manyhands", "lab", "run", "two-devices", "--framework", "torch"]
+        subprocess.run([*command, "--out", folder], check=True)
+        shutil.copy(Path(folder) / "plots" / "two-devices-torch-2.svg", path)
+
+
+def of_lanes(path: Path) -> None:
     torch.set_num_threads(1)
     branches = planned(8, 5)
-    (FOLDER / "lanes.svg").write_text(
-        picture(branches.simulated(), simulate(branches.forecast(devices=4, lanes=1).schedule))
-    )
-    graph.save(planned(2, 2).forecast(devices=2, lanes=1).schedule, FOLDER / "graph.svg")
+    path.write_text(picture(branches.simulated(), simulate(branches.forecast(devices=4, lanes=1).schedule)))
+
+
+def of_a_graph(path: Path) -> None:
+    graph.save(planned(2, 2).forecast(devices=2, lanes=1).schedule, path)
+
+
+MAKERS = {"two-devices": of_the_lab, "lanes": of_lanes, "graph": of_a_graph}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or MAKERS:
+        MAKERS[name](FOLDER / f"{name}.svg")
