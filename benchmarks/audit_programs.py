@@ -6,8 +6,9 @@
 
 The programs are in ``benchmarks/audit_loops``: the book's loop, a GradScaler, torchmetrics, Accelerate and Lightning.
 Each runs as it is and, with ``--cured``, as its twin without the waits. The audit estimates the gain of removing what
-it found. The real gain is that of the twin: both run in turns, ``--rounds`` times, and the medians are compared. A
-library that is not installed is named, and its program left out.
+it found. The real gain is that of the twin: both run in turns, ``--rounds`` times, and the median of the rounds' gains
+is taken; their spread is shown beside it, because a host that does other things makes short steps uncertain. A library
+that is not installed is named, and its program left out.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def program(name: str, options: argparse.Namespace, *more: str) -> list[str]:
     return [str(LOOPS / f"{name}.py"), "--steps", str(options.steps), "--warmup", str(options.warmup), *more]
 
 
-def measured(name: str, options: argparse.Namespace) -> tuple[float, float, bool]:
+def measured(name: str, options: argparse.Namespace) -> tuple[dict[str, list[float]], bool]:
     """Seconds of a step as it is and cured, in turns; and whether both end with the same weights."""
     times: dict[str, list[float]] = {"": [], "--cured": []}
     weights = set()
@@ -66,7 +67,7 @@ def measured(name: str, options: argparse.Namespace) -> tuple[float, float, bool
             result = json.loads(next(line for line in lines if line.startswith(MARK)).removeprefix(MARK))
             times[kind].append(result["seconds"])
             weights.add(result["weights"])
-    return statistics.median(times[""]), statistics.median(times["--cured"]), len(weights) == 1
+    return times, len(weights) == 1
 
 
 def agree(estimated: float, real: float) -> bool:
@@ -79,12 +80,17 @@ def row(name: str, options: argparse.Namespace) -> str:
         f"`{Path(finding['file']).name}:{finding['line']}` {finding['kind']}" for finding in report["findings"]
     )
     found = "; ".join(places) or "nothing"
-    plain, cured, equal = measured(name, options)
-    real, gain = 1 - cured / plain, report["gain"]
+    times, equal = measured(name, options)
+    plain, cured = statistics.median(times[""]), statistics.median(times["--cured"])
+    rounds = [1 - late / early for early, late in zip(times[""], times["--cured"], strict=True)]
+    real, gain = statistics.median(rounds), report["gain"]
     estimated = "-" if gain is None else f"{gain:.1%}"
     verdict = "-" if gain is None or options.as_if_gpu else "yes" if agree(gain, real) else "no"
     weights = "equal" if equal else "other"
-    figures = f"{plain * 1e3:.2f} ms | {cured * 1e3:.2f} ms | {estimated} | {real:.1%} | {verdict} | {weights}"
+    spread = f"{min(rounds):.1%} to {max(rounds):.1%}"
+    figures = (
+        f"{plain * 1e3:.2f} ms | {cured * 1e3:.2f} ms | {estimated} | {real:.1%} | {spread} | {verdict} | {weights}"
+    )
     return f"| {name.removesuffix('_loop')} | {found} | {figures} |"
 
 
@@ -94,16 +100,16 @@ def main() -> None:
     parser.add_argument("--as-if-gpu", action="store_true", help="predict the findings without a GPU")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--warmup", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print("| program | found | a step | cured | estimated | real | agree | weights |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| program | found | a step | cured | estimated | real | rounds | agree | weights |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in options.programs.split(","):
         if name not in PROGRAMS:
             raise SystemExit(f"--programs {name}: there are {', '.join(PROGRAMS)}")
         needs = PROGRAMS[name]
         if needs is not None and importlib.util.find_spec(needs) is None:
-            print(f"| {name.removesuffix('_loop')} | not run: {needs} is not installed | | | | | | |")
+            print(f"| {name.removesuffix('_loop')} | not run: {needs} is not installed | | | | | | | |")
             continue
         print(row(name, options), flush=True)
 

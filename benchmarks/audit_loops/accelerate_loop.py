@@ -2,13 +2,13 @@
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from common import Clock, cured, loader, net
 
-accelerator = Accelerator()
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=cured))
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-on_gpu = accelerator.device.type == "cuda"
-model, optimizer, batches = accelerator.prepare(model, optimizer, loader(pin_memory=on_gpu and cured))
+model, optimizer, batches = accelerator.prepare(model, optimizer, loader(pinned=cured))
 clock = Clock()
 right, seen, total = 0, 0, 0.0
 for x, y in batches:

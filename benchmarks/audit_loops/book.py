@@ -31,7 +31,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 criterion = torch.nn.CrossEntropyLoss()
 metric = LateAccumulator(3) if cured else Accumulator(3)
 clock = Clock()
-for X, y in loader(pin_memory=cured and device.type == "cuda"):
+for X, y in loader(pinned=cured):
     X, y = X.to(device, non_blocking=cured), y.to(device, non_blocking=cured)
     optimizer.zero_grad()
     y_hat = model(X)

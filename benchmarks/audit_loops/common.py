@@ -15,7 +15,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--cured", action="store_true")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--warmup", type=int, default=20)
-parser.add_argument("--batch-size", type=int, default=64)
+parser.add_argument("--batch-size", type=int, default=2048)
 options = parser.parse_args()
 cured: bool = options.cured
 steps: int = options.warmup + options.steps
@@ -35,14 +35,16 @@ def net() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(128, 10))
 
 
-def loader(**more: Any) -> torch.utils.data.DataLoader[Any]:
-    """As many batches as there are steps, made once."""
+def loader(*, pinned: bool) -> torch.utils.data.DataLoader[Any]:
+    """As many batches as there are steps, made and, on a GPU, pinned once: a loader would pin them in every step."""
     torch.manual_seed(1)
     size = options.batch_size
     images, labels = torch.randn(16 * size, 1, 28, 28), torch.randint(10, (16 * size,))
+    if pinned and device.type == "cuda":
+        images, labels = images.pin_memory(), labels.pin_memory()
     batches = [(images[i * size : (i + 1) * size], labels[i * size : (i + 1) * size]) for i in range(16)]
     data: Any = [batches[number % 16] for number in range(steps)]
-    return torch.utils.data.DataLoader(data, batch_size=None, **more)
+    return torch.utils.data.DataLoader(data, batch_size=None)
 
 
 class Clock:

@@ -38,5 +38,5 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
     log_every_n_steps=50 if cured else 1,
 )
-trainer.fit(model, loader(pin_memory=device.type == "cuda"))
+trainer.fit(model, loader(pinned=True))
 clock.report(model)

@@ -27,13 +27,15 @@ class Work:
 class Wait:
     """The host waits for a finding: ``host`` seconds in any case, and, if it ``drains``, until the device is done.
 
-    ``device`` seconds of the wait are the device's own work (a copy), which stays when the wait goes.
+    ``device`` seconds of the wait are the device's own work (a copy), which stays when the wait goes. ``after`` the
+    device is done, the host needs some more seconds (to copy from pageable memory), in which the device has nothing.
     """
 
     finding: int
     host: float = 0.0
     drains: bool = True
     device: float = 0.0
+    after: float = 0.0
 
 
 @dataclass
@@ -81,6 +83,7 @@ def simulate(
         host += item.host
         if item.drains:
             host = max(host, device)
+        host += item.after
         _draw(drawn, "host", begin, host, item.finding)
         length.waited[item.finding] = length.waited.get(item.finding, 0.0) + host - begin
     length.total = max(host, device)

@@ -7,6 +7,7 @@ taken from there.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
@@ -32,6 +33,7 @@ class Profile:
     kernel: float
 
 
+@functools.cache
 def h200() -> Profile:
     """The H200's, as measured for docs/performance.md."""
     return _read(_shipped(), "h200.json")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from manyhands.audit.critical_path import Wait, Work
 from manyhands.audit.kinds import Kind
-from manyhands.audit.profile import Profile
+from manyhands.audit.profile import Profile, h200
 from manyhands.audit.sites import Line, Site
 from manyhands.audit.watch import Event
 
@@ -86,9 +86,7 @@ class Recorder:
             return
         if self.profile is None:
             work = Work(max(0.0, event.begin - self._last))
-            wait = Wait(
-                -1, host=event.seconds if event.kind in _HOST_ONLY else 0.0, drains=event.kind not in _HOST_ONLY
-            )
+            wait = measured_wait(event)
         else:
             work, wait = self._taken(), predicted_wait(event, self.profile)
         self.entries.append(Entry(self.steps, work, key, wait, event.seconds))
@@ -159,6 +157,30 @@ class Recorder:
                 key = Key(Kind.LAUNCHES, "operations", Site(line))
                 self.entries.append(Entry(self.steps, self._taken(), key, wait, wait.host, count))
         self._launches.clear()
+
+
+def measured_wait(event: Event) -> Wait:
+    """What of a measured wait is the call itself, beside waiting for the work that was launched before.
+
+    It cannot be measured apart and is taken from an H200's profile; a wait is never longer than measured.
+    """
+    kind, size = event.kind, event.nbytes
+    if kind in _HOST_ONLY:
+        return Wait(-1, host=event.seconds, drains=False)
+    profile = h200()
+    call, copy = profile.launch, 0.0
+    if kind in (Kind.TO_DEVICE, Kind.IMPLICIT, Kind.DATA):
+        call, copy = call + size / profile.to_device, size / profile.to_device_pinned
+    elif kind is Kind.TO_HOST:
+        call, copy = call + size / profile.to_host, size / profile.to_host_pinned
+    elif kind is Kind.BLOCKING:
+        copy = size / profile.to_device_pinned
+        call += copy
+    elif kind is Kind.SYNCHRONIZE:
+        call = 0.0
+    call = min(call, event.seconds)
+    copy = min(copy, call)
+    return Wait(-1, device=copy, after=call - copy)
 
 
 def predicted_wait(event: Event, profile: Profile) -> Wait:

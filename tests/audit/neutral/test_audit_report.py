@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from manyhands.audit import coverage, profile, recorder, sites, watch, wrapping
+from manyhands.audit.critical_path import Work, gains
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report, sarif, table
 from manyhands.audit.sites import Line, Site
+from manyhands.audit.watch import Event
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
 
@@ -141,6 +143,35 @@ def test_a_wrapped_call_warns_at_the_callers_line() -> None:
         warnings.simplefilter("always")
         owner.warns()
     assert seen[0].filename == HERE
+
+
+def _gain(entry: tuple[float, Event], busy: float, steps: int = 50) -> float:
+    """The part of a step that removing one measured wait gains, after so much work of the host."""
+    host, event = entry
+    made = Recorder()
+    made.busy_seconds = busy
+    key = recorder.Key(event.kind, event.call, event.site)
+    wait = recorder.measured_wait(event)
+    made.entries = [recorder.Entry(step, Work(host), key, wait, event.seconds) for step in range(steps)]
+    whole, alone = gains(report._timeline(made.entries, {key: 0}, made), [0])
+    assert whole.total / steps == pytest.approx(host + event.seconds, rel=0.05)
+    return alone[0] / whole.total
+
+
+def test_gains_on_a_real_device() -> None:
+    site, megabytes = Site(Line(HERE, 1)), 7_700_000
+    # The host launches for 3 ms what the device does in 4; a pageable copy waits for that (1.2 ms), then copies (1 ms):
+    # from pinned memory the step takes the device's 4 ms and a copy of 0.14.
+    copy = Event(Kind.TO_DEVICE, "Tensor.to", site, 0.0, 2.2e-3, megabytes)
+    assert _gain((3e-3, copy), busy=5e-3) == pytest.approx(1 - 4.14 / 5.2, abs=0.02)
+    # The same copy where the host is the limit: all of it is gained.
+    alone = Event(Kind.TO_DEVICE, "Tensor.to", site, 0.0, 1.0e-3, megabytes)
+    assert _gain((3e-3, alone), busy=1.5e-3) == pytest.approx(1 / 4, abs=0.02)
+    # A read that waits for the last of 4 ms of work that takes 3 ms to launch gains what the device idled meanwhile.
+    read = Event(Kind.READ, "Tensor.item", site, 0.0, 1.2e-3)
+    assert _gain((3e-3, read), busy=4e-3) == pytest.approx(1 - 4 / 4.2, abs=0.01)
+    # Longer than the device was busy at all: the host itself took the time.
+    assert _gain((1e-3, Event(Kind.READ, "Tensor.item", site, 0.0, 3e-3)), busy=1e-3) == pytest.approx(3 / 4, abs=0.02)
 
 
 def test_no_device_and_no_framework_are_told() -> None:

@@ -194,23 +194,40 @@ def _timeline(entries: list[Entry], keys: dict[Key, int], recorder: Recorder) ->
     On a real device what it did between two waits is not known, but how long it was busy in a step is (or is taken to
     be all of it): it works while the host waits for it, and for the rest of that time while the host works.
     """
-    busy_part = 1.0
-    if recorder.profile is None and recorder.busy_seconds is not None and entries:
-        steps = len({entry.step for entry in entries})
-        host = sum(entry.work.host for entry in entries) / steps
-        waits = sum(entry.seconds for entry in entries if entry.wait is not None and entry.wait.drains) / steps
-        busy_part = min(1.0, max(0.0, recorder.busy_seconds - waits) / host) if host else 0.0
+    busy_part, waited_part = _busy_parts(entries, recorder)
     timeline: list[Work | Wait] = []
     for entry in entries:
-        work = entry.work
+        work, wait = entry.work, entry.wait
+        after = wait.after if wait is not None else 0.0
         if recorder.profile is None:
-            drained = entry.seconds if entry.wait is not None and entry.wait.drains else 0.0
-            work = Work(work.host, busy_part * work.host + drained, lead=(1 - busy_part) * work.host)
+            drained = _drained(entry)
+            work = Work(work.host, busy_part * work.host + waited_part * drained, lead=(1 - busy_part) * work.host)
+            after += (1 - waited_part) * drained
         timeline.append(work)
-        if entry.wait is not None:
+        if wait is not None:
             number = keys.get(entry.key, -1) if entry.key is not None else -1
-            timeline.append(Wait(number, entry.wait.host, entry.wait.drains, entry.wait.device))
+            timeline.append(Wait(number, wait.host, wait.drains, wait.device, after))
     return timeline
+
+
+def _busy_parts(entries: list[Entry], recorder: Recorder) -> tuple[float, float]:
+    """The part of the host's work, and of its waits for what it launched before, in which a real device is busy."""
+    if recorder.profile is not None or recorder.busy_seconds is None or not entries:
+        return 1.0, 1.0
+    steps = len({entry.step for entry in entries})
+    host = sum(entry.work.host for entry in entries) / steps
+    copies = sum(entry.wait.after + entry.wait.device for entry in entries if entry.wait is not None) / steps
+    drained = sum(map(_drained, entries)) / steps
+    busy = max(0.0, recorder.busy_seconds - copies)
+    rest = max(0.0, busy - drained)
+    return min(1.0, rest / host) if host else 0.0, min(1.0, busy / drained) if drained else 1.0
+
+
+def _drained(entry: Entry) -> float:
+    """How long a measured wait was for the work that was launched before it."""
+    if entry.wait is None or not entry.wait.drains:
+        return 0.0
+    return max(0.0, entry.seconds - entry.wait.after - entry.wait.device)
 
 
 def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, together: float) -> None:
