@@ -93,8 +93,14 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def trace(self, function: Callable[..., Value], call: CallT) -> TraceT:
         """The function as tasks; :class:`~manyhands.errors.CannotTrace` says why there are none."""
 
+    def unsplit(self, trace: TraceT) -> TraceT | None:
+        """The trace with operations whole that were taken apart for lanes; None where none were."""
+
     def fuse(self, trace: TraceT) -> TraceT:
         """The trace with runs of small operations compiled; :class:`~manyhands.errors.CannotFuse` says why not."""
+
+    def fuse_whole(self, trace: TraceT) -> TraceT:
+        """The trace compiled as one task; :class:`~manyhands.errors.CannotFuse` says why not."""
 
     def guards(
         self, trace: TraceT, function: Callable[..., Value], arguments: tuple[Value, ...], keywords: dict[str, Value]

@@ -1,8 +1,11 @@
-"""Compiled regions beside operations as they are: both are planned, and the faster of the two is kept.
+"""Compiled code beside operations as they are: all are planned, and the fastest is kept.
 
-A backend's ``fuse`` compiles runs of small operations, so that each is one task. That helps where operations are small,
-and loses where a library's kernel is better than a compiler's, so it is measured like everything else: the best of
-each kind, as its own race against plain execution found it, run in turns, so that a busy moment meets both.
+A backend's ``fuse`` compiles runs of small operations, so that each is one task, and lanes run them side by side. Its
+``fuse_whole`` compiles the function as one task: no lanes, but the compiler sees all of it. Either helps where
+operations are small, and loses where a library's kernel is better than a compiler's, so it is measured like everything
+else: the best of each kind, as its own race against plain execution found it, run in turns, so that a busy moment meets
+both. Compiling takes long: where all tasks need each other, lanes have nothing to gain over the whole, and runs of
+small operations are not compiled again.
 """
 
 from __future__ import annotations
@@ -13,8 +16,12 @@ from dataclasses import replace
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel.plan import Planned
-from manyhands.parallel.way import AS_WRITTEN
+from manyhands.parallel.way import AS_WRITTEN, Way
+from manyhands.schedule.graph import Graph
 from manyhands.schedule.timing import in_turns
+
+_WHOLE = "whole graph"
+_SIDE_BY_SIDE = 1.1  # times its longest chain that the work of a function is, from which on lanes are worth a compiler
 
 
 def better(
@@ -23,23 +30,49 @@ def better(
     trace: TraceT,
     choose: Callable[[TraceT], Planned],
     seconds_of: Callable[[Planned], float],
+    *,
+    whole: bool = False,
 ) -> Planned:
-    """The better of what was planned and of a plan of the same with compiled regions; it tells of both.
+    """The best of what was planned and of plans of the same with compiled code; it tells of all of them.
 
-    ``choose`` plans a trace, ``seconds_of`` gives the seconds of a call of what is planned.
+    ``choose`` plans a trace, ``seconds_of`` gives the seconds of a call of what is planned. ``whole``: the function is
+    compiled as a whole, too.
     """
-    try:
-        fused = backend.fuse(trace)
-    except CannotFuse as error:
-        planned.notes.append(f"nothing is compiled: {error}")
+    can_overlap = planned.schedule is None or _can_overlap(planned.schedule.graph)
+    compiled = False
+    if whole:
+        compiled, planned = _better_of(planned, backend.fuse_whole, trace, choose, seconds_of, _WHOLE)
+    if compiled and not can_overlap:
+        planned.notes.append("compiled regions are not tried: tasks need each other, so lanes cannot help")
         return planned
+    return _better_of(planned, backend.fuse, trace, choose, seconds_of, "")[1]
+
+
+def _can_overlap(measured: Graph) -> bool:
+    return measured.work() > _SIDE_BY_SIDE * measured.critical_path()
+
+
+def _better_of(
+    planned: Planned,
+    fuse: Callable[[TraceT], TraceT],
+    trace: TraceT,
+    choose: Callable[[TraceT], Planned],
+    seconds_of: Callable[[Planned], float],
+    lanes: str,
+) -> tuple[bool, Planned]:
+    """Whether the trace could be compiled so, and the better one; ``lanes`` is what its lanes are called then."""
+    try:
+        fused = fuse(trace)
+    except CannotFuse as error:
+        planned.notes.append(f"{error}" if lanes else f"nothing is compiled: {error}")
+        return False, planned
     try:
         other = choose(fused)
     except Exception as error:
-        planned.notes.append(f"compiled regions are not used: {first_line(error)}")
-        return planned
+        planned.notes.append(f"compiled {lanes or 'regions'}: not used: {first_line(error)}")
+        return False, planned
     taken = other.way != AS_WRITTEN and _is_ahead(other, planned, seconds_of)
-    ways = {way: way if way.is_plain else replace(way, compiled=True) for way in other.seconds | other.predicted}
+    ways = {way: _compiled(way, lanes) for way in other.seconds | other.predicted}
     if taken:
         other.way = ways[other.way]
     plain = {way: spent for way, spent in planned.seconds.items() if way.is_plain}
@@ -49,9 +82,14 @@ def better(
     better.seconds = planned.seconds | seconds | ({} if taken else plain)  # plain execution's of the race that counts
     better.predicted = planned.predicted | predicted
     better.notes += [note for note in worse.notes if note not in better.notes]
-    count, before = sum(_is_region(task.name) for task in fused.tasks), len(trace.tasks)
-    better.notes.append(f"{count} compiled regions: {len(fused.tasks)} tasks instead of {before}")
-    return better
+    if not lanes:
+        count, before = sum(_is_region(task.name) for task in fused.tasks), len(trace.tasks)
+        better.notes.append(f"{count} compiled regions: {len(fused.tasks)} tasks instead of {before}")
+    return True, better
+
+
+def _compiled(way: Way, lanes: str) -> Way:
+    return way if way.is_plain else replace(way, compiled=True, lanes=lanes or way.lanes)
 
 
 def _is_ahead(first: Planned, second: Planned, seconds_of: Callable[[Planned], float]) -> bool:

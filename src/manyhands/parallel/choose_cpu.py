@@ -29,7 +29,7 @@ _ROUNDS = (3, 7, 30)  # at least; until the budget is spent; at most
 _LONG = 0.1  # seconds of a call, from which on two rounds are enough, and the first one counts
 _BEHIND = 1.3  # times plain execution's first round: no more rounds for who takes longer
 _Candidate = tuple[Run, Schedule, int, Exactness | None]  # the int: threads of the CPU
-_BUDGET = 1.0  # seconds for all rounds: the least number of them may take longer, the next number three times as long
+_BUDGET = 0.5  # seconds for all rounds: the least number of them may take longer, the next number twice as long
 
 
 def choose(
@@ -154,7 +154,7 @@ def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> 
         for one in range(len(runs)) if number or least == 1 else ():
             times[one].append(spent_by[one])
         spent = time.perf_counter() - start
-        if spent > _BUDGET and (number >= some or (number >= least and spent > 3 * _BUDGET)):
+        if spent > _BUDGET and (number >= some or (number >= least and spent > 2 * _BUDGET)):
             break
     return times
 

@@ -6,15 +6,16 @@ plain execution is always among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay, Run, TraceT
 from manyhands.errors import first_line
+from manyhands.parallel.costs import costs
 from manyhands.parallel.equality import Judge
 from manyhands.parallel.plan import Limit, Planned, why_too_large
 from manyhands.parallel.way import AS_WRITTEN, Means, Way
 from manyhands.schedule.check import check
-from manyhands.schedule.graph import Graph
+from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule, schedule_beside
 from manyhands.schedule.memory import Footprint, Peaks, one_after_the_other, peak
 from manyhands.schedule.memory_limit import thrifty
@@ -23,11 +24,15 @@ from manyhands.schedule.timing import in_turns
 
 _LANES = (2, 3, 4, 8)
 _BESIDE = (1, 2, 3)
+_CHAIN = 0.98  # of the work: a chain beside which there is nothing
 _LONG = 0.4  # of the work: a chain that is worth a lane that waits for nobody
 _WAIT = 1e-6  # seconds that a wait between two lanes costs
 _OF_A_TURN = 7  # calls that are timed
 _NEAR = 1.1  # times of two plans that may be the other way round
 _SHORT = 0.05  # seconds; longer than that, the host does not disturb
+_CLEARLY = 0.99  # of one lane's time: what lanes have to gain, or noise would choose them
+ONE_LANE = Way(Means.GRAPH, "one lane")
+UNSPLIT = Way(Means.GRAPH, "one lane, nothing split")
 
 
 def choose(
@@ -58,15 +63,17 @@ def choose(
 
     best.seconds[AS_WRITTEN] = seconds_of(plainly)
     judge = Judge.of(backend, trace, call, plainly, best.notes)
-    for way, made in ways(backend, trace, measured, best):
+    footprints = {id(trace): footprint}
+    for way, made, traced in ways(backend, trace, device, measured, best):
+        footprint = footprints.setdefault(id(traced), Footprint(*backend.footprint(traced)))
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = 0
         if way.means is Means.GRAPH:
             beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
-        peaks = Peaks(beside + _peak(backend, trace, made, footprint), plain)
+        peaks = Peaks(beside + _peak(backend, traced, made, footprint), plain)
         if not limit.allows(peaks.planned, plain):
             made = thrifty(made, footprint, limit.most(plain) - beside)
-            peaks = Peaks(beside + _peak(backend, trace, made, footprint), plain)
+            peaks = Peaks(beside + _peak(backend, traced, made, footprint), plain)
         check(made)
         best.predicted[way] = simulate(made, wait_seconds=_WAIT).seconds
         if (reason := why_too_large(way, peaks.planned, plain, limit)) is not None:
@@ -75,7 +82,7 @@ def choose(
         try:
             with backend.untouched(trace, call.tensors):
                 make = backend.graph_run if way.means is Means.GRAPH else backend.stream_run
-                run = make(trace, backend.plan_of(made), call.tensors, device, reuse_outputs=best.reuse_outputs)
+                run = make(traced, backend.plan_of(made), call.tensors, device, reuse_outputs=best.reuse_outputs)
             refused, exactness = judge.refused(judge.results_of(run))
             if refused is not None:
                 best.notes.append(f"{way} is not used: {refused}")
@@ -87,7 +94,7 @@ def choose(
             continue
         if ahead:
             best.way, best.exactness = way, exactness
-            best.run, best.schedule, best.peaks = again, made, peaks
+            best.run, best.schedule, best.peaks, best.trace = again, made, peaks, traced
 
 
 def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
@@ -100,7 +107,8 @@ def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]
     if min(spent, least) < _SHORT and max(spent, least) < _NEAR * min(spent, least):
         spent, least = in_turns(run, best.run, lambda one: seconds_of(one, _OF_A_TURN))
         best.seconds[way], best.seconds[best.way] = spent, least
-    return spent < least
+    one_lane_is_best = best.way in (ONE_LANE, UNSPLIT) and way not in (ONE_LANE, UNSPLIT)
+    return spent < (_CLEARLY * least if one_lane_is_best else least)
 
 
 def _peak(
@@ -112,21 +120,52 @@ def _peak(
 
 
 def ways(
-    backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, measured: Graph, best: Planned
-) -> list[tuple[Way, Schedule]]:
-    """What is tried: graphs where they can be captured, streams where the host or several GPUs take part."""
-    tried: list[tuple[Way, Schedule]] = []
+    backend: Planning[TraceT, CallT, DevicesT, PlanT],
+    trace: TraceT,
+    device: DevicesT,
+    measured: Graph,
+    best: Planned,
+) -> list[tuple[Way, Schedule, TraceT]]:
+    """What is tried: graphs where they can be captured, streams where the host or several GPUs take part.
+
+    A graph of the function's own operations on one lane is always among them: it is what people write by hand.
+    """
+    tried: list[tuple[Way, Schedule, TraceT]] = []
     some = candidates(measured)
     if (reason := backend.why_no_graph(trace)) is None:
-        tried.append((Way(Means.GRAPH, "one lane"), one_lane(measured)))
-        tried += [(Way(Means.GRAPH, lanes), made) for lanes, made in some]
+        tried.append((ONE_LANE, one_lane(measured), trace))
+        if (whole := backend.unsplit(trace)) is not None:
+            tried.append((UNSPLIT, one_lane(graph(costs(backend, whole, device).tasks)), whole))
+        tried += [(Way(Means.GRAPH, lanes), made, trace) for lanes, made in promising(measured, some, best)]
     else:
         best.notes.append(reason)
     if backend.copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
         one = schedule(measured, lanes_for(measured, 1))
-        tried.append((Way(Means.STREAMS, "one lane of each kind"), one))
-        tried += [(Way(Means.STREAMS, lanes), made) for lanes, made in some[:2]]
+        tried.append((Way(Means.STREAMS, "one lane of each kind"), one, trace))
+        tried += [(Way(Means.STREAMS, lanes), made, trace) for lanes, made in some[:2]]
     return tried
+
+
+def promising(measured: Graph, made: Sequence[tuple[str, Schedule]], best: Planned) -> Sequence[tuple[str, Schedule]]:
+    """Those plans that simulation gives a gain over one lane: to capture, compare and time another takes long.
+
+    The best of them is always one, unless its tasks can only follow each other.
+    """
+    if measured.critical_path() > _CHAIN * measured.work():
+        best.notes.append(
+            "lanes are not tried: its tasks need each other, so that there is nothing to run side by side"
+        )
+        return []
+    alone = simulate(one_lane(measured), wait_seconds=_WAIT).seconds
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    found: list[tuple[str, Schedule]] = []
+    for lanes, one in made:
+        form = tuple(one.lane_of), tuple(one.order)
+        gains = simulate(one, wait_seconds=_WAIT).seconds < alone
+        if form not in seen and (gains or not found):
+            found.append((lanes, one))
+        seen.add(form)
+    return found
 
 
 def candidates(measured: Graph) -> list[tuple[str, Schedule]]:

@@ -29,7 +29,7 @@ from manyhands.schedule.task import Task
 _FORMAT = 1
 _MOST = 20_000  # entries of a file; the oldest go first
 _LARGEST = 8 << 20  # bytes of a file that is read
-_BUDGET = 3.0  # seconds for measuring; what is not measured by then is estimated
+_BUDGET = 1.5  # seconds for measuring; what is not measured by then is estimated
 
 
 @dataclass(frozen=True, slots=True)

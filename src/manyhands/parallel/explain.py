@@ -43,6 +43,8 @@ def explain(name: str, planned: Planned) -> str:
     lines += [f"  advice: {one}" for one in planned.advice]
     if planned.costed is not None:
         lines.append(f"  {planned.costed.told()}")
+    if planned.planning:
+        lines.append(f"  planned in {planned.planning}")
     return "\n".join([*lines, *(f"  {note}" for note in planned.notes)])
 
 

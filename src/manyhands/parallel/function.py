@@ -20,6 +20,7 @@ from manyhands.parallel.costs import costs
 from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.plan import Limit, Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
+from manyhands.parallel.progress import Progress
 from manyhands.parallel.side_effects import Effects
 from manyhands.parallel.way import AS_WRITTEN
 from manyhands.schedule.forecast import Forecast, Machine, forecast
@@ -39,6 +40,8 @@ _tracing = threading.RLock()
 class Parallel(ParallelFunction[P, R]):
     """A function that gives what the plain one gives, sooner where that is possible."""
 
+    compiles_whole: bool | None = None  # with ``compile``; None: where there is a GPU, whose graph then holds all of it
+    shows_progress = True  # on stderr, when planning takes longer than a second
     has_guards = False  # whether the caller has seen to it that a plan is valid, as Dynamo does for its graphs
 
     def __init__(
@@ -97,7 +100,12 @@ class Parallel(ParallelFunction[P, R]):
             return Planned(self._plainly, notes=[NEVER_AGAIN], again=True)
         count = self._plans.count(call.signature)
         why = self._plans.why_no_more(call.signature)
-        planned = self._plan(call, first=count == 1) if why is None else Planned(self._plainly, notes=[why])
+        if why is None:
+            with Progress(explain.name_of(self.function), shown=self.shows_progress) as progress:
+                planned = self._plan(call, progress, first=count == 1)
+            planned.planning = progress.told()
+        else:
+            planned = Planned(self._plainly, notes=[why])
         if not planned.again:
             self._plans.keep(call.signature, planned)
         return planned
@@ -129,8 +137,9 @@ class Parallel(ParallelFunction[P, R]):
 
     # Planning
 
-    def _plan(self, call: Call, *, first: bool) -> Planned:
+    def _plan(self, call: Call, progress: Progress, *, first: bool) -> Planned:
         """``first``: of this signature; what is made outside at the first call may be there at the next."""
+        progress.enters("capture")
         try:
             with _tracing, Effects(refuse=True) as effects, scope.at_once():
                 trace = self.backend.trace(self.function, call)
@@ -146,14 +155,16 @@ class Parallel(ParallelFunction[P, R]):
             return Planned(self._plainly, notes=[f"cannot be traced: {first_line(error)}"], again=first)
         try:
             with self.backend.untouched(trace, call.tensors) as put_back:
-                planned = self._choose(call, trace, device)
+                planned = self._choose(call, trace, device, progress)
                 if self.compile and not self.synchronous:
+                    progress.enters("compiling")
                     planned = choose_compiled.better(
                         planned,
                         self.backend,
                         trace,
-                        lambda fused: self._choose(call, fused, device),
+                        lambda fused: self._choose(call, fused, device, progress, then="compiling"),
                         lambda plan: self.backend.seconds(lambda: plan.run(*call.given), device, put_back),
+                        whole=device is not None if self.compiles_whole is None else self.compiles_whole,
                     )
         except Exception as error:  # whatever fails while plans are tried: plain execution is there
             without_memory = self.backend.is_out_of_memory(error)
@@ -161,6 +172,7 @@ class Parallel(ParallelFunction[P, R]):
             planned = Planned(self._plainly, notes=[f"{why}: {first_line(error)}"], again=first and not without_memory)
         planned.holds, planned.changed = trace.holds, trace.changed
         if not planned.way.is_plain and not self.has_guards:
+            progress.enters("guards")
             self._add_guards(planned, call, trace)
         return planned
 
@@ -185,13 +197,17 @@ class Parallel(ParallelFunction[P, R]):
     def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
         return self.plain(*arguments, **keywords)
 
-    def _choose(self, call: Call, trace: Trace, device: object | None) -> Planned:
+    def _choose(
+        self, call: Call, trace: Trace, device: object | None, progress: Progress, then: str = "trials"
+    ) -> Planned:
         """Plan the trace, and keep the fastest way that is right."""
         backend = self.backend
+        progress.enters("costs")
         costed = costs(backend, trace, device)
         measured = graph(costed.tasks)
         best = Planned(self._plainly, threads=backend.threads(), costed=costed, reuse_outputs=self.reuse_outputs)
         best.footprint = Footprint(*backend.footprint(trace))
+        progress.enters("trials")
         limit = Limit(self.memory, backend.device_memory(device) // 100)
         replaying = functools.partial(self._replaying, best, trace)
         if self.synchronous:
@@ -204,9 +220,10 @@ class Parallel(ParallelFunction[P, R]):
 
         def timed() -> Sequence[tuple[float, float]]:
             assert best.schedule is not None
-            return backend.timed(trace, backend.plan_of(best.schedule), device, best.threads)
+            return backend.timed(best.trace or trace, backend.plan_of(best.schedule), device, best.threads)
 
         best.timed = timed
+        progress.enters(then)
         return best
 
     def _replaying(self, planned: Planned, trace: Trace, run: Replay) -> Run:

@@ -22,11 +22,13 @@ class Planned(Standing):
     way: Way = AS_WRITTEN
     exactness: Exactness | None = None  # of its results, compared with those of plain execution
     schedule: Schedule | None = None
+    trace: object | None = None  # that the schedule is of, where it is not the one that was planned
     threads: int = 1  # of the CPU, that its lanes share
     reuse_outputs: bool = False  # whether the next call may overwrite the results of one
     seconds: dict[Way, float] = field(default_factory=dict)
     predicted: dict[Way, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    planning: str = ""  # how long planning took, in words
     again: bool = False  # plan anew at the next call
     costed: Costed | None = None
     footprint: Footprint | None = None

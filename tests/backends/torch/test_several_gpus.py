@@ -92,10 +92,11 @@ def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
     found, _ = traced()
     assert "several GPUs (gpu:0, gpu:1)" in str(torch_runs.why_no_graph(found))
     best = Planned(lambda *_: None)
-    ways = choose_gpu.ways(planning, found, graph(found.tasks), best)
-    assert next(way.lanes for way, _ in ways) == "one lane of each kind"
-    assert {way.means for way, _ in ways} == {Means.STREAMS}
-    for _, made in ways:
+    device = planning.device_of(None, found)  # type: ignore[arg-type]
+    ways = choose_gpu.ways(planning, found, device, graph(found.tasks), best)
+    assert next(way.lanes for way, *_ in ways) == "one lane of each kind"
+    assert {way.means for way, *_ in ways} == {Means.STREAMS}
+    for _, made, _ in ways:
         check(made)
         for task, lane in enumerate(made.lane_of):
             assert made.lanes[lane].device == made.graph.tasks[task].device

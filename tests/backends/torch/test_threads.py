@@ -376,6 +376,6 @@ def test_calls_that_take_long_are_tried_few_times(monkeypatch: pytest.MonkeyPatc
     assert times == [[4.0, 4.0], [3.0, 3.0], [6.0, 6.0]]
     assert [called.count(number) for number in range(3)] == [2, 2, 1]
     called.clear()
-    times = choose_cpu.race([taking(0, 0.01), taking(1, 0.02)], lambda: None)
+    times = choose_cpu.race([taking(0, 0.006), taking(1, 0.008)], lambda: None)
     assert [len(one) for one in times] == [30, 30]
     assert [called.count(number) for number in range(2)] == [31, 31]  # the first round is the warm-up

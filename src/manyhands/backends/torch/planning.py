@@ -29,7 +29,7 @@ from manyhands.backends.torch.capture.results import opened
 from manyhands.backends.torch.capture.trace import Trace, together
 from manyhands.backends.torch.compat import tree_flatten
 from manyhands.backends.torch.guards.by_dynamo import guards
-from manyhands.backends.torch.passes.regions import fuse
+from manyhands.backends.torch.passes.regions import fuse, fuse_whole
 from manyhands.backends.torch.run import costs, float64
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.codegen import Plan, let_go_at, plan_of
@@ -56,6 +56,10 @@ def device_of(call: Call, trace: Trace) -> Gpus | None:
     """The GPUs that steps run on, beside the CPU perhaps; None where there is only the CPU."""
     devices = sorted(int(name.partition(":")[2]) for name in trace.gpus())
     return tuple(torch.device("cuda", number) for number in devices) or None
+
+
+def unsplit(trace: Trace) -> Trace | None:
+    return trace.unsplit
 
 
 # Runs
@@ -331,6 +335,7 @@ __all__ = [
     "expected",
     "footprint",
     "fuse",
+    "fuse_whole",
     "graph_run",
     "guards",
     "hardware",
@@ -357,6 +362,7 @@ __all__ = [
     "timed",
     "together",
     "trace",
+    "unsplit",
     "untouched",
     "verdict",
     "why_no_graph",

@@ -285,7 +285,8 @@ def trace(function: Callable[..., Any], call: Call) -> Trace:
             raise
         raise CannotTrace(why(error)) from error
     watch.must_not_have_changed()
-    found = split(found)
+    found = split(whole := found)
+    found.unsplit = whole if found is not whole else None
     if watch.seeded and any(step.task.token is not None for step in found.steps):
         raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
     must_check_first(found)

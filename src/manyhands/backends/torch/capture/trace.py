@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,6 +96,9 @@ class Trace:
     close: float = 1e-5
     # The trace that this one is of, where parts of it are compiled: it can be run in float64.
     as_written: Trace | None = field(repr=False, default=None)
+    # The trace before its operations were taken apart for lanes, where some were: one lane, or a compiler, is better
+    # off with them.
+    unsplit: Trace | None = field(repr=False, default=None)
 
     def constant_values(self) -> list[torch.Tensor]:
         values = [getattr(self.module, str(node.target)) for node in self.constants]
@@ -115,7 +119,7 @@ class Trace:
 
     def rewritten(self, graph: Graph) -> Trace:
         """The same function, with another graph over the same constants."""
-        other = described(GraphModule(self.module, graph), self.structure)
+        other = described(compat.graph_module(self.module, graph), self.structure)
         other.gradients, other.holds, other.changed = self.gradients, self.holds, self.changed
         return other
 
@@ -137,7 +141,8 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
         return [*values, *(gradient for _, gradient in left if gradient is not None)]
 
     try:
-        module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
+        with _fake_mode(arguments), compat.lazy_graph_modules():
+            module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
     except CannotTrace:
         raise
     except Exception as error:
@@ -148,6 +153,13 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
     found = described(module, structure)
     found.gradients = gradients
     return found
+
+
+def _fake_mode(arguments: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+    """What the function is traced in; arguments that are fake already (virtual devices) come with their own."""
+    if any(isinstance(argument, compat.FakeTensor) for argument in arguments):
+        return nullcontext()
+    return compat.RememberingFakeMode()
 
 
 def _drop_profiling(module: GraphModule) -> None:

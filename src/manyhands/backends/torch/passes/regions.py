@@ -15,8 +15,12 @@ it are no region yet: each of them may join another.) Regions made so are never 
 to operation the sets only grow.
 
 Some operations are taken apart first, so that their small parts can be in regions: batch normalisation updates its
-statistics in passing (:mod:`torch_batch_norm`), convolutions have biases (:mod:`torch_conv_bias`). And one kind of lone
-operations is no region, but done together: casts that need nothing (:mod:`torch_casts`).
+statistics in passing (:mod:`.batch_norm`), activations are written over their arguments (:mod:`.out_of_place`),
+convolutions have biases (:mod:`.conv_bias`). And one kind of lone operations is no region, but done together: casts
+that need nothing (:mod:`.batched_casts`).
+
+The other extreme is one region of everything (:func:`fuse_whole`): nothing is left for lanes, but the compiler sees all
+of it, and chooses layouts for it as a whole. Which of the two is better is measured.
 """
 
 from __future__ import annotations
@@ -26,19 +30,20 @@ import heapq
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.trace import Step, Trace
+from manyhands.backends.torch.capture.trace import Step, Trace, is_check
 from manyhands.backends.torch.compat import FakeTensorMode
 from manyhands.backends.torch.passes.batch_norm import make_pure
 from manyhands.backends.torch.passes.batched_casts import at_once, casts_together
 from manyhands.backends.torch.passes.conv_bias import take_out_biases
 from manyhands.backends.torch.passes.fusible import is_small, is_view, tensors, written_in_place
+from manyhands.backends.torch.passes.out_of_place import make_out_of_place
 from manyhands.errors import CannotFuse
 from manyhands.schedule.task import needs
 
@@ -55,7 +60,8 @@ Compiler = Callable[[GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
 class Region:
     """A compiled part of a trace, called like an operation."""
 
-    def __init__(self, words: str, digest: str, compiled: Callable[..., Any]) -> None:
+    def __init__(self, words: str, digest: str, compiled: Callable[..., Any], *, is_whole: bool = False) -> None:
+        self.is_whole = is_whole  # all of a trace: nothing is gained by measuring it apart
         # In words and in the digest of its code: costs are remembered by it.
         self.words = f"{words} [{digest}]"
         self.__name__ = f"fused_{digest}"
@@ -76,6 +82,7 @@ class _Unit:
     steps: list[int]
     compiler: Compiler | None = None
     needs: set[int] = field(default_factory=set)
+    is_whole: bool = False
 
 
 def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence[str] = ("cuda",)) -> Trace:
@@ -84,19 +91,56 @@ def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence
     Biases are taken out of convolutions on the kinds of devices ``biases_out_on``. :class:`CannotFuse` says why there
     are no regions, or why they cannot be compiled here.
     """
-    if compat.count_dispatch_modes():
-        raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing beside one")
-    as_written, found = found, take_out_biases(make_pure(found), biases_out_on)
+    _must_be_alone()
+    as_written, found = found, take_out_biases(make_out_of_place(make_pure(found)), biases_out_on)
     wanted, compiler = needs(found.tasks), compiler or inductor
     units = _units(found, wanted, compiler)
     if not any(unit.compiler is compiler for unit in units):
         raise CannotFuse("no two small operations follow each other")
-    graph = _Writer(found).write(_ordered(units, wanted))
+    return _fused(found, _Writer(found).write(_ordered(units, wanted)), as_written)
+
+
+def fuse_whole(found: Trace, compiler: Compiler | None = None) -> Trace:
+    """The same function compiled as one task; :class:`CannotFuse` says why it cannot be.
+
+    What it writes to, as a training step does to its weights, the compiled code writes to as well.
+    """
+    _must_be_alone()
+    as_written = found
+    found = make_pure(found.unsplit or found)
+    _must_be_compilable(found)
+    graph = _Writer(found).write([_Unit([*range(len(found.steps))], compiler or inductor, is_whole=True)])
+    fused = _fused(found, graph, as_written)
+    written = frozenset[int]().union(*(step.task.writes for step in found.steps))
+    given = frozenset[int]().union(*(fused.storages[node] for node in [*fused.inputs, *fused.constants]))
+    for step in fused.steps:  # the one: its schema says nothing of what it writes to
+        step.task = replace(step.task, writes=step.task.writes | (written & given))
+    return fused
+
+
+def _fused(found: Trace, graph: Graph, as_written: Trace) -> Trace:
     fused = found.rewritten(graph)
     fused.as_written = as_written
     low = any(value.dtype in _LOW for node in found.storages for value in tensors(node))
     fused.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
     return fused
+
+
+def _must_be_alone() -> None:
+    if compat.count_dispatch_modes():
+        raise CannotFuse("a dispatch mode is active (virtual devices?): PyTorch compiles nothing beside one")
+
+
+def _must_be_compilable(trace: Trace) -> None:
+    """Refuse what one compiled task cannot be: on several devices, with numbers that a compiler draws by itself."""
+    if len({step.task.device for step in trace.steps}) > 1 or any(step.task.kind != "compute" for step in trace.steps):
+        raise CannotFuse("the whole function is not compiled: it runs on several devices")
+    if any(step.task.token is not None for step in trace.steps):
+        raise CannotFuse("the whole function is not compiled: it draws random numbers, and compiled code draws others")
+    if any(is_check(step.node) for step in trace.steps):
+        raise CannotFuse("the whole function is not compiled: it checks values on the way")
+    if sum(not step.task.is_view for step in trace.steps) < _LEAST:
+        raise CannotFuse("the whole function is not compiled: it is a single operation")
 
 
 # Which operations become a region
@@ -283,9 +327,28 @@ class _Writer:
             steps = [self._found.steps[one] for one in unit.steps]
             names = dict.fromkeys(step.task.name.strip("_") for step in steps if not is_view(step))
             words = f"{len(steps)} casts" if unit.compiler is at_once else " ".join(["fused", *names])
+            words = f"fused {len(steps)} operations" if unit.is_whole else words
             digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
-            self._regions[key] = Region(words, digest, unit.compiler(module, metas))
+            compiled = unit.compiler(module, metas)
+            if unit.is_whole:
+                compiled = _in_form(compiled, [node.meta["val"] for node in results])
+            self._regions[key] = Region(words, digest, compiled, is_whole=unit.is_whole)
         return self._regions[key]
+
+
+def _in_form(compiled: Callable[..., Any], metas: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Results lie in memory as those of the function do: a caller may look at strides."""
+    forms = [(tuple(meta.shape), meta.stride()) for meta in metas]
+
+    def laid_out(result: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        if result.stride() == stride:
+            return result
+        return torch.empty_strided(shape, stride, dtype=result.dtype, device=result.device).copy_(result)
+
+    def run(*given: torch.Tensor) -> Any:
+        return [laid_out(result, *form) for result, form in zip(compiled(*given), forms, strict=True)]
+
+    return run
 
 
 def inductor(module: GraphModule, metas: Sequence[torch.Tensor]) -> Callable[..., Any]:

@@ -61,6 +61,8 @@ def cost_keys(trace: Trace) -> list[str]:
 def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:
     """Seconds, and how much of its device it fills; None for what cannot be measured alone."""
     step = trace.steps[number]
+    if getattr(step.node.target, "is_whole", False):
+        return None  # it is the function: the race times it
     try:
         if device is None or step.task.device == "cpu":
             with no_hooks():

@@ -98,6 +98,7 @@ class Copies:
         self._settings = _Settings()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._set: Callable[[], int] | None = None
+        self._aimed: list[int] | None = None  # where the next replay copies from, or to
 
     def launch(self) -> None:
         """Put the copies on the current stream, which is being captured; they copy nothing before they are aimed."""
@@ -119,9 +120,14 @@ class Copies:
         """The next replay copies from, or to, these."""
         if not hasattr(_of_thread, "context"):
             _enter(self._device)
-        self._numbers[self._first : self._last] = [one.data_ptr() for one in far]
+        places = [one.data_ptr() for one in far]
+        if places == self._aimed:  # nothing to tell CUDA: memory that was let go has been given again
+            return
+        self._numbers[self._first : self._last] = places  # type: ignore[assignment]
+        self._aimed = None
         if answer := self._set():  # type: ignore[misc]
             raise RuntimeError(f"CUDA does not let the copies of a graph be aimed anew: error {answer}")
+        self._aimed = places
 
 
 def _enter(device: torch.device) -> None:

@@ -63,6 +63,7 @@ class PlannedStep:
     def __init__(self, step: Step, captured: Step, progress: Progress) -> None:
         self._progress = progress
         self._fast: Parallel[[], object] | None = Parallel(step, planning, reuse_outputs=True)
+        self._fast.shows_progress = False  # the trainer has a display of its own
         self._winner: Step | None = None
         self._seconds: tuple[float, float] | None = None  # of the plan, and of the captured step
         self._why: str | None = None  # there is no plan

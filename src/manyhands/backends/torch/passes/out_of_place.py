@@ -1,0 +1,112 @@
+"""Makes operations in place pure ones in a trace, where nobody can tell the difference.
+
+Nets save memory by ``relu(inplace=True)`` and ``out += identity``. In a trace these are writes, and what they write to
+is made by an operation that can then not be compiled with others: its result is not there any more afterwards.
+
+    y = batch_norm(x)                      y = batch_norm(x)
+    y' = relu_(y)                          z = relu(y)
+    w = convolution(y)                     w = convolution(z)
+
+Everybody who comes after the write takes the new result. Left alone is a write to what the caller has, one to a memory
+that views look at as well, and one whose pure counterpart gives numbers of another type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Trace
+from manyhands.backends.torch.compat import FakeTensorMode, OpOverload
+from manyhands.backends.torch.passes.fusible import like, tensors
+
+
+def make_out_of_place(trace: Trace) -> Trace:
+    """The same trace with such operations; the very same where there are none."""
+    pure_ones = _replaceable(trace)
+    if not pure_ones:
+        return trace
+    graph, new = trace.copied_graph()
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for node, pure in pure_ones.items():
+        _replace(graph, new[node], pure, place)
+    return trace.rewritten(graph)
+
+
+def _replaceable(trace: Trace) -> dict[Node, OpOverload]:
+    """The operations in place, in the program's order, and the pure one for each."""
+    candidates: dict[Node, OpOverload] = {}
+    for step in trace.steps:
+        pure = _pure(step.node)
+        if pure is not None and _gives_the_same(pure, step.node):
+            candidates[step.node] = pure
+    given = frozenset().union(*(trace.storages[node] for node in [*trace.inputs, *trace.constants]))
+    shared: set[int] = set()  # memories that are looked at, or written to, in another way than by these
+    for step in trace.steps:
+        if step.node in candidates and not trace.storages[step.node] & given:
+            continue
+        schema: Any = getattr(step.node.target, "_schema", None)
+        aliases = schema is None or any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+        if aliases or step.node in candidates or step.node.target in HIDDEN_VIEWS:
+            touched = [step.node, *step.nodes, *step.node.all_input_nodes]
+            shared |= {memory for node in touched for memory in _memories(node)}
+    return {node: pure for node, pure in candidates.items() if not _memories(node) & shared}
+
+
+def _memories(node: Node) -> set[int]:
+    return {compat.memory_id(value) for value in tensors(node)}
+
+
+def _pure(node: Node) -> OpOverload | None:
+    """The operation that gives as a result what this one writes to its first argument."""
+    target: Any = node.target
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.is_mutable or not node.args or not isinstance(node.args[0], Node):
+        return None
+    name = schema.name.removeprefix("aten::")
+    written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    if not name.endswith("_") or name.startswith("_") or written != [schema.arguments[0].name]:
+        return None
+    pure = getattr(getattr(torch.ops.aten, name[:-1], None), schema.overload_name or "default", None)
+    if not isinstance(pure, OpOverload) or pure._schema.is_mutable or torch.Tag.nondeterministic_seeded in pure.tags:
+        return None
+    same = [one.name for one in pure._schema.arguments] == [one.name for one in schema.arguments]
+    return pure if same and len(pure._schema.returns) == 1 else None
+
+
+def _gives_the_same(pure: OpOverload, node: Node) -> bool:
+    """Whether results have the form of what was written to: ``bfloat16 += float32`` stays what it was."""
+    value = node.meta["val"]
+    try:
+        with compat.no_dispatch_modes(), torch.no_grad(), FakeTensorMode():
+            given, named = map_arg((node.args, node.kwargs), _made_up)
+            result = pure(*given, **named)
+    except Exception:  # what fake tensors cannot do stays as it is
+        return False
+    return (result.shape, result.stride(), result.dtype, result.device) == (
+        value.shape,
+        value.stride(),
+        value.dtype,
+        value.device,
+    )
+
+
+def _made_up(node: Node) -> Any:
+    meta = node.meta["val"]
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device)
+
+
+def _replace(graph: Graph, node: Node, pure: OpOverload, place: dict[Node, int]) -> None:
+    source: Any = node.args[0]
+    with graph.inserting_before(node):
+        result = graph.call_function(pure, node.args, node.kwargs)
+    result.meta = {**node.meta, "val": like(node.meta["val"])}
+    node.replace_all_uses_with(result)
+    for user in list(source.users):
+        if place.get(user, -1) > place[node]:
+            user.replace_input_with(source, result)
+    graph.erase_node(node)

@@ -1,0 +1,104 @@
+"""A trace compiled as one task: the same results and writes, or a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from region_cases import needs_compiler, results, traced, uncompiled
+from torch import nn
+
+from manyhands import torch as mh
+from manyhands.backends.torch import planning as backend
+from manyhands.backends.torch.capture.facts import written_memories
+from manyhands.backends.torch.passes.regions import fuse_whole
+from manyhands.errors import CannotFuse
+from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import one_lane
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"
+)
+BATCH = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+
+
+def training_step() -> Callable[..., Any]:
+    """With statistics, gradients, momentum and weights to write to."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 10))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step(*BATCH)
+    return step
+
+
+def test_a_training_step_writes_what_it_wrote() -> None:
+    call = backend.call(BATCH, {})
+    found = backend.trace(training_step(), call)
+    whole = fuse_whole(found, uncompiled)
+    assert len(whole.steps) == 1
+    assert written_memories(whole) == written_memories(found)
+    as_written, compiled = (
+        backend.observed(trace, call, backend.thread_run(trace, in_order(trace), 1)) for trace in (found, whole)
+    )
+    assert backend.equal(compiled, as_written) == (True, 0.0)
+    assert backend.equal(backend.observed(found, call, backend.thread_run(found, in_order(found), 1)), as_written)[0]
+
+
+def in_order(trace: Any) -> Any:
+    return backend.plan_of(one_lane(graph(trace.tasks)))
+
+
+def test_results_lie_in_memory_as_the_functions_do() -> None:
+    def function(x: torch.Tensor) -> Any:
+        return (x.sin() + 1).t() * 2, x.cos()
+
+    x = torch.rand(3, 4)
+
+    def compiler(module: Any, metas: Any) -> Callable[..., Any]:
+        return lambda *given: [one.contiguous() for one in module(*given)]
+
+    found = traced(function, x)
+    first, second = results(fuse_whole(found, compiler), x)
+    assert (first.stride(), second.stride()) == tuple(one.stride() for one in function(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: nn.functional.dropout(x.sin().cos()), "draws random numbers"),
+        (lambda x: torch.linalg.cholesky(x @ x.t() + torch.eye(4)).sin(), "checks values"),
+        (lambda x: x @ x, "single operation"),
+    ],
+)
+def test_what_cannot_be_one_task_says_why(function: Callable[..., Any], why: str) -> None:
+    with pytest.raises(CannotFuse, match=why):
+        fuse_whole(traced(function, torch.rand(4, 4)), uncompiled)
+
+
+@pytest.mark.long
+@needs_compiler
+def test_the_whole_is_compiled_and_raced() -> None:
+    """On a GPU by default; here it is asked for."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = (x.sin() + 1) * 0.5
+        return x
+
+    fast = mh.parallel(function, compile=True)
+    fast.compiles_whole = True
+    x = torch.rand(64)
+    torch.testing.assert_close(fast(x), function(x))
+    assert "whole graph" in fast.explain()
+    assert "lanes cannot help" in fast.explain()  # so that nothing else is compiled
+    torch.testing.assert_close(fast(x + 1), function(x + 1))
