@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.errors import NotHere
+from manyhands.errors import BadSettings, NotHere
 from manyhands.lab import experiments, plots, process
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment, experiment
@@ -50,7 +50,7 @@ def test_a_comparison_is_clear_only_if_every_round_agrees() -> None:
     assert gain.faster
     assert str(gain) == "is 2 times as fast"
     assert str(Comparison(0.5, 0.4, 0.6)) == "takes 2 times as long"
-    assert "about as long" in str(Comparison(1.3, 0.9, 1.5))
+    assert str(Comparison(1.3, 0.9, 1.5)) == "is 0.9 to 1.5 times as fast, round by round"
 
 
 def test_trials_are_kept_and_end_with_a_wait() -> None:
@@ -130,3 +130,9 @@ def test_every_experiment_is_called_as_it_is_listed(name: str) -> None:
     loaded = experiments.load(name)
     assert loaded.name == name
     assert loaded.question.endswith("?")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_is_named() -> None:
+    with pytest.raises(BadSettings, match="'/dev/full' cannot be written: No space left on device"):
+        Output(json=Path("/dev/full")).write(Report(True, {}, []))

@@ -122,8 +122,8 @@ def _run_all(jobs: list[tuple[str, Experiment]], report: Report, output: Output)
                 status.update(head)
                 say = functools.partial(_say, status, head)
                 report = _run_one(report, experiment, framework, say)
+                print(_shown(report), flush=True)  # first: drawing takes a while, and a disk may be full
                 output.write(report)
-                print(_shown(report), flush=True)
         except KeyboardInterrupt:
             if len(report.results) < len(jobs):
                 report = _interrupted(report, *jobs[len(report.results)])

@@ -82,10 +82,5 @@ def _what(text: str, recipes: Recipes) -> tuple[Any, Any, Any]:
         return recipes.model(text, 0), recipes.data(fashion_mnist.load(), None)[0], None
     if ":" not in text:
         raise BadSettings(f"{text!r} is neither one of {', '.join(MODELS)} nor script.py:function")
-    _, function = script.load(text)
-    made = function()
-    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
-        what = f"{len(made)} things" if isinstance(made, (tuple, list)) else f"a {type(made).__name__}"
-        raise BadSettings(f"{text} returns {what}: let it return (model, (X, y)), or (model, (X, y), loss)")
-    model, data, *loss = made
-    return model, recipes.arrays(data), loss[0] if loss else None
+    model, data, loss = script.made_by(text)
+    return model, recipes.arrays(data), loss

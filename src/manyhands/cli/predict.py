@@ -152,12 +152,7 @@ def _what(options: argparse.Namespace, entry: Any) -> tuple[str, Any, Any, Any]:
         return name, *entry.example(name, options.batch_size or (256 if on_gpu else 128)), None
     if options.model is not None:
         raise BadSettings(f"--model {options.model} and {options.script}: give one of them")
-    _, function = script.load(options.script)
-    made = function()
-    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
-        what = f"{len(made)} things" if isinstance(made, (tuple, list)) else f"a {type(made).__name__}"
-        raise BadSettings(f"{options.script} returns {what}: let it return (model, (X, y)), or (model, (X, y), loss)")
-    model, batch, *loss = made
+    model, batch, loss = script.made_by(options.script)
     if options.batch_size is not None:
         batch = entry.resized(batch, options.batch_size)
-    return options.script, model, batch, loss[0] if loss else None
+    return options.script, model, batch, loss

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import BadSettings
+from manyhands.errors import BadSettings, ManyhandsError, first_line
 
 
 def load(text: str) -> tuple[Any, Any]:
@@ -25,6 +26,29 @@ def load(text: str) -> tuple[Any, Any]:
     if not callable(function):
         raise BadSettings(f"{name} in {path} is no function, but of type {type(function).__name__}")
     return module, function
+
+
+def made_by(text: str) -> tuple[Any, Any, Any]:
+    """The model, the data and the loss (or None) that the function ``script.py:function`` returns."""
+    _, function = load(text)
+    try:
+        made = function()
+    except ManyhandsError:
+        raise
+    except Exception as error:
+        raise BadSettings(f"{text} raised {first_line(error)}{_where(error, text)}") from error
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+        what = f"{len(made)} things" if isinstance(made, (tuple, list)) else f"one value of type {type(made).__name__}"
+        raise BadSettings(f"{text} returns {what}: let it return (model, (X, y)), or (model, (X, y), loss)")
+    model, data, *loss = made
+    return model, data, loss[0] if loss else None
+
+
+def _where(error: Exception, text: str) -> str:
+    """The line of the script that was running when the error came."""
+    file = Path(text.partition(":")[0])
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    return f" (line {lines[-1]})" if lines else ""
 
 
 def _module(path: Path) -> Any:

@@ -126,13 +126,13 @@ class Comparison:
         """In words, to stand after a way's name.
 
         >>> str(Comparison(1.92, 1.8, 2.0)), str(Comparison(0.5, 0.4, 0.6)), str(Comparison(1.2, 0.9, 1.5))
-        ('is 1.92 times as fast', 'takes 2 times as long', 'takes about as long (0.9 to 1.5 times as fast)')
+        ('is 1.92 times as fast', 'takes 2 times as long', 'is 0.9 to 1.5 times as fast, round by round')
         """
         if self.faster:
             return f"is {self.ratio:.3g} times as fast"
         if self.slower:
             return f"takes {1 / self.ratio:.3g} times as long"
-        return f"takes about as long ({self.lowest:.2g} to {self.highest:.2g} times as fast)"
+        return f"is {self.lowest:.2g} to {self.highest:.2g} times as fast, round by round"
 
 
 class Times(dict[str, list[float]]):

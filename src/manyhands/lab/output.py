@@ -42,6 +42,7 @@ class Output:
     def write(self, report: Report) -> list[Path]:
         """Write everything anew; the paths of the page and the trials."""
         texts = {".json": lambda: json.dumps(_finite(report.as_data()), indent=1, allow_nan=False) + "\n"}
+        path = self.folder
         try:
             for path in self.pages():
                 is_json = path == self.json or (self.folder is not None and path.suffix == ".json")
@@ -49,7 +50,8 @@ class Output:
             if self.folder is not None and report.results:
                 _draw(report.results[-1], self.folder / "plots")
         except OSError as error:
-            raise BadSettings(f"{error.filename} cannot be written: {error.strerror}") from error
+            # An error while writing, as of a full disk, does not name the file.
+            raise BadSettings(f"{str(error.filename or path)!r} cannot be written: {error.strerror}") from error
         return self.pages()
 
 

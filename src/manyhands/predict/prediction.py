@@ -104,6 +104,11 @@ class Prediction:
             f"pays: at least {pays:.0%} of each device's time goes into training; pays from: the smallest batch size "
             "for which it does; device-hours: for a million samples",
         ]
+        if profile.cores and self.link.kind != "measured" and self.link.per_node > 1 and len(self.rows) > 1:
+            lines.append(
+                "The devices of a node are made of this CPU here and share its cores. For GPUs measure where one is: "
+                "--save-profile FILE there, --profile FILE here."
+            )
         return "\n".join([*lines, *profile.notes])
 
     def plot(self, path: str | Path) -> Path:

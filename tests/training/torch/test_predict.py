@@ -268,6 +268,8 @@ def make():
     return torch.nn.Linear(100, 10), (torch.randn(16, 100), torch.randint(10, (16,)))
 def wrong():
     return 3
+def raising():
+    raise OSError("the data are gone")
 def broken():
     return torch.nn.Linear(99, 10), (torch.randn(16, 100), torch.randint(10, (16,)))
 """
@@ -287,7 +289,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     shown = capsys.readouterr().out
     assert "device" in shown.splitlines()[0]
     for arguments, words in (
-        ([f"{script}:wrong"], "returns a int: let it return (model, (X, y))"),
+        ([f"{script}:wrong"], "returns one value of type int: let it return (model, (X, y))"),
+        ([f"{script}:raising"], f"{script}:raising raised OSError: the data are gone (line 8)"),
         ([f"{script}:broken"], "the model cannot be run on this batch"),
         ([f"{script}:make", "--model", "mlp"], "give one of them"),
         (["--profile", script], "is not a profile of manyhands: no JSON"),

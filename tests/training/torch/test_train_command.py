@@ -282,6 +282,6 @@ def test_parity_of_a_users_script(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "mh.LossSum(total, count)" in errors
     code, _, errors = parity("model.py", "import torch\ndef make(): return torch.nn.Linear(4, 3)\n", "make")
     assert code == 1
-    assert "make returns a Linear: let it return (model, (X, y)), or" in errors
+    assert "make returns one value of type Linear: let it return (model, (X, y)), or" in errors
     assert main(["parity", "nothing"]) == 1
     assert "script.py:function" in capsys.readouterr().err

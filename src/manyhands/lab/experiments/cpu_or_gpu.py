@@ -111,4 +111,6 @@ def _small_against_large(times: Times) -> str:
 def _in_words(loss: Comparison) -> str:
     if loss.slower:
         return f"take {1 / loss.ratio:.2g} times as long as one large one"
-    return f"are {loss.ratio:.2g} times as fast as one large one" if loss.faster else "take as long as one large one"
+    if loss.faster:
+        return f"are {loss.ratio:.2g} times as fast as one large one"
+    return f"are {loss.lowest:.2g} to {loss.highest:.2g} times as fast as one large one, which is no clear difference"
