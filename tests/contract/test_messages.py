@@ -73,6 +73,7 @@ PLACEMENT: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda mh, x: mh.virtual_devices(0), "VirtualDevicesError: 0 virtual devices cannot be made: ask for 1 to 64"),
 ]
 
+NO_DATA = "NotATensor: a value of type KIND cannot be read as data: give DATA"
 X, Y = np.ones((8, 3), np.float32), np.zeros(8, np.int64)
 
 TRAINING: list[tuple[Callable[[Any, Any], object], str]] = [
@@ -119,6 +120,32 @@ TRAINING: list[tuple[Callable[[Any, Any], object], str]] = [
         lambda mh, model: mh.Trainer(1, quiet=True).fit(model, (X, Y + 9)),
         "BadLabels: labels go from 9 to 9, but the model has 4 outputs: they must be 0 to 3",
     ),
+    (lambda mh, model: mh.Trainer(1, quiet=True).fit(model, None), NO_DATA.replace("KIND", "NoneType")),
+    (lambda mh, model: mh.Trainer(1, quiet=True).fit(model, "x.csv"), NO_DATA.replace("KIND", "str")),
+    (lambda mh, model: mh.Trainer(1, quiet=True).fit(model, (X[0, 0], Y[0])), NO_DATA.replace("KIND", "float32")),
+    (
+        lambda mh, model: mh.Trainer(1, quiet=True).fit(model, (X.tolist(), Y.tolist())),
+        "NotATensor: lists of numbers cannot be read as data: make arrays of them, (np.array(X), np.array(y))",
+    ),
+    (
+        lambda mh, model: mh.Trainer(1, quiet=True, loss=lambda *both: None).fit(model, (X, Y)),
+        "BadSettings: the loss returned None: is a `return` missing? Return the mean loss over the samples, one number "
+        "per sample, or mh.LossSum(total, count)",
+    ),
+    (
+        lambda mh, model: mh.Trainer(1, quiet=True, loss="mse").fit(model, (X, Y.astype(np.float32))),
+        "BadBatch: the model's answer to a sample has shape (4,), and its target (): the loss compares each number of "
+        "the answer with a target of its own; give targets of the answer's shape",
+    ),
+    (
+        lambda mh, model: mh.Trainer(1, quiet=True, metrics=["nonsense"]),
+        "BadSettings: metric 'nonsense' is of type str: give metrics={{\"mae\": function}} or a list: functions "
+        "f(outputs, targets), or metric objects of the framework",
+    ),
+    (
+        lambda mh, model: mh.Trainer(1, quiet=True).predict(None, X),
+        "BadSettings: a model of type NoneType cannot be trained: give MODEL",
+    ),
     (
         lambda mh, model: mh.Trainer(1, quiet=True, resume="/nonexistent").fit(model, (X, Y)),
         "NoCheckpoint: there is no run or checkpoint at /nonexistent",
@@ -130,6 +157,8 @@ MODELS = {
     "tensorflow": "a keras.Model or a keras.Layer",
     "mxnet": "a gluon.Block",
 }
+DATA = {"torch": "(X, y) tensors or arrays, a Dataset, or a DataLoader"}
+DATA |= dict.fromkeys(("jax", "tensorflow", "mxnet"), "(X, y) arrays, or a loader that gives batches (X, y)")
 
 
 def _message(mistake: Callable[[Any, Any], object], mh: Any, value: Any) -> str:
@@ -142,7 +171,7 @@ def _expected(text: str, framework: str, mh: Any) -> str:
     kind = "virtual" if VIRTUAL else "gpu"
     every = ", ".join(["cpu", *(f"{kind}:{number}" for number in range(mh.num_gpus()))])
     filled = text.format(kind=kind, all=every, count=VIRTUAL or "no")
-    return filled.replace("NAME", framework).replace("MODEL", MODELS[framework])
+    return filled.replace("NAME", framework).replace("MODEL", MODELS[framework]).replace("DATA", DATA[framework])
 
 
 @pytest.mark.parametrize(("mistake", "expected"), PLACEMENT)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
-from manyhands.errors import BadBatch, BadSettings
+from manyhands.errors import BadBatch, BadSettings, NotATensor
 
 
 def not_a_model(model: Any, kind: str) -> BadSettings:
@@ -21,3 +23,59 @@ def no_target(batch: Any) -> BadBatch:
     return BadBatch(
         f"a batch (inputs, target) is needed, and {what}: give both, or a model with a training_step(batch) of its own"
     )
+
+
+def not_data(data: object, kinds: str) -> NotATensor:
+    """The error for what no batch can be read from; ``kinds``: what a framework reads."""
+    return NotATensor(f"a value of type {type(data).__name__} cannot be read as data: give {kinds}")
+
+
+def lists_of_numbers() -> NotATensor:
+    return NotATensor("lists of numbers cannot be read as data: make arrays of them, (np.array(X), np.array(y))")
+
+
+def not_taken(model: object, shapes: Sequence[Sequence[int]], error: Exception) -> BadBatch:
+    """The error for samples that the model fails on; ``shapes``: those of a sample's inputs."""
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    shown = ", ".join(str(tuple(shape)) for shape in shapes)
+    return BadBatch(f"a sample of the data has shape {shown}, and {type(model).__name__} does not take it ({reason})")
+
+
+def unlike_target(answer: Sequence[int], target: Sequence[int]) -> BadBatch:
+    """The error for a loss that compares number with number, of a batch's answers and targets of these shapes."""
+    mine, theirs = tuple(answer[1:]), tuple(target[1:])
+    cure = "give targets of the answer's shape"
+    if mine == (1,) and theirs == ():
+        cure = "give y.reshape(-1, 1)"
+    elif mine == () and theirs == (1,):
+        cure = "give y.reshape(-1)"
+    return BadBatch(
+        f"the model's answer to a sample has shape {mine}, and its target {theirs}: the loss compares each number of "
+        f"the answer with a target of its own; {cure}"
+    )
+
+
+def not_a_loss(name: str, value: object) -> BadSettings:
+    """The error for what a loss, or a model's own step, returned instead of a loss."""
+    if value is None:
+        cure = "is a `return` missing? Return"
+    elif isinstance(value, Real):
+        cure = "a plain number has no gradient. Without .item() or float(), return"
+    else:
+        cure = "return"
+    return BadSettings(
+        f"{name} returned {in_words(value)}: {cure} the mean loss over the samples, one number per sample, or "
+        "mh.LossSum(total, count)"
+    )
+
+
+def in_words(value: object) -> str:
+    """A value that a user's code gave, for an error."""
+    if value is None:
+        return "None"
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
+    if (shape := getattr(value, "shape", None)) is not None:
+        return f"an array of shape {tuple(shape)}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"

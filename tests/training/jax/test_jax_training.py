@@ -316,7 +316,8 @@ def test_options_that_mean_nothing_here(options: dict[str, Any], said: str) -> N
 @pytest.mark.parametrize("value", [None, 0.5, {"loss": 1.0}, mh.LossSum(np.ones(2), 2)])
 def test_what_is_no_loss(value: Any) -> None:
     with pytest.raises(
-        BadSettings, match=r"the loss returned (None .is a `return`|a ).*(LossSum\(total, count\)|array of one number)"
+        BadSettings,
+        match=r"the loss returned (None: is a `return`|an? ).*(LossSum\(total, count\)|array of one number)",
     ):
         fit(Net(), vectors(), loss=lambda answer, target: value)
 

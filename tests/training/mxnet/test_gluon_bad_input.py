@@ -152,9 +152,17 @@ class Twice(gluon.Block):  # type: ignore[misc]
     ("model", "options", "message"),
     [
         (Twice, {}, "answers with a tuple, and SoftmaxCrossEntropyLoss takes one array"),
-        (lambda: sequential(nn.Dense(3, in_units=5)), {}, r"samples of shape \(6,\) in float64: Shape inconsistent"),
-        (lambda: sequential(nn.Conv2D(3, 3, in_channels=1)), {}, r"samples of shape \(6,\) in float64: .*should be 4D"),
-        (mlp, {"loss": gluon.loss.L2Loss()}, r"answers of shape \(16, 3\) with targets of shape \(16,\)"),
+        (
+            lambda: sequential(nn.Dense(3, in_units=5)),
+            {},
+            r"has shape \(6,\), and HybridSequential does not take it \(Shape inconsistent",
+        ),
+        (
+            lambda: sequential(nn.Conv2D(3, 3, in_channels=1)),
+            {},
+            r"has shape \(6,\), and HybridSequential does not take it .*should be 4D",
+        ),
+        (mlp, {"loss": gluon.loss.L2Loss()}, r"answer to a sample has shape \(3,\), and its target \(\)"),
         (mlp, {"loss": lambda answer, target: answer.detach().mean()}, "does not depend on the model's parameters"),
     ],
 )

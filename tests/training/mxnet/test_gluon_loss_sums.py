@@ -262,7 +262,7 @@ def test_in_numpys_mode() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda each: LossSum(each, 3), r"LossSum of an array of shape \(8,\) and a int"),
+        (lambda each: LossSum(each, 3), r"LossSum of an array of shape \(8,\) and an int"),
         (lambda each: LossSum(each.sum(), None), "LossSum of an array of shape .* and None"),
         (lambda each: {"loss": each}, "returned a dict"),
         (lambda each: None, "returned None"),
@@ -279,9 +279,11 @@ def test_what_is_no_loss(value: Any, message: str) -> None:
         def training_step(self, batch: Any) -> Any:
             return value(softmax(self.net(batch[0]), batch[1]))
 
-    with pytest.raises(BadBatch, match=f"training_step returned .*{message.removeprefix('returned ')}"):
+    with pytest.raises(
+        (BadBatch, BadSettings), match=f"training_step of Stepping returned .*{message.removeprefix('returned ')}"
+    ):
         fit(Stepping(), vectors(), batch_size=8)
-    with pytest.raises(BadBatch, match=f"loss returned .*{message.removeprefix('returned ')}"):
+    with pytest.raises((BadBatch, BadSettings), match=f"the loss returned .*{message.removeprefix('returned ')}"):
         fit(mlp(), vectors(), batch_size=8, loss=lambda answer, target: value(softmax(answer, target)))
 
 

@@ -83,10 +83,10 @@ def test_a_training_step_may_give_a_dict_with_the_loss() -> None:
 @pytest.mark.parametrize(
     ("gives", "said"),
     [
-        (lambda losses: {"value": losses.mean()}, "gave a dict with 'value': return the loss, or a dict with it as"),
-        (lambda losses: None, "training_step of Step gave None: return the loss, a tensor"),
-        (lambda losses: losses.mean().item(), r"gave a float: return the tensor itself, without \.item\(\)"),
-        (lambda losses: losses, r"gave a tensor of shape \(8,\): return one number, as loss\.mean\(\)"),
+        (lambda losses: {"value": losses.mean()}, "returned a dict of 'value': return the loss, or a dict with it as"),
+        (lambda losses: None, "training_step of Step returned None: is a `return` missing"),
+        (lambda losses: losses.mean().item(), r"returned a float: a plain number has no gradient. Without \.item\(\)"),
+        (lambda losses: losses, r"returned a tensor of shape \(8,\): return one number, as loss\.mean\(\)"),
         (lambda losses: losses.mean().detach(), "the loss does not depend on the model's weights"),
     ],
 )
@@ -96,12 +96,12 @@ def test_what_else_a_training_step_may_not_give(gives: Any, said: str) -> None:
 
 
 def test_a_step_that_gives_nothing_on_two_devices() -> None:
-    with pytest.raises(BadSettings, match=r"training_step of Step gave None"):
+    with pytest.raises(BadSettings, match=r"training_step of Step returned None"):
         train(Step(lambda losses: None), data(), 2)
 
 
 def test_a_loss_that_gives_a_float() -> None:
-    with pytest.raises(BadSettings, match=r"the loss gave a float: return the tensor itself"):
+    with pytest.raises(BadSettings, match=r"the loss returned a float: a plain number has no gradient"):
         train(mlp().float(), data(), loss=lambda answer, y: nn.functional.cross_entropy(answer, y).item())
 
 
@@ -109,7 +109,7 @@ def test_answers_and_targets_of_other_shapes_are_not_compared_all_with_all() -> 
     X, _ = data()
     model = nn.Linear(6, 1)
     for loss in (nn.MSELoss(), nn.functional.l1_loss, "mse"):
-        with pytest.raises(BadBatch, match=r"answers \(8, 1\), and the targets are \(8,\): .*y\.reshape\(-1, 1\)"):
+        with pytest.raises(BadBatch, match=r"has shape \(1,\), and its target \(\): .*y\.reshape\(-1, 1\)"):
             train(model, (X, X[:, 0]), loss=loss)
     train(model, (X, X[:, :1]), loss="mse")
 
@@ -228,7 +228,7 @@ def test_a_layer_is_not_blamed_for_an_error_of_the_loss() -> None:
 def test_binary_cross_entropy_with_labels_of_classes() -> None:
     X, y = data()
     with pytest.raises(
-        BadBatch, match=r"BCELoss compares .*, here \(4, 3\), .* numbers of classes: give loss='cross_en"
+        BadBatch, match=r"shape \(3,\), and its target \(\): .* numbers of classes, give loss='cross_en"
     ):
         train(nn.Sequential(mlp().float(), nn.Sigmoid()), (X, y), loss=nn.BCELoss)
     with pytest.raises(BadBatch, match=r"the targets are \(4,\): give y\.reshape\(-1, 1\)\.float\(\)"):

@@ -83,7 +83,8 @@ class ClassLabels:
         counted = labels[np.isfinite(labels)]  # a loss that is NaN is said in its own place
         counted = counted[counted != self.ignored] if self.ignored is not None else counted
         limits = (counted.min(), counted.max()) if len(counted) else None
-        return _Summary(labels.shape, labels.dtype, limits)
+        whole = labels.dtype.kind != "f" or bool((counted == np.floor(counted)).all())
+        return _Summary(labels.shape, labels.dtype, limits, whole)
 
     def _check(self, labels: _Summary, classes: int) -> None:
         self._check_kind(labels, classes)
@@ -99,7 +100,7 @@ class ClassLabels:
                 f"labels have shape {labels.shape}, and one class number per sample is needed: if they are one-hot, "
                 "give y.argmax(1)"
             )
-        if labels.dtype.kind in "iu" or (labels.dtype.kind == "f" and self.floats):
+        if labels.dtype.kind in "iu" or (labels.dtype.kind == "f" and self.floats and labels.whole):
             return
         raise BadLabels(
             f"labels are {labels.dtype.name}, and class numbers are whole, 0 to {classes - 1}: give "
@@ -114,3 +115,4 @@ class _Summary:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     limits: tuple[Any, Any] | None = None  # the smallest and the largest that count
+    whole: bool = True  # whether those that count are whole numbers

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import BadBatch, NotATensor
+from manyhands.errors import BadBatch
+from manyhands.training import refusals
 from manyhands.training.data import loader_batches
 from manyhands.training.data.loader_randomness import with_own_numbers
 from manyhands.training.data.order import Cursor, Window, epoch_order, spread
@@ -21,6 +22,7 @@ from manyhands.training.data.structure import Structure, is_nested
 
 Batch = tuple[Any, ...]
 Array = NDArray[Any]
+_KINDS = "(X, y) arrays, or a loader that gives batches (X, y)"
 _NO_NUMBERS = "USOMm"  # kinds of NumPy's: text, bytes, objects, dates and spans of time
 
 
@@ -226,11 +228,11 @@ def source(data: Any, *, shuffle: bool = True, nested: bool = False) -> Source:
         return Arrays((as_numpy(data),), shuffle=shuffle)
     if isinstance(data, (tuple, list)) and data and all(map(is_array, data)):
         return Arrays(tuple(as_numpy(part) for part in data), shuffle=shuffle)
-    if hasattr(data, "__iter__") and not isinstance(data, Mapping):
+    if isinstance(data, (tuple, list)) and data and is_list_of_numbers(data[0]):
+        raise refusals.lists_of_numbers()
+    if hasattr(data, "__iter__") and not isinstance(data, (Mapping, str, bytes)):
         return Stream(data, structure=Structure() if nested else None)
-    raise NotATensor(
-        f"a {type(data).__name__} cannot be read as data: give (X, y) arrays, or a loader that gives batches (X, y)"
-    )
+    raise refusals.not_data(data, _KINDS)
 
 
 def is_dataset(data: Any) -> bool:
@@ -257,8 +259,16 @@ def _is_of_arrays(part: Any, *kinds: type) -> bool:
 
 
 def is_array(part: Any) -> bool:
-    """Whether it is an array of NumPy's or of a framework: something with a shape and a dtype."""
-    return hasattr(part, "shape") and hasattr(part, "dtype")
+    """Whether it is an array of NumPy's or of a framework: something with a dtype and axes."""
+    return hasattr(part, "shape") and hasattr(part, "dtype") and getattr(part, "ndim", 1) != 0
+
+
+def is_list_of_numbers(entry: object) -> bool:
+    """Whether it is a row of what should have been made an array."""
+    nested = isinstance(entry, list)
+    while isinstance(entry, list) and entry:
+        entry = entry[0]
+    return nested and isinstance(entry, (int, float))
 
 
 def as_numpy(part: Any) -> Array:
@@ -279,7 +289,9 @@ def _pieces(parts: tuple[Array, ...]) -> Iterator[bytes]:
 
 def _parts(batch: Any, structure: Structure | None = None, fewest: int = 2) -> tuple[Array, ...]:
     if not isinstance(batch, (tuple, list)) or len(batch) < fewest:
-        raise BadBatch(f"the loader gave a {type(batch).__name__} where a batch (inputs, target) is needed: give both")
+        raise BadBatch(
+            f"the loader gave {refusals.in_words(batch)} where a batch (inputs, target) is needed: give both"
+        )
     if structure is not None:
         batch = structure.flat(batch)
     for part in batch:

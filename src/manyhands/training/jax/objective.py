@@ -96,7 +96,7 @@ class OwnStep:
 
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
         name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
-        return _value(getattr(model, name)(batch), name, None)
+        return _value(getattr(model, name)(batch), f"{name} of {type(model).__name__}", None)
 
 
 def objective_for(model: nnx.Module, loss: Loss | None) -> Objective:
@@ -154,8 +154,7 @@ def _not_taken(model: nnx.Module, inputs: Batch, error: Exception) -> str:
             f"as inputs ({reason}). Weights of samples, or several targets, need a training_step(batch) of the model: "
             "it takes all parts, and returns the mean loss or mh.LossSum(total, count)"
         )
-    shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
-    return f"a sample of the data has shape {shapes}, and {name} does not take it ({reason})"
+    return str(refusals.not_taken(model, [part.shape[1:] for part in inputs], error))
 
 
 def _only(samples: Rows, answer: Any) -> Any:
@@ -179,23 +178,13 @@ def _value(value: Any, name: str, right: jax.Array | None) -> Value:
         total, count = _widened(value.total), jnp.asarray(value.count)
         if getattr(total, "shape", None) != () or count.ndim:
             raise BadSettings(
-                f"{name} returned a LossSum of {_kind(value.total)} and {_kind(value.count)}: total has to be an array "
-                "of one number without dimensions, count too, or a plain number"
+                f"{name} returned a LossSum of {refusals.in_words(value.total)} and {refusals.in_words(value.count)}: "
+                "total has to be an array of one number without dimensions, count too, or a plain number"
             )
         return Value(total, jax.lax.stop_gradient(count).astype(total.dtype), right)
     if not isinstance(value, jax.Array):
-        missing = " (is a `return` missing?)" if value is None else ""
-        raise BadSettings(
-            f"{name} returned {_kind(value)}{missing}: it has to return the loss, an array of JAX's (the mean over the "
-            "samples, or one number per sample), or mh.LossSum(total, count)"
-        )
+        raise refusals.not_a_loss(name, value)
     return Value(_mean(_widened(value)), None, right)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "None"
-    return f"an array of shape {value.shape}" if hasattr(value, "shape") else f"a {type(value).__name__}"
 
 
 def _mean(value: jax.Array) -> jax.Array:

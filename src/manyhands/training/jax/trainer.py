@@ -19,8 +19,7 @@ from flax import nnx
 
 from manyhands import tree
 from manyhands.backends.jax import devices as backend
-from manyhands.errors import BadBatch
-from manyhands.training import launcher
+from manyhands.training import launcher, refusals
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data.sources import Source, source
@@ -47,10 +46,7 @@ def _per_sample(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 
     def loss(answer: Any, target: Any) -> Any:
         if answer.shape != target.shape:
-            raise BadBatch(
-                f"the model answers {answer.shape}, and the targets are {target.shape}: the loss compares each number "
-                "of the answer with its own target. Give targets of the answer's shape"
-            )
+            raise refusals.unlike_target(answer.shape, target.shape)
         return function(answer, target).reshape(len(answer), -1).mean(1)
 
     return loss

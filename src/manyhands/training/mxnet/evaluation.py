@@ -141,5 +141,8 @@ class OfMxnet:
 
 def own_meter(metric: Any) -> OfMxnet | None:
     if isinstance(metric, str):
-        metric = mx.metric.create(metric)
+        try:
+            metric = mx.metric.create(metric)
+        except AssertionError:  # MXNet has none of this name
+            return None
     return OfMxnet(metric) if isinstance(metric, mx.metric.EvalMetric) else None

@@ -13,6 +13,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch, BadSettings
+from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.mxnet import replicas, sample_weights
@@ -20,6 +21,8 @@ from manyhands.training.mxnet.book.accuracy import right_answers
 from manyhands.training.mxnet.book.module import Module
 
 Batch = Sequence[Any]
+# Losses that compare each number of the answer with one of the target.
+_PAIRING = (gluon.loss.L2Loss, gluon.loss.L1Loss, gluon.loss.HuberLoss, gluon.loss.SigmoidBinaryCrossEntropyLoss)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Objective:
         size = len(batch[0])
         if self.loss is None:
             name = "training_step" if training or not hasattr(self.model, "validation_step") else "validation_step"
-            return _loss(getattr(self.model, name)(batch), size, name)
+            return _loss(getattr(self.model, name)(batch), size, f"{name} of {type(self.model).__name__}")
         inputs, target, weight = sample_weights.parts_of(self.model, self.loss, batch)
         answer = checked_answer(self.model, inputs)
         if self.labels is not None and isinstance(answer, mx.nd.NDArray):
@@ -69,12 +72,14 @@ class Objective:
         except mx.MXNetError as error:
             if not (isinstance(self.loss, gluon.loss.Loss) and isinstance(target, mx.nd.NDArray)):
                 raise
+            if isinstance(self.loss, _PAIRING) and math.prod(answer.shape) != math.prod(target.shape):
+                raise refusals.unlike_target(answer.shape, target.shape) from error
             raise BadBatch(
                 f"{type(self.loss).__name__} cannot compare answers of shape {answer.shape} with targets of shape "
                 f"{target.shape}: {_reason(error)}"
             ) from error
         right = right_answers(answer, target, anyhow=self.of_classes)
-        return replace(_loss(value, size, "loss", right), answer=answer)
+        return replace(_loss(value, size, "the loss", right), answer=answer)
 
     def without_weights(self, parts: Batch) -> tuple[Any, ...]:
         """The parts of a batch, or of all data, that are inputs and targets."""
@@ -102,8 +107,8 @@ def checked_answer(model: Any, inputs: Batch) -> Any:
         _refuse_whole_numbers(model, inputs)
         _refuse_missing_channels(model, inputs)
         if isinstance(error, mx.MXNetError):
-            kinds = ", ".join(f"shape {part.shape[1:]} in {np.dtype(part.dtype).name}" for part in inputs)
-            raise BadBatch(f"the model does not take samples of {kinds}: {_reason(error)}") from error
+            shapes = [part.shape[1:] for part in inputs]
+            raise refusals.not_taken(model, shapes, ValueError(_reason(error))) from error
         if isinstance(error, TypeError) and len(inputs) > 1 and "positional argument" in str(error):
             error.add_note(
                 f"A batch has {len(inputs) + 1} parts, and all but the last go to the model. Weights of samples need a "
@@ -153,8 +158,8 @@ def _loss(value: Any, size: int, name: str, right: Any | None = None) -> Loss:
         total, count = value.total, value.count
         if not _is_scalar(total) or not (_is_scalar(count) or isinstance(count, numbers.Real)):
             raise BadBatch(
-                f"{name} returned a LossSum of {_told(total)} and {_told(count)}: total has to be an array of one "
-                "number, count too, or a plain number"
+                f"{name} returned a LossSum of {refusals.in_words(total)} and {refusals.in_words(count)}: total "
+                "has to be an array of one number, count too, or a plain number"
             )
         with autograd.pause():
             if not isinstance(count, mx.nd.NDArray):
@@ -162,10 +167,7 @@ def _loss(value: Any, size: int, name: str, right: Any | None = None) -> Loss:
             count = count.detach().reshape((1,)).astype("float64")
         return Loss(total.reshape((1,)), count, right)
     if not isinstance(value, mx.nd.NDArray):
-        raise BadBatch(
-            f"{name} returned {_told(value)}: it has to return the loss, an array of one number per sample, their "
-            "mean, or a LossSum"
-        )
+        raise refusals.not_a_loss(name, value)
     if _is_scalar(value):
         return Loss(value.reshape((1,)).sum() * size, None, right)
     if value.shape[0] != size:
@@ -193,9 +195,3 @@ def _is_scalar(value: Any) -> bool:
 def _reason(error: Exception) -> str:
     """The last line of MXNet's error: those above are of its C++ code."""
     return str(error).strip().splitlines()[-1].removeprefix("MXNetError: ")
-
-
-def _told(value: Any) -> str:
-    if value is None:
-        return "None"
-    return f"an array of shape {value.shape}" if isinstance(value, mx.nd.NDArray) else f"a {type(value).__name__}"

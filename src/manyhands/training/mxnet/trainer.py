@@ -114,6 +114,7 @@ class Trainer(BaseTrainer):
             return evaluate.as_dict(figures, metrics.figures())
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
+        checks.check_block(model)
         return inputs_of(evaluation.call_of(model), type(model).__name__, targets)
 
     def _predict(self, model: Any, source: Source, settings: Settings, inputs: Inputs) -> Any:

@@ -174,6 +174,9 @@ class OfKeras:
 def own_meter(metric: Any) -> OfKeras | None:
     """Keras's metrics, and functions that it knows by name (``"mae"``): a mean over samples."""
     if isinstance(metric, str):
-        metric = keras.metrics.get(metric)
+        try:
+            metric = keras.metrics.get(metric)
+        except ValueError:  # Keras has none of this name
+            return None
         metric = metric if isinstance(metric, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(metric)
     return OfKeras(metric) if isinstance(metric, keras.metrics.Metric) else None

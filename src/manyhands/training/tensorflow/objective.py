@@ -85,7 +85,7 @@ class ClassScores:
                 "loss of Keras's, as loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
             )
         if self.own:
-            losses = reduced(model.loss(answer, parts.target), name=f"{type(model).__name__}.loss")
+            losses = reduced(model.loss(answer, parts.target), name=f"loss of {type(model).__name__}")
         else:
             _check_scores(answer, parts)
             losses = reduced(cross_entropy(answer, parts.target), name="cross_entropy")
@@ -101,7 +101,7 @@ class OwnStep:
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         has_test = not training and hasattr(model, "validation_step")
         name = "validation_step" if has_test else "training_step"
-        return reduced(getattr(model, name)(batch), name=f"{type(model).__name__}.{name}")
+        return reduced(getattr(model, name)(batch), name=f"{name} of {type(model).__name__}")
 
 
 @dataclass
@@ -116,7 +116,7 @@ class OwnComputeLoss:
         answer = _answer(model, parts, training=training)
         x = list(parts.inputs) if len(parts.inputs) > 1 else parts.inputs[0]
         value = model._compute_loss(x, parts.target, answer, parts.sample_weight, training=training)
-        losses = as_keras(value, name=f"{type(model).__name__}.compute_loss")
+        losses = as_keras(value, name=f"compute_loss of {type(model).__name__}")
         return _with_right(replace(losses, complete=True), answer, parts, self.accuracy)
 
 

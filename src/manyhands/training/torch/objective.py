@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -207,7 +206,9 @@ class OwnStep(Objective):
         value = given["loss"] if isinstance(given, Mapping) and "loss" in given else given  # as Lightning has it
         who = f"{name} of {type(model).__name__}"
         if isinstance(value, torch.Tensor) and value.dim():
-            raise BadSettings(f"{who} gave a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()")
+            raise BadSettings(
+                f"{who} returned a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()"
+            )
         return value if isinstance(value, LossSum) else _loss_from(value, who), None
 
     def of_optimizer(self, key: int | str) -> OwnStep:
@@ -253,10 +254,8 @@ def _loss_from(value: Any, who: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
-        what = f"a dict with {', '.join(map(repr, value)) or 'nothing'}"
-        raise BadSettings(f"{who} gave {what}: return the loss, or a dict with it as 'loss'")
-    cure = "the tensor itself, without .item() or float()" if isinstance(value, Real) else "the loss, a tensor"
-    raise BadSettings(f"{who} gave {'None' if value is None else f'a {type(value).__name__}'}: return {cure}")
+        raise BadSettings(f"{who} returned {refusals.in_words(value)}: return the loss, or a dict with it as 'loss'")
+    raise refusals.not_a_loss(who, value)
 
 
 _OF_PAIRS = (torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss)
@@ -269,13 +268,7 @@ def _check_shapes(loss: Any, answer: Any, target: Any) -> None:
         return
     if not (isinstance(answer, torch.Tensor) and isinstance(target, torch.Tensor)) or answer.shape == target.shape:
         return
-    cure = f"give y.reshape({', '.join(map(str, (-1, *answer.shape[1:])))})"
-    if answer.numel() != target.numel():
-        cure = "give one target for each number of the answer"
-    raise BadBatch(
-        f"the model answers {tuple(answer.shape)}, and the targets are {tuple(target.shape)}: the loss would compare "
-        f"every answer with every target. Here {cure}"
-    )
+    raise refusals.unlike_target(answer.shape, target.shape)
 
 
 def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None) -> Objective:

@@ -28,12 +28,16 @@ from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
 
 from manyhands.errors import BadSettings
+from manyhands.training import refusals
 from manyhands.training.data.structure import is_nested
 from manyhands.training.loss_sum import LossSum
 
 _BY_SHAPE = ("crossentropy", "ce")  # Keras chooses among three by the shapes of targets and answers
 _UNREDUCED = ("none", None)
 _MEANS = ("sum_over_batch_size", "mean")
+# Functions of Keras that compare each number of the answer with one of the target.
+_PAIRING = {"mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error", "huber", "log_cosh"}
+_PAIRING |= {"mean_squared_logarithmic_error", "binary_crossentropy", "binary_focal_crossentropy", "poisson"}
 
 
 @dataclass(frozen=True)
@@ -206,13 +210,15 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
     y_pred, y_true = (
         keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(leaf, dtype), one) for one in (y_pred, y_true)
     )
+    _check_shapes(loss, y_true, y_pred)
     values = loss.call(y_true, y_pred)
     name = loss.fn.__name__ if type(loss) is LossFunctionWrapper and hasattr(loss.fn, "__name__") else loss.name
+    name = "the loss" if name == "<lambda>" else f"the loss {name}"
     if isinstance(values, LossSum) or not tf.is_tensor(values) or not values.shape.rank:
         if sample_weight is not None:
             gives = "a LossSum" if isinstance(values, LossSum) else "one number"
             raise BadSettings(
-                f"the data have sample weights, but the loss {name} gives {gives} for the whole batch: return one "
+                f"the data have sample weights, but {name} gives {gives} for the whole batch: return one "
                 "number per sample, and the trainer applies the weights; or write a training_step(batch), which is "
                 "given the weights and returns mh.LossSum(total, count) with them in both"
             )
@@ -220,6 +226,17 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
     masks = [mask for mask in (*masks, keras.src.backend.get_keras_mask(values)) if mask is not None]
     mask = tf.logical_and(*(tf.cast(one, tf.bool) for one in masks)) if len(masks) == 2 else next(iter(masks), None)
     return _weighed(tf.cast(values, dtype), mask, sample_weight, loss.reduction)
+
+
+def _check_shapes(loss: Any, y_true: Any, y_pred: Any) -> None:
+    """Refuse to compare every answer with every target, as TensorFlow does with shapes (4,) and (4, 4)."""
+    if getattr(getattr(loss, "fn", None), "__name__", "") not in _PAIRING:
+        return
+    if not (tf.is_tensor(y_true) and tf.is_tensor(y_pred)) or None in (y_true.shape.rank, y_pred.shape.rank):
+        return
+    more, fewer = sorted((y_true.shape, y_pred.shape), key=lambda shape: -shape.rank)
+    if more.rank > fewer.rank and (more.rank > fewer.rank + 1 or more[-1] != 1):
+        raise refusals.unlike_target(y_pred.shape, y_true.shape)
 
 
 def _weighed(values: Any, mask: Any, sample_weight: Any, reduction: str | None) -> Losses:
@@ -277,16 +294,6 @@ def _floating(value: Any, name: str) -> Any:
         value = value.value
     if tf.is_tensor(value) and value.dtype.is_floating:
         return tf.convert_to_tensor(value)
-    if isinstance(value, dict):
-        keys = ", ".join(map(repr, value))
-        advice = f"return the loss itself, not a dict of {keys}"
-    elif value is None:
-        advice = "is a `return` missing?"
-    elif isinstance(value, (tuple, list)):
-        advice = "return the loss alone"
-    else:
-        advice = "return the tensor that TensorFlow computed: a plain number has no gradient"
-    kind = value.dtype.name + " tensor" if tf.is_tensor(value) else type(value).__name__
-    raise BadSettings(
-        f"{name} returned {'None' if value is None else f'a {kind}'}, and a loss is a scalar tensor: {advice}"
-    )
+    if tf.is_tensor(value):
+        raise BadSettings(f"{name} returned whole numbers ({value.dtype.name}), which have no gradient")
+    raise refusals.not_a_loss(name, value)

@@ -22,13 +22,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands import tree
-from manyhands.errors import BadBatch, NotATensor
-from manyhands.training.data.sources import check_lengths, check_numbers, with_arrays
+from manyhands.errors import BadBatch
+from manyhands.training import refusals
+from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
 from manyhands.training.torch.data.drawn_samples import DrawnSamples, StartWorker, draws_nothing
 from manyhands.training.torch.dict_batches import Named
 from manyhands.training.torch.state import randomness
 
 Batch = Any  # what the user's loader gives: as a rule a tuple of tensors, but a dict or a dataclass is as good
+_KINDS = "(X, y) tensors or arrays, a Dataset, or a DataLoader"
 Prepare = Callable[[Batch], Batch]
 Look = Callable[[Batch], None]
 
@@ -204,31 +206,20 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
         check_numbers([part for part in data.values() if isinstance(part, np.ndarray)])
         return Arrays(tuple(torch.as_tensor(part) for part in data.values()), Named(tuple(data)), shuffle=shuffle)
     arrays_by_name = isinstance(data, Mapping) and 0 not in data
-    of_numbers = isinstance(data, (tuple, list)) and bool(data) and _is_list_of_numbers(data[0])
-    if arrays_by_name or of_numbers or isinstance(data, str):
-        raise NotATensor(
-            f"a {type(data).__name__}{' of numbers' if of_numbers else ''} cannot be read as data: give (X, y) as "
-            "tensors or arrays, a Dataset, or a DataLoader"
-        )
+    of_numbers = isinstance(data, (tuple, list)) and bool(data) and is_list_of_numbers(data[0])
+    if of_numbers:
+        raise refusals.lists_of_numbers()
+    if arrays_by_name or isinstance(data, (str, bytes)):
+        raise refusals.not_data(data, _KINDS)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Samples(data, shuffle=shuffle)
     if hasattr(data, "__iter__"):
         return Stream(data)
-    raise NotATensor(
-        f"a {type(data).__name__} cannot be read as data: give (X, y) tensors or arrays, a Dataset, or a DataLoader"
-    )
+    raise refusals.not_data(data, _KINDS)
 
 
 def _is_array(part: object) -> bool:
     return isinstance(part, torch.Tensor | np.ndarray)
-
-
-def _is_list_of_numbers(entry: object) -> bool:
-    """Whether it is a row of what should have been made an array."""
-    nested = isinstance(entry, list)
-    while isinstance(entry, list) and entry:
-        entry = entry[0]
-    return nested and isinstance(entry, (int, float))
 
 
 def _of_loader(loader: DataLoader[Any]) -> Source:

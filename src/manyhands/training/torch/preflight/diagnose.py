@@ -27,6 +27,7 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from manyhands import tree
+from manyhands.training import refusals
 from manyhands.training.torch.data.samples import can_be_read, few_samples
 from manyhands.training.torch.data.sources import Batch, Samples
 from manyhands.training.torch.job import Job
@@ -65,6 +66,7 @@ def of_prediction(job: Job) -> str | None:
             for words, change in _changes(job, (*inputs, None)):
                 if _answers(job, change((*inputs, None))[:-1]):
                     return words
+            return _refusal(job, inputs)
     return None
 
 
@@ -77,6 +79,18 @@ def _answers(job: Job, inputs: tuple[Any, ...]) -> bool:
     except Exception:
         return False
     return True
+
+
+def _refusal(job: Job, inputs: tuple[Any, ...]) -> str | None:
+    """The model's own reason why it does not take these inputs."""
+    model, inputs = _copy(job, inputs)
+    leaves = [leaf for leaf in tree.flatten(inputs)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    try:
+        with torch.no_grad(), randomness.kept(next(model.parameters()).device):
+            model.eval()(*inputs)
+    except Exception as error:
+        return str(refusals.not_taken(model, [leaf.shape[1:] for leaf in leaves], error))
+    return None
 
 
 def _of_training(job: Job, error: Exception) -> str | None:
@@ -139,15 +153,14 @@ def _of_pairs(job: Job) -> str | None:
     answer = model(*inputs) if name is not None else None
     if not isinstance(answer, torch.Tensor) or not isinstance(target, torch.Tensor) or answer.shape == target.shape:
         return None
-    says = f"{name} compares each number of the answer, here {tuple(answer.shape)}, with a target of its own, and "
+    unlike = str(refusals.unlike_target(answer.shape, target.shape))
     if answer.numel() == target.numel():
-        cast = "" if target.is_floating_point() else ".float()"
-        shape = ", ".join(map(str, (-1, *answer.shape[1:])))
-        return f"{says}the targets are {tuple(target.shape)}: give y.reshape({shape}){cast}"
+        return unlike if target.is_floating_point() else f"{unlike}, as floating-point numbers (.float())"
     if target.is_floating_point() or target.dim() != 1:
-        return f"{says}the targets are {tuple(target.shape)}: give targets of the answer's shape"
+        return unlike
     return (
-        f"{says}the targets are numbers of classes: give loss='cross_entropy', and a model without sigmoid at its end"
+        f"{unlike}. If the targets are numbers of classes, give loss='cross_entropy', and a model without sigmoid at "
+        "its end"
     )
 
 
