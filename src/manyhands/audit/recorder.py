@@ -56,6 +56,7 @@ class Recorder:
         self.launched = False  # whether operations on what stands in for a device were seen
         self.incomplete = False  # more entries than are kept
         self.busy_seconds: float | None = None  # of the device, in one step, where that was measured
+        self.kernel_seconds: float | None = None  # the same without copies from and to pageable memory
         self._on_step = on_step
         self._thread = threading.get_ident()  # that of the steps; until the first one, the program's main thread
         self._last = time.perf_counter()

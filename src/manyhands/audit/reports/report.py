@@ -218,7 +218,9 @@ def _busy_parts(entries: list[Entry], recorder: Recorder) -> tuple[float, float]
     host = sum(entry.work.host for entry in entries) / steps
     copies = sum(entry.wait.after + entry.wait.device for entry in entries if entry.wait is not None) / steps
     drained = sum(map(_drained, entries)) / steps
-    busy = max(0.0, recorder.busy_seconds - copies)
+    busy = recorder.kernel_seconds
+    if busy is None:
+        busy = max(0.0, recorder.busy_seconds - copies)
     rest = max(0.0, busy - drained)
     return min(1.0, rest / host) if host else 0.0, min(1.0, busy / drained) if drained else 1.0
 

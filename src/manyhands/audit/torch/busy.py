@@ -31,7 +31,9 @@ class BusyTime:
             if steps == self._first and not self._give_way:
                 self._start()
             elif steps >= self._last and self._profiler is not None:
-                self._recorder.busy_seconds = self._stop() / (self._last - self._first)
+                steps = self._last - self._first
+                busy, kernels = self._stop()
+                self._recorder.busy_seconds, self._recorder.kernel_seconds = busy / steps, kernels / steps
 
     def _start(self) -> None:
         if not torch.cuda.is_initialized() or compat.profiler_enabled():
@@ -43,15 +45,18 @@ class BusyTime:
         profiler.start()
         self._profiler = profiler
 
-    def _stop(self) -> float:
+    def _stop(self) -> tuple[float, float]:
+        """How long the GPU worked; and without copies from and to pageable memory, which are the host's work."""
         profiler, self._profiler = self._profiler, None
         torch.cuda.synchronize()
         profiler.stop()
-        return busy_seconds(
-            (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        spans = [
+            (event.time_range.start * 1e-6, event.time_range.end * 1e-6, event.name)
             for event in profiler.events() or ()
             if event.device_type.name == "CUDA"
-        )
+        ]
+        kernels = (span[:2] for span in spans if "Pageable" not in span[2])
+        return busy_seconds(span[:2] for span in spans), busy_seconds(kernels)
 
     def _watch_profilers(self) -> None:
         """A profiler of the program, made before or while ours runs, ends ours for good."""
