@@ -224,6 +224,9 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
     def can_be_repeated(self, trace: TraceT, error: BaseException) -> bool: ...
 
+    def can_run_ahead(self, trace: TraceT) -> bool:
+        """Whether a run harms nobody if its results are thrown away: it writes to nothing, draws and checks nothing."""
+
     def random_devices(self, trace: TraceT) -> list[str]: ...
 
     def random_state(self, devices: Sequence[str]) -> list[Tensor]: ...

@@ -18,11 +18,11 @@ from manyhands.errors import CannotGuard, CannotTrace, ChangesOutside, EngineErr
 from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
 from manyhands.parallel.costs import costs
 from manyhands.parallel.interface import P, ParallelFunction, R
-from manyhands.parallel.plan import Limit, Planned
+from manyhands.parallel.plan import NOT_STARTED, Limit, Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.progress import Progress
 from manyhands.parallel.side_effects import Effects
-from manyhands.parallel.way import AS_WRITTEN
+from manyhands.parallel.way import AS_WRITTEN, Means
 from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.graph import graph
 from manyhands.schedule.memory import Footprint
@@ -71,10 +71,16 @@ class Parallel(ParallelFunction[P, R]):
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
         for planned in self._recent:
             tensors = planned.fits(arguments, keywords)  # type: ignore[misc]
-            if tensors is not None and planned.is_valid_for(arguments, keywords):
+            if tensors is None or not planned.holds():
+                continue
+            # Dynamo's guards take tens of microseconds: where a run harms nobody, the device works meanwhile.
+            result = NOT_STARTED if planned.ahead is None else planned.ahead(tensors)
+            if planned.guards is None or planned.guards(arguments, keywords):
                 self._last = planned
                 planned.used = True
-                return planned.run(tensors, arguments, keywords)  # type: ignore[return-value]
+                if result is NOT_STARTED:
+                    result = planned.run(tensors, arguments, keywords)
+                return result  # type: ignore[return-value]
         call = self.backend.call(arguments, keywords)
         self._last = planned = self._plans.of(call.signature, arguments, keywords) or self._plan_anew(call)
         if not planned.again:
@@ -186,13 +192,15 @@ class Parallel(ParallelFunction[P, R]):
             planned.notes.append(f"guarded by rules of our own: Dynamo cannot follow it ({error})")
         if planned.guards is None or AS_WRITTEN not in planned.seconds:
             return
+        if planned.way.means is Means.GRAPH and self.backend.can_run_ahead(trace):
+            planned.ahead = planned.starts.get(planned.run)
         cost = self.backend.seconds(lambda: planned.is_valid_for(arguments, keywords), None, lambda: None, _GUARD_CALLS)
         if planned.seconds[planned.way] + cost >= planned.seconds[AS_WRITTEN]:
             planned.notes.append(
                 f"{planned.way} is not used: its guards take {cost * 1e6:.0f} us of every call, more than it gains"
             )
             planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
-            planned.guards = None
+            planned.guards = planned.ahead = None
 
     def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
         return self.plain(*arguments, **keywords)
@@ -255,8 +263,19 @@ class Parallel(ParallelFunction[P, R]):
                 backend.set_random_state(random, before)
             if without_memory:
                 planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
+                planned.ahead = None
             return self._plainly(tensors, arguments, keywords)
 
+        def start(tensors: Sequence[object]) -> object:
+            if mixing is not None and mixing(tensors):
+                return NOT_STARTED
+            try:
+                with alone:
+                    return together(run.replay(tensors))
+            except Exception:  # the run that follows says why
+                return NOT_STARTED
+
+        planned.starts[replay] = start
         return replay
 
 

@@ -13,6 +13,8 @@ from manyhands.parallel.way import AS_WRITTEN, Exactness, Way
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint, Peaks, megabytes
 
+NOT_STARTED = object()
+
 
 @dataclass
 class Planned(Standing):
@@ -37,6 +39,11 @@ class Planned(Standing):
     about_runtime: str = ""  # where the framework runs the schedule: what of it is known
     # Runs the schedule once more and gives when each task began and ended.
     timed: Callable[[], Sequence[tuple[float, float]]] | None = None
+    # Starts a run before it is known whether it is wanted, as it leaves nothing but results; ``NOT_STARTED``
+    # where it cannot. Guards are then asked while the device works.
+    ahead: Callable[[Sequence[object]], object] | None = None
+    # Of each run that was tried what starts it so.
+    starts: dict[Run, Callable[[Sequence[object]], object]] = field(default_factory=dict)
     # Recognises a call like the one that was planned, and gives its tensors.
     fits: Callable[[tuple[object, ...], dict[str, object]], list[object] | None] | None = None
 

@@ -79,7 +79,7 @@ def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although what is shown of a job changes while it runs."""
     planned = []
     plan = Parallel._plan
-    monkeypatch.setattr(Parallel, "_plan", lambda self, call, **how: planned.append(1) or plan(self, call, **how))
+    monkeypatch.setattr(Parallel, "_plan", lambda *given, **how: planned.append(1) or plan(*given, **how))
     eager, progress, step = job()
     made = PlannedStep(step, step, progress)
     for _ in range(20):

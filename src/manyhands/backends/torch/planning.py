@@ -26,7 +26,7 @@ from manyhands.backends.torch.capture.facts import (
 )
 from manyhands.backends.torch.capture.fast_match import recogniser
 from manyhands.backends.torch.capture.results import opened
-from manyhands.backends.torch.capture.trace import Trace, together
+from manyhands.backends.torch.capture.trace import Trace, is_check, together
 from manyhands.backends.torch.compat import tree_flatten
 from manyhands.backends.torch.guards.by_dynamo import guards
 from manyhands.backends.torch.passes.regions import fuse, fuse_whole
@@ -169,6 +169,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 def can_be_repeated(trace: Trace, error: BaseException) -> bool:
     """Whether a run that broke off so can be done again: it has written to nothing of the caller's."""
     return getattr(error, "nothing_was_done", False) or not written_memories(trace)
+
+
+def can_run_ahead(trace: Trace) -> bool:
+    """Whether a run harms nobody if its results are thrown away.
+
+    What takes whole numbers may take them for places in a tensor, and end the process where a tensor that has been
+    replaced was larger than the one that the run knows.
+    """
+    if written_memories(trace) or trace.gradients or random_devices(trace):
+        return False
+    on_gpu = all(step.task.device.startswith("gpu") and step.task.kind == "compute" for step in trace.steps)
+    sources = [node.meta.get("val") for step in trace.steps for node in step.node.all_input_nodes]
+    whole = any(isinstance(one, torch.Tensor) and not _is_fraction(one) for one in sources)
+    return on_gpu and not whole and not any(is_check(step.node) for step in trace.steps)
+
+
+def _is_fraction(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
 
 
 def random_devices(trace: Trace) -> list[str]:
@@ -324,6 +342,7 @@ __all__ = [
     "batch_hint",
     "call",
     "can_be_repeated",
+    "can_run_ahead",
     "copied_bytes",
     "copies_or_computes_on_host",
     "cost_keys",
