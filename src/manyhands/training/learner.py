@@ -76,6 +76,10 @@ class Learner(Protocol):
     def data(self) -> Data:
         """What is trained on."""
 
+    @property
+    def test(self) -> Data | None:
+        """What is evaluated on."""
+
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         """Every batch from the cursor to the end of its epoch, each in the form that :meth:`step` takes."""
 

@@ -28,7 +28,7 @@ from manyhands.training.data.order import Cursor, Window, epoch_order
 from manyhands.training.display.unit import unit_of
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.metrics import Metrics
-from manyhands.training.learner import NAN_HINT, Learner, Say
+from manyhands.training.learner import NAN_HINT, Data, Learner, Say
 from manyhands.training.limits.ending import ENDLESS, Ending, StopNow
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, or_none, together
@@ -77,6 +77,7 @@ class Loop:
         self._unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._shown = time.perf_counter()
         self._unit: str | None = None  # what samples are called
+        self._evaluated = 0  # batches of this evaluation
         try:
             self._begin(run, resume)
         except BaseException:
@@ -316,7 +317,14 @@ class Loop:
         self.say({"kind": "alive", "step": self.cursor.step})
 
     def _say_alive_now_and_then(self) -> None:
+        """After each batch of an evaluation."""
         self.ending.interrupt_evaluation()
+        self._evaluated += 1
+        if self._evaluated == loader_batches.MANY and self.first and _has_unknown_length(self.learner.test):
+            self._warn(
+                f"the evaluation has not ended after {loader_batches.MANY} batches. If the validation data have no "
+                "end, say how many batches to take: limits=mh.Limits(limit_val_batches=100)"
+            )
         if time.perf_counter() - self._shown > _SHOW_EVERY:
             self.say_alive()
 
@@ -461,6 +469,7 @@ class Loop:
 
     def _evaluate(self, epoch: int) -> tuple[Figures | None, dict[str, Any]]:
         """Figures over the validation data, and the user's metrics by the names that they have in a row."""
+        self._evaluated = 0
         with self.learner.averaged():
             tested, values = evaluate.figures_of(self.learner, self.metrics, self._say_alive_now_and_then)
         metrics = {f"val_{name}": value for name, value in values.items()}
@@ -492,3 +501,7 @@ class Loop:
         rows = ", ".join(str(row["epoch"]) for row in self._unwritten)
         figures = [f"{self.run.metrics_path.name} lacks the figures of epoch {rows}"] if rows else []
         return figures + saving.unsaved_weights(self.run, self.cursor.step)
+
+
+def _has_unknown_length(data: Data | None) -> bool:
+    return data is not None and data.count is None and loader_batches.length(data) is None

@@ -234,6 +234,22 @@ def test_a_signal_within_an_evaluation(bench: Bench) -> None:
 
 
 @pytest.mark.neutral
+def test_a_signal_within_the_last_evaluation(bench: Bench) -> None:
+    """Validation data may have no end: a job at its limit is stopped, too, and evaluates when it goes on."""
+    train, validation = bench.data()
+    how: dict[str, Any] = {"epochs": None, "limits": Limits(max_steps=3), "run": bench.new_run()}
+
+    def endless() -> Iterator[Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return itertools.chain.from_iterable(itertools.repeat(list(validation)))
+
+    with pytest.raises(Stopped) as caught:
+        bench.fit(data=(train, endless), **how)
+    assert (caught.value.result.steps, caught.value.result.rows) == (3, [])
+    assert bench.fit(data=(train, validation), resume="auto", **how).rows[-1]["val_loss"] is not None
+
+
+@pytest.mark.neutral
 def test_no_handlers_outside_the_main_thread(bench: Bench) -> None:
     seen: list[Any] = []
     look = Recorded(1, lambda: seen.append(signal.getsignal(signal.SIGTERM)))

@@ -183,6 +183,8 @@ def test_an_epoch_without_an_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(loader_batches, "MANY", 3)
     with pytest.warns(UserWarning, match=r"epoch 1 has not ended after 3 batches.*islice"):
         bench.fit(epochs=1, data=Loader(bench))
+    with pytest.warns(UserWarning, match=r"the evaluation has not ended after 3 batches.*limit_val_batches"):
+        bench.fit(epochs=1, data=(WithLength(bench), Loader(bench)))
 
 
 @pytest.mark.neutral

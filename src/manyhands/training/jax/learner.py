@@ -117,6 +117,10 @@ class JaxLearner:
     def data(self) -> Source:
         return self.job.train
 
+    @property
+    def test(self) -> Source | None:
+        return self.job.test
+
     # Steps
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Any]]:

@@ -74,9 +74,9 @@ class Ending:
     def interrupt_evaluation(self) -> None:
         """Raise where a signal has come; a resumed job evaluates again.
 
-        Several processes are somewhere else each, and the evaluation at the end of a job does not come again.
+        Several processes are somewhere else each, and cannot agree on it.
         """
-        if self.learner.size == 1 and self.requests.asked is not None and self.reached is None:
+        if self.learner.size == 1 and self.requests.asked is not None:
             self.signal = self.requests.asked
             raise StopNow
 

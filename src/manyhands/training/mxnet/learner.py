@@ -56,7 +56,7 @@ class GluonLearner:
         look: Look | None = None,
     ) -> None:
         self.model, self.trainer, self.objective, self.settings = model, trainer, objective, settings
-        self.devices, self.data = list(devices), data
+        self.devices, self.data, self.test = list(devices), data, test
         self.notes: list[str] = []
         given = settings.step.shares
         self.shares = [float(share) for share in given] if given is not None and given != "measured" else None

@@ -106,6 +106,10 @@ class KerasLearner:
             self._set_weights(self.from_first(self._packed_weights()))
             self._set_memory(self.from_first(self._packed_memory()))
 
+    @property
+    def test(self) -> Source | None:
+        return self.job.test
+
     # Steps
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Given]]:
