@@ -128,3 +128,21 @@ def test_what_does_not_fit_the_outputs_is_named() -> None:
     good, bad = (FEATURES, KIND), ({"age": FEATURES["age"]}, KIND)
     with pytest.raises(BadBatch, match="the one before it had"):
         mh.Trainer(1, quiet=True, loss=SPARSE).fit(model("one"), [good, good, bad])
+
+
+def test_predictions_of_inputs_by_name() -> None:
+    """Without targets, with them, and in the batches of a data set: what the model itself gives."""
+    net, trainer = model(), mh.Trainer(devices=["virtual:0", "virtual:1"], quiet=True, batch_size=BATCH)
+    expected = {name: np.asarray(one) for name, one in net(FEATURES).items()}
+    targets = {"price": PRICE, "kind": KIND}
+    batches = in_batches(FEATURES)
+    for data in (
+        FEATURES,
+        (FEATURES, targets),
+        [FEATURES["age"], FEATURES["words"]],
+        batches,
+        in_batches((FEATURES, targets)),
+    ):
+        outputs = trainer.predict(net, data)
+        for name, values in expected.items():
+            np.testing.assert_allclose(outputs[name], values, rtol=1e-12)

@@ -66,7 +66,9 @@ def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
 
 def inputs_of(model: Any, batch: Sequence[Any], inputs: Inputs | None = None) -> tuple[Any, ...]:
     """The model's inputs in a batch with targets; ``inputs``: in one for prediction, which may have none."""
-    if inputs is not None and not any(map(is_nested, batch)):
+    if any(map(is_nested, batch)):  # as Keras's fit takes it: (x,), (x, y) or (x, y, sample_weight)
+        return tuple(batch) if inputs is not None and len(batch) == 1 else parts_of(model, batch).inputs
+    if inputs is not None:
         if inputs.targets is False:
             return tuple(batch)
         if inputs.targets is None and len(batch) <= inputs.arrays:
