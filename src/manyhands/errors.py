@@ -220,6 +220,10 @@ class CannotTrace(EngineError, RuntimeError):
     holds: Callable[[], bool] | None = None  # whether that is still so, where it may change
 
 
+class MustRunAsWritten(CannotTrace):
+    """A call that is to be seen as it is written: somebody listens to each operation, or derives it."""
+
+
 class CannotGuard(EngineError, RuntimeError):
     """A function that Dynamo cannot follow, so that its guards are not known."""
 

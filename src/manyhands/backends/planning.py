@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from manyhands.backends.exactness import Verdict
@@ -79,6 +80,71 @@ DevicesT = TypeVar("DevicesT")
 PlanT = TypeVar("PlanT")
 
 
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A line at which a function cannot be captured further: Python does it, and a new piece begins behind it."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}: {self.code}  ({self.reason})"
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What is captured between two breaks: a graph, and a second one where gradients flow back through it."""
+
+    place: str  # the user's lines that it stands for: "train.py:10-13"
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """How a captured graph is run for arguments like those that it was planned with."""
+
+    run: Run
+    in_graph: bool  # a CUDA graph: results lie in its memory if they may be overwritten
+    is_final: bool  # False: to be planned again at the next call
+
+
+# Plans a captured graph for arguments; None: it is run as it is.
+Planner = Callable[[tuple[Value, ...]], GraphPlan | None]
+# Makes a planner: of a piece's graph, whether it is the backward one, and whether a call may overwrite its results.
+MakePlanner = Callable[[Piece, Callable[..., Value], bool, bool], Planner]
+
+
+class InPieces(Protocol):
+    """A function that is captured where that is possible, and run by Python where it is not."""
+
+    @property
+    def breaks(self) -> Sequence[Break]: ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What went wrong while it was captured: there it is run plainly."""
+
+    @property
+    def captured(self) -> int:
+        """How often something was captured so far: grows where a call is not like those before."""
+
+    def call(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
+        """What the function gives."""
+
+    def last_pieces(self) -> Sequence[Piece]:
+        """The pieces that this thread's last call consisted of, in their order."""
+
+
+@dataclass
+class Times:
+    """Seconds of one call; a backward pass through its results may come later, or never."""
+
+    forward: float = 0.0
+    backward: float | None = None
+
+
 class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     """All that the planner asks. Devices are None where there is only the CPU."""
 
@@ -86,6 +152,9 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
     def call(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> CallT:
         """The call with these arguments."""
+
+    def mode(self) -> object:
+        """What of the framework's modes may make another plan of a call; asked before every call."""
 
     def recogniser(self, call: CallT) -> Callable[..., list[Tensor] | None] | None:
         """What tells quickly whether another call is like this one, and gives its tensors; None where none can."""
@@ -109,6 +178,15 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
 
         :class:`~manyhands.errors.CannotGuard` says why there are no others.
         """
+
+    def in_pieces(self, function: Callable[..., Value], make: MakePlanner) -> InPieces:
+        """The function, captured in pieces when it is called."""
+
+    def has_pieces(self) -> bool:
+        """Whether functions can be captured in pieces, as things are now."""
+
+    def timed_call(self, call: Callable[[], Value]) -> tuple[Value, Times]:
+        """What a call gives, and what it takes, the devices' work included; so for a backward pass after it."""
 
     # Facts
 

@@ -23,7 +23,7 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def explain(name: str, planned: Planned) -> str:
-    lines = [f"{name}: run as {planned.how}"]
+    lines = [f"{name}: run {planned.pieces.how}" if planned.pieces is not None else f"{name}: run as {planned.how}"]
     width = max((len(str(way)) for way in [*planned.seconds, *planned.predicted]), default=0)
     for way, spent in planned.seconds.items():
         told = f", predicted {_ms(planned.predicted[way])}" if way in planned.predicted else ""
@@ -45,7 +45,10 @@ def explain(name: str, planned: Planned) -> str:
         lines.append(f"  {planned.costed.told()}")
     if planned.planning:
         lines.append(f"  planned in {planned.planning}")
-    return "\n".join([*lines, *(f"  {note}" for note in planned.notes)])
+    lines += [f"  {note}" for note in planned.notes]
+    if planned.pieces is not None:
+        lines += planned.pieces.told(explain)
+    return "\n".join(lines)
 
 
 def _ms(seconds: float) -> str:

@@ -3,6 +3,8 @@
 A call is known by its signature (structure, shapes, strides, dtypes, devices, modes, plain values). The first call of a
 signature traces the function, measures its operations, plans for several numbers of lanes, proves every plan, tries
 the promising ones and compares results with plain execution. What is not faster, or not equal, is not used.
+
+A function that cannot be traced as a whole is captured in pieces (:mod:`.pieces`), each of which is planned so.
 """
 
 from __future__ import annotations
@@ -13,11 +15,20 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from manyhands.backends.planning import AnyPlanning, Call, Replay, Run, Trace
-from manyhands.errors import CannotGuard, CannotTrace, ChangesOutside, EngineError, NotYet, first_line
+from manyhands.backends.planning import AnyPlanning, Call, GraphPlan, Planner, Replay, Run, Trace
+from manyhands.errors import (
+    CannotGuard,
+    CannotTrace,
+    ChangesOutside,
+    EngineError,
+    MustRunAsWritten,
+    NotYet,
+    first_line,
+)
 from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
 from manyhands.parallel.costs import costs
 from manyhands.parallel.interface import P, ParallelFunction, R
+from manyhands.parallel.pieces import Captured, Pieces
 from manyhands.parallel.plan import NOT_STARTED, Limit, Planned
 from manyhands.parallel.plan_cache import NEVER_AGAIN, Plans
 from manyhands.parallel.progress import Progress
@@ -25,12 +36,15 @@ from manyhands.parallel.side_effects import Effects
 from manyhands.parallel.way import AS_WRITTEN, Means
 from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.graph import graph
+from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint
 from manyhands.schedule.simulate import timeline_of
 from manyhands.schedule.timeline import Timeline
 from manyhands.tasks import scope
 
 _RECENT = 4  # plans that are asked whether they know a call before its signature is built
+_DIRECT_KEYS = 8  # kinds of calls that go to the function itself
+_DIRECT_CALLS = 100  # of one kind, until plans are asked again
 _GUARD_CALLS = 20  # that are timed, to know what guards cost
 _MEMORY = 1.3  # of plain execution's memory a plan may take
 # Tracing replaces parts of Python and of the framework for a while: one thread at a time.
@@ -67,8 +81,15 @@ class Parallel(ParallelFunction[P, R]):
         self.synchronous = synchronous
         self._plans: Plans[Planned] = Plans()
         self._recent: tuple[Planned, ...] = ()  # those that are asked first whether they know a call
+        self._captured: Captured | None = None  # in pieces, where it cannot be traced as a whole
+        self._direct: dict[object, list[int]] = {}  # calls that go to the function itself, and how many more may
 
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
+        if self._direct and not keywords:
+            left = self._direct.get(self._quick_key(arguments))
+            if left is not None and left[0] > 0:
+                left[0] -= 1
+                return self.function(*arguments, **keywords)
         for planned in self._recent:
             tensors = planned.fits(arguments, keywords)  # type: ignore[misc]
             if tensors is None or not planned.holds():
@@ -79,19 +100,77 @@ class Parallel(ParallelFunction[P, R]):
                 self._last = planned
                 planned.used = True
                 if result is NOT_STARTED:
+                    if planned.run == self._plainly:
+                        self._call_directly(planned, arguments, keywords)
                     result = planned.run(tensors, arguments, keywords)
                 return result  # type: ignore[return-value]
         call = self.backend.call(arguments, keywords)
         self._last = planned = self._plans.of(call.signature, arguments, keywords) or self._plan_anew(call)
         if not planned.again:
+            if planned.cannot_be_one and planned.pieces is None and self.backend.has_pieces():
+                Pieces(self._in_pieces, self.backend, planned, at_once=self.synchronous)
             self._remember(planned, call)
         return planned.run(*call.given)  # type: ignore[return-value]
+
+    def _quick_key(self, arguments: tuple[object, ...]) -> tuple[object, ...]:
+        """What makes it likely that a call is like another one. It need not be: plain execution is always right."""
+        return (self.backend.mode(), *[getattr(argument, "shape", None) for argument in arguments])
+
+    def _call_directly(self, planned: Planned, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
+        """Have calls like this one go to the function itself, if no plan of it has won yet.
+
+        To ask plans whether they fit would cost every call and gain nothing. Now and then they are asked: what the
+        function depends on may be other.
+        """
+        plans = [*self._recent, planned]
+        if self.has_guards or keywords or not all(one.run == self._plainly for one in plans):
+            self._direct.clear()
+        else:
+            if len(self._direct) >= _DIRECT_KEYS:
+                self._direct.clear()
+            self._direct[self._quick_key(arguments)] = [_DIRECT_CALLS]
 
     def plan_for(self, arguments: tuple[object, ...]) -> Planned:
         """The plan of a call with these arguments. Who runs it sees to it that later calls are alike."""
         call = self.backend.call(arguments, {})
         self._last = self._plans.of(call.signature, arguments, {}) or self._plan_anew(call)
         return self._last
+
+    @property
+    def plan_if_any(self) -> Planned | None:
+        """What is known of the last call; None before the first one."""
+        return self._last
+
+    def planner(self) -> Planner:
+        """Plans a graph of Dynamo's, whose guards stand for the signature of later calls."""
+        self.has_guards = True
+
+        def plan(arguments: tuple[object, ...]) -> GraphPlan | None:
+            planned = self.plan_for(arguments)
+            if planned.way == AS_WRITTEN and not planned.again:
+                return None
+            return GraphPlan(planned.run, planned.way.means is Means.GRAPH, is_final=not planned.again)
+
+        return plan
+
+    def _in_pieces(self) -> Captured:
+        """The function captured in pieces, each graph of which is planned like a function."""
+        if self._captured is None:
+
+            def graph(function: Callable[..., object], reuse: bool) -> Parallel[..., object]:
+                made = Parallel(
+                    function,
+                    self.backend,
+                    reuse_outputs=reuse,
+                    memory=self.memory,
+                    compile=self.compile,
+                    synchronous=self.synchronous,
+                )
+                made.shows_progress = False  # its name says nothing to the user
+                return made
+
+            self._captured = Captured(self.backend, self.function, graph)
+        return self._captured
 
     def _remember(self, planned: Planned, call: Call) -> None:
         if planned.fits is None:
@@ -117,6 +196,13 @@ class Parallel(ParallelFunction[P, R]):
         return planned
 
     # Explaining
+
+    def _scheduled(self) -> Schedule:
+        planned = self.planned
+        if planned.pieces is not None and (pieces := planned.pieces.joined()) is not None:
+            planned.schedule, planned.footprint = pieces
+            planned.timed = planned.pieces.moments
+        return super()._scheduled()
 
     def measured(self) -> Timeline:
         schedule = self._scheduled()
@@ -156,9 +242,11 @@ class Parallel(ParallelFunction[P, R]):
             planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])
             planned.holds = error.holds or planned.holds
             planned.again = isinstance(error, NotYet) or (first and isinstance(error, ChangesOutside))
+            planned.cannot_be_one = not isinstance(error, MustRunAsWritten)
             return planned
         except Exception as error:  # the function's own, if it is, comes from plain execution
-            return Planned(self._plainly, notes=[f"cannot be traced: {first_line(error)}"], again=first)
+            note = f"cannot be traced: {first_line(error)}"
+            return Planned(self._plainly, notes=[note], again=first, cannot_be_one=True)
         try:
             with self.backend.untouched(trace, call.tensors) as put_back:
                 planned = self._choose(call, trace, device, progress)
@@ -255,6 +343,7 @@ class Parallel(ParallelFunction[P, R]):
             except Exception as error:
                 if not backend.can_be_repeated(trace, error):
                     error.add_note("it was run on lanes, and has written to tensors of yours: it cannot be repeated")
+                    error.has_written = True  # type: ignore[attr-defined]
                     raise
                 if without_memory := backend.is_out_of_memory(error):
                     planned.notes.append(f"{planned.how} ran out of memory: plain execution from then on ({error})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from manyhands.backends.planning import Run
 from manyhands.parallel.costs import Costed
@@ -12,6 +13,9 @@ from manyhands.parallel.plan_cache import Standing
 from manyhands.parallel.way import AS_WRITTEN, Exactness, Way
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint, Peaks, megabytes
+
+if TYPE_CHECKING:
+    from manyhands.parallel.pieces import Pieces
 
 NOT_STARTED = object()
 
@@ -32,10 +36,12 @@ class Planned(Standing):
     notes: list[str] = field(default_factory=list)
     planning: str = ""  # how long planning took, in words
     again: bool = False  # plan anew at the next call
+    cannot_be_one: bool = False  # it cannot be captured as one graph, but perhaps in pieces
     costed: Costed | None = None
     footprint: Footprint | None = None
     peaks: Peaks | None = None
     advice: Sequence[str] = ()
+    pieces: Pieces | None = None  # where it cannot be captured as one graph
     about_runtime: str = ""  # where the framework runs the schedule: what of it is known
     # Runs the schedule once more and gives when each task began and ended.
     timed: Callable[[], Sequence[tuple[float, float]]] | None = None

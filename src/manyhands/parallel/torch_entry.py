@@ -9,7 +9,6 @@ from manyhands.backends.torch import dynamo, planning, threads_and_modes
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.interface import P, R
-from manyhands.parallel.way import Means
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 
@@ -118,21 +117,10 @@ def compile_backend(module: dynamo.GraphModule, inputs: Sequence[object], **sett
     """
     fuse = dynamo.options_from(settings).get("fuse", True)
     return dynamo.compile_with(
-        module, inputs, lambda function, reuse: planner(Parallel(function, planning, compile=fuse, reuse_outputs=reuse))
+        module,
+        inputs,
+        lambda function, reuse: Parallel(function, planning, compile=fuse, reuse_outputs=reuse).planner(),
     )
-
-
-def planner(function: Parallel[..., object]) -> dynamo.Planner:
-    """Plans a graph of Dynamo's, whose guards stand for the signature of later calls."""
-    function.has_guards = True
-
-    def plan(arguments: tuple[object, ...]) -> dynamo.Plan | None:
-        planned = function.plan_for(arguments)
-        if planned.way.is_plain and not planned.again:
-            return None
-        return dynamo.Plan(planned.run, planned.way.means is Means.GRAPH, is_final=not planned.again)
-
-    return plan
 
 
 dynamo.register(compile_backend, only_if_loaded=True)

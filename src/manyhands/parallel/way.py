@@ -19,6 +19,7 @@ class Means(enum.Enum):
     GRAPH = "one graph"  # a CUDA graph that is captured once and replayed
     STREAMS = "issued at every call"  # CUDA streams
     RUNTIME = "the framework's own runtime"
+    PIECES = "in pieces"  # captured graphs, and Python between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Way:
 
 
 AS_WRITTEN = Way(Means.AS_WRITTEN)
+IN_PIECES = Way(Means.PIECES)
 
 
 @dataclass(frozen=True, slots=True)

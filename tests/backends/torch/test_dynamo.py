@@ -15,7 +15,7 @@ from manyhands import torch as mh
 from manyhands.backends.torch import dynamo, planning
 from manyhands.backends.torch.passes import regions
 from manyhands.errors import CannotFuse, EngineError
-from manyhands.parallel import choose_compiled, torch_entry
+from manyhands.parallel import choose_compiled
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way, close
@@ -176,9 +176,9 @@ class Watching:
     def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
         return dynamo.compile_with(module, inputs, self._plan)
 
-    def _plan(self, function: Callable[..., Any], reuse: bool) -> dynamo.Planner:
+    def _plan(self, function: Callable[..., Any], reuse: bool) -> Any:
         self.made.append(Parallel(function, planning, reuse_outputs=reuse))
-        return torch_entry.planner(self.made[-1])
+        return self.made[-1].planner()
 
 
 class Branchy(nn.Module):

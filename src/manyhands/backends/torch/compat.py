@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import FrameSummary
 from types import CodeType
 from typing import Any, cast
 
@@ -223,6 +224,138 @@ def dynamo_check(function: Any) -> Callable[[dict[str, Any]], bool] | None:
 
     entries = _debug_get_cache_entry_list(function.__code__)
     return entries[0].guard_manager.check if len(entries) == 1 else None
+
+
+# How Dynamo captures a function in pieces. Numbers and shapes are fixed: a plan is for these. What it would do in
+# another way than Python does (NumPy's functions by PyTorch's, a failed ``assert`` as another error) is left to Python.
+_IN_PIECES = {
+    "disable": False,
+    "suppress_errors": True,
+    "fail_on_recompile_limit_hit": False,
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,
+    "trace_numpy": False,
+    "rewrite_assert_with_torch_assert": False,
+    "skip_nnmodule_hook_guards": False,
+    "trace_autograd_ops": False,
+}
+# Loggers of what users of torch.compile want to know.
+_TALKATIVE = ("torch", "torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor", "torch._logging")
+
+
+class _Frames:
+    """Stands before Dynamo: is asked for every function that is called for the first time, and is ready for errors."""
+
+    def __init__(
+        self, convert: Any, as_it_is: Callable[[CodeType], str | None], broken: Callable[[BaseException], None]
+    ) -> None:
+        self._torchdynamo_orig_backend = self._convert = convert  # by that name Dynamo finds the backend
+        self._as_it_is, self._broken = as_it_is, broken
+        self._left: dict[CodeType, str] = {}  # to Python
+
+    def __call__(self, frame: Any, *given: Any) -> Any:
+        from torch._dynamo import config, convert_frame
+        from torch._dynamo.types import ConvertFrameReturn
+
+        code = frame.f_code
+        left = self._left.get(code) or self._as_it_is(code)
+        if left is None:
+            settings = {name: value for name, value in _IN_PIECES.items() if hasattr(config, name)}
+            try:
+                with convert_frame.compile_lock, config.patch(settings), _quiet(), self._listening():
+                    result = self._convert(frame, *given)
+                if result.guarded_code is not None or "skipfiles" in str(result.skip_reason):
+                    return result
+                left = "alone"
+            except Exception as error:
+                self._broken(error)
+                left = "alone"
+        self._left[code] = left
+        # Not for the code: somebody else may compile it in another way.
+        result = ConvertFrameReturn(apply_to_code=False)
+        if left == "all":
+            skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+            result.frame_exec_strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
+        return result
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Hear of each place where Dynamo leaves a function to Python."""
+        from torch._dynamo import symbolic_convert
+
+        owner: Any = symbolic_convert.InstructionTranslatorBase
+        before = getattr(owner, "log_graph_break", None)
+        if before is None:
+            yield
+            return
+
+        def log_graph_break(translator: Any, code_options: Any, reason: str, exc: BaseException) -> None:
+            if not getattr(exc, "logged", False):
+                self._broken(exc)
+            before(translator, code_options, reason, exc)
+
+        owner.log_graph_break = log_graph_break
+        try:
+            yield
+        finally:
+            owner.log_graph_break = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What PyTorch warns of here is for users of torch.compile; who set TORCH_LOGS gets it all."""
+    import logging
+
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    for logger, level in zip(loggers, levels, strict=True):
+        if level >= logging.WARNING or level == logging.NOTSET:
+            logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def compile_in_pieces(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    as_it_is: Callable[[CodeType], str | None],
+    broken: Callable[[BaseException], None],
+) -> Callable[..., Any]:
+    """Let Dynamo capture a function; where it cannot follow, Python goes on. No error of Dynamo's gets out.
+
+    ``as_it_is`` says of code that is run for the first time whether to leave it to Python ("alone", or "all" that it
+    calls too). ``broken`` hears why a graph ends; ``stack_of`` says where.
+    """
+    import torch._dynamo
+
+    context: Any = torch._dynamo.optimize(backend)
+    if hasattr(context, "callback"):  # otherwise the user has switched Dynamo off
+        context.callback = _Frames(context.callback, as_it_is, broken)
+    return cast(Callable[..., Any], context(function))
+
+
+def stack_of(error: BaseException) -> list[FrameSummary]:
+    """Where in the captured code Dynamo stopped, the innermost call last."""
+    return list(getattr(error, "real_stack", None) or ())
+
+
+def captured_code() -> list[CodeType]:
+    """The code of the graph that is being compiled: the function, and those that it calls."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return list(getattr(context, "traced_code", ()))
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Within a backward pass: have this called when all of it is over."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
 
 
 def is_dynamo_loaded() -> bool:

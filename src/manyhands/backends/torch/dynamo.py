@@ -18,13 +18,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx import GraphModule as GraphModule  # what Dynamo hands to a backend
 
+from manyhands.backends.planning import GraphPlan, Planner
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.fast_match import tensor_guards
 from manyhands.backends.torch.run.cuda_graph import only_tried
@@ -35,28 +35,21 @@ Function = Callable[..., Any]
 _RECENT = 4  # plans of one graph that are kept: a graph may be for several shapes
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a graph is run for arguments like those that it was planned with."""
-
-    run: Callable[[Sequence[torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
-    in_graph: bool  # a CUDA graph: results lie in its memory if they may be overwritten
-    is_final: bool  # False: to be planned again at the next call
-
-
-Planner = Callable[[tuple[Any, ...]], "Plan | None"]  # of arguments; None: the graph runs as it is
 Make = Callable[[Function, bool], Planner]  # of a function; True: the next call may overwrite results
 
 
-def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make) -> Function:
-    """What Dynamo shall call instead of a module; ``make`` plans a function of tensors."""
+def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, make_backward: Make | None = None) -> Function:
+    """What Dynamo shall call instead of a module; ``make`` plans a function of tensors.
+
+    ``make_backward`` plans the graph of the backward pass, if that is to be known.
+    """
     places = set[int]()
 
     def forward(graph: GraphModule, _: Any) -> Function:
         return compat.make_boxed_function(_PlannedGraph(graph, make, places, compat.forward_graph()))
 
     def backward(graph: GraphModule, _: Any) -> Function:
-        return compat.make_boxed_function(_PlannedGraph(graph, make, places, None))
+        return compat.make_boxed_function(_PlannedGraph(graph, make_backward or make, places, None))
 
     compiled = compat.aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=forward)
     return compiled(module, inputs)
@@ -128,13 +121,14 @@ class _PlannedGraph:
             results[number] = value
         return results
 
-    def _own_results(self, bound: _Bound, plan: Plan, arguments: tuple[Any, ...]) -> list[Any]:
+    def _own_results(self, bound: _Bound, plan: GraphPlan, arguments: tuple[Any, ...]) -> list[Any]:
         if not plan.in_graph:
             given = tuple(_plain(value) for value in arguments)
-            return list(plan.run([value for value in given if isinstance(value, torch.Tensor)], given, {}))
+            tensors = [value for value in given if isinstance(value, torch.Tensor)]
+            return list(cast(Sequence[Any], plan.run(tensors, given, {})))
         # Kept results stay in the graph's memory: the backward pass reads them there.
         with only_tried() if self._kept else nullcontext():
-            own = list(plan.run(bound.tensors_of(arguments), arguments, {}))
+            own = list(cast(Sequence[Any], plan.run(bound.tensors_of(arguments), arguments, {})))
         if not self._kept:
             return own
         for at in self._callers:
@@ -165,7 +159,7 @@ class _Bound:
     graph may be for several shapes, and ``in_place`` are the numbers of tensors that a CUDA graph reads where they lay.
     """
 
-    def __init__(self, plan: Plan | None, arguments: tuple[Any, ...], in_place: Sequence[int]) -> None:
+    def __init__(self, plan: GraphPlan | None, arguments: tuple[Any, ...], in_place: Sequence[int]) -> None:
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         self.plan = plan
         self._all_tensors = len(tensors) == len(arguments)

@@ -30,6 +30,7 @@ from manyhands.backends.torch.capture.trace import Trace, is_check, together
 from manyhands.backends.torch.compat import tree_flatten
 from manyhands.backends.torch.guards.by_dynamo import guards
 from manyhands.backends.torch.passes.regions import fuse, fuse_whole
+from manyhands.backends.torch.pieces import has_pieces, in_pieces, timed_call
 from manyhands.backends.torch.run import costs, float64
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.codegen import Plan, let_go_at, plan_of
@@ -46,6 +47,7 @@ from manyhands.backends.torch.run.streams import (
 from manyhands.backends.torch.run.threads import ThreadRun
 
 name = "torch"
+mode = torch.is_grad_enabled
 # How a call is run: its tensors, and the arguments as they were given.
 Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
 _REPEATS = 20
@@ -358,10 +360,13 @@ __all__ = [
     "graph_run",
     "guards",
     "hardware",
+    "has_pieces",
+    "in_pieces",
     "is_out_of_memory",
     "let_go_at",
     "measured",
     "mixing",
+    "mode",
     "name",
     "observed",
     "overlapping",
@@ -379,6 +384,7 @@ __all__ = [
     "thread_run",
     "threads",
     "timed",
+    "timed_call",
     "together",
     "trace",
     "unsplit",

@@ -41,7 +41,7 @@ from manyhands.backends.torch.guards.state import Outside
 from manyhands.backends.torch.passes.split import split
 from manyhands.backends.torch.run.result_copies import has_no_gaps
 from manyhands.backends.torch.virtual import VirtualTensor, home, no_hooks, only_hooks, only_known_functions
-from manyhands.errors import CannotTrace
+from manyhands.errors import CannotTrace, MustRunAsWritten
 from manyhands.generated import function
 
 
@@ -258,10 +258,10 @@ def _drawn(tensor: torch.Tensor) -> torch.Tensor:
 
 def trace(function: Callable[..., Any], call: Call) -> Trace:
     """Trace the function for calls of this signature."""
+    if (reason := _why_plain()) is not None:
+        raise MustRunAsWritten(reason)
     must_be_plain(call.tensors, call.others)
     outside = Outside(function, call.others)
-    if (reason := _why_plain()) is not None:
-        raise CannotTrace(reason)
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in call.tensors)
     watch = Watch(outside, refuse_gradients=with_gradient)
     recorded = [tensor.requires_grad for tensor in call.tensors]

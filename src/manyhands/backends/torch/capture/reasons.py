@@ -3,16 +3,25 @@
 PyTorch says ``GuardOnDataDependentSymNode: Could not guard on data-dependent expression Eq(u0, 1)``. What is meant is
 that the function wants to know a tensor's value while none is computed yet, as ``if x.sum() > 0`` does; and where it
 stands is known from the traceback: the innermost frame that belongs neither to PyTorch, nor to Python, nor to us.
+
+Dynamo says ``Unsupported Tensor.item() call with capture_scalar_outputs=False`` where it leaves a function to Python.
 """
 
 from __future__ import annotations
 
+import functools
 import linecache
+import re
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 
-from manyhands.backends.torch.compat import DataDependentOutputException, DynamicOutputShapeException
+import torch
+
+import manyhands
+from manyhands.backends.planning import Break
+from manyhands.backends.torch.compat import DataDependentOutputException, DynamicOutputShapeException, stack_of
 
 _NOT_THE_USERS = frozenset(sys.stdlib_module_names) | {"torch", "manyhands"}
 _LONGEST = 60  # characters of a line that is shown
@@ -44,6 +53,61 @@ def _where(error: BaseException) -> str:
             continue
         code = frame.f_code
         text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-        shown = f": {text[:_LONGEST]}{'...' if len(text) > _LONGEST else ''}" if text else ""
+        shown = f": {_shortened(text)}" if text else ""
         return f" (in {code.co_name}, line {line} of {Path(code.co_filename).name}{shown})"
     return ""
+
+
+# What Dynamo says of a break, and what it means; {0} is the name that its explanation puts into backticks.
+_BREAKS = (
+    ("tensor.item", "a tensor's value is read in Python"),
+    ("tensor.tolist", "a tensor's values are read in Python"),
+    ("numpy", "a tensor goes to NumPy, or comes from there"),
+    ("data-dependent", "a branch depends on a tensor's values"),
+    ("generic_jump", "a branch depends on a tensor's values"),
+    ("dynamic shape operator", "the shape of a result depends on values"),
+    ("tensor.backward", "the backward pass starts here: it is planned apart from the forward pass"),
+    ("requires_grad_", "a tensor is made to require gradients"),
+    ("graph_break()", "PyTorch's optimizers are run as they are"),
+    ("failed to trace builtin", "{0}() is left to Python"),
+    ("marked as skipped", "{0}() is left to Python"),
+    ("unsupported method call", "{0}() is left to Python"),
+)
+
+
+def break_of(error: BaseException) -> Break | None:
+    """Where Dynamo stopped and why, in words; None where that is no line of the user's."""
+    lines = [frame for frame in stack_of(error) if is_users(frame.filename)]
+    if not lines:
+        return None
+    frame = lines[-1]
+    # Dynamo goes on in functions of its own: torch_dynamo_resume_in_step_at_14.
+    name = re.sub(r"^(torch_dynamo_resume_in_)+|(_at_\d+)+$", "", frame.name)
+    text = linecache.getline(frame.filename, frame.lineno or 0).strip() or (frame.line or "")
+    return Break(Path(frame.filename).name, frame.lineno or 0, name, _shortened(text), _words(str(error)))
+
+
+def _words(text: str) -> str:
+    told, _, rest = text.partition("Explanation:")
+    explanation = rest.strip().partition("\n")[0]
+    named = re.search(r"`([^`]+?)\.?`", explanation)
+    first = told.strip().partition("\n")[0]
+    for word, meaning in _BREAKS:
+        if word in first.lower() or (word == "graph_break()" and word in text):
+            return meaning.format(named[1].removeprefix("builtins.") if named else "a function")
+    return f"Dynamo cannot follow it ({first})"
+
+
+def is_users(filename: str) -> bool:
+    """Whether code of this file is neither PyTorch's, nor Python's, nor ours."""
+    return not filename.startswith(_not_users())
+
+
+@functools.cache
+def _not_users() -> tuple[str, ...]:
+    own = [str(Path(package.__path__[0])) for package in (torch, manyhands)]
+    return (*own, sysconfig.get_paths()["stdlib"], "<manyhands", "<frozen")
+
+
+def _shortened(text: str) -> str:
+    return f"{text[:_LONGEST]}{'...' if len(text) > _LONGEST else ''}"

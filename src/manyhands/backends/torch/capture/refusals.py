@@ -22,7 +22,7 @@ from manyhands.backends.torch.capture.trace import Trace, is_check
 from manyhands.backends.torch.compat import tree_leaves
 from manyhands.backends.torch.guards.kinds import is_installed
 from manyhands.backends.torch.virtual import VirtualTensor
-from manyhands.errors import CannotTrace
+from manyhands.errors import CannotTrace, MustRunAsWritten
 
 _OF_PYTHON = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type)
 BY_VALUE = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -35,7 +35,7 @@ def must_be_plain(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> Non
     """Of the arguments: tensors, and what else there is."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter, VirtualTensor):
-            raise CannotTrace(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
+            raise MustRunAsWritten(f"an argument is no ordinary tensor, but {type(tensor).__name__}, {tensor.layout}")
     for leaf in others:
         if not isinstance(leaf, (*BY_VALUE, *_SAME_OBJECT)) and not _is_of_the_user(type(leaf)):
             raise CannotTrace(f"an argument is a {type(leaf).__name__}: its content may change without being noticed")

@@ -1,0 +1,301 @@
+"""A function in pieces: Dynamo captures what it can, Python does the rest, and each graph between them is planned.
+
+    def step(x):
+        y = net(x).relu()      # piece 1
+        print(y.mean().item()) # a break: Python reads the value and prints it
+        return (y @ w).sum()   # piece 2
+
+Dynamo guards each piece, and captures another one where the guards do not hold. A piece changes nothing but by its
+results: what Python is to see of it (an attribute that is set, a list that grows, an argument that is written to)
+happens when its graph is over. Two rules keep errors what they are in plain execution:
+
+- A function that handles errors (``try``, a ``with`` of one's own) is left to Python, and what it calls is captured. In
+  a graph an error would pass by its handlers.
+- If the graph with which a call begins fails, nothing has happened yet: the whole call is made plainly.
+
+Code that asks whether it is compiled is left to Python, because it does something else then (a TransformerEncoder does
+not leave out padded places). So are optimizers of PyTorch with all that they call: captured, they round differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import manyhands
+from manyhands.backends.planning import Break, MakePlanner, Piece, Times
+from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.reasons import break_of, is_users
+from manyhands.backends.torch.dynamo import compile_with
+from manyhands.backends.torch.second_derivatives import can_be_derived
+from manyhands.errors import first_line
+from manyhands.generated import function as generated
+
+_CALL = "def call(function, arguments, keywords):\n    return function(*arguments, **keywords)"
+_OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim") + os.sep
+_OURS = str(manyhands.__path__[0]) + os.sep
+_QUESTIONS = {"is_compiling", "is_dynamo_compiling"}
+_MODULES = os.path.join("torch", "nn", "modules", "module.py")  # calls modules, compiled or not, with the same results
+_RESUMED = "torch_dynamo_resume_in"  # Dynamo's name of what comes after a break
+
+
+class _LeftToPython(Exception):
+    """Raised in place of a graph: the code that it stands for is left to Python."""
+
+
+class InPieces:
+    """A function of the user's, captured in pieces when it is called."""
+
+    def __init__(self, function: Callable[..., Any], make: MakePlanner) -> None:
+        self.function = function
+        self.breaks: list[Break] = []
+        self.notes: list[str] = []
+        self.captured = 0
+        self._make, self._name = make, getattr(function, "__name__", type(function).__name__)
+        self._local = threading.local()
+        call = generated("call", _CALL, {})  # of its own: Dynamo keeps what it captures with the code
+        self._first = {call.__code__, getattr(_behind(function), "__code__", None)}
+        self._compiled = compat.compile_in_pieces(call, self._capture, self._as_it_is, self._broken)
+
+    def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        ran: list[_Captured] = []
+        outer, self._local.ran = getattr(self._local, "ran", None), ran
+        try:
+            return self._compiled(self.function, arguments, keywords)
+        except Exception as error:
+            if len(ran) != 1 or not ran[0].failed_at_start(error):
+                raise
+        finally:
+            self._local.last, self._local.ran = ran, outer
+        return self.function(*arguments, **keywords)
+
+    def last_pieces(self) -> Sequence[Piece]:
+        return list(dict.fromkeys(captured.piece for captured in getattr(self._local, "last", ())))
+
+    # Called by Dynamo
+
+    def _as_it_is(self, code: CodeType) -> str | None:
+        """Whether code is left to Python alone, with all that it calls, or not."""
+        if code.co_filename.startswith(_OPTIMIZERS):
+            return "all"
+        if code.co_filename.startswith(_OURS):
+            return "alone"
+        if is_users(code.co_filename) and not code.co_name.startswith(_RESUMED) and _handles_errors(code):
+            self._note(f"{_named(code)} handles errors (try): Python runs it, and what it calls is planned")
+            return "alone"
+        return None
+
+    def _broken(self, error: BaseException) -> None:
+        found = break_of(error)
+        if found is None:
+            self._note(f"Dynamo failed, so that a part is run plainly ({first_line(error)})")
+        elif found not in self.breaks:
+            self.breaks.append(found)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _capture(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What Dynamo shall call instead of a graph."""
+        self.captured += 1
+        code = compat.captured_code()
+        left = next((why for why in map(_why_left_to_python, code) if why is not None), None)
+        if left is not None:
+            self._note(f"{_place(module, self._name)} {left}: Python runs it, and what it calls is planned")
+            raise _LeftToPython
+        captured = _Captured(Piece(_place(module, self._name)), bool(code) and code[0] in self._first, self._local)
+        captured.count = _keep_unused(module)
+        captured.forward = module.forward
+        try:
+            captured.run = compile_with(
+                module,
+                inputs,
+                functools.partial(self._planner, captured, is_backward=False),
+                functools.partial(self._planner, captured, is_backward=True),
+            )
+        except Exception as error:
+            self._note(f"{captured.piece.place} is run plainly: it cannot be planned ({first_line(error)})")
+            captured.run = module.forward
+        return captured.call
+
+    def _planner(self, captured: _Captured, graph: Any, reuse: bool, *, is_backward: bool) -> Any:
+        captured.draws_random_numbers |= any(
+            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes
+        )
+        return self._make(captured.piece, graph, is_backward, reuse)
+
+
+def _keep_unused(module: GraphModule) -> int:
+    """Make results of what nobody uses, so that it is done: it draws random numbers, or fails. Gives how many others
+    there are.
+    """
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    unused = [
+        node
+        for node in module.graph.nodes
+        if node.op.startswith("call_") and not node.users and isinstance(node.meta.get("example_value"), torch.Tensor)
+    ]
+    if unused:
+        output.args = ((*results, *unused),)
+        module.recompile()
+    return len(results)
+
+
+class _Captured:
+    """A piece as Dynamo calls it."""
+
+    run: Callable[..., Any]
+    forward: Callable[..., Any]  # the graph as Dynamo captured it
+    count: int  # of the results that Dynamo knows of
+
+    def __init__(self, piece: Piece, is_first: bool, local: threading.local) -> None:
+        self.piece, self._is_first, self._local = piece, is_first, local
+        self.draws_random_numbers = False
+
+    def call(self, *arguments: Any) -> Any:
+        ran = getattr(self._local, "ran", None)
+        if ran is not None:
+            ran.append(self)
+        before = _random_state() if self.draws_random_numbers else None
+        try:
+            results = self.run(*arguments)
+            if torch.is_grad_enabled():
+                draw_again = None if before is None else functools.partial(_set_random_state, before)
+                can_be_derived(results, self.forward, arguments, draw_again)
+            return results[: self.count]
+        except Exception as error:
+            self._local.failed = error
+            if before is not None:
+                _set_random_state(before)
+            raise
+
+    def failed_at_start(self, error: BaseException) -> bool:
+        """Whether this is the error of a graph before which nothing had happened, and which has changed nothing."""
+        failed, self._local.failed = getattr(self._local, "failed", None), None
+        return self._is_first and failed is error and not getattr(error, "has_written", False)
+
+
+def _behind(function: Any) -> Any:
+    while isinstance(function, (functools.partial, MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return function if isinstance(function, FunctionType) else None
+
+
+def _why_left_to_python(code: CodeType) -> str | None:
+    """Why captured code would do something else in a graph, or None."""
+    if code.co_filename.startswith(_OURS):
+        return "uses manyhands"
+    if _QUESTIONS & set(code.co_names) and not code.co_filename.endswith(_MODULES):
+        return "asks whether it is compiled"
+    users = is_users(code.co_filename)
+    if code.co_name == "__exit__" and (users or os.path.basename(code.co_filename) == "contextlib.py"):
+        return "closes something behind itself (with)"
+    if users and not code.co_name.startswith(_RESUMED) and _handles_errors(code):
+        return "handles errors (try)"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _handles_errors(code: CodeType) -> bool:
+    names = [instruction.opname for instruction in dis.get_instructions(code)]
+    return names.count("PUSH_EXC_INFO") > names.count("WITH_EXCEPT_START")
+
+
+def _named(code: CodeType) -> str:
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}, {code.co_name}"
+
+
+def _place(module: GraphModule, name: str) -> str:
+    """The user's lines that a graph stands for."""
+    lines: dict[str, list[int]] = {}
+    for node in module.graph.nodes:
+        found = _line_of(node.meta.get("stack_trace") or "")
+        if found is not None:
+            lines.setdefault(found[0], []).append(found[1])
+    if not lines:  # of PyTorch's own layers alone
+        return name
+    file, numbers = max(lines.items(), key=lambda pair: len(pair[1]))
+    first, last = min(numbers), max(numbers)
+    return f"{os.path.basename(file)}:{first}" + (f"-{last}" if last > first else "")
+
+
+def _line_of(stack: str) -> tuple[str, int] | None:
+    """The innermost line of the user's: PyTorch writes ``File "train.py", line 14, in step``."""
+    for line in reversed(stack.splitlines()):
+        if not line.strip().startswith('File "'):
+            continue
+        file, _, rest = line.strip()[len('File "') :].partition('", line ')
+        number = rest.partition(",")[0]
+        if is_users(file) and number.isdigit():
+            return file, int(number)
+    return None
+
+
+def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+def in_pieces(function: Callable[..., Any], make: MakePlanner) -> InPieces:
+    return InPieces(function, make)
+
+
+def has_pieces() -> bool:
+    """Not beside dispatch modes, as virtual devices have one: there Dynamo captures nothing."""
+    return not compat.count_dispatch_modes()
+
+
+# Timing
+
+
+def timed_call(call: Callable[[], Any]) -> tuple[Any, Times]:
+    """What a call gives, and what it takes: the devices are waited for.
+
+    A backward pass through its results is timed from where it comes to them to its end.
+    """
+    times = Times()
+    _finish()
+    start = time.perf_counter()
+    result = call()
+    _finish()
+    times.forward = time.perf_counter() - start
+    begun: list[float] = []
+
+    def ends() -> None:
+        _finish()
+        times.backward = time.perf_counter() - begun[0]
+
+    def begins(_: torch.Tensor) -> None:
+        if not begun:
+            _finish()
+            begun.append(time.perf_counter())
+            compat.call_after_backward(ends)
+
+    for leaf in compat.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            with contextlib.suppress(RuntimeError):
+                leaf.register_hook(begins)
+    return result, times
+
+
+def _finish() -> None:
+    if torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(number)

@@ -1,0 +1,222 @@
+"""A function that cannot be captured as one graph: when its pieces are captured, and whether they are worth it.
+
+A function may print, write files, count its calls: nothing of it can be tried out. So everything that is to be known is
+learned from the calls that the caller makes anyway, and each of them gives what plain execution gives:
+
+- two plain calls, timed. A function that takes less than pieces cost to call stays plain for good;
+- calls in pieces, until nothing new is captured and every graph is planned. If no plan is faster than its graph as it
+  is, the function is called directly from then on;
+- calls in pieces and plain ones in turns, timed with the backward passes that follow them. The faster way is kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from manyhands.backends.planning import InPieces, Piece, Planner, Run, Times, Value
+from manyhands.errors import first_line
+from manyhands.parallel.plan import Planned
+from manyhands.parallel.way import AS_WRITTEN, IN_PIECES
+from manyhands.schedule.joined import Part, joined
+from manyhands.schedule.lanes import Schedule
+from manyhands.schedule.memory import Footprint
+
+if TYPE_CHECKING:
+    from manyhands.backends.planning import AnyPlanning
+    from manyhands.parallel.function import Parallel
+
+_PLAIN_CALLS = 2  # before anything is captured: who calls once does not wait for a compiler
+_TOO_SHORT = 200e-6  # seconds of a call, below which checking the guards of pieces costs what they could gain
+_UNTIL_SETTLED = 10  # calls in which something new was captured
+_UNTIL_PLANNED = 4  # calls in which nothing new was captured: a graph without a plan has none, or nobody uses it
+_TURNS = 5  # of each way
+_CLEARLY = 0.97  # of plain execution's time
+
+
+class Captured:
+    """The pieces of one function, for all signatures of its calls."""
+
+    def __init__(
+        self,
+        backend: AnyPlanning,
+        function: Callable[..., Value],
+        graph: Callable[[Callable[..., Value], bool], Parallel[..., Value]],
+    ) -> None:
+        """``graph`` makes of a captured graph what plans it; True: the next call may overwrite its results."""
+        self._graph = graph
+        self.graphs: dict[
+            Piece, dict[bool, Parallel[..., Value]]
+        ] = {}  # by piece, and whether it is the backward pass's
+        self.capture: InPieces = backend.in_pieces(function, self._make)
+
+    def _make(self, piece: Piece, function: Callable[..., Value], is_backward: bool, reuse: bool) -> Planner:
+        graph = self._graph(function, reuse)
+        self.graphs.setdefault(piece, {})[is_backward] = graph
+        return graph.planner()
+
+    def plans(self, pieces: Sequence[Piece]) -> list[tuple[str, Planned]]:
+        """What is known of these pieces, each with its name, forward passes first."""
+        found: list[tuple[str, Planned]] = []
+        for number, piece in enumerate(pieces, 1):
+            graphs = self.graphs.get(piece, {})
+            for is_backward, graph in sorted(graphs.items()):
+                role = ", backward" if is_backward else ", forward" if len(graphs) > 1 else ""
+                if (planned := graph.plan_if_any) is not None:
+                    found.append((f"piece {number}{role} ({piece.place})", planned))
+        return found
+
+
+class Pieces:
+    """The calls of one signature: plain, in pieces, or still being compared."""
+
+    def __init__(
+        self, captured: Callable[[], Captured], backend: AnyPlanning, planned: Planned, *, at_once: bool
+    ) -> None:
+        """``planned``: what is known of the signature; ``at_once``: in pieces from the first call on, for debugging."""
+        self._captured_later, self._backend, self._planned = captured, backend, planned
+        self._captured: Captured | None = None
+        self._plainly: Run = planned.run
+        self._next: Callable[[tuple[Value, ...], dict[str, Value]], Value] = self._alone if at_once else self._timed
+        self._plain: list[float] = []
+        self._calls = self._quiet = 0  # in pieces, and since something new was captured
+        self._turns: dict[bool, list[Times]] = {False: [], True: []}  # True: in pieces
+        self._lock = threading.Lock()
+        self.last: Sequence[Piece] = ()
+        planned.pieces, planned.run = self, self.run
+
+    def run(self, tensors: Sequence[Value], arguments: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
+        return self._next(arguments, keywords)
+
+    # The stages
+
+    def _timed(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
+        start = time.perf_counter()
+        result = self._plainly((), arguments, keywords)
+        self._plain.append(time.perf_counter() - start)
+        if len(self._plain) >= _PLAIN_CALLS:
+            if min(self._plain) < _TOO_SHORT:
+                self._stay_plain(
+                    f"it takes {min(self._plain) * 1e6:.0f} us: to call it in pieces costs as much as they could gain"
+                )
+            else:
+                self._next = self._settling
+        return result
+
+    def _alone(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
+        """One call in pieces."""
+        if self._captured is None:
+            try:
+                self._captured = self._captured_later()
+            except Exception as error:  # Dynamo does not support every version of Python
+                self._stay_plain(f"it cannot be captured in pieces ({first_line(error)})")
+                return self._plainly((), arguments, keywords)
+            self._planned.notes.append("captured in pieces by Dynamo, which leaves to Python what it cannot follow")
+        try:
+            return self._captured.capture.call(arguments, keywords)
+        finally:
+            self.last = self._captured.capture.last_pieces()
+
+    def _settling(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
+        before = self._captured.capture.captured if self._captured is not None else -1
+        result = self._alone(arguments, keywords)
+        if self._captured is None:
+            return result
+        with self._lock:
+            is_new = self._captured.capture.captured != before
+            self._calls, self._quiet = self._calls + 1, 0 if is_new else self._quiet + 1
+            graphs = [graph for piece in self.last for graph in self._captured.graphs.get(piece, {}).values()]
+            if is_new and self._calls >= _UNTIL_SETTLED:
+                self._stay_plain("what it depends on changes on every call, so that its pieces do not fit again")
+            elif is_new or (self._quiet < _UNTIL_PLANNED and any(graph.plan_if_any is None for graph in graphs)):
+                pass
+            elif any(planned.way != AS_WRITTEN for _, planned in self._captured.plans(self.last)):
+                self._next = self._comparing
+            else:
+                self._stay_plain("no plan of its pieces is faster than the piece as it is")
+        return result
+
+    def _comparing(self, arguments: tuple[Value, ...], keywords: dict[str, Value]) -> Value:
+        """In turns; the decision comes with the call after the last turn, when its backward pass is over, too."""
+        with self._lock:
+            pieces, plain = self._turns[True], self._turns[False]
+            if len(plain) >= _TURNS <= len(pieces):
+                self._decide()
+                turn = None
+            else:
+                turn = len(pieces) <= len(plain)
+        if turn is None:
+            return self._planned.run((), arguments, keywords)
+        way = self._alone if turn else lambda *given: self._plainly((), *given)
+        result, times = self._backend.timed_call(lambda: way(arguments, keywords))
+        self._turns[turn].append(times)
+        return result
+
+    def _decide(self) -> None:
+        seconds = {turn: _typical(times) for turn, times in self._turns.items()}
+        self._planned.seconds = {AS_WRITTEN: seconds[False], IN_PIECES: seconds[True]}
+        if seconds[True] < _CLEARLY * seconds[False]:
+            self._planned.way, self._next = IN_PIECES, self._alone
+        else:
+            self._stay_plain("its pieces gain less than Dynamo's checks before each of them cost")
+
+    def _stay_plain(self, why: str) -> None:
+        self._planned.run, self._planned.way = self._plainly, AS_WRITTEN
+        self._planned.notes.append(f"called directly: {why}")
+
+    # Explaining
+
+    @property
+    def how(self) -> str:
+        if self._planned.run == self._plainly:
+            return f"as {AS_WRITTEN}"
+        if self._next == self._timed:
+            return f"as {AS_WRITTEN} at first, in pieces from call {_PLAIN_CALLS + 1} on"
+        count = len(self.last)
+        text = "in one piece" if count == 1 else f"in {count} pieces, with Python between them"
+        return text if self._next == self._alone else f"{text}; still being compared with {AS_WRITTEN}"
+
+    def told(self, explained: Callable[[str, Planned], str]) -> list[str]:
+        """The breaks and the pieces, in lines; ``explained`` tells of one piece."""
+        if self._captured is None:
+            return []
+        capture = self._captured.capture
+        lines = [f"  break {number}: {one}" for number, one in enumerate(capture.breaks, 1)]
+        lines += [f"  {note}" for note in capture.notes]
+        for name, planned in self._captured.plans(self.last):
+            lines += [f"  {line}" for line in explained(name, planned).splitlines()]
+        return lines
+
+    def plans(self) -> list[tuple[str, Planned]]:
+        return [] if self._captured is None else self._captured.plans(self.last)
+
+    def joined(self) -> tuple[Schedule, Footprint] | None:
+        """The schedules of all pieces one after the other, with what Python does between them; None: there is none."""
+        parts = [
+            Part(name.partition(" (")[0], planned.schedule, planned.footprint)
+            for name, planned in self.plans()
+            if planned.schedule is not None and planned.footprint is not None
+        ]
+        return joined(parts) if parts else None
+
+    def moments(self) -> list[tuple[float, float]]:
+        """When each task of the joined schedule began and ended, in runs of the pieces with made-up arguments."""
+        found: list[tuple[float, float]] = []
+        now = 0.0
+        for _, planned in self.plans():
+            if planned.schedule is None or planned.footprint is None or planned.timed is None:
+                continue
+            if found:
+                found.append((now, now))
+            moments = planned.timed()
+            found += [(now + start, now + stop) for start, stop in moments]
+            now = max((stop for _, stop in found), default=now)
+        return found
+
+
+def _typical(times: Sequence[Times]) -> float:
+    backward = [one.backward for one in times if one.backward is not None]
+    return statistics.median(one.forward for one in times) + (statistics.median(backward) if backward else 0.0)

@@ -1,0 +1,335 @@
+"""Functions that cannot be captured as one graph: planned in pieces, equal to plain execution, called directly if that
+is faster."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import torch as mh
+from manyhands.backends.planning import Times
+from manyhands.backends.torch import compat, pieces, planning
+from manyhands.parallel import function
+from manyhands.parallel import pieces as stages
+from manyhands.parallel.function import Parallel
+from manyhands.parallel.way import AS_WRITTEN, IN_PIECES
+
+pytestmark = pytest.mark.skipif(
+    torch._C._len_torch_dispatch_stack() > 0, reason="beside a dispatch mode Dynamo captures nothing"
+)
+
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def in_pieces(called: Callable[..., Any]) -> Parallel:
+    """In pieces from the first call on; each graph is always run by its plan, in the caller's thread."""
+    return Parallel(called, planning, synchronous=True)
+
+
+def printed(call: Callable[[], Any]) -> tuple[Any, str]:
+    with redirect_stdout(io.StringIO()) as text:
+        result = call()
+    return result, text.getvalue()
+
+
+def breaks_thrice(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin() + 1
+    print("largest", round(y.max().item(), 4))
+    if y.sum() > 0:
+        y = y * 2
+    return y @ y
+
+
+def test_each_piece_is_planned_and_each_break_is_told(tmp_path: Path) -> None:
+    fast = in_pieces(breaks_thrice)
+    for number in range(3):
+        found, expected = (printed(lambda call=call, n=number: call(X - n)) for call in (fast, breaks_thrice))
+        assert torch.equal(found[0], expected[0])
+        assert found[1] == expected[1]
+    told = fast.explain()
+    first = breaks_thrice.__code__.co_firstlineno
+    assert "in 3 pieces, with Python between them" in told
+    assert f"test_pieces.py:{first + 2}, in breaks_thrice: print(" in told
+    assert "(a tensor's value is read in Python)" in told
+    assert f"test_pieces.py:{first + 3}, in breaks_thrice: if y.sum() > 0:  (a branch depends on a tensor's val" in told
+    assert f"piece 1 (test_pieces.py:{first + 1}-{first + 2}): run as the schedule's order" in told
+    # What is drawn are all pieces.
+    assert "then piece 2" in fast.draw(tmp_path / "graph.svg").read_text()
+    spans = [span.name for span in fast.measured().spans]
+    assert [name for name in spans if name.startswith("Python")] == ["Python, then piece 2", "Python, then piece 3"]
+    assert sum("mm" in name for name in spans) == 1
+    assert len(fast.simulated().spans) == len(spans)
+    assert fast.forecast(2).seconds > 0
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.parts[0](x) + nn.functional.dropout(self.parts[1](x), 0.3, self.training)
+
+
+def test_a_model_with_gradients_has_a_planned_forward_and_a_planned_backward() -> None:
+    torch.manual_seed(0)
+    nets = [Branches()]
+    nets.append(copy.deepcopy(nets[0]))
+    fast = in_pieces(nets[1])
+    for net, call in zip(nets, (nets[0], fast), strict=True):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for number in range(4):
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            call(X).square().sum().backward()
+            optimizer.step()
+    for (name, one), other in zip(nets[0].state_dict().items(), nets[1].state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    told = fast.explain()
+    assert "Branches: run in one piece" in told
+    assert "piece 1, forward" in told
+    assert "piece 1, backward" in told
+    assert told.count("run as the schedule's order") == 2
+
+
+def test_gradients_can_be_derived_again() -> None:
+    """A gradient penalty: PyTorch's compiled backward passes refuse a second derivative."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))
+    fast = in_pieces(net)
+    gradients = []
+    for call in (net, fast, fast, fast):
+        torch.manual_seed(1)
+        x = X.clone().requires_grad_()
+        net.zero_grad()
+        (slope,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        (slope.square().sum() + call(x).mean()).backward()
+        gradients.append([one.grad.clone() for one in (x, *net.parameters())])
+    for found in gradients[1:]:
+        for one, other in zip(found, gradients[0], strict=True):
+            torch.testing.assert_close(one, other)
+    assert "piece 1, backward" in fast.explain()
+
+
+def changes_state() -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]:
+    state: dict[str, Any] = {"calls": 0, "sums": [], "weight": torch.ones(4, 4)}
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        state["calls"] += 1
+        state["weight"].mul_(0.5)
+        x.add_(1)
+        state["sums"].append(float((x @ state["weight"]).sum()))
+        return x.sin() * state["calls"] + torch.rand(4, 4)
+
+    return counts, state
+
+
+def test_state_arguments_and_random_numbers_are_those_of_plain_execution() -> None:
+    outcomes = []
+    for wrap in (lambda one: one, in_pieces):
+        counts, state = changes_state()
+        call = wrap(counts)
+        torch.manual_seed(3)
+        x = X.clone()
+        results = [call(x) for _ in range(4)]
+        outcomes.append((results, x, state["calls"], state["sums"], state["weight"], torch.get_rng_state()))
+    for one, other in zip(*outcomes, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def inverse_or_nothing(x: torch.Tensor) -> Any:
+    print("asked")
+    try:
+        return torch.linalg.cholesky(x) + 1
+    except RuntimeError:
+        return None
+
+
+LOG: list[str] = []
+
+
+def fails_later(x: torch.Tensor) -> torch.Tensor:
+    LOG.append("before")
+    y = torch.linalg.cholesky(x)
+    print("still positive")
+    return y
+
+
+def test_errors_are_caught_where_plain_execution_catches_them() -> None:
+    positive, negative = X @ X.t() + 4 * torch.eye(4), -torch.eye(4)
+    fast = in_pieces(inverse_or_nothing)
+    for x in (positive, negative, positive, negative):
+        found, expected = (printed(lambda call=call, x=x: call(x)) for call in (fast, inverse_or_nothing))
+        assert found[1] == expected[1]
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
+    assert "handles errors (try)" in fast.explain()
+    # The graph that a call begins with fails: what comes before the error in the program has happened.
+    fast = in_pieces(fails_later)
+    for x in (positive, positive, negative):
+        LOG.clear()
+        for call in (fails_later, fast):
+            if x is negative:
+                with pytest.raises(torch.linalg.LinAlgError, match="positive-definite"):
+                    call(x)
+            else:
+                printed(lambda call=call, x=x: call(x))
+        assert LOG == ["before", "before"]
+
+
+def test_what_nobody_uses_is_done() -> None:
+    def draws(x: torch.Tensor) -> torch.Tensor:
+        print("drawn")
+        torch.rand(3)
+        return x + 1
+
+    fast = in_pieces(draws)
+    for _ in range(3):
+        states = []
+        for call in (draws, fast):
+            torch.manual_seed(0)
+            printed(lambda call=call: call(X))
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states)
+
+
+def test_an_error_of_dynamo_or_ours_means_plain_execution_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks_down(*_: Any) -> Any:
+        raise AssertionError("out of order")
+
+    monkeypatch.setattr(pieces, "compile_with", breaks_down)
+    fast = in_pieces(breaks_thrice)
+    for _ in range(2):
+        found, expected = (printed(lambda call=call: call(X)) for call in (fast, breaks_thrice))
+        assert torch.equal(found[0], expected[0])
+        assert found[1] == expected[1]
+    assert "is run plainly: it cannot be planned (AssertionError: out of order)" in fast.explain()
+    monkeypatch.setattr(compat._Frames, "_listening", breaks_down)
+    fast = in_pieces(breaks_thrice)
+    assert torch.equal(printed(lambda: fast(X))[0], printed(lambda: breaks_thrice(X))[0])
+    assert "Dynamo failed, so that a part is run plainly (AssertionError: out of order)" in fast.explain()
+    monkeypatch.setattr(compat, "compile_in_pieces", breaks_down)
+    fast = in_pieces(breaks_thrice)
+    assert torch.equal(printed(lambda: fast(X))[0], printed(lambda: breaks_thrice(X))[0])
+    assert "it cannot be captured in pieces (AssertionError: out of order)" in fast.explain()
+
+
+# Which way is taken
+
+
+def stepwise(monkeypatch: pytest.MonkeyPatch, *, seconds: dict[bool, float]) -> tuple[Parallel, list[bool]]:
+    """A function whose calls are noted (True: in pieces) and take so long, as the planner sees it."""
+    taken: list[bool] = []
+    monkeypatch.setattr(stages, "_TOO_SHORT", 0.0)
+
+    def timed_call(call: Callable[[], Any]) -> tuple[Any, Times]:
+        before = len(taken)
+        result = call()
+        return result, Times(seconds[taken[before]], 1.0)
+
+    monkeypatch.setattr(planning, "timed_call", timed_call)
+    fast = mh.parallel(breaks_thrice)
+    real = pieces.InPieces.call
+
+    def call(self: Any, arguments: Any, keywords: Any) -> Any:
+        taken.append(True)
+        return real(self, arguments, keywords)
+
+    monkeypatch.setattr(pieces.InPieces, "call", call)
+    plainly = fast._plainly
+    monkeypatch.setattr(fast, "_plainly", lambda *given: (taken.append(False), plainly(*given))[1])
+    # One plan of a piece is faster than its graph as it is.
+    monkeypatch.setattr(stages.Captured, "plans", lambda self, last: [("", _Lanes())] if last else [])
+    return fast, taken
+
+
+class _Lanes:
+    way = IN_PIECES
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_the_faster_way_is_kept(monkeypatch: pytest.MonkeyPatch, wins: bool) -> None:
+    fast, taken = stepwise(monkeypatch, seconds={True: 1.0 if wins else 2.0, False: 1.9})
+    for _ in range(25):
+        printed(lambda: fast(X))
+    assert not any(taken[: stages._PLAIN_CALLS])
+    turns = taken.count(True)
+    assert turns >= stages._TURNS
+    for _ in range(5):
+        printed(lambda: fast(X))
+    assert taken.count(True) - turns == (5 if wins else 0)
+    assert fast.planned.way == (IN_PIECES if wins else AS_WRITTEN)
+    assert fast.planned.seconds[AS_WRITTEN] == 2.9
+    if not wins:
+        assert fast.planned.run == fast._plainly  # nothing stands between a call and the function
+        told = "its pieces gain less than Dynamo's checks before each of them cost"
+        assert any(told in note for note in fast.planned.notes)
+
+
+def test_a_short_function_never_meets_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_TOO_SHORT", 1e9)
+    monkeypatch.setattr(compat, "compile_in_pieces", lambda *_: pytest.fail("captured"))
+    fast = mh.parallel(breaks_thrice)
+    for _ in range(4):
+        printed(lambda: fast(X))
+    assert "called directly: it takes" in fast.explain()
+
+
+def test_what_never_wins_is_called_directly_and_asked_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(function, "_DIRECT_CALLS", 5)
+    monkeypatch.setattr(stages, "_TOO_SHORT", 1e9)
+    asked = []
+    fast = mh.parallel(lambda x: x + 1 if x.sum() > 0 else x - 1)
+    for _ in range(4):
+        fast(X)
+    for planned in fast._recent:
+        fits = planned.fits
+        planned.fits = lambda *given, fits=fits: (asked.append(1), fits(*given))[1]
+    for _ in range(12):
+        assert torch.equal(fast(X), X + 1 if X.sum() > 0 else X - 1)
+    assert len(asked) == 2
+    with torch.no_grad():
+        fast(X)  # another mode may have another plan
+    assert len(asked) == 3
+
+
+def test_a_function_that_is_never_the_same_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_TOO_SHORT", 0.0)
+    monkeypatch.setattr(stages, "_UNTIL_SETTLED", 4)
+    calls: list[int] = []
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        print("so far", len(calls))
+        return x * len(calls)
+
+    fast = mh.parallel(counts)
+    for number in range(1, 12):
+        assert torch.equal(printed(lambda: fast(X))[0], X * number)
+    assert "called directly: what it depends on changes on every call" in fast.explain()
+
+
+def test_a_backward_pass_is_timed_with_its_call() -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+    result, times = pieces.timed_call(lambda: (X @ weight).sum())
+    assert times.forward > 0
+    assert times.backward is None
+    result.backward()
+    assert times.backward is not None
+    assert times.backward > 0
+    assert pieces.timed_call(lambda: 3)[0] == 3
