@@ -7,6 +7,9 @@ errors, arguments, state and random numbers have to be the same, to the bit.
 Any number of them, from any seed, with the program of each that fails::
 
     python tests/backends/torch/random_calls.py --count 5000 --seed 1000
+
+With ``--breaks`` programs are such that cannot be captured as one graph: they print, read numbers, branch on values,
+catch errors, and give back tensors through which a backward pass goes later.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import io
+import itertools
 import random
 import re
 import sys
 import time
 import types
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +37,7 @@ from manyhands.parallel.function import Parallel
 
 # What a program stands on. Names in capitals are changed between calls.
 WORLD = """
-import collections, dataclasses, functools, math, operator, os, threading
+import collections, contextlib, dataclasses, functools, math, operator, os, threading
 import random as python_random
 import numpy as np
 import torch
@@ -82,6 +88,27 @@ class Running(nn.Module):
 
 def helper(v, k=2.0):
     return v * k
+
+def safe(v):
+    try:
+        return torch.linalg.cholesky(v)
+    except RuntimeError as error:
+        LOG.append(type(error).__name__)
+        return v * 3
+
+def positive(v):
+    LOG.append("asked")
+    if v.sum() < 0:
+        raise ValueError("negative")
+    return v + 1
+
+@contextlib.contextmanager
+def noted(word):
+    LOG.append(word)
+    try:
+        yield
+    finally:
+        LOG.append("end of " + word)
 
 def decorated(f):
     @functools.wraps(f)
@@ -210,6 +237,34 @@ if NUMBER > 3: raise ValueError("too large: " + str(NUMBER))
 assert FLAG or NUMBER < 9, "not now"
 if {a}.shape[1] == 3: {a} = {a} - 1
 """
+# Statements that end a piece, and those that stand between pieces.
+BREAKING = """
+print("sum", float({a}.detach().sum()))
+print("here", NUMBER, len(LOG))
+{new} = {a} * {b}.detach().sum().item()
+{new} = {a} * 2 if {a}.sum() > 0 else {b} - 1
+if {a}.mean() > {b}.mean(): LOG.append("more")
+{new} = {a} + len({a}[{a} > 0])
+{new} = {a} * {a}.tolist()[0][0]
+{new} = {a} + torch.from_numpy({b}.detach().numpy() * 2)
+{new} = safe({a})
+{new} = positive({a})
+{new} = safe(positive({a}))
+{new} = {a} * 1.5; LOG.append(float({new}.detach().sum()))
+{new} = NET({a}.float()).to({a}.dtype); print("net")
+{new} = {a} * PARAMETER.to({a}.dtype)
+({a}.detach() * PARAMETER.to({a}.dtype)).sum().backward()
+OPTIMIZER.zero_grad(); ({a}.detach() * PARAMETER.to({a}.dtype)).sum().backward(); OPTIMIZER.step(); print("step")
+if {a}.sum() > 5: raise ValueError("too large")
+assert {a}.abs().max() < 1e6, "too large"
+OBJECT.shift = round({a}.detach().mean().item(), 3)
+{new} = {a} * len(torch.nonzero({b} > 0))
+{new} = {a}.clone(); {new}[0] = 1.0; print({new}.shape)
+{a}.mul_(0.5); print("halved")
+{new} = F.dropout({a}, 0.5); print("dropped")
+{new} = {a} + torch.rand(3, 3); print(round(python_random.random(), 6))
+TABLE["x"] = TABLE["x"] + 1; print(TABLE["x"])
+"""
 # Statements for which a function is run plainly: rare, so that most programs are planned.
 _PLAIN = ("TABLE[", "LOG", "inner[", "OBJECT.shift =", "ARRAY[", "EMA", "SET", "QUEUE", "{new} = RUNNING")
 _PLAIN += (
@@ -228,6 +283,7 @@ BLOCKS = (
     "try:",
     "if OBJECT.on:",
 )
+_BREAKING_BLOCKS = (*BLOCKS, "with noted('block'):", "if a.sum() > b.sum():", "with contextlib.suppress(RuntimeError):")
 # What happens between two calls. Not among them: what docs/parallel.md lists as not noticed.
 CHANGES = """
 NUMBER = NUMBER + 1
@@ -337,22 +393,27 @@ class Program:
     calls: list[tuple[list[str], str, str]]
 
     @classmethod
-    def of(cls, seed: int) -> Program:
+    def of(cls, seed: int, *, breaks: bool = False) -> Program:
         chance = random.Random(seed)
         values, body, depth = ["a", "b"], [], 1
         for number in range(chance.randint(1, 6)):
-            depth, opened = _block(chance, body, depth)
+            depth, opened = _block(chance, body, depth, _BREAKING_BLOCKS if breaks else BLOCKS)
             new = f"v{number}"
             line = chance.choice(_RARE if chance.random() < 0.04 else _USUAL)
+            if breaks and chance.random() < 0.5:
+                line = chance.choice(_lines(BREAKING))
             names = {"a": chance.choice(values), "b": chance.choice(values), "new": new}
             body.append("    " * depth + line.format(**names))
             if opened and body[-2].strip() == "try:":
                 body.append("    " * (depth - 1) + f"except (RuntimeError, ValueError): {new} = a * 3")
             depth = depth - 1 if opened else depth
-            if line.startswith("{new} =") and (not opened or "if OBJECT" not in body[-2]):
+            if line.startswith("{new} =") and (
+                not opened or not body[-2].strip().startswith(("if ", "with contextlib"))
+            ):
                 values.append(new)
         kept = chance.sample(values, min(len(values), chance.randint(1, 3)))
-        kept = [name if chance.random() < 0.08 else f"{name}.detach() * 1" for name in kept]
+        as_it_is = 0.5 if breaks else 0.08
+        kept = [name if chance.random() < as_it_is else f"{name}.detach() * 1" for name in kept]
         result = chance.choice(["[{}]", "({},)", "{{'r': [{}]}}"]).format(", ".join(kept))
         lines = ["def made():", "    inner, closed = {'k': 1.5}, 0.75", "    cells = {'inner': inner}"]
         lines += ["    def function(a, b):", *("    " + line for line in body), f"        return {result}"]
@@ -378,19 +439,23 @@ def _change(chance: random.Random, function: list[str]) -> str:
     return chance.choice(near if near and chance.random() < 0.8 else _lines(CHANGES))
 
 
-def _block(chance: random.Random, body: list[str], depth: int) -> tuple[int, bool]:
+def _block(chance: random.Random, body: list[str], depth: int, blocks: Sequence[str]) -> tuple[int, bool]:
     """Sometimes one statement stands in a block of its own."""
     if chance.random() > 0.25:
         return depth, False
-    body.append("    " * depth + chance.choice(BLOCKS))
+    body.append("    " * depth + chance.choice(blocks))
     return depth + 1, True
+
+
+_worlds = itertools.count()
 
 
 class World:
     """The values that a program stands on, and one call after the other."""
 
     def __init__(self, program: Program, *, parallel: bool) -> None:
-        module = sys.modules["random_program"] = types.ModuleType("random_program")  # dataclasses look for it
+        name = f"random_program_{next(_worlds)}"  # of its own: Dynamo finds global values by it
+        module = sys.modules[name] = types.ModuleType(name)  # dataclasses look for it
         self.names: dict[str, Any] = vars(module)
         self.names.update(_ARGUMENT_MAKERS)
         self.module = module  # its names go with it
@@ -409,14 +474,18 @@ class World:
         seed(number)
         given = eval(arguments, self.names)
         made = contextlib.nullcontext() if surroundings == "nothing" else eval(surroundings, self.names)
+        printed = io.StringIO()
         try:
-            with made:
+            with made, contextlib.redirect_stdout(printed):
                 result = self.call(*given)
             # Who is who is a part of the result: the argument itself, or the same value twice.
             places = {id(one): n for n, one in enumerate(given)}
-            outcome = content(result), [places.get(id(one)) for one in _leaves(result)]
+            outcome = content(result), [places.get(id(one)) for one in _leaves(result)], printed.getvalue()
+            later = [one.sum() for one in _leaves(result) if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+            if later:
+                sum(later).backward()
         except Exception as error:
-            outcome = type(error).__name__, str(error).partition("\n")[0]
+            outcome = type(error).__name__, str(error).partition("\n")[0], printed.getvalue()
         state = {name: content(self.names[name]) for name in STATE}
         after = torch.get_rng_state().tolist()[:64], random.random(), torch.is_grad_enabled(), torch.get_default_dtype()
         return outcome, content(list(given)), state, after
@@ -505,13 +574,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--breaks", action="store_true", help="programs that cannot be captured as one graph")
     parser.add_argument("--show", type=int, default=5, help="how many failing programs are printed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     failed, statements, start = [], collections.Counter[str](), time.time()
     for seed in range(options.seed, options.seed + options.count):
-        program = Program.of(seed)
+        program = Program.of(seed, breaks=options.breaks)
         try:
             wrong = difference(program)
         except Exception as error:
