@@ -51,13 +51,13 @@ def share(ones: Iterable[Hashable], others: Set[Hashable]) -> bool:
 
 def joined(spans: Iterable[Span]) -> list[Span]:
     """The same memory in order, with one span where several overlap."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in sorted(spans):
-        if found and span.start < found[-1].end:
-            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        if merged and span.start < merged[-1].end:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].end, span.end))
         else:
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged
 
 
 def content(span: Span, whole: int, blocks: int) -> bytes:

@@ -25,11 +25,11 @@ _MAKING = ("__new__", "__init__", "__post_init__")  # what calling a class calls
 
 def words_of(code: types.CodeType) -> list[str]:
     """All words that a function's code, and the functions inside it, may look up: globals and attributes."""
-    found = dict.fromkeys(code.co_names)
+    names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= dict.fromkeys(words_of(constant))
-    return list(found)
+            names |= dict.fromkeys(words_of(constant))
+    return list(names)
 
 
 def members(
@@ -113,6 +113,6 @@ def is_foreign(value: Any) -> bool:
 
 def slots_of(one: type) -> list[str]:
     """The names of a class's slots."""
-    found = [vars(owner).get("__slots__", ()) for owner in one.__mro__]
-    words = [word for slots in found for word in ((slots,) if isinstance(slots, str) else slots)]
+    declared = [vars(owner).get("__slots__", ()) for owner in one.__mro__]
+    words = [word for slots in declared for word in ((slots,) if isinstance(slots, str) else slots)]
     return [word for word in words if not word.startswith("__")]

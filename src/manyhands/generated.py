@@ -27,8 +27,8 @@ def functions(label: str, source: str, names: dict[str, Any]) -> list[Callable[.
     filename = f"<manyhands {label} {next(_numbers)}>"
     before = set(names)
     exec(compile(source, filename, "exec"), names)
-    made = [value for name, value in names.items() if name not in before and name != "__builtins__"]
+    defined = [value for name, value in names.items() if name not in before and name != "__builtins__"]
     # Without a time of its own, linecache does not look for the file.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    weakref.finalize(made[0], linecache.cache.pop, filename, None)
-    return made
+    weakref.finalize(defined[0], linecache.cache.pop, filename, None)
+    return defined

@@ -109,8 +109,8 @@ def gpus() -> list[GpuFacts]:
             return []
         driver = _text(_optional(nvml, nvml.nvmlSystemGetDriverVersion) or "unknown")
         count = _optional(nvml, nvml.nvmlDeviceGetCount) or 0
-        found = [_optional(nvml, lambda index=index: _gpu(nvml, index, driver)) for index in range(count)]
-        return [gpu for gpu in found if gpu is not None]
+        readings = [_optional(nvml, lambda index=index: _gpu(nvml, index, driver)) for index in range(count)]
+        return [gpu for gpu in readings if gpu is not None]
 
 
 def why_no_gpus() -> str | None:
@@ -126,7 +126,7 @@ def why_no_gpus() -> str | None:
         return "GPU facts need nvidia-ml-py: pip install 'manyhands[gpu]'"
     except Exception as error:  # whatever is wrong with the driver, it is said in its own words
         return f"no NVIDIA driver answers ({error})"
-    return "the NVIDIA driver sees no GPU that it can tell of"
+    return "the NVIDIA driver sees no GPU that it can describe"
 
 
 def visible_uuid(ordinal: int) -> str | None:

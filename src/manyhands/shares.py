@@ -20,17 +20,17 @@ from manyhands.errors import BadShares
 def check(shares: Sequence[float], count: int | None = None) -> list[Fraction]:
     """The shares as exact fractions of one, or the reason why they are no shares (for ``count`` devices)."""
     try:
-        given = list(shares)
+        values = list(shares)
     except TypeError:
-        raise BadShares(f"shares are a list, one per device; {shares!r} is none: for example [0.7, 0.3]") from None
-    if count is not None and len(given) != count:
+        raise BadShares(f"shares={shares!r}: give a list with one number per device, as [0.7, 0.3]") from None
+    if count is not None and len(values) != count:
         raise BadShares(
-            f"{len(given)} share{'' if len(given) == 1 else 's'} for {count} devices: give one share per device"
+            f"{len(values)} share{'' if len(values) == 1 else 's'} for {count} devices: give one share per device"
         )
-    exact = [_exact(share) for share in given]
+    exact = [_exact(share) for share in values]
     whole = sum(exact)
     if whole == 0:
-        raise BadShares(f"all of the shares {given} are zero: somebody has to do the work")
+        raise BadShares(f"all of the shares {values} are zero: somebody has to do the work")
     return [share / whole for share in exact]
 
 
@@ -64,19 +64,19 @@ def sizes(total: int, count: int, shares: Sequence[float] | None = None, *, leas
     """
     parts = [Fraction(1, count)] * count if shares is None else check(shares, count)
     due = [part * total for part in parts]
-    given = [math.floor(part) for part in due]
-    left = total - sum(given)
-    by_remainder = sorted(range(count), key=lambda i: (given[i] - due[i], i))
+    counts = [math.floor(part) for part in due]
+    left = total - sum(counts)
+    by_remainder = sorted(range(count), key=lambda i: (counts[i] - due[i], i))
     for i in by_remainder[:left]:
-        given[i] += 1
-    return given if least <= 1 else _without_small(given, least)
+        counts[i] += 1
+    return counts if least <= 1 else _without_small(counts, least)
 
 
-def _without_small(given: list[int], least: int) -> list[int]:
-    for i in reversed(range(len(given))):
-        if 0 < given[i] < least:
-            nearest = [j for j in [*range(i - 1, -1, -1), *range(i + 1, len(given))] if given[j]]
+def _without_small(counts: list[int], least: int) -> list[int]:
+    for i in reversed(range(len(counts))):
+        if 0 < counts[i] < least:
+            nearest = [j for j in [*range(i - 1, -1, -1), *range(i + 1, len(counts))] if counts[j]]
             if nearest:
-                given[nearest[0]] += given[i]
-                given[i] = 0
-    return given
+                counts[nearest[0]] += counts[i]
+                counts[i] = 0
+    return counts

@@ -54,23 +54,23 @@ def plain_leaves(tree: object) -> list[Any]:
 
     Several times quicker than :func:`flatten`: enough to see that nothing has to be done.
     """
-    found: list[Any] = []
+    leaves: list[Any] = []
     try:
-        _collect((tree,), found)
+        _collect((tree,), leaves)
     except RecursionError:
         raise BadBatch(_ENDLESS) from None
-    return found
+    return leaves
 
 
-def _collect(values: Iterable[Any], found: list[Any]) -> None:
+def _collect(values: Iterable[Any], leaves: list[Any]) -> None:
     for value in values:
         kind = value.__class__
         if kind is dict:
-            _collect(value.values(), found)
+            _collect(value.values(), leaves)
         elif kind is list or kind is tuple:
-            _collect(value, found)
+            _collect(value, leaves)
         else:
-            found.append(value)
+            leaves.append(value)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: object) -> Any:

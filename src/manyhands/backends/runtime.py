@@ -152,8 +152,8 @@ def call_of(
     known = tuple(_known(leaf, runtime.BY_VALUE) if form is None else form for leaf, form in both)
 
     def rebuild(values: Sequence[object]) -> tuple[tuple[object, ...], dict[str, object]]:
-        given = iter(values)
-        return unflatten([leaf if form is None else next(given) for leaf, form in both])  # type: ignore[return-value]
+        replacements = iter(values)
+        return unflatten([leaf if form is None else next(replacements) for leaf, form in both])  # type: ignore[return-value]
 
     others = [leaf for leaf, form in both if form is None]
     signature = (structure, known, repeated, runtime.modes())
@@ -206,19 +206,19 @@ def taken_apart(
     """
     leaves, unflatten, _ = flat
     places = {id(tensor): number for number, tensor in enumerate(tensors)}
-    made: list[object] = []
+    values: list[object] = []
     kinds: list[Argument | Constant | None] = []
     for leaf in leaves:
         if id(leaf) in places:
             kinds.append(Argument(places[id(leaf)]))
         elif (value := computed(leaf)) is not None:
-            made.append(value)
+            values.append(value)
             kinds.append(None)
         elif isinstance(leaf, constant):
             kinds.append(Constant(leaf))
         else:
             raise CannotTrace(f"a result is a {type(leaf).__name__}, which would be the same one at every call")
-    return made, Outputs(unflatten, kinds)
+    return values, Outputs(unflatten, kinds)
 
 
 # Comparing

@@ -43,6 +43,6 @@ def run(options: argparse.Namespace) -> int:
 
     source = convert.framework_of(options.run)
     names = None if options.names is None else NamesTable.read(options.names)
-    made = convert.convert(options.run, options.to, options.out, names=names, like=options.like)
-    print(f"{made}: the weights of {options.run}, from {source} to {options.to}")
+    new_run = convert.convert(options.run, options.to, options.out, names=names, like=options.like)
+    print(f"{new_run}: the weights of {options.run}, from {source} to {options.to}")
     return 0

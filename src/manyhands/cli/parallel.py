@@ -88,10 +88,10 @@ def _inputs(module: Any, function: Any, text: str) -> tuple[Sequence[Any], dict[
         )
     if not _accepts(wanted := _signature(make), ()):
         raise BadSettings(f"inputs() of {file} takes {wanted}: it is called without arguments, and makes them itself")
-    made = make()
-    if takes is not None and type(made) is dict and _accepts(takes, (), made):
-        return (), made
-    given = made if isinstance(made, (tuple, list)) else (made,)
+    result = make()
+    if takes is not None and type(result) is dict and _accepts(takes, (), result):
+        return (), result
+    given = result if isinstance(result, (tuple, list)) else (result,)
     if not _accepts(takes, given):
         values = "1 value" if len(given) == 1 else f"{len(given)} values"
         raise BadSettings(

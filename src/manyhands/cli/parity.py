@@ -56,14 +56,14 @@ def run(options: argparse.Namespace) -> int:
     recipes.on_cpu(options.devices)
     model, data, loss = _what(options.model, recipes)
     print(f"{'precision':<10} {'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
-    found = parity.compare(
+    comparisons = parity.compare(
         lambda way: recipes.trained(model, data, way, loss), data.count, options.devices, batch_size=options.batch_size
     )
-    for one in found:
+    for one in comparisons:
         shares = "even" if one.shares is None else ":".join(f"{share:g}" for share in one.shares)
         figures = f"{one.difference:>10.1e} {one.limit:>7.0e}"
         print(f"{one.precision:<10} {one.steps:>5} {one.devices:>7} {shares:<12} {figures} {one.words}")
-    if all(one.equal for one in found):
+    if all(one.equal for one in comparisons):
         return 0
     if drawing := parity.drawing_layers(recipes.layers(model)):
         print(

@@ -295,10 +295,10 @@ def _framework_of(leaf: object) -> str | None:
 def installed(framework: str) -> bool:
     """Whether it could be imported; it is not. A mere folder of that name is not it."""
     try:
-        found = importlib.util.find_spec(framework)
+        spec = importlib.util.find_spec(framework)
     except ValueError:  # the name is blocked: sys.modules[framework] is None
         return False
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None
 
 
 def require(framework: str) -> None:

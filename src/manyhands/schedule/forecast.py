@@ -92,12 +92,12 @@ class Forecast:
 def forecast(program: Graph, footprint: Footprint, machine: Machine) -> Forecast:
     """Place, schedule, prove and simulate a program on a machine."""
     placed = place(program, footprint, machine)
-    made = schedule(graph(placed.tasks), machine.all_lanes())
-    check(made)
+    planned = schedule(graph(placed.tasks), machine.all_lanes())
+    check(planned)
     moved = sum(footprint.sizes.get(memory, 0) for memory, _, _ in placed.copies.values())
-    seconds = simulate(made).seconds
+    seconds = simulate(planned).seconds
     alone = seconds if machine.devices == 1 else forecast(program, footprint, replace(machine, devices=1)).seconds
-    return Forecast(machine, placed, made, seconds, alone, moved)
+    return Forecast(machine, placed, planned, seconds, alone, moved)
 
 
 def place(program: Graph, footprint: Footprint, machine: Machine) -> Placed:

@@ -33,10 +33,10 @@ class Graph:
 
     def chains(self) -> list[float]:
         """For each task the seconds of the longest chain that ends with it, its own included."""
-        found: list[float] = []
+        lengths: list[float] = []
         for task, earlier in zip(self.tasks, self.needs, strict=True):
-            found.append(task.seconds + max((found[need] for need in earlier), default=0.0))
-        return found
+            lengths.append(task.seconds + max((lengths[need] for need in earlier), default=0.0))
+        return lengths
 
     def critical_path(self) -> float:
         """Seconds of the longest chain: no number of lanes is faster."""
@@ -46,13 +46,13 @@ class Graph:
 def graph(tasks: Iterable[Task]) -> Graph:
     """The graph of a program: who needs whom, by the memories they touch."""
     listed = tuple(tasks)
-    found = needs(listed)
-    return Graph(listed, tuple(map(frozenset, found)), _followers(found))
+    needed = needs(listed)
+    return Graph(listed, tuple(map(frozenset, needed)), _followers(needed))
 
 
 def _followers(needs: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
-    found: list[list[int]] = [[] for _ in needs]
+    followers: list[list[int]] = [[] for _ in needs]
     for index, earlier in enumerate(needs):
         for one in earlier:
-            found[one].append(index)
-    return tuple(map(tuple, found))
+            followers[one].append(index)
+    return tuple(map(tuple, followers))

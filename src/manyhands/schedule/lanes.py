@@ -43,10 +43,10 @@ class Schedule:
 
     def per_lane(self) -> list[list[int]]:
         """The tasks of each lane, in its order."""
-        found: list[list[int]] = [[] for _ in self.lanes]
+        orders: list[list[int]] = [[] for _ in self.lanes]
         for task in self.order:
-            found[self.lane_of[task]].append(task)
-        return found
+            orders[self.lane_of[task]].append(task)
+        return orders
 
     def names(self) -> list[str]:
         """Of the lanes: by device and kind, unless one lane does everything, also for other devices or kinds."""
@@ -141,9 +141,9 @@ def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: floa
         tuple(map(frozenset, needs)),
         tuple(tuple(sorted(own)) for own in followers),
     )
-    made = schedule(whole, lanes, switch_seconds=switch_seconds)
-    order = [task for chain in made.order for task in chains[chain]]
-    lane_of = [made.lane_of[chain_of[task]] for task in range(len(graph))]
+    of_chains = schedule(whole, lanes, switch_seconds=switch_seconds)
+    order = [task for chain in of_chains.order for task in chains[chain]]
+    lane_of = [of_chains.lane_of[chain_of[task]] for task in range(len(graph))]
     return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
 
 
@@ -173,14 +173,14 @@ def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
 def _needed_by_the_longest(graph: Graph) -> set[int]:
     """The last task of the longest chain, and all tasks that it needs, directly or not."""
     chains = graph.chains()
-    found: set[int] = set()
+    tasks: set[int] = set()
     left = [max(range(len(graph)), key=chains.__getitem__)] if len(graph) else []
     while left:
         one = left.pop()
-        if one not in found:
-            found.add(one)
+        if one not in tasks:
+            tasks.add(one)
             left += graph.needs[one]
-    return found
+    return tasks
 
 
 def _chains(graph: Graph) -> list[list[int]]:

@@ -139,10 +139,10 @@ def _repeated(words: Sequence[object], tasks: Sequence[int], needs: dict[int, se
 
 def _of_drawn(needs: dict[int, set[int]], drawn_as: dict[int, int]) -> dict[int, set[int]]:
     """Needs among the tasks that are drawn; from one block to the next of the same kind there is nothing to draw."""
-    found: dict[int, set[int]] = {}
+    drawn_needs: dict[int, set[int]] = {}
     for task, own in needs.items():
-        found.setdefault(drawn_as[task], set()).update(drawn_as[need] for need in own)
-    return {task: {need for need in own if need < task} for task, own in sorted(found.items())}
+        drawn_needs.setdefault(drawn_as[task], set()).update(drawn_as[need] for need in own)
+    return {task: {need for need in own if need < task} for task, own in sorted(drawn_needs.items())}
 
 
 def _columns(

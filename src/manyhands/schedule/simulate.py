@@ -42,10 +42,10 @@ def simulate(schedule: Schedule, *, wait_seconds: float = 0.0) -> Timeline:
     return timeline_of(schedule, moments(schedule, wait_seconds=wait_seconds), "simulated")
 
 
-def timeline_of(schedule: Schedule, found: Sequence[tuple[float, float]], title: str) -> Timeline:
+def timeline_of(schedule: Schedule, intervals: Sequence[tuple[float, float]], title: str) -> Timeline:
     """A picture of when each task began and ended, measured or simulated."""
     tasks, lanes = schedule.graph.tasks, schedule.names()
-    spans = [Span(tasks[one].name, lanes[schedule.lane_of[one]], *found[one]) for one in range(len(tasks))]
+    spans = [Span(tasks[one].name, lanes[schedule.lane_of[one]], *intervals[one]) for one in range(len(tasks))]
     return Timeline(tuple(sorted(spans, key=lambda span: (span.start, span.stop))), title)
 
 
@@ -55,7 +55,7 @@ def moments(schedule: Schedule, *, wait_seconds: float = 0.0) -> list[tuple[floa
     tasks = schedule.graph.tasks
     over: dict[int, float] = {}
     running: dict[int, tuple[int, float, float]] = {}  # lane: (task, when it began, seconds of work left)
-    found = [(0.0, 0.0)] * len(tasks)
+    intervals = [(0.0, 0.0)] * len(tasks)
     now = 0.0
     while any(queues) or running:
         opens = _start_what_can(schedule, queues, running, over, now, wait_seconds)
@@ -69,9 +69,9 @@ def moments(schedule: Schedule, *, wait_seconds: float = 0.0) -> list[tuple[floa
             else:
                 del running[lane]
                 over[task] = now_next
-                found[task] = (began, now_next)
+                intervals[task] = (began, now_next)
         now = now_next
-    return found
+    return intervals
 
 
 def _start_what_can(

@@ -35,23 +35,23 @@ def needs(tasks: Iterable[Task]) -> list[set[int]]:
     Of two tasks that touch one memory, at least one of them writing, the earlier comes first; so it is with two of the
     same token.
     """
-    found: list[set[int]] = []
+    all_needs: list[set[int]] = []
     last_write: dict[int, int] = {}
     reads_since: dict[int, list[int]] = {}
     last_of_token: dict[str, int] = {}
     for index, task in enumerate(tasks):
-        own: set[int] = set()
+        needed: set[int] = set()
         for memory in task.reads | task.writes:
             if memory in last_write:
-                own.add(last_write[memory])
+                needed.add(last_write[memory])
         for memory in task.writes:
-            own.update(reads_since.pop(memory, ()))
+            needed.update(reads_since.pop(memory, ()))
             last_write[memory] = index
         for memory in task.reads - task.writes:
             reads_since.setdefault(memory, []).append(index)
         if task.token is not None:
             if task.token in last_of_token:
-                own.add(last_of_token[task.token])
+                needed.add(last_of_token[task.token])
             last_of_token[task.token] = index
-        found.append(own)
-    return found
+        all_needs.append(needed)
+    return all_needs

@@ -97,11 +97,11 @@ def _picture(spans: Sequence[Span], path: Path, title: str) -> None:
     axes = figure.add_subplot()
     begin = min((span.start for span in spans), default=0.0)
     for row, lane in enumerate(lanes):
-        own = [span for span in spans if span.lane == lane]
+        in_lane = [span for span in spans if span.lane == lane]
         axes.broken_barh(
-            [((span.start - begin) * 1e3, (span.stop - span.start) * 1e3) for span in own],
+            [((span.start - begin) * 1e3, (span.stop - span.start) * 1e3) for span in in_lane],
             (row - 0.4, 0.8),
-            facecolors=[colours[span.name] for span in own],
+            facecolors=[colours[span.name] for span in in_lane],
             edgecolor="white",
             linewidth=0.3,
         )

@@ -29,12 +29,12 @@ def contents(value: object) -> list[object] | None:
     return None
 
 
-def filled(value: object, given: Callable[[object], object]) -> object:
+def filled(value: object, replacement: Callable[[object], object]) -> object:
     """With what ``given`` makes of each value inside; what has nothing to be replaced stays the object that it is."""
     inside = contents(value)
     if inside is None:
-        return given(value)
-    parts = [filled(part, given) for part in inside]
+        return replacement(value)
+    parts = [filled(part, replacement) for part in inside]
     if all(new is old for new, old in zip(parts, inside, strict=True)):
         return value
     return _rebuilt(value, parts)
@@ -43,10 +43,10 @@ def filled(value: object, given: Callable[[object], object]) -> object:
 def _rebuilt(value: object, parts: list[object]) -> object:
     """A value like this one, made of these parts."""
     if isinstance(value, tuple):
-        made: Any = tuple.__new__(type(value), parts)
-        if own := getattr(value, "__dict__", None):
-            vars(made).update(own)
-        return made
+        rebuilt: Any = tuple.__new__(type(value), parts)
+        if attributes := getattr(value, "__dict__", None):
+            vars(rebuilt).update(attributes)
+        return rebuilt
     if isinstance(value, frozenset):
         return type(value)(parts)
     if isinstance(value, functools.partial):
@@ -54,21 +54,21 @@ def _rebuilt(value: object, parts: list[object]) -> object:
         function, *rest = parts
         count = len(value.args)
         return type(value)(function, *rest[:count], **dict(zip(value.keywords, rest[count:], strict=True)))
-    made = copy.copy(value)
+    rebuilt = copy.copy(value)
     if isinstance(value, dict):
-        dict.update(made, zip(value, parts, strict=True))
+        dict.update(rebuilt, zip(value, parts, strict=True))
     elif isinstance(value, (list, deque)):
         for number, part in enumerate(parts):
-            made[number] = part
+            rebuilt[number] = part
     elif isinstance(value, set):
-        made.clear()
-        made.update(parts)
+        rebuilt.clear()
+        rebuilt.update(parts)
     elif isinstance(value, ChainMap):
-        made.maps = parts
+        rebuilt.maps = parts
     else:
         for name, part in zip(_fields(value) or (), parts, strict=True):
-            object.__setattr__(made, name, part)  # also where it is frozen
-    return made
+            object.__setattr__(rebuilt, name, part)  # also where it is frozen
+    return rebuilt
 
 
 def _fields(value: object) -> list[str] | None:

@@ -58,13 +58,13 @@ class Ledger:
         """The jobs that use one of these memories, or whose results may be in one."""
         stack = [one for memory in memories for one in self._readers.get(memory, ())]
         stack += [one for memory in memories if (one := self._writer.get(memory)) is not None]
-        found: set[Job] = set()
+        jobs: set[Job] = set()
         while stack:
             one = stack.pop()
-            if one not in found:
-                found.add(one)
+            if one not in jobs:
+                jobs.add(one)
                 stack.extend(follower for follower, why in one.followers or () if why)
-        return found
+        return jobs
 
     def forget(self, job: Job) -> None:
         """Nobody has to wait for it any more."""
@@ -114,11 +114,11 @@ class Ledger:
 
     def _reached(self, memories: Set[Hashable], further: Callable[[Job], Set[Hashable]]) -> Set[Hashable]:
         """These memories, those that the results among them are in, and what leads further from unknown ones."""
-        stack, found = [*memories], set[Hashable]()
+        stack, reached = [*memories], set[Hashable]()
         while stack:
             memory = stack.pop()
-            if memory not in found:
-                found.add(memory)
+            if memory not in reached:
+                reached.add(memory)
                 if isinstance(memory, Job):
                     stack.extend(self._stored_in(memory) if memory.over else further(memory))
-        return found
+        return reached

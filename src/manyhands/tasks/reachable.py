@@ -401,20 +401,20 @@ def _methods(walk: _Walk) -> list[object]:
 
 @functools.lru_cache(maxsize=1000)
 def _functions_in(cls: type) -> list[tuple[str, types.FunctionType]]:
-    own = [vars(owner) for owner in cls.__mro__ if not is_foreign(owner)]
-    both = [(word, function_behind(value)) for names in own for word, value in names.items()]
+    namespaces = [vars(owner) for owner in cls.__mro__ if not is_foreign(owner)]
+    both = [(word, function_behind(value)) for names in namespaces for word, value in names.items()]
     return [(word, one) for word, one in both if isinstance(one, types.FunctionType)]
 
 
 def attributes(one: object) -> list[tuple[str, object]]:
     """The attributes that an object has itself, by name."""
-    own = getattr(one, "__dict__", None)
-    found: list[tuple[str, object]] = list(own.items()) if type(own) is dict else []
+    by_name = getattr(one, "__dict__", None)
+    pairs: list[tuple[str, object]] = list(by_name.items()) if type(by_name) is dict else []
     cls: type = type(one)
     for name in _slots(cls):
         if (value := getattr(one, name, _MISSING)) is not _MISSING:
-            found.append((name, value))
-    return found
+            pairs.append((name, value))
+    return pairs
 
 
 @functools.lru_cache(maxsize=1000)

@@ -32,10 +32,10 @@ class Regions:
         spans = [memory for memory in memories if type(memory) is Span]
         if not spans:
             return memories
-        found = {memory for memory in memories if type(memory) is not Span}
+        regions = {memory for memory in memories if type(memory) is not Span}
         for span in spans:
-            found.update(self._overlapping(span))
-        return found
+            regions.update(self._overlapping(span))
+        return regions
 
     def _overlapping(self, span: Span) -> list[Region]:
         first = bisect.bisect_right(self._starts, span.start) - 1

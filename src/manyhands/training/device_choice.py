@@ -75,16 +75,16 @@ def _of_text(text: str, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu)
     return Choice(names)
 
 
-def _as_many(given: Any, count: int, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
+def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], made_of_cpu: MadeOfCpu) -> Choice:
     if count < 1:
-        raise BadDevice(f"devices={given!r}: give a number of at least 1, 'gpu' for all GPUs, or 'cpu'")
+        raise BadDevice(f"devices={devices!r}: give a number of at least 1, 'gpu' for all GPUs, or 'cpu'")
     # Asked of the machine first: to look for GPUs starts JAX and TensorFlow, and they make no CPU devices after that.
     gpus = backend.num_gpus() if backend.virtual_count() or machine.may_have_gpus() else 0
     if not gpus:
         return _of_cpu(count, made_of_cpu)
     if count > gpus:
         here = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-        raise BadDevice(f"devices={given!r}: {here} here. Give fewer, or 'cpu:{count}' for devices made of the CPU")
+        raise BadDevice(f"devices={devices!r}: {here} here. Give fewer, or 'cpu:{count}' for devices made of the CPU")
     return Choice(_standing_in([f"gpu:{number}" for number in range(count)], backend))
 
 

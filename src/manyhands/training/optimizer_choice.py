@@ -129,12 +129,12 @@ class Optimizers:
 
 def rate_for(lr: float | None, model: Any) -> float | None:
     """The rate that the user gave: ``lr``, or the model's attribute of that name, as the book writes it."""
-    own = getattr(model, "lr", None)
-    if not isinstance(own, Real) or isinstance(own, bool):
+    of_model = getattr(model, "lr", None)
+    if not isinstance(of_model, Real) or isinstance(of_model, bool):
         return lr
-    if lr is not None and lr != own:
-        raise BadSettings(f"lr={lr} was given to the trainer, and the model has lr={own}: give one of them")
-    return float(own)
+    if lr is not None and lr != of_model:
+        raise BadSettings(f"lr={lr} was given to the trainer, and the model has lr={of_model}: give one of them")
+    return float(of_model)
 
 
 def _name_of(make: Any) -> str:

@@ -496,7 +496,7 @@ def _resume(resume: str | Path | None, run: RunPlan | None) -> Path | None:
         folder = None if run is None else run.path / "checkpoints"
         return folder if folder is not None and store.latest(folder) is not None else None
     path = _path(resume)
-    found = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not found.exists():
+    folder_to_read = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not folder_to_read.exists():
         raise NoCheckpoint(f"there is no run or checkpoint at {path}")
-    return found
+    return folder_to_read

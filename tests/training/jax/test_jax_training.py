@@ -106,7 +106,7 @@ def test_a_step_of_ones_own() -> None:
     for model in (theirs, own):
         mh.Trainer(1, devices=devices(2), quiet=True).fit(model, Points())
     assert difference(numbers(own), numbers(theirs)) < 1e-6
-    with pytest.raises(BadSettings, match=r"training_step.*leave shares away"):
+    with pytest.raises(BadSettings, match=r"training_step.*leave out shares"):
         mh.Trainer(1, devices=devices(2), step=Step(shares=[2, 1]), quiet=True).fit(own, Points())
 
 
@@ -354,7 +354,7 @@ def test_labels_of_a_loader_are_looked_at() -> None:
 
 
 def test_uneven_shares_need_one_answer_per_sample() -> None:
-    with pytest.raises(BadSettings, match=r"22 rows with an array of shape \(\).*Leave shares away"):
+    with pytest.raises(BadSettings, match=r"22 rows with an array of shape \(\).*Leave out shares"):
         fit(nnx.Sequential(Net(), lambda X: X.mean()), vectors(), 2, step=Step(shares=[2, 1]), loss=lambda a, t: a)
     tokens = nnx.Sequential(lambda X: X.reshape(-1, 3), nnx.BatchNorm(3, rngs=nnx.Rngs(0)), lambda X: X.reshape(-1, 6),
                             nnx.Linear(6, CLASSES, rngs=nnx.Rngs(0)))  # fmt: skip

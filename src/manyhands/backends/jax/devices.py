@@ -43,10 +43,10 @@ def cpu() -> jax.Device:
 
 
 def gpu(index: int) -> jax.Device:
-    found = _gpus()
-    if index < len(found):
-        return found[index]
-    raise no_such_device(name, Device("virtual" if _virtual else "gpu", index), map(neutral, found))
+    gpus = _gpus()
+    if index < len(gpus):
+        return gpus[index]
+    raise no_such_device(name, Device("virtual" if _virtual else "gpu", index), map(neutral, gpus))
 
 
 def num_gpus() -> int:
@@ -147,14 +147,14 @@ def is_tensor(value: object) -> TypeGuard[jax.Array]:
 
 def device_of(tensor: jax.Array) -> jax.Device:
     _refuse_tracer(tensor)
-    found = tensor.sharding.device_set
-    if len(found) > 1:
-        names = ", ".join(str(neutral(device)) for device in sorted(found, key=lambda device: device.id))
+    devices = tensor.sharding.device_set
+    if len(devices) > 1:
+        names = ", ".join(str(neutral(device)) for device in sorted(devices, key=lambda device: device.id))
         raise SeveralDevices(
             f"an array of shape {tensor.shape} is not on one device, it is spread over {names} "
             f"({tensor.sharding}). tensor.devices() tells them all; mh.to(x, device) puts the whole of it on one"
         )
-    return next(iter(found))
+    return next(iter(devices))
 
 
 def is_on(tensor: jax.Array, device: jax.Device) -> bool:
@@ -162,8 +162,8 @@ def is_on(tensor: jax.Array, device: jax.Device) -> bool:
         return False
     if isinstance(device, jax.sharding.Sharding):
         return bool(tensor.sharding.is_equivalent_to(device, tensor.ndim))
-    found = tensor.sharding.device_set
-    return len(found) == 1 and device in found
+    devices = tensor.sharding.device_set
+    return len(devices) == 1 and device in devices
 
 
 def all_on(values: Sequence[object], device: jax.Device) -> bool:
@@ -256,8 +256,8 @@ def move_model(model: Any, device: jax.Device) -> Any:
 
 def random(shape: tuple[int, ...], dtype: str, device: jax.Device) -> jax.Array:
     with jax.default_device(device):
-        made = jax.random.normal(jax.random.key(0), shape, getattr(jnp, dtype))
-    return jax.device_put(made, device)  # what is only there by default would follow its partners elsewhere
+        numbers = jax.random.normal(jax.random.key(0), shape, getattr(jnp, dtype))
+    return jax.device_put(numbers, device)  # what is only there by default would follow its partners elsewhere
 
 
 def matmul(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -280,13 +280,13 @@ def _devices(platform: str) -> list[jax.Device]:
 
 
 def _cpus() -> list[jax.Device]:
-    found = _devices("cpu")
-    if not found:
+    cpus = _devices("cpu")
+    if not cpus:
         raise NoSuchDevice(
             f"jax has no CPU here: its platforms are limited to {jax.config.jax_platforms!r}. "
             "Set JAX_PLATFORMS=cuda,cpu, or leave it unset"
         )
-    return found
+    return cpus
 
 
 def _gpus() -> list[jax.Device]:
@@ -301,9 +301,9 @@ def _index(device: jax.Device, local: list[jax.Device]) -> int:
 
 def _gpu_memory(device: jax.Device, uuid: str | None) -> Memory | None:
     """What JAX may use of it; where its allocator does not tell, what the driver knows."""
-    told = device.memory_stats() or {}
-    if told.get("bytes_limit"):
-        return Memory(total=told["bytes_limit"], free=max(0, told["bytes_limit"] - told.get("bytes_in_use", 0)))
+    stats = device.memory_stats() or {}
+    if stats.get("bytes_limit"):
+        return Memory(total=stats["bytes_limit"], free=max(0, stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
     return next((fact.memory for fact in machine.gpus() if fact.uuid == uuid), None)
 
 

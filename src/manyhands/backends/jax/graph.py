@@ -106,16 +106,16 @@ def _seconds(equation: Any) -> float:
 
 
 def _operations(equation: Any) -> float:
-    primitive, made = equation.primitive.name, sum(_size(outvar) for outvar in equation.outvars)
+    primitive, written = equation.primitive.name, sum(_size(outvar) for outvar in equation.outvars)
     if primitive == "dot_general":
         left = equation.invars[0].aval.shape
-        return 2.0 * made * int(math.prod(left[axis] for axis in equation.params["dimension_numbers"][0][0]))
+        return 2.0 * written * int(math.prod(left[axis] for axis in equation.params["dimension_numbers"][0][0]))
     if primitive == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
-        return 2.0 * made * int(math.prod(kernel) / kernel[equation.params["dimension_numbers"].rhs_spec[0]])
+        return 2.0 * written * int(math.prod(kernel) / kernel[equation.params["dimension_numbers"].rhs_spec[0]])
     if primitive == "scan":
         return float(equation.params["length"]) * sum(map(_operations, equation.params["jaxpr"].jaxpr.eqns))
-    return float(made)
+    return float(written)
 
 
 def _size(variable: Any) -> int:

@@ -29,7 +29,7 @@ name = "jax"
 WAY = "jax.jit"
 BATCH = "jax.vmap over stacked arrays makes them one operation"
 LANES = "XLA decides which operations are fused, and their order"
-PROFILER = "JAX does not tell when it ran which operation; jax.profiler.trace(folder) writes what it knows"
+PROFILER = "JAX does not report when each operation ran; use jax.profiler.trace(folder)"
 BY_VALUE: tuple[type, ...] = PLAIN_VALUES
 
 
@@ -114,8 +114,8 @@ def trace(call: Call) -> Traced:
     def flat(*tensors: Any) -> list[Any]:
         arguments, keywords = call.rebuild(tensors)
         result = flatten(call.function(*arguments, **keywords))
-        computed, made = taken_apart(result, tensors, _tracer, (*BY_VALUE, jax.Array))
-        outputs.append(made)
+        computed, how = taken_apart(result, tensors, _tracer, (*BY_VALUE, jax.Array))
+        outputs.append(how)
         return computed
 
     try:

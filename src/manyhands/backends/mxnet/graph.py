@@ -107,13 +107,13 @@ class Recording:
             return self._invoke(handle, inputs, keys, values, out, is_numpy, gives_list)
         start = time.perf_counter()
         result = self._invoke(handle, inputs, keys, values, out, is_numpy, gives_list)
-        made = list(result) if isinstance(result, (list, tuple)) else [result]
-        for one in made:
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        for one in results:
             one.wait_to_read()
         spent = time.perf_counter() - start
         what = sys._getframe(1).f_code.co_name  # MXNet makes a Python function for each operation
         self.operations.append(
-            _Operation(what, handle, list(inputs), made, list(keys), list(values), is_numpy, out is not None, spent)
+            _Operation(what, handle, list(inputs), results, list(keys), list(values), is_numpy, out is not None, spent)
         )
         return result
 
@@ -162,17 +162,17 @@ def why_not_one(recording: Recording, modes: Sequence[Any]) -> str | None:
 def one_operation(call: Call, recording: Recording, reached: Set[int]) -> Run:
     """What was noted as a CachedOp of the call's arrays and of those from outside, which are read where they are."""
     symbols: dict[int, Any] = {}
-    given: dict[str, Any] = {}  # by the variable's name: an argument's number, or an array from outside
+    sources: dict[str, Any] = {}  # by the variable's name: an argument's number, or an array from outside
     for number, tensor in enumerate(call.tensors):
         symbols[id(tensor)] = _variable(f"argument{number}", tensor)
-        given[f"argument{number}"] = number
+        sources[f"argument{number}"] = number
     for place, one in enumerate(recording.operations):
         for array in one.inputs:
             if id(array) not in symbols:
                 if id(array) not in reached:
                     raise CannotTrace(f"{one.name} takes an array that came about in a way that MXNet does not show")
-                label = f"outside{len(given)}"
-                symbols[id(array)], given[label] = _variable(label, array), array
+                label = f"outside{len(sources)}"
+                symbols[id(array)], sources[label] = _variable(label, array), array
         inputs = [symbols[id(array)] for array in one.inputs]
         made = _composed(one, inputs, f"op{place}")
         # BatchNorm writes its statistics in training alone, which has been refused.
@@ -183,7 +183,7 @@ def one_operation(call: Call, recording: Recording, reached: Set[int]) -> Run:
     leaves, structure = tree.flatten(recording.result)
     flat = leaves, structure.unflatten, structure
     computed, outputs = taken_apart(flat, call.tensors, lambda leaf: symbols.get(id(leaf)), PLAIN_VALUES)
-    return _run(computed, outputs, given)
+    return _run(computed, outputs, sources)
 
 
 def _composed(operation: _Operation, inputs: list[Any], name: str) -> Any:
@@ -206,18 +206,18 @@ def _written(symbol: Any) -> set[str]:
 
 
 def _variable(name: str, array: Any) -> Any:
-    made = mx.sym.var(name)
-    return made.as_np_ndarray() if isinstance(array, mx.np.ndarray) else made
+    variable = mx.sym.var(name)
+    return variable.as_np_ndarray() if isinstance(array, mx.np.ndarray) else variable
 
 
-def _run(computed: list[Any], outputs: Outputs, given: dict[str, Any]) -> Run:
+def _run(computed: list[Any], outputs: Outputs, sources: dict[str, Any]) -> Run:
     if not computed:
         raise CannotTrace("it computes nothing that it gives back")
     if len(kinds := set(map(type, computed))) > 1:
         raise CannotTrace("it gives back arrays of mx.nd and of mx.np")
     whole = mx.sym.Group(computed, create_fn=kinds.pop())
     cached = mx.nd.CachedOp(whole)
-    wanted = [given[word] for word in whole.list_inputs()]
+    wanted = [sources[word] for word in whole.list_inputs()]
 
     def run(tensors: Sequence[Any]) -> Any:
         made = cached(*[tensors[one] if isinstance(one, int) else one for one in wanted])

@@ -30,7 +30,7 @@ name = "mxnet"
 WAY = "one CachedOp"
 BATCH = "mx.nd.batch_dot of stacked arrays (mx.nd.stack) makes them one operation"
 LANES = "the engine has MXNET_CPU_WORKER_NTHREADS workers for each CPU context"
-PROFILER = "MXNet tells when it ran which operation in its own profiler: mx.profiler"
+PROFILER = "MXNet reports when each operation ran in its own profiler: use mx.profiler"
 BY_VALUE: tuple[type, ...] = (*PLAIN_VALUES, mx.Context)
 _HEAVY = ("dot", "batch_dot", "FullyConnected", "Convolution")
 
@@ -58,8 +58,8 @@ def version_of(value: Any) -> Any:
         return Held([value._data, *(value._data or ())])
     if not isinstance(value, mx.gluon.Block):
         return None
-    own = [part for one in tasks.blocks_of(value) for name, part in vars(one).items() if not name.startswith("_")]
-    return Held([*value.collect_params().values(), *own])
+    parts = [part for one in tasks.blocks_of(value) for name, part in vars(one).items() if not name.startswith("_")]
+    return Held([*value.collect_params().values(), *parts])
 
 
 def observe(call: Call) -> tuple[Any, Tracer]:

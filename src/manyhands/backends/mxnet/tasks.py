@@ -45,11 +45,11 @@ def blocks_of(block: Any) -> Iterator[Any]:
 
 def _attributes(block: Any) -> list[Any]:
     """What a block holds besides its parameters and blocks; of MXNet's own blocks only hooks."""
-    own = vars(block)
+    by_name = vars(block)
     hooks = [*block._forward_hooks.values(), *block._forward_pre_hooks.values()]
     if type(block).__module__.startswith("mxnet."):
         return hooks
-    return hooks + [one for name, one in own.items() if not name.startswith("_")]
+    return hooks + [one for name, one in by_name.items() if not name.startswith("_")]
 
 
 def version_of(value: Any) -> Any:

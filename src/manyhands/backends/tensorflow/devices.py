@@ -332,12 +332,12 @@ def _parts(composite: Any) -> list[Any]:
 
 
 def _device_of_parts(composite: Any) -> TensorFlowDevice:
-    found = list(dict.fromkeys(device_of(part) for part in _parts(composite)))
-    if len(found) != 1:
-        names = ", ".join(str(neutral(device)) for device in found)
+    devices = list(dict.fromkeys(device_of(part) for part in _parts(composite)))
+    if len(devices) != 1:
+        names = ", ".join(str(neutral(device)) for device in devices)
         where = f"a {type(composite).__name__} is not on one device, its parts are on {names or 'none'}"
         raise SeveralDevices(f"{where}: mh.to(x, device) puts the whole of it on one")
-    return found[0]
+    return devices[0]
 
 
 def _refuse_symbolic(tensor: Any) -> None:
@@ -359,8 +359,8 @@ def _variables(model: Any) -> Iterable[tuple[str, Any]]:
         yield from ((weight.path, weight.value) for weight in model.weights)
         return
     # A plain tf.Module may hold Keras layers, which are no modules for TensorFlow.
-    found = model._flatten(predicate=lambda x: isinstance(x, tf.Variable) or _is_keras(x, "Layer"), with_path=True)
-    for steps, leaf in found:
+    pairs = model._flatten(predicate=lambda x: isinstance(x, tf.Variable) or _is_keras(x, "Layer"), with_path=True)
+    for steps, leaf in pairs:
         path = ".".join(map(str, steps))
         if isinstance(leaf, tf.Variable):
             yield path, leaf

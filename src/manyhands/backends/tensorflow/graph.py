@@ -69,13 +69,13 @@ def _named(device: str) -> bool:
 
 def _seconds(operation: Any) -> float:
     inputs = [_size(tensor) for tensor in operation.inputs]
-    made = sum(_size(tensor) for tensor in operation.outputs)
-    work = float(made)
+    written = sum(_size(tensor) for tensor in operation.outputs)
+    work = float(written)
     if operation.type in _PRODUCTS:
-        work = 2.0 * math.sqrt(max(inputs[0] * inputs[1] * made, 1))  # m, k, n: the root of mk, kn and mn multiplied
+        work = 2.0 * math.sqrt(max(inputs[0] * inputs[1] * written, 1))  # m, k, n: the root of mk, kn and mn multiplied
     elif operation.type.startswith("Conv2D"):
-        work = 2.0 * made * inputs[1] / max(operation.inputs[1].shape[-1] or 1, 1)
-    return estimate(work, sum(inputs) + made)
+        work = 2.0 * written * inputs[1] / max(operation.inputs[1].shape[-1] or 1, 1)
+    return estimate(work, sum(inputs) + written)
 
 
 def _size(tensor: Any) -> int:

@@ -30,7 +30,7 @@ name = "tensorflow"
 WAY = "tf.function"
 BATCH = "tf.linalg.matmul of stacked matrices (tf.stack), or tf.vectorized_map, makes them one operation"
 LANES = "TensorFlow's optimizer may fuse operations, and its inter-op threads take whatever is ready"
-PROFILER = "TensorFlow does not tell when it ran which operation; tf.profiler.experimental writes what it knows"
+PROFILER = "TensorFlow does not report when each operation ran; use tf.profiler.experimental"
 BY_VALUE: tuple[type, ...] = (*PLAIN_VALUES, tf.DType, tf.TensorShape)
 _EAGER = tf.__internal__.EagerTensor
 # Operations with state that a trial can put back, or that change nothing.
@@ -57,8 +57,10 @@ def modes() -> Hashable:
 def version_of(value: Any) -> Any:
     """Variables are read when the graph is run; a module or a layer is traced with the attributes that it has."""
     layers = tasks.layers_of(value)
-    own = [part for layer in layers for name, part in vars(layer).items() if not name.startswith("_")]
-    return Held([*value.variables, *own, *(getattr(layer, "trainable", None) for layer in layers)]) if layers else None
+    parts = [part for layer in layers for name, part in vars(layer).items() if not name.startswith("_")]
+    return (
+        Held([*value.variables, *parts, *(getattr(layer, "trainable", None) for layer in layers)]) if layers else None
+    )
 
 
 def observe(call: Call) -> tuple[Any, Tracer]:
@@ -72,8 +74,8 @@ def wait(result: Any) -> Any:
 
 def variables(reached: Sequence[Any]) -> list[tuple[Any, Any]]:
     with _record.stop_recording():
-        found = {id(one): one for one in map(tasks.variable_of, reached) if one is not None}
-        return [(one, one.read_value()) for one in found.values()]
+        by_id = {id(one): one for one in map(tasks.variable_of, reached) if one is not None}
+        return [(one, one.read_value()) for one in by_id.values()]
 
 
 @contextmanager
@@ -146,9 +148,9 @@ def _run(concrete: Any, outputs: Outputs) -> Any:
 
 def _operations(concrete: Any) -> set[str]:
     """The kinds of operations of a graph and of the functions that it calls."""
-    found = concrete.graph.as_graph_def()
-    inner = {node.op for function in found.library.function for node in function.node_def}
-    return {node.op for node in found.node} | inner
+    definition = concrete.graph.as_graph_def()
+    inner = {node.op for function in definition.library.function for node in function.node_def}
+    return {node.op for node in definition.node} | inner
 
 
 def _is_stateful(kind: str) -> bool:

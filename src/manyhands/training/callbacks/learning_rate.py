@@ -35,5 +35,5 @@ class LearningRateMonitor(Callback):
         self._note(training.step, row)
 
     def _note(self, step: int, figures: Row) -> None:
-        if found := {name: value for name, value in figures.items() if name == "lr" or name.startswith("lr_")}:
-            self.rates[step] = found
+        if rates := {name: value for name, value in figures.items() if name == "lr" or name.startswith("lr_")}:
+            self.rates[step] = rates

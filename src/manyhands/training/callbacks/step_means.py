@@ -40,8 +40,8 @@ class StepMeans:
 
 def named(figures: Figures, part: str) -> dict[str, float]:
     """Loss and, where answers can be right, accuracy by name: train_loss, train_acc."""
-    found = {f"{part}_loss": figures.loss}
-    return {**found, f"{part}_acc": figures.accuracy} if figures.counted else found
+    means = {f"{part}_loss": figures.loss}
+    return {**means, f"{part}_acc": figures.accuracy} if figures.counted else means
 
 
 def for_json(figures: dict[str, Any]) -> dict[str, Any]:

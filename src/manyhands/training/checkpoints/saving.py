@@ -114,12 +114,12 @@ def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> b
     The first process reads it and sends it to the others, which may be on machines that do not have the file.
     """
     learner = loop.learner
-    found = store.load(path) if path is not None and loop.first else None
-    header = {"state": found.state, "blobs": list(found.blobs)} if found is not None else {}
+    checkpoint = store.load(path) if path is not None and loop.first else None
+    header = {"state": checkpoint.state, "blobs": list(checkpoint.blobs)} if checkpoint is not None else {}
     header = json.loads(learner.from_first(json.dumps(header).encode()))
     if not header:
         return False
-    blobs = {name: learner.from_first(found.blobs[name] if found else b"") for name in header["blobs"]}
+    blobs = {name: learner.from_first(checkpoint.blobs[name] if checkpoint else b"") for name in header["blobs"]}
     state = header["state"]
     check_fits(state, loop.settings, learner)
     figures = [Figures.from_json(one) for one in state["figures"]]

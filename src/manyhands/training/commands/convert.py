@@ -55,18 +55,18 @@ def convert(
     if like is not None:
         check_like(load(blobs["model"]), load(store.load(RunFolder.open(like).checkpoints).blobs["model"]))
     before = RunFolder.open(run)
-    config, found = before.config, store.load(before.checkpoints)
-    made = RunFolder.at(out) if out is not None else RunFolder.create(run.parent, f"{run.name}-{target}")
-    if store.latest(made.checkpoints) is not None:
-        raise BadRunFolder(f"{made.path} holds checkpoints already: give another folder")
-    with named_refusals(made.path):
+    config, checkpoint = before.config, store.load(before.checkpoints)
+    new_run = RunFolder.at(out) if out is not None else RunFolder.create(run.parent, f"{run.name}-{target}")
+    if store.latest(new_run.checkpoints) is not None:
+        raise BadRunFolder(f"{new_run.path} holds checkpoints already: give another folder")
+    with named_refusals(new_run.path):
         train = {"train": {**config["train"], "framework": target}} if "train" in config else {}
-        made.config = {**config, **train, "converted_from": str(run)}
+        new_run.config = {**config, **train, "converted_from": str(run)}
         for row in before.metrics():
-            made.append_metrics(row)
-    state = {name: found.state[name] for name in _KEPT} | {"framework": target, "optimizer_type": None}
-    store.save(made.checkpoints, found.step, state, blobs)
-    return made.path
+            new_run.append_metrics(row)
+    state = {name: checkpoint.state[name] for name in _KEPT} | {"framework": target, "optimizer_type": None}
+    store.save(new_run.checkpoints, checkpoint.step, state, blobs)
+    return new_run.path
 
 
 def _converted(run: Path, target: str, names: NamesTable | None) -> bytes:

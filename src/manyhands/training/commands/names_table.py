@@ -69,14 +69,14 @@ class NamesTable:
 
     def converted(self, tensors: Mapping[str, NDArray[Any]]) -> Tensors:
         """The weights of the new model; an error names what is missing, left over or of another shape."""
-        found = {name: _made(name, entry, tensors) for name, entry in self.names.items()}
+        renamed = {name: _made(name, entry, tensors) for name, entry in self.names.items()}
         used = {_old_name(entry) for entry in self.names.values()} | set(self.unused)
         if left := [name for name in tensors if name not in used]:
             raise WrongCheckpoint(
                 f'the table does not say what becomes of {_listed(left, tensors)}: give each a place under "names", '
                 'or list it under "unused"'
             )
-        return found
+        return renamed
 
 
 def check_like(found: Mapping[str, NDArray[Any]], like: Mapping[str, NDArray[Any]]) -> None:

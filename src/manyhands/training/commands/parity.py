@@ -94,7 +94,7 @@ def compare(
     differences of early steps would show; it gives the model's tensors by name.
     """
     uneven = [float(devices - rank) for rank in range(devices)]
-    found = []
+    comparisons = []
     for trial in trials:
         count, epochs = _extent(samples, batch_size, trial.steps)
         steps = epochs * -(-count // batch_size)
@@ -105,21 +105,21 @@ def compare(
             several = train(replace(plain, devices=devices, shares=shares))
             difference = largest_difference(several, alone)
             one = Comparison(trial.precision, steps, devices, shares, difference, trial.limit)
-            found.append(yardstick.held_against(one, several) if trial.precision == "fp32" else one)
-    return found
+            comparisons.append(yardstick.held_against(one, several) if trial.precision == "fp32" else one)
+    return comparisons
 
 
 def drawing_layers(layers: Iterable[Any]) -> list[str]:
     """Layers that drop something by chance in training, as ``Dropout(0.5)``; of any framework."""
-    found: dict[str, None] = {}
+    shown: dict[str, None] = {}
     for layer in layers:
         kind = type(layer).__name__
         named = "drop" in kind.lower()  # Dropout, AlphaDropout, SpatialDropout2D, DropPath
         rates = [getattr(layer, name, None) for name in (("p", "rate", "_rate") if named else ("dropout",))]
         rate = next((rate for rate in rates if isinstance(rate, Real) and not isinstance(rate, bool)), 0)
         if rate:
-            found[f"{kind}({rate:g})" if named else f"{kind}(dropout={rate:g})"] = None
-    return list(found)
+            shown[f"{kind}({rate:g})" if named else f"{kind}(dropout={rate:g})"] = None
+    return list(shown)
 
 
 class _Yardstick:
@@ -147,12 +147,12 @@ class _Yardstick:
 
 def nudged(values: Any, seed: int | None) -> Any:
     """Every number moved to one of its two neighbours, by chance; as they are without a seed, or if no floats."""
-    given = np.asarray(values)
-    if seed is None or not np.issubdtype(given.dtype, np.floating):
-        return given
-    up = np.random.default_rng([seed, given.size]).integers(0, 2, given.shape).astype(bool)
-    towards = np.where(up, np.inf, -np.inf).astype(given.dtype)
-    return np.asarray(np.nextafter(given, towards), given.dtype)
+    numbers = np.asarray(values)
+    if seed is None or not np.issubdtype(numbers.dtype, np.floating):
+        return numbers
+    up = np.random.default_rng([seed, numbers.size]).integers(0, 2, numbers.shape).astype(bool)
+    towards = np.where(up, np.inf, -np.inf).astype(numbers.dtype)
+    return np.asarray(np.nextafter(numbers, towards), numbers.dtype)
 
 
 def _extent(count: int, batch_size: int, steps: int) -> tuple[int, int]:

@@ -75,14 +75,14 @@ def weights_of(run: str | Path, framework: str) -> bytes:
     path = Path(run).expanduser()
     if not path.is_dir():
         raise BadRunFolder(f"there is no run in {run}: no such folder")
-    found = store.load(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    made_by = found.state.get("framework", "torch")
+    checkpoint = store.load(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    made_by = checkpoint.state.get("framework", "torch")
     if made_by != framework:
         raise WrongCheckpoint(
             f"the weights in {run} are {made_by}'s: make a run for {framework} of it with "
             f"manyhands convert {run} --to {framework}"
         )
-    return found.blobs.get("average", found.blobs["model"])
+    return checkpoint.blobs.get("average", checkpoint.blobs["model"])
 
 
 def one_cycle(done: float) -> float:

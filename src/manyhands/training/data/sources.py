@@ -42,7 +42,7 @@ def not_finite(data: Any) -> str | None:
 
 def bad_numbers(arrays: Sequence[Any], samples: Sequence[int] | None = None) -> str | None:
     """The same of some arrays; ``samples``: the numbers of the samples that their rows are, where they are a batch."""
-    found = []
+    problems = []
     for number, array in enumerate(arrays):
         bad = _not_finite(array)
         if bad.any():
@@ -51,11 +51,13 @@ def bad_numbers(arrays: Sequence[Any], samples: Sequence[int] | None = None) -> 
             count = int(bad.sum())
             what = "1 number that is" if count == 1 else f"{count} numbers that are"
             where = "" if samples is None else " of the batch"
-            found.append(
+            problems.append(
                 f"{name} has {what} NaN or infinite, in {len(rows)} of {len(bad)} samples{where} (the first is sample "
                 f"{rows[0] if samples is None else samples[rows[0]]})"
             )
-    return f"The data are to blame: {'; '.join(found)}. Leave these samples out, or fill them in" if found else None
+    return (
+        f"The data are to blame: {'; '.join(problems)}. Leave these samples out, or fill them in" if problems else None
+    )
 
 
 def _not_finite(array: Any) -> NDArray[np.bool_]:

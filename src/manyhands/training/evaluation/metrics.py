@@ -95,14 +95,14 @@ class Metrics:
 
     def figures(self) -> dict[str, Any]:
         """The value of each metric, as JSON has it. A metric with several named values gives as many figures."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, meter in self.meters.items():
             value = _explained(name, meter.result, self._given)
             if isinstance(value, Mapping):
-                found |= {f"{name}_{key}": _plain(part, name) for key, part in value.items()}
+                values |= {f"{name}_{key}": _plain(part, name) for key, part in value.items()}
             else:
-                found[name] = _plain(value, name)
-        return found
+                values[name] = _plain(value, name)
+        return values
 
 
 def metrics_of(given: Any, own: Callable[[Any], Meter | None], join: Join) -> Metrics:

@@ -26,8 +26,8 @@ def batch_size_for(batch_size: int) -> int:
 
 def whole_size(data: Any, batch_size: int) -> int:
     """The samples of a batch that a loss is to see as a whole: the data's own size, or that of training."""
-    own: int | None = data.batch_size
-    return batch_size if own is None else own
+    of_data: int | None = data.batch_size
+    return batch_size if of_data is None else of_data
 
 
 Join = Callable[[list[Any]], Any]  # the framework's concatenation along the first axis

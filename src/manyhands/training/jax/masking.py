@@ -39,7 +39,7 @@ def _masked(kind: Any, weights: jax.Array) -> Any:
         if len(x) != len(weights):
             raise BadSettings(
                 f"uneven shares fill up every device's part with rows that do not count, and a {kind.__name__} sees "
-                f"{len(x)} rows of {len(weights)} samples: it cannot tell which those are. Leave shares away"
+                f"{len(x)} rows of {len(weights)} samples: it cannot know which of them count. Leave out shares"
             )
         rows = weights.reshape(-1, *[1] * (x.ndim - 1))
         answer: jax.Array = kind.__call__(

@@ -115,7 +115,7 @@ def check_shares(objective: Objective) -> None:
     if not isinstance(objective, Supervised):
         raise BadSettings(
             "uneven shares fill up every device's part with rows that do not count, and training_step(batch) does not "
-            "show which of the model's answers belong to them: leave shares away, or give the trainer a "
+            "show which of the model's answers belong to them: leave out shares, or give the trainer a "
             "loss(answer, target), which may return the mean or mh.LossSum(total, count)"
         )
 
@@ -165,7 +165,7 @@ def _only(samples: Rows, answer: Any) -> Any:
             raise BadSettings(
                 f"uneven shares fill up every device's part with rows that do not count, and the model answers "
                 f"{len(samples)} rows with an array of shape {leaf.shape}: it must have one row per sample, or nobody "
-                "knows which to leave out. Leave shares away"
+                "knows which to leave out. Leave out shares"
             )
         return leaf[np.flatnonzero(samples)]
 

@@ -54,7 +54,7 @@ class Trainer(BaseTrainer):
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
         "side_lanes": "TensorFlow's executor orders a step's work itself",
         "fused_norms": "TensorFlow chooses the kernels of a step itself",
-        "parallel": "TensorFlow's executor runs what is independent side by side already",
+        "parallel": "TensorFlow's executor already runs independent operations in parallel",
         "wrt": "say it of the model: layer.trainable = False freezes its weights",
         "shares='measured'": "TensorFlow does not time devices one by one; give one number per device",
     }
@@ -213,10 +213,7 @@ def _fit(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
 
 def _check_settable(optimizer: Any) -> None:
     if not hasattr(optimizer.learning_rate, "assign"):
-        raise BadSettings(
-            "the optimizer has a learning rate of its own making (a LearningRateSchedule), and the trainer was given a "
-            "schedule: keep one of them"
-        )
+        raise BadSettings("the optimizer has a LearningRateSchedule, and the trainer has schedule=: keep one of them")
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ def initialise(net: Any, seed: int | None = None, *, only: Sequence[gluon.Parame
         if parameter._deferred_init:
             raise ValueError(
                 f"parameter {name!r} has no shape yet, so nothing can be drawn for it: "
-                "call the net once on a batch first, or use a layer that is told its input size"
+                "call the net once on a batch first, or use a layer that is given its input size"
             )
     for layer in drawn:
         shape = layer.weight.shape

@@ -133,7 +133,7 @@ def initialise(net: AnyModule, seed: int | None = None) -> AnyModule:
         if nn.parameter.is_lazy(layer.weight):
             raise ValueError(
                 f"layer {name!r} ({type(layer).__name__}) has no shape yet, so nothing can be drawn for it: "
-                "call the net once on a batch first, or use a layer that is told its input size"
+                "call the net once on a batch first, or use a layer that is given its input size"
             )
         weight = torch.empty(layer.weight.shape)
         layer.weight.copy_(nn.init.xavier_uniform_(weight, generator=generator))
