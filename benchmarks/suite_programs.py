@@ -342,7 +342,7 @@ def _vision(quick: bool) -> list[Program]:
     """torchvision's, where it is installed."""
     try:
         from torchvision import models
-    except ImportError:
+    except (ImportError, RuntimeError):  # not there, or of another version of PyTorch
         return []
     size = 64 if quick else 224
 

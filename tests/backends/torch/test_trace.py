@@ -312,3 +312,12 @@ def test_two_users_of_one_weight_do_not_wait_for_each_other() -> None:
     assert set(products[:2]) <= before[update]
     assert {number for number, name in enumerate(names) if name == "mul"} <= before[update]
     assert update in before[products[2]]
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    def attention(x: torch.Tensor, p: float) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=p)
+
+    x = torch.rand(1, 2, 8, 4)
+    assert not any(step.task.token for step in trace.trace(lambda x: attention(x, 0.0), [x]).steps)
+    assert any(step.task.token for step in trace.trace(lambda x: attention(x, 0.5), [x]).steps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import FrameSummary
@@ -425,7 +425,7 @@ class RememberingFakeMode(FakeTensorMode):
             )
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kinds = {type(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        kinds = _kinds((*args, *(kwargs or {}).values()))
         # Of real ones alone PyTorch may know the numbers; and what changes a form is not for real ones.
         if FakeTensor in kinds and kinds & _REAL and torch.Tag.inplace_view not in func.tags:
             args, kwargs = tree_map(self._as_fake, (args, kwargs))
@@ -436,6 +436,11 @@ class RememberingFakeMode(FakeTensorMode):
 
 
 _REAL = {torch.Tensor, torch.nn.Parameter}
+
+
+def _kinds(values: Sequence[Any]) -> set[type]:
+    """The types of an operation's arguments, those in lists too."""
+    return {type(value) for value in values}.union(*(_kinds(value) for value in values if type(value) in (list, tuple)))
 
 
 @contextmanager

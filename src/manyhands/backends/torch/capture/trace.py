@@ -284,7 +284,7 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
     )
     fresh = own - read
     device, kind = _place(node)
-    random = torch.Tag.nondeterministic_seeded in _tags(node)
+    random = torch.Tag.nondeterministic_seeded in _tags(node) and not _drops_nothing(node)
     return Task(
         name=_operation(node),
         reads=frozenset(read),
@@ -295,6 +295,18 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
         detail=_shape(node.meta.get("val")),
         is_view=_is_view(node) and not written,
     )
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether it draws random numbers for dropout alone, and is asked for none: attention, mostly."""
+    schema = getattr(node.target, "_schema", None)
+    for number, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            given = (
+                node.args[number] if number < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            )
+            return bool(given == 0)
+    return False
 
 
 def _shape(value: Any) -> str:
