@@ -27,7 +27,8 @@ STYLE = (
 _WIDTH = 480
 _TITLE = 18  # height of a line of text
 _FEW = 8  # figures that an axis has room for: then it shows those that were measured
-_LETTER = 6.6  # width of a letter, about: for where to break lines
+# The width of a letter, about, in the widest of the usual fonts: for where to break lines. Titles are bold.
+_LETTER, _BOLD_LETTER, _WIDE_LETTER = 6.6, 8.4, 11.5
 
 
 def svg(plot: Plot, *, alone: bool = False) -> str:
@@ -211,7 +212,8 @@ def _key(names: Sequence[str], top: float) -> tuple[list[str], float]:
     """Coloured squares with names, in as many rows as they need; and where the picture may begin."""
     body, x, y = [], 0.0, top
     for number, name in enumerate(names):
-        width = 26 + _LETTER * len(name)
+        wide = sum(letter in "mwMW" for letter in name)
+        width = 26 + _LETTER * (len(name) - wide) + _WIDE_LETTER * wide
         if x and x + width > _WIDTH:
             x, y = 0.0, y + _TITLE
         body.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="11" height="11" fill="var(--c{number % 8})"/>')
@@ -237,7 +239,7 @@ def _number(value: float) -> str:
 
 def _wrapped(text: str, width: float) -> list[str]:
     """Lines that fit, broken between words."""
-    lines, letters = [""], int(width / (_LETTER + 0.7))
+    lines, letters = [""], int(width / _BOLD_LETTER)
     for word in text.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > letters:
             lines.append(word)

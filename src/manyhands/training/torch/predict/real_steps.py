@@ -41,7 +41,7 @@ from manyhands.training.torch.workers.pool import Pool
 
 MOST = 4  # worker processes at once
 _WARM_UP = 2
-_STEPS = (8, 60)  # at least and at most
+_STEPS = (8, 300)  # at least and at most
 _LONG_ENOUGH = 1.5  # seconds of steps
 _BYTES = 64 << 20  # of data to train on; more are epochs of fewer steps
 
