@@ -23,7 +23,7 @@ from manyhands.training.data.sources import bad_numbers
 from manyhands.training.learner import NO_AVERAGE, Saved, Say, Take, named_rates
 from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Figures
-from manyhands.training.torch import running_sums
+from manyhands.training.torch import host_heap, running_sums
 from manyhands.training.torch.data import feed, samples
 from manyhands.training.torch.data.drawn_samples import generator_of
 from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
@@ -112,6 +112,7 @@ class Rank:
         self.graph: GraphStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
+        self._keeps_memory = False
         self.scheduler = schedulers_of(job.schedule, made) if job.purpose == "fit" else None
         self._first_step = 0  # of the epoch
         self._factor = 1.0  # of the learning rates
@@ -237,6 +238,9 @@ class Rank:
     def _begin(self) -> None:
         """Before the first step, but not before the optimizer has the state of a checkpoint."""
         settings, device, size = self.settings, self.world.device, self.world.size
+        if device.type == "cpu":
+            host_heap.keep()
+            self._keeps_memory = True
         reason = capturable.why_not(self.data, self.optimizer, device, size, settings.step.accumulate)
         reason = reason or self.objective.why_not_captured(self.model)
         reason = reason or (self.scheduler.why_not_captured if self.scheduler is not None else None)
@@ -267,6 +271,9 @@ class Rank:
 
     def close(self) -> None:
         """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
+        if self._keeps_memory:
+            self._keeps_memory = False
+            host_heap.release()
         if self.graph is not None:
             told = (self.graph.no_norms, self.graph.no_lanes, self.graph.not_compiled, self.graph.no_plan)
             self.notes += [one for one in told if one is not None]

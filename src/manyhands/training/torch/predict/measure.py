@@ -21,6 +21,7 @@ from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.profile import Bucket, MemoryLine, Profile, StepTime
 from manyhands.training import refusals
 from manyhands.training.settings import Settings
+from manyhands.training.torch import host_heap
 from manyhands.training.torch.data import sources
 from manyhands.training.torch.data.sources import Batch
 from manyhands.training.torch.predict import real_steps
@@ -55,7 +56,7 @@ def profile(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = settings or Settings()
     try:
-        with randomness.kept(device):
+        with randomness.kept(device), host_heap.kept() if device.type == "cpu" else contextlib.nullcontext():
             measured, half = _profile(model, batch, loss, optimizer, settings, device)
             if device.type != "cpu":
                 return measured

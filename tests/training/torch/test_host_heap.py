@@ -1,0 +1,50 @@
+"""A training on the CPU keeps its memory from step to step."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import resource
+import statistics
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import torch as mh
+from manyhands.training.torch import host_heap
+
+FAULTS: list[int] = []
+
+
+class Counting(nn.Module):
+    """Large activations, and how many page faults there were before each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        FAULTS.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        answer = self.layer(x)
+        for _ in range(4):
+            answer = torch.relu(answer * 1.01)
+        return answer[:, :3] + answer.mean()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+def test_steps_reuse_the_memory_of_the_one_before() -> None:
+    FAULTS.clear()
+    X, y = torch.randn(512 * 10, 8), torch.randint(3, (512 * 10,))
+    mh.Trainer(1, devices="cpu", batch_size=512, lr=0.1, precision="fp32", quiet=True).fit(Counting(), (X, y))
+    later = [after - before for before, after in itertools.pairwise(FAULTS[3:])]
+    assert len(later) >= 5
+    # A step's activations are 9 tensors of 4 MB: 9000 pages of 4 kB.
+    assert statistics.median(later) < 500
+    assert host_heap._jobs == 0
+
+
+def test_jobs_within_jobs_release_once() -> None:
+    with host_heap.kept(), host_heap.kept():
+        assert host_heap._jobs == 2
+    assert host_heap._jobs == 0
