@@ -31,6 +31,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Trace
 from manyhands.backends.torch.compat import tree_leaves, tree_map
+from manyhands.backends.torch.run.float64_attention import attention, is_attention
 from manyhands.errors import CannotBeExact
 
 _aten = torch.ops.aten
@@ -125,6 +126,8 @@ class _Wide(Interpreter):
         elif target is _aten.cudnn_batch_norm_backward.default:
             x, gradient, *others = args[:7]
             result = _aten.native_batch_norm_backward.default(gradient, x, *others, True, args[7], [True] * 3)
+        elif is_attention(target):
+            result = attention(target, args, kwargs, metas)
         else:
             result = target(*args, **kwargs)
         if target in HIDDEN_VIEWS or any(one.alias_info is not None for one in schema.returns):

@@ -1,0 +1,86 @@
+"""Attention in float64: the kernels for GPUs compute in half or single precision only, so it is written out here.
+
+    softmax(query @ key^T * scale + bias) @ value
+
+Its backward pass is autograd's of the same. Both give what the operations of a trace give, in the same places; what is
+only a note for the kernels' own backward pass (random state, places in memory) is made up, as nobody reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_FORWARD = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+_BACKWARD = (
+    _aten._scaled_dot_product_flash_attention_backward.default,
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+    _aten._scaled_dot_product_cudnn_attention_backward.default,
+)
+
+
+def is_attention(target: Any) -> bool:
+    return target in _FORWARD or target in _BACKWARD
+
+
+def attention(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
+    """What the operation would give in float64; ``metas`` are like its results."""
+    given: dict[str, Any] = {}
+    for number, argument in enumerate(target._schema.arguments):
+        left_out = kwargs.get(argument.name, argument.default_value)
+        given[argument.name] = args[number] if number < len(args) else left_out
+    if given["dropout_p"]:
+        raise ValueError("dropout draws random numbers")
+    return _forward(given, metas) if target in _FORWARD else _backward(given, metas)
+
+
+def _forward(given: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
+    result, sums = _written_out(given, given["query"], given["key"], given["value"], given.get("attn_bias"))
+    made = [_made_up(meta) for meta in metas]
+    made[0] = result
+    if isinstance(made[1], torch.Tensor) and made[1].shape == sums.shape:  # a kernel may leave it out, or pad it
+        made[1] = sums
+    return tuple(made)
+
+
+def _backward(given: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
+    values = [given.get(name) for name in ("query", "key", "value", "attn_bias")]
+    leaves = [
+        value.detach().double() if isinstance(value, torch.Tensor) and value.numel() else None for value in values
+    ]
+    gradient = given["grad_out"] if "grad_out" in given else given["grad_out_"]
+    with torch.enable_grad():
+        wanted = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
+        result, _ = _written_out(given, *leaves)
+        found = iter(torch.autograd.grad(result, wanted, gradient.to(result.dtype)))
+    gradients = [None if leaf is None else next(found) for leaf in leaves][: len(metas)]
+    return tuple(one if isinstance(meta, torch.Tensor) else None for one, meta in zip(gradients, metas, strict=True))
+
+
+def _written_out(given: Mapping[str, Any], query: Any, key: Any, value: Any, bias: Any) -> tuple[Any, Any]:
+    """The result, and the logarithms of the sums that a softmax divides by."""
+    query, key, value = query.double(), key.double(), value.double()
+    groups = query.shape[-3] // key.shape[-3]  # several heads of the query for one of the key
+    key, value = (one.repeat_interleave(groups, -3) if groups > 1 else one for one in (key, value))
+    scale = given["scale"] if given["scale"] is not None else 1 / math.sqrt(query.shape[-1])
+    scores = query @ key.transpose(-2, -1) * scale
+    if isinstance(bias, torch.Tensor) and bias.numel():
+        scores = scores + bias
+    if given["is_causal"]:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+def _made_up(meta: Any) -> Any:
+    if not isinstance(meta, torch.Tensor):
+        return meta
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
