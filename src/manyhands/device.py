@@ -52,7 +52,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a device's memory: all there is, and what nobody uses now."""
+    """Bytes of a device's memory: the total, and what is free now."""
 
     total: int
     free: int
@@ -60,7 +60,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """What is known of one device, as :func:`devices` lists it; None is what nobody tells."""
+    """What is known of one device, as :func:`devices` lists it; None is unknown."""
 
     device: Device
     name: str

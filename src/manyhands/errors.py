@@ -221,7 +221,7 @@ class CannotTrace(EngineError, RuntimeError):
 
 
 class MustRunAsWritten(CannotTrace):
-    """A call that is to be seen as it is written: somebody listens to each operation, or derives it."""
+    """A call whose operations are observed one by one, or differentiated: it is run as it is written."""
 
 
 class CannotGuard(EngineError, RuntimeError):

@@ -36,7 +36,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One GPU as the driver tells it; ``uuid`` is what frameworks are matched by."""
+    """One GPU as the driver reports it; ``uuid`` is what frameworks are matched by."""
 
     index: int
     uuid: str
@@ -133,7 +133,7 @@ def visible_uuid(ordinal: int) -> str | None:
     """The UUID of the GPU that CUDA numbers ``ordinal`` in this process.
 
     ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so the driver's numbers are not CUDA's. Where GPUs differ CUDA also puts
-    the fastest first unless told otherwise; which is which cannot be said then, and None is honest.
+    the fastest first unless configured otherwise; which is which cannot be said then, and None is honest.
     """
     facts = gpus()
     if len({gpu.name for gpu in facts}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -185,7 +185,7 @@ def _gpu(nvml: Any, index: int, driver: str) -> GpuFacts:
 
 
 def _optional(nvml: Any, ask: Any) -> Any:
-    """A fact that some GPUs (MIG slices, old cards) do not tell."""
+    """A fact that some GPUs (MIG slices, old cards) do not report."""
     try:
         return ask()
     except nvml.NVMLError:

@@ -31,7 +31,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a framework can do: data, so that nobody finds out late."""
+    """What a framework can do, as data."""
 
     # The host's memory and virtual device 0 are two places (so that moving there is a copy).
     host_beside_virtual: bool

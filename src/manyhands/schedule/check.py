@@ -1,8 +1,8 @@
-"""Proves that a schedule keeps every order that matters. Written apart from what makes schedules, on purpose.
+"""Proves that a schedule keeps every order that matters. It deliberately shares no code with the scheduler.
 
 It looks only at the tasks, the order on each lane and the waits. From these it computes, for every task, the set of
-tasks that are certainly over when it starts; then every two tasks that touch one memory (one of them writing), or carry
-the same token, must stand in that relation, in the order of the program.
+tasks that are certainly done when it starts. Every two tasks that touch the same memory (at least one of them writing),
+or carry the same token, must be ordered by that relation, in the order of the program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _named(schedule: Schedule, task: int) -> str:
 
 
 def conflicts(schedule: Schedule) -> list[tuple[int, int, str]]:
-    """Pairs that must be ordered. Pairs further apart follow, because being over is transitive."""
+    """Pairs that must be ordered. Pairs further apart follow, because "done before" is transitive."""
     pairs: list[tuple[int, int, str]] = []
     accesses: dict[int, list[tuple[int, bool]]] = {}
     tokens: dict[str, list[int]] = {}
@@ -52,7 +52,7 @@ def conflicts(schedule: Schedule) -> list[tuple[int, int, str]]:
 
 
 def _certainly_before(schedule: Schedule) -> list[int]:
-    """For each task a set (the bits of a number) of all tasks that are over when it starts."""
+    """For each task a set (the bits of a number) of all tasks that are done when it starts."""
     count = len(schedule.graph)
     if sorted(schedule.order) != list(range(count)):
         raise UnsafeSchedule("not every task is issued exactly once")

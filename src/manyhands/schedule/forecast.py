@@ -1,15 +1,15 @@
-"""What a program would take on a described machine: so many devices, lanes on each, a bandwidth between them.
+"""How long a program would take on a described machine: a number of devices, lanes on each, a bandwidth between them.
 
 The tasks of a program are placed one by one, those first that the longest chain hangs on (HEFT, as in
 :mod:`manyhands.schedule.lanes`): each goes to the device on which it would end first, the copies that it needs
-included. Where a memory is valid is kept account of: a task that reads it elsewhere gets a copy made, one that writes
-it makes all other copies stale. What comes out is again a program, of tasks and copies in an order that could be run as
-it stands, with a memory of its own for every device; so it is scheduled, proved and simulated like any other.
+included. The devices on which a memory is valid are tracked: a task that reads it on another device gets a copy, and a
+task that writes it makes all other copies stale. The outcome is again a program, of tasks and copies in an order that
+could be run, with a separate memory on every device; so it is scheduled, proved and simulated like any other.
 
 a writes x, b writes y, c reads both. On two devices a goes to the first, b to the second, y is copied to the first, c
 is done there: a | b, copy | c.
 
-Arguments that nobody writes to are on every device from the start, as parameters are; others are on the first one,
+Arguments that no task writes to are on every device from the start, as parameters are; others are on the first one,
 and results come back to it.
 """
 

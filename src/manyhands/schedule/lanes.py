@@ -148,10 +148,10 @@ def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: floa
 
 
 def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
-    """All that the end of the longest chain needs on one lane, which waits for nobody; the rest beside it.
+    """All that the end of the longest chain needs on one lane, which waits for no other; the rest on other lanes.
 
     As in a backward pass: what leads from the loss to the first layer stays together, and gradients of weights, for
-    which nobody waits, go to the other lanes. Everything is issued in the program's order.
+    which nothing waits, go to the other lanes. Everything is issued in the program's order.
     """
     choices = _choices(graph, lanes)
     main = _needed_by_the_longest(graph)

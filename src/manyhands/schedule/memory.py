@@ -1,7 +1,7 @@
 """How much memory a schedule takes at its peak, beside what plain execution takes.
 
-A memory comes into being with the first task that writes to it and goes after the last one that touches it. What the
-caller gave (arguments, tensors from outside) is there all the time, results stay. Lanes hold more at once than one lane
+A memory comes into being with the first task that writes to it and goes after the last one that touches it. Arguments
+and tensors from outside are there all the time, results stay. Lanes hold more at once than one lane
 does, for two reasons: several chains are under way, and on a GPU memory can be used again only when the lane that made
 it knows all its users to be over.
 

@@ -1,4 +1,4 @@
-"""Waits that are there for memory's sake alone: a lane that runs ahead of others is held back before it takes too much.
+"""Waits that only save memory: a lane that runs ahead of others is held back before it takes too much.
 
 On a GPU a lane may use memory again when it knows that all who read it are over. It knows that of other lanes only by
 waiting for them, and correctness often needs no such wait: in

@@ -1,4 +1,4 @@
-"""Where a picture or a trace can be written: asked before anything is run for it."""
+"""Whether a picture or a trace can be written to a path: checked before anything is run for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Writes down what is really issued to lanes, and gives it as a schedule that can be checked and told.
+"""Records what is really issued to lanes, as a schedule that can be checked and shown.
 
-A planner knows its schedule before anything runs. Where the order comes about on the way (a backward pass that another
-engine drives), it is the other way round: tasks, marks and waits are noted as they are issued, and the schedule is what
-was noted. A wait holds for the next task of its lane, and by the lane's order for all that follow.
+A planner knows its schedule before anything runs. Where another engine decides the order while it runs (autograd in a
+backward pass), tasks, marks and waits are recorded as they are issued, and the recording is the schedule. A wait holds
+for the next task of its lane, and by the lane's order for all that follow.
 
 Lane 0 issues ``a``; its mark is made; lane 1 waits for that mark and issues ``b``; lane 0 issues ``c``. Then the
 schedule has a and c on lane 0, b on lane 1, and one wait, of b for a; c and b are in no order.

@@ -1,8 +1,8 @@
 """A schedule on a described machine: when would each task run?
 
 Tasks on one device share it. While the parts that they fill add up to no more than the whole, all run at full speed;
-beyond that all are slowed down in the same proportion. So two kernels that fill a tenth of a chip each overlap for
-nothing, and two that fill all of it take as long as one after the other.
+beyond that all are slowed down in the same proportion. So two kernels that fill a tenth of a chip each overlap at
+no cost, and two that each fill all of it take as long as one after the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def bounds(schedule: Schedule) -> Bounds:
 
 
 def simulate(schedule: Schedule, *, wait_seconds: float = 0.0) -> Timeline:
-    """Run the schedule in thought; ``wait_seconds`` is what a wait for another lane costs."""
+    """Simulate the schedule; ``wait_seconds`` is the cost of a wait for another lane."""
     return timeline_of(schedule, moments(schedule, wait_seconds=wait_seconds), "simulated")
 
 
@@ -82,7 +82,7 @@ def _start_what_can(
     now: float,
     wait_seconds: float,
 ) -> list[float]:
-    """Start the next task of every idle lane if what it waits for is over; gives when others may start."""
+    """Start the next task of every idle lane if what it waits for is done; returns when others may start."""
     opens: list[float] = []
     for lane, queue in enumerate(queues):
         if lane in running or not queue:

@@ -1,9 +1,9 @@
 """The call that a task makes: what it reads and writes, as far as that is known, and how it is done.
 
-A call is looked through when its task is given, so that it is known behind whom it has to go. Much of it can be
-different when it begins: a result is there that was not, a list has another item, a module another parameter. So it is
-looked through again then, unless all that was found is what it always will be. In ``task(scale)(x, 2)`` a tensor ``x``
-is found, and that is that; in ``task(scale)([x], 2)`` somebody may put another tensor into the list first.
+A call is examined when its task is submitted, to know which tasks it has to follow. Much of it may have changed when it
+starts: a result is known, a list has another item, a module another parameter. So it is examined again then, unless
+everything found is immutable. In ``task(scale)(x, 2)`` the tensor ``x`` is found once; in ``task(scale)([x], 2)`` other
+code may put another tensor into the list first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ here = Here()
 
 
 class Call(Job):
-    """A call of a function that is a task; what it was given is let go of when it is over."""
+    """A call of a function that is a task; its arguments are released when it is done."""
 
     __slots__ = ("_arguments", "_context", "_done_by", "_found", "_function", "_keywords", "_objects", "_writes")
 

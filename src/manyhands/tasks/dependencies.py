@@ -1,11 +1,11 @@
-"""Who reads and who writes which memory, so that a new job knows whom it has to wait for.
+"""Which jobs read and write which memory, so that a new job knows what it has to wait for.
 
-It is enough to remember, for each memory, the last writer and the readers since, because "over" is transitive: a job
-that will not be run is over only after all that it needs.
+It is enough to remember, for each memory, the last writer and the readers since, because "done" is transitive: a job
+that is cancelled counts as done only after all jobs that it needs.
 
-A result that is not there yet may be any memory that its job touches. The job itself stands for that unknown memory, so
-that a long chain of jobs, each taking the result before it, costs no more per job than a short one. Who writes pays:
-a write to an unknown result is one to all that it may be, upwards along the chain; a write to a memory concerns all
+An unfinished result may be any memory that its job touches. The job itself stands for that unknown memory, so
+that a long chain of jobs, each taking the result before it, costs no more per job than a short one. The writer pays:
+a write to an unknown result is a write to all that it may be, upwards along the chain; a write to a memory concerns all
 unknown results that it may be, downwards, and each of them remembers that. A reads x, B takes A's result, W writes x: W
 waits for A and for B, and C, which takes B's result after that, reads x as well and waits for W. When a result is
 there, those who took it are listed with the memories that it really is in.
@@ -67,7 +67,7 @@ class Ledger:
         return jobs
 
     def forget(self, job: Job) -> None:
-        """Nobody has to wait for it any more."""
+        """No job has to wait for it any more."""
         for memory in job.listed:
             if (readers := self._readers.get(memory)) is not None:
                 readers.discard(job)
@@ -80,7 +80,7 @@ class Ledger:
         job.touched = job.overwritten = job.listed = NOTHING  # they hold other jobs, and those their results
 
     def tell_where(self, job: Job) -> None:
-        """Its result is there: list those who use it with the memories that it is in."""
+        """Its result is known: list its users under the memories that it is in."""
         if not job.followers and job not in self._readers and job not in self._writer:
             return
         takers = {follower for follower, why in job.followers or () if why and not follower.over}

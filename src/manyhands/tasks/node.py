@@ -1,8 +1,8 @@
-"""A call that is done once, and what its jobs do to each other: one fails because of another, or waits for it.
+"""One job of a scope, and how jobs affect each other: a job fails because of another, or waits for it.
 
-A job may ask for a result while it runs. It is then looked whether what it asks for waits, over however many jobs, for
-itself: that circle would never end, and the one that closes it gets an error. A asks for B's result, B takes C's, and C
-asks for A's: A and B wait, C is told.
+A job may ask for another's result while it runs. If that one waits, over any number of jobs, for the asking job, there
+is a deadlock, and the job that completes the circle gets an error. For example A asks for B's result, B takes C's, and
+C asks for A's: A and B wait, and C's request raises.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ NOTHING: Set[Hashable] = frozenset()
 
 
 class Job:
-    """Something that is done once, by some thread, when what it needs is over.
+    """A unit of work that some thread does once, when the jobs that it needs are done.
 
-    This one touches nothing and has no work: so is a call that was made at once. Others say what theirs is.
+    The base class touches nothing and does nothing, like a call that was made immediately; subclasses do the work.
     """
 
     __slots__ = (
@@ -63,15 +63,15 @@ class Job:
         self.unsettled = unsettled  # where its scope keeps it, until it has gone well
 
     def look(self) -> Touched:
-        """What it touches, as far as that is known."""
+        """The memories it touches, as far as they are known."""
         return NOTHING, NOTHING, [], []
 
     def really_touched(self) -> Set[Hashable]:
-        """What it does touch, known when it begins."""
+        """The memories it really touches, known when it starts."""
         return NOTHING
 
     def really_written(self) -> Set[Hashable]:
-        """What of that it writes."""
+        """Those of them that it writes."""
         return NOTHING
 
     def stored_in(self, value: object) -> Set[Hashable]:
@@ -79,11 +79,11 @@ class Job:
         return NOTHING
 
     def work(self) -> object:
-        """Do it; gives the result."""
+        """Do the work; returns the result."""
         return self.value
 
     def let_go(self) -> None:
-        """It will not be done any more: keep nothing that it needed for that."""
+        """Release what it needed to run: it will not be run any more."""
 
     @property
     def origin(self) -> Job:
@@ -99,12 +99,12 @@ class Job:
         return isinstance(self.error, TaskCancelled) and not self.begun
 
     def see(self) -> None:
-        """Somebody knows its error from now on."""
+        """Its error has been raised to the caller."""
         if self.seen_at is None:
             self.seen_at = next(_numbers)
 
     def spoils(self, later: Job) -> bool:
-        """Whether what it was to write is no good for another job: given later, but before the error was seen."""
+        """Whether what it was to write is invalid for another job, submitted later but before the error was raised."""
         seen = (one.seen_at for one in (self, self.origin))
         return self.number < later.number and not any(at is not None and at < later.number for at in seen)
 
@@ -154,7 +154,7 @@ class Future(Generic[T]):
 
 
 def doom(job: Job, origin: Job) -> None:
-    """It will not be run, because of the job that failed."""
+    """Mark it as not to be run, because of the job that failed."""
     if job.error is None:
         failure = origin.error
         job.error = TaskCancelled(
@@ -189,9 +189,9 @@ def ask(me: Job, wanted: Job) -> None:
 
 
 def settle(jobs: dict[Job, None]) -> None:
-    """Raise the first error that nobody has seen; what was cancelled because of it is not an error of its own.
+    """Raise the first error that has not been raised yet; tasks cancelled because of it are not reported separately.
 
-    What is over is nobody's business then, and is let go of.
+    Jobs that are done are released.
     """
     failed = [job for job in jobs if job.error is not None and job.seen_at is None and not job.cancelled()]
     for job in [job for job in jobs if job.over]:

@@ -54,7 +54,7 @@ class Regions:
         return found
 
     def drop(self, region: Region) -> None:
-        """Nobody uses it any more: what comes to its addresses now is something else."""
+        """It is no longer used: later memory at its addresses is something else."""
         place = bisect.bisect_left(self._starts, region.start)
         if place < len(self._regions) and self._regions[place] is region:
             del self._starts[place], self._regions[place]

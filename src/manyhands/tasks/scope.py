@@ -1,38 +1,38 @@
-"""Tasks given explicitly: for code that cannot be traced, because what it does depends on values.
+"""Explicit tasks: for code that cannot be traced because what it does depends on values.
 
 ::
 
     with parallel():
-        a = task(load)("a.txt")             # runs beside what follows
+        a = task(load)("a.txt")             # runs in parallel with what follows
         b = task(load)("b.txt")
-        c = task(merge)(a, b)               # when both are there
+        c = task(merge)(a, b)               # starts when both are done
         task(scale, writes=(table,))(table)  # after everything before that reads ``table``
         d = task(summary)(table, c)         # after ``scale``
         print(d.result())                   # waits for what ``d`` needs
-    # here everything is over
+    # here all tasks are done
 
-What is promised: the results are those of the same calls one after the other. A task *reads* all that its function and
+The results are those of the same calls made one after the other. A task *reads* all that its function and
 its arguments lead to (:mod:`manyhands.tasks.reachable`: containers, attributes, closures, defaults, globals), and
 *writes* what it declares. Of two tasks that touch the same object, one of them writing, the earlier one goes first
-(read after write, write after read, write after write). Which objects share memory is asked of ``memory_of``; by
-default each object is its own, and NumPy arrays are known by their addresses. What an object consists of (a module of
-its parameters) is asked of ``parts_of``. The result of a task may be, or share memory with, anything that the task was
-given, until it is there and can be looked at.
+(read after write, write after read, write after write). ``memory_of`` says which objects share memory; by
+default each object is separate, and NumPy arrays are identified by their addresses. ``parts_of`` says what an object
+consists of (a module: its parameters). Until a task is done, its result may be, or share memory with, any of its
+arguments.
 
-A task that writes what it has not declared fails with :class:`~manyhands.errors.UndeclaredWrite`: in what order others
-have read it is not known. What is compared to notice that: :mod:`manyhands.tasks.undeclared_writes`. Not noticed: what
-C code holds (a file, a socket, a generator of random numbers), attributes of classes and of objects of installed
-packages, and a write that is undone before the task ends.
+A task that writes what it has not declared fails with :class:`~manyhands.errors.UndeclaredWrite`, because the order in
+which others have read it is unknown. :mod:`manyhands.tasks.undeclared_writes` compares objects to detect that. It does
+not detect changes to what C code holds (a file, a socket, a random number generator), to attributes of classes and of
+objects of installed packages, and writes that are undone before the task ends.
 
-Errors: ``result()`` raises a task's error with its traceback, as often as it is asked. Leaving the scope, and
-:func:`waitall`, raise the first error that nobody has seen. A task that needs a failed one, because it takes its result
-or an object that it was to write, is cancelled: :class:`~manyhands.errors.TaskCancelled` names the one that failed.
-Once an error has been seen, an object counts as repaired: tasks given after that may use it again.
+Errors: every call of ``result()`` raises a failed task's error with its traceback. Leaving the scope, and
+:func:`waitall`, raise the first error that has not been raised yet. A task that needs a failed one, because it takes
+its result or an object that it was to write, is cancelled: :class:`~manyhands.errors.TaskCancelled` names the one that
+failed. Once the error has been raised, tasks that are submitted later may use the object again.
 
-Scopes: an inner scope shares the threads and the order of the outer one, and waits for its own tasks only. A scope left
-by an error, an interrupt included, cancels what has not begun and waits for what has. Outside a scope, and inside a
-task, ``task(fn)(...)`` is a plain call: it runs at once and raises at once. A scope belongs to its thread and its
-process: in a child of ``os.fork`` it is as if there were none, and its unfinished futures say so.
+Scopes: an inner scope shares the threads and the order of the outer one, and waits for its own tasks only. A scope that
+is left by an error or an interrupt cancels tasks that have not started and waits for those that have. Outside a scope,
+and inside a task, ``task(fn)(...)`` is a plain call: it runs at once and raises at once. A scope belongs to its thread
+and its process: a child of ``os.fork`` has no scope, and unfinished futures raise an error there.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ T = TypeVar("T")
 
 
 class parallel:
-    """A scope whose tasks run side by side where their order does not matter.
+    """A scope whose tasks run in parallel where their order does not matter.
 
-    ``threads``: how many at once (by default one per usable core). ``synchronous``: for debugging, every task runs when
-    it is given, in the caller's thread; errors surface where they would otherwise. ``memory_of``: gives the same key
-    for objects that share memory, or a :class:`~manyhands.addresses.Span`: then a write to one is a write to the other.
-    ``parts_of``: what else is read and written with an object; None: its attributes. ``version_of``: something that
-    every write to an object changes, or None. ``bound``: applied to each function in the thread that gives the task, to
-    carry along what is that thread's own (a framework's modes). ``in_turn``: given the objects that a task reaches and
-    the words in its code, those objects that change inside when they are only used (a block that is traced at its first
-    call): tasks that share one run one after the other, in any order.
+    ``threads``: how many tasks run at once (by default one per usable core). ``synchronous``: for debugging, every task
+    runs when it is submitted, in the caller's thread; errors are raised where they would be otherwise. ``memory_of``:
+    gives the same key for objects that share memory, or a :class:`~manyhands.addresses.Span`: then a write to one is a
+    write to the other. ``parts_of``: what else is read and written with an object; None: its attributes.
+    ``version_of``: something that every write to an object changes, or None. ``bound``: applied to each function in the
+    thread that submits the task, to carry over that thread's state (a framework's modes). ``in_turn``: given the
+    objects that a task reaches and the words in its code, those objects that change inside when they are only used (a
+    block that is traced at its first call): tasks that share one run one after the other, in any order.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
 
 
 def waitall() -> None:
-    """Wait for all tasks of the scopes that are open in this thread; raise the first error that nobody has seen."""
+    """Wait for all tasks of the scopes open in this thread; raise the first error that has not been raised yet."""
     jobs: list[Job] = []
     scope = _scope()
     while scope is not None:

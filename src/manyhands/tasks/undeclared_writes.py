@@ -57,7 +57,7 @@ class Watch:
 
 
 def _content_of(one: object) -> object:
-    """Where a NumPy array or a buffer lies and what is in it; None if nobody can write to it."""
+    """Where a NumPy array or a buffer lies and what is in it; None if it cannot be written to."""
     span = _span_of(one)
     return None if span is None else (span, content(span, _WHOLE, _BLOCKS))
 

@@ -3,14 +3,13 @@
 A job is ready when all jobs that it needs are over: those whose results it takes, and those that touch the same memory,
 one of them writing, which :mod:`manyhands.tasks.dependencies` knows.
 
-Nobody is woken for nothing. A thread without work rests until its bell rings, and it rings when there is one more job
-ready than threads that take one anyway: a thread that has just ended a job takes the next one itself, so that a chain
-stays with it. Who waits for a job is called when that one is over, not when any is.
+No thread is woken in vain. A thread without work sleeps until its bell rings, which happens when there are more jobs
+ready than threads that will take one anyway: a thread that has just finished a job takes the next one itself, so a
+chain stays on one thread. A thread that waits for a job is woken when that job is done, not when any job is.
 
-Nobody who does jobs waits for the lock, else all would stand in line behind it: each that gets it would have to be
-woken first. What is done is laid on the table; who finds the lock free enters it, for everybody, and who lets go of the
-lock looks whether something was laid there meanwhile. A job that can begin belongs to who takes it out of ``_to_do``,
-which only one can.
+Worker threads never wait for the lock, because each of them would have to be woken to get it. A finished job is put
+into a list; a thread that finds the lock free records all jobs of the list, and a thread that releases the lock checks
+the list again. A job that can start belongs to the thread that takes it out of ``_to_do``, which only one thread can.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _WAIT = 1.0  # seconds of one wait
 
 
 class Crew:
-    """Threads that do jobs, hired as they are needed; none at all: jobs are done when they are given."""
+    """Threads that do jobs, started when they are needed; without threads, jobs are done when they are submitted."""
 
     def __init__(self, size: int) -> None:
         self.process = os.getpid()
@@ -99,7 +98,7 @@ class Crew:
         return 1
 
     def _call(self, count: int) -> None:
-        """Have so many more jobs done by those who rest, or are hired."""
+        """Have this many more jobs done by sleeping threads or by new ones."""
         for _ in range(count):
             if self._resting:
                 self._resting.pop().release()
@@ -130,7 +129,7 @@ class Crew:
                 number = heapq.heappop(self._ready)
             except IndexError:
                 return None  # another thread was quicker
-            if (job := self._to_do.pop(number, None)) is not None:  # else somebody who waited for it was quicker
+            if (job := self._to_do.pop(number, None)) is not None:  # else a thread that waited for it was quicker
                 job.begun = True
                 return job
         return None
@@ -146,7 +145,7 @@ class Crew:
         bell.acquire()
 
     def _do(self, job: Job) -> None:
-        """Do a job in this thread, if nobody else has begun it."""
+        """Do a job in this thread, unless another thread has started it."""
         if self._to_do.pop(job.number, None) is None:
             return
         job.begun = True
@@ -190,7 +189,7 @@ class Crew:
             self._ledger.forget(one)
             try:
                 self._ledger.tell_where(one)
-            except Exception as error:  # nobody can be told what memory its result is in
+            except Exception as error:  # it is unknown what memory its result is in
                 one.error, one.trace = error, error.__traceback__
             if one.error is None:
                 one.unsettled.pop(one, None)
@@ -224,7 +223,7 @@ class Crew:
     # Waiting
 
     def wait(self, job: Job, timeout: float | None) -> None:
-        """Until a job is over. One of our own threads does meanwhile what it is waiting for, if nobody else does."""
+        """Wait until a job is done. One of our own threads does the job it waits for, unless another thread does."""
         if self.process != os.getpid():
             raise EngineError(f"{job.name} belongs to the process that this one was forked from: wait for it there")
         me = _working.job
@@ -277,7 +276,7 @@ class Crew:
         return None
 
     def cancel(self, jobs: Iterable[Job], why: str) -> None:
-        """Those that have not begun will not be run."""
+        """Cancel the jobs that have not started."""
         with self._lock:
             for job in [*jobs]:
                 can_begin = self._to_do.pop(job.number, None) is not None
@@ -310,7 +309,7 @@ def _rings(bell: threading.Lock, end: float | None) -> bool:
 
 
 def _bell() -> threading.Lock:
-    """A lock to wait at until somebody releases it, once."""
+    """A lock to wait at until it is released, once."""
     bell = threading.Lock()
     bell.acquire()
     return bell

@@ -1,4 +1,4 @@
-"""A job of several processes, as the environment of a launcher tells of it: torchrun and its like, or SLURM.
+"""A job of several processes, as a launcher's environment describes it: torchrun and the like, or SLURM.
 
 torchrun sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``: which process this is, of how many, and
 where they meet; ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` say the same for one machine. The tasks of an ``srun`` have

@@ -66,7 +66,7 @@ class Learner(Protocol):
     rank: int
     size: int  # processes of the job
     optimizer_name: str
-    # What the optimizer was made with (rate, betas, ...) as JSON, as far as the framework tells.
+    # What the optimizer was made with (rate, betas, ...) as JSON, as far as the framework reports it.
     optimizer_options: dict[str, Any]
     # Worth knowing about how the job is run; and how a batch is divided at the moment.
     notes: list[str]
@@ -87,7 +87,7 @@ class Learner(Protocol):
         """Make one update with the mean loss over the batch; ``factor`` is the learning rate's (None: as it is)."""
 
     def peek(self) -> Figures | None:
-        """The newest sums of this process that have arrived by themselves; never waits."""
+        """The newest sums of this process that have already arrived; never waits."""
 
     def read(self) -> list[Figures]:
         """The sums since the last reset, one entry per process; waits."""
@@ -104,7 +104,7 @@ class Learner(Protocol):
     def learning_rates(self) -> dict[str, float]:
         """The rates of the last step by name: ``lr``, of further groups of parameters ``lr_1``, ...; never waits.
 
-        Nothing where the framework does not tell.
+        Empty where the framework does not report them.
         """
 
     def keep_average(self, averaging: Averaging) -> None:

@@ -1,7 +1,7 @@
 """Training from the first step to the last, in any framework: a learner makes the steps, the loop does the rest.
 
-Nothing in a step makes the host wait: losses stay on the devices, and what is shown is what has arrived by itself. The
-host waits at the end of an epoch and for a checkpoint.
+Nothing in a step makes the host wait: losses stay on the devices, and only figures that have already arrived are shown.
+The host waits at the end of an epoch and for a checkpoint.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class Loop:
         self.say({"kind": "warning", "text": text})
 
     def _look(self, window: Window, batch: Any) -> None:
-        """Now and then: say how far this process is, with the figures that have arrived by themselves."""
+        """Now and then: say how far this process is, with the figures that have already arrived."""
         now = time.perf_counter()
         if now - self._shown < _SHOW_EVERY:
             return

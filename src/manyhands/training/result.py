@@ -1,4 +1,4 @@
-"""What came of a job."""
+"""The result of a training job."""
 
 from __future__ import annotations
 

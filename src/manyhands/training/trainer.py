@@ -267,7 +267,7 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     @option_names.explained(too_many="fit takes a model, its training data and its validation data, each (X, y)")
     def fit(self, model: Any, data: Any, validation: Any = None) -> Result:
-        """Train the model, in place; gives what came of it (also as ``trainer.result``).
+        """Train the model in place and return a :class:`Result` (also ``trainer.result``).
 
         ``trainer.fit(model, train, validation)``. Both are (X, y) arrays, a data set or a loader of the framework, or
         a function that makes the batches of an epoch, ``batches()`` or ``batches(epoch)``. Without validation data

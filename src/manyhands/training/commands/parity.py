@@ -110,7 +110,7 @@ def compare(
 
 
 def drawing_layers(layers: Iterable[Any]) -> list[str]:
-    """Layers that drop something by chance in training, as ``Dropout(0.5)``; of any framework."""
+    """Layers that drop values randomly in training, as ``Dropout(0.5)``, of any framework."""
     shown: dict[str, None] = {}
     for layer in layers:
         kind = type(layer).__name__
@@ -146,7 +146,7 @@ class _Yardstick:
 
 
 def nudged(values: Any, seed: int | None) -> Any:
-    """Every number moved to one of its two neighbours, by chance; as they are without a seed, or if no floats."""
+    """Every number moved to one of its two neighbours at random; unchanged without a seed, or if not floats."""
     numbers = np.asarray(values)
     if seed is None or not np.issubdtype(numbers.dtype, np.floating):
         return numbers

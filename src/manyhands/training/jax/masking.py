@@ -1,7 +1,7 @@
 """Normalisation over the samples that count, where rows are there only to fill up a device's part.
 
 NNX's ``BatchNorm`` takes a mask, but a model's author seldom passes one on. So the layers of a model that lives for one
-trace are told: each becomes one of a class that adds the mask itself.
+trace are replaced: each becomes one of a class that adds the mask itself.
 """
 
 from __future__ import annotations

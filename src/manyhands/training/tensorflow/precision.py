@@ -1,6 +1,6 @@
 """A model in another precision. In Keras that is a property of its layers, so the model is made anew.
 
-Layers are told by their configuration, and those that a layer makes for itself by Keras's setting for the whole
+Layers get it from their configuration, and those that a layer makes for itself by Keras's setting for the whole
 program, which is put back. The weights of the new model are those of the old one.
 """
 

@@ -1,4 +1,4 @@
-"""The replicas of a job, as one process sees them: TensorFlow's strategy, and what processes tell each other.
+"""The replicas of a job, as one process sees them: TensorFlow's strategy, and what processes exchange.
 
 One process with several devices is a ``MirroredStrategy``. Several processes, started by a launcher, are a
 ``MultiWorkerMirroredStrategy``, whose processes :mod:`.meeting` introduces to each other. TensorFlow sets such a job up
