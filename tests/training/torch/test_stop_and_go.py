@@ -23,7 +23,7 @@ from training_cases import Harm, OneHot, SumsUp, answer_itself, fit, mlp, one_ho
 from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
 from manyhands.training.checkpoints import atomic_files, store
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.options import Checkpoints, Workers
+from manyhands.training.options import Checkpoints, Limits, Workers
 from manyhands.training.torch.trainer import Trainer
 from manyhands.training.torch.workers import fork_server, pool
 
@@ -285,3 +285,18 @@ def test_one_hot_counts() -> None:
     X, y = one_hot(COUNT)
     weights, _ = fit(SumsUp(COUNT), (X, y), 1, loss=answer_itself, max_epochs=1, batch_size=4, lr=4.0)
     assert weights["seen"].tolist() == [1.0] * COUNT
+
+
+def test_a_sampler_with_a_generator_of_its_own(tmp_path: Path) -> None:
+    """It goes on from epoch to epoch, and a new one begins anew: a resume within an epoch says what to leave out."""
+    X, y = vectors(32)
+    how: dict[str, Any] = {"run": tmp_path / "run", "lr": 0.1, "quiet": True}
+
+    def loader() -> Any:
+        own = torch.Generator().manual_seed(5)
+        sampler = torch.utils.data.WeightedRandomSampler([1.0] * 32, 32, generator=own)
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, y), batch_size=8, sampler=sampler)
+
+    Trainer(2, limits=Limits(max_steps=6), **how).fit(mlp(), loader())
+    with pytest.raises(WrongCheckpoint, match=r"the batches up to it again.*generator=.*leave it out"):
+        Trainer(2, resume="auto", **how).fit(mlp(), loader())

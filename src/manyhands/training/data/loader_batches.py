@@ -242,6 +242,12 @@ def _advice(loader: Any) -> str:
             "random operation in map: give a function of the epoch, which seeds them, such as "
             "lambda epoch: dataset.shuffle(1000, seed=epoch).batch(64); or give (X, y) arrays"
         )
+    parts = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler")))
+    if any(getattr(part, "generator", None) is not None for part in parts):  # PyTorch's
+        return (
+            "The loader or its sampler has a random generator of its own (generator=...), which goes on from epoch to "
+            "epoch: leave it out, then the trainer seeds what they draw by the epoch; or give (X, y) arrays"
+        )
     return (
         "The trainer seeds Python's random and NumPy's global generator (np.random.shuffle); a loader with a generator "
         "of its own has to seed it by the epoch: give a function such as def batches(epoch): rng = "
