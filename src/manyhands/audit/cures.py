@@ -1,133 +1,330 @@
-"""The cure in one line of code, made from the user's own line where that is possible."""
+"""The cure in one line of code, made from the user's own line where that is possible.
+
+A line that is given here is right Python of its framework, computes the same numbers and does not wait. Where no such
+line can be made (a decision, a function that wants a number), the cure is said in words.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 from manyhands.audit.kinds import Kind
+from manyhands.audit.statement import Fate, Statement
 
-_DECISION = re.compile(r"^(if|elif|while|assert)\b")
 _OPTION = "non_blocking=True"
+_REMOVE = "remove this line: the device keeps the order of its work by itself"
+_SCALER = (
+    "make the optimizer with fused=True: the scaler then looks for infinities on the device; or compute in bfloat16, "
+    "which needs no scaler"
+)
+# What follows a value that stays on its device, and what int() of it is there.
+_KEPT = {"torch": ".detach()", "jax": "", "tensorflow": "", "mxnet": ".detach()"}
+_INTEGER = {
+    "torch": "{}.detach().long()",
+    "jax": "{}.astype(int)",
+    "tensorflow": "tf.cast({}, tf.int64)",
+    "mxnet": '{}.detach().astype("int64")',
+}
+_METHODS = ("item", "tolist", "asscalar")
+_FACTORIES = {"zeros", "ones", "full", "arange", "eye", "linspace", "empty"}
+_SIZES = {
+    "unique": "labels that are known beforehand need no unique; or call it every 100 steps only",
+    "unique_consecutive": "call it every 100 steps only, or on the host, a step later",
+    "bincount": "give a fixed size: torch.zeros(n, device=x.device).scatter_add_(0, x, torch.ones_like(x, dtype=...))",
+    "repeat_interleave": "give output_size=..., where the sum of the repeats is known",
+    "one_hot": "give the number of classes: one_hot(..., num_classes=...)",
+}
+_UNCHECKED = ("cholesky", "inv", "solve")
 
 
-def cure(kind: Kind, call: str, code: str, library: str = "") -> str:
-    """What to write instead of a line that waits, perhaps in a library.
+class _Wait(NamedTuple):
+    kind: Kind
+    call: str
+    framework: str
+
+    @property
+    def in_words(self) -> str:
+        return self.kind.cure_in(self.framework)
+
+    @property
+    def name(self) -> str:
+        return self.call.rpartition(".")[2]
+
+
+def cure(
+    kind: Kind,
+    call: str,
+    code: str,
+    library: str = "",
+    *,
+    framework: str = "torch",
+    place: tuple[str, int] | None = None,
+) -> str:
+    """What to write instead of a line that waits, perhaps in a library; ``place``: its file and number.
 
     >>> cure(Kind.READ, "Tensor.item", "total += loss.item()")
     'total += loss.detach()'
     >>> cure(Kind.READ, "Tensor.__float__", "losses.append(float(loss))")
     'losses.append(loss.detach())'
+    >>> cure(Kind.READ, "Array.__float__", "losses.append(float(loss))", framework="jax")
+    'losses.append(loss)'
+    >>> cure(Kind.READ, "Tensor.item", "print(step, loss.item())")
+    'count the steps, and: if step % 100 == 0: print(step, loss.item())'
+    >>> cure(Kind.READ, "Tensor.item", "rate = math.exp(loss.item())") == Kind.READ.cure_in("torch")
+    True
     >>> cure(Kind.TO_DEVICE, "Tensor.to", "x = x.to(device)")
     'x = x.to(device, non_blocking=True), and pin_memory=True where x comes from (DataLoader, or x.pin_memory())'
     >>> cure(Kind.TO_DEVICE, "Tensor.to", "X[i : i + 32].to(device)").partition(", and ")[2]
     'pin_memory=True where X comes from (DataLoader, or X.pin_memory())'
-    >>> cure(Kind.TO_DEVICE, "Tensor.cuda", "batch['x'].cuda()").partition(", and ")[2]
-    "pin_memory=True where batch['x'] comes from (DataLoader, or batch['x'].pin_memory())"
+    >>> cure(Kind.TO_DEVICE, "Tensor.to", "x = torch.zeros(4, 8).to(device)")
+    'x = torch.zeros(4, 8, device=device)'
     >>> cure(Kind.DATA, "Tensor.__setitem__", "x[0] = 1.0")
     'x[0].fill_(1.0)'
     >>> cure(Kind.SYNCHRONIZE, "torch.cuda.synchronize", "torch.cuda.synchronize()")
     'remove this line: the device keeps the order of its work by itself'
     """
+    wait = _Wait(kind, call, framework)
     if library.endswith("grad_scaler.py"):
-        return "compute in bfloat16 (torch.autocast(..., dtype=torch.bfloat16)), which needs no scaler"
+        return _SCALER
     if "error_if_nonfinite=True" in code:
         return re.sub(r",?\s*error_if_nonfinite=True", "", code)
-    make = _MAKERS.get(kind)
-    made = None if make is None or not code else make(call, code)
-    return made or kind.general_cure
+    if library or not code or kind not in _MAKERS:
+        return wait.in_words
+    statement = Statement.at(*place, code) if place is not None else Statement.alone(code)
+    return _MAKERS[kind](wait, statement) or wait.in_words
 
 
-def _read(call: str, code: str) -> str | None:
-    if _DECISION.match(code):
-        return Kind.CONTROL_FLOW.general_cure
-    if code.startswith("print(") or 'f"' in code or "f'" in code:
-        return f"if step % 100 == 0: {code}" if code.startswith("print(") else Kind.PRINT.general_cure
-    if call.endswith((".item", ".tolist")):
-        name = call.rpartition(".")[2]
-        changed = re.sub(rf"\.(detach\(\)\.)?(cpu\(\)\.)?{name}\(\)", ".detach()", code)
+# Reading
+
+
+def _read(wait: _Wait, line: Statement) -> str | None:
+    if wait.name in _METHODS:
+        reads = [call for call in line.calls(wait.name) if isinstance(call.func, ast.Attribute)]
     else:
-        changed = _without_call(code, {"Tensor.__float__": "float", "Tensor.__int__": "int"}.get(call, ""))
-    return changed if changed != code else None
+        reads = [call for call in line.calls(wait.name.strip("_")) if isinstance(call.func, ast.Name) and call.args]
+    return _kept(wait, line, reads)
 
 
-def _without_call(code: str, function: str) -> str:
-    """``float(x)`` as ``x.detach()``, where the line can be read on its own."""
-    try:
-        tree = ast.parse(code.rstrip(":"))
-    except SyntaxError:
-        return code
-    for node in ast.walk(tree):
-        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
-        if is_call and len(node.args) == 1 and node.lineno == node.end_lineno:  # type: ignore[attr-defined]
-            argument = ast.get_source_segment(code, node.args[0]) or ""  # type: ignore[attr-defined]
-            if not re.fullmatch(r"[\w.]+(\([^()]*\))?", argument):
-                argument = f"({argument})"
-            return code[: node.col_offset] + f"{argument}.detach()" + code[node.end_col_offset :]  # type: ignore[attr-defined]
-    return code
+def _kept(wait: _Wait, line: Statement, reads: list[ast.Call]) -> str | None:
+    """The line with these reads left out, where nobody needs their values at once."""
+    if not reads:
+        return _rarely(wait, line)
+    fate = max(line.fate(call) for call in reads)
+    if fate is Fate.DECIDES:
+        return Kind.CONTROL_FLOW.cure_in(wait.framework)
+    if fate is Fate.NEEDED:
+        return _rarely(wait, line)
+    return line.edited(*(_without(wait, line, call) for call in reads))
 
 
-def _print(call: str, code: str) -> str | None:
-    return f"if step % 100 == 0: {code}" if code.startswith("print(") else None
+def _without(wait: _Wait, line: Statement, read: ast.Call) -> tuple[int, int, str]:
+    """The edit that leaves a value on its device."""
+    function = read.func
+    if isinstance(function, ast.Attribute) and not read.args:  # x.item()
+        inner = function.value
+        begin = line.dot(read)
+        while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+            if inner.func.attr not in ("detach", "cpu", "numpy") or inner.func.end_lineno != line.number:
+                break
+            begin, inner = line.dot(inner), inner.func.value
+        kept = ".copy()" if function.attr == "asnumpy" else _KEPT[wait.framework]
+        return begin, line.end(read), kept
+    value = read.args[0]  # float(x), np.asarray(x)
+    text = line.text(value)
+    if isinstance(function, ast.Name) and function.id == "int":
+        return line.start(read), line.end(read), _INTEGER[wait.framework].format(_bracketed(value, text))
+    kept = _KEPT[wait.framework]
+    is_part = isinstance(line.parent(read), (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript))
+    return line.start(read), line.end(read), (_bracketed(value, text) if kept or is_part else text) + kept
 
 
-def _to_host(call: str, code: str) -> str | None:
-    changed = re.sub(r"\.cpu\(\)(\.numpy\(\))?", f'.to("cpu", {_OPTION})', code)
-    changed = re.sub(r"\.to\((device=)?([\"']cpu[\"'])\)", rf".to(\2, {_OPTION})", changed)
-    return f"{changed}, read a step later or at the end" if changed != code else None
+def _bracketed(node: ast.expr, text: str) -> str:
+    return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"
 
 
-def _to_device(call: str, code: str) -> str | None:
-    changed = code
-    if _OPTION not in code:
-        changed = re.sub(r"\.(to|cuda|copy_)\(([^()]*)\)", lambda m: f".{m[1]}({_with_option(m[2])})", code)
-        if changed == code:
+def _rarely(wait: _Wait, line: Statement) -> str | None:
+    """A line that only tells something can be left out in most steps."""
+    if line.is_rare():
+        return wait.in_words
+    if not isinstance(line.whole(), ast.Expr):
+        return None
+    counter = line.counter()
+    begin = "" if counter is not None else "count the steps, and: "
+    return f"{begin}if {counter or 'step'} % 100 == 0: {line.code}"
+
+
+def _print(wait: _Wait, line: Statement) -> str | None:
+    return _rarely(wait, line)
+
+
+# Copies
+
+
+def _to_host(wait: _Wait, line: Statement) -> str | None:
+    if wait.framework != "torch":
+        reads = line.calls("numpy", "asnumpy", "asarray", "array", "device_get")
+        return None if any(len(read.args) > 1 or read.keywords for read in reads) else _kept(wait, line, reads)
+    copies = [*line.calls("cpu"), *(call for call in line.calls("to") if _names_cpu(call))]
+    if not copies:
+        return None
+    reads = [read for copy in copies if (read := _after(line, copy, *_METHODS)) is not None]
+    if reads:
+        return _kept(wait, line, reads)
+    edits = []
+    for copy in copies:
+        last = _after(line, copy, "numpy") or copy
+        if line.fate(last) is not Fate.KEPT:
             return None
-    match = re.search(r"([A-Za-z_][\w.]*(?:\[[^\[\]:]*\])*)(?:\[[^\[\]]*\])*\.(?:to|cuda)\(", code)  # without slices
-    source = match[1] if match else "it"
-    return f"{changed}, and pin_memory=True where {source} comes from (DataLoader, or {source}.pin_memory())"
+        edits.append((line.dot(copy), line.end(last), f'.to("cpu", {_OPTION})'))
+    return f"{line.edited(*edits)}, and one torch.cuda.synchronize() before it is read"
 
 
-def _blocking(call: str, code: str) -> str | None:
-    changed = re.sub(r"\.(to|cuda|copy_)\(([^()]*)\)", lambda m: f".{m[1]}({_with_option(m[2])})", code)
-    return changed if changed != code else None
+def _after(line: Statement, call: ast.Call, *names: str) -> ast.Call | None:
+    """The call of a method of a call's result."""
+    outer = line.parent(line.parent(call) or call)
+    is_one = isinstance(outer, ast.Call) and isinstance(outer.func, ast.Attribute) and outer.func.value is call
+    return outer if is_one and isinstance(outer, ast.Call) and outer in line.calls(*names) else None
 
 
-def _with_option(arguments: str) -> str:
-    return f"{arguments}, {_OPTION}" if arguments.strip() else _OPTION
+def _names_cpu(call: ast.Call) -> bool:
+    values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
+    return any(isinstance(value, ast.Constant) and value.value == "cpu" for value in values)
 
 
-def _data(call: str, code: str) -> str | None:
-    match = re.fullmatch(r"(.+\]) = (-?[\d.]+(?:e-?\d+)?)", code)
-    if match:
-        return f"{match[1]}.fill_({match[2]})"
-    match = re.search(r"torch\.(?:as_)?tensor\((-?[\w.]+), ((?:dtype=[\w.]+, )?device=[\w.\"':]+)\)", code)
-    if match:
-        return code.replace(match[0], f"torch.full((), {match[1]}, {match[2]})")
+def _to_device(wait: _Wait, line: Statement) -> str | None:
+    copies = [call for call in line.calls("to", "cuda", "copy_") if isinstance(call.func, ast.Attribute)]
+    if not copies:
+        return None
+    made = _made_there(line, copies)
+    if made is not None:
+        return made
+    changed = _without_blocking(line, copies)
+    inner = copies[0].func
+    assert isinstance(inner, ast.Attribute)
+    source = inner.value
+    while isinstance(source, ast.Subscript) and any(isinstance(part, ast.Slice) for part in ast.walk(source.slice)):
+        source = source.value
+    is_name = isinstance(source, (ast.Name, ast.Attribute, ast.Subscript)) and name_is_source(copies[0])
+    text = ast.unparse(source) if is_name else "it"
+    return f"{changed}, and pin_memory=True where {text} comes from (DataLoader, or {text}.pin_memory())"
+
+
+def name_is_source(call: ast.Call) -> bool:
+    """Whether a copy is of what stands before the dot: not ``target.copy_(source)``."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr != "copy_"
+
+
+def _made_there(line: Statement, copies: list[ast.Call]) -> str | None:
+    """``torch.zeros(4).to(device)``: made on the device instead."""
+    (copy, *others) = copies
+    factory = copy.func.value if isinstance(copy.func, ast.Attribute) else None
+    if others or not isinstance(factory, ast.Call) or factory not in line.calls(*_FACTORIES):
+        return None
+    is_plain = len(copy.args) == 1 and not copy.keywords and isinstance(copy.func, ast.Attribute)
+    if not is_plain or copy.func.attr != "to" or any(k.arg == "device" for k in factory.keywords):  # type: ignore[attr-defined]
+        return None
+    between = ", " if factory.args or factory.keywords else ""
+    end = line.end(factory)
+    return line.edited((end - 1, line.end(copy), f"{between}device={line.text(copy.args[0])})"))
+
+
+def _without_blocking(line: Statement, copies: list[ast.Call]) -> str:
+    edits = []
+    for call in copies:
+        if any(keyword.arg == "non_blocking" for keyword in call.keywords):
+            continue
+        end = line.end(call) - 1
+        before = line.code.encode()[:end].rstrip()
+        between = "" if before.endswith(b"(") else " " if before.endswith(b",") else ", "
+        edits.append((end, end, between + _OPTION))
+    return line.edited(*edits)
+
+
+def _blocking(wait: _Wait, line: Statement) -> str | None:
+    copies = [call for call in line.calls("to", "cuda", "copy_") if isinstance(call.func, ast.Attribute)]
+    return _without_blocking(line, copies) if copies else None
+
+
+def _data(wait: _Wait, line: Statement) -> str | None:
+    statement = line.whole()
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
+        value = statement.value
+        number = value.operand if isinstance(value, ast.UnaryOp) else value
+        if isinstance(number, ast.Constant) and len(statement.targets) == 1:
+            target, _, text = line.code.rpartition(" = ")
+            return f"{target}.fill_({text})"
+    for call in line.calls("tensor", "as_tensor"):
+        if call.args and isinstance(call.func, ast.Attribute) and _is_number(call.args[0]):
+            name = line.end(call.func)
+            begin = line.start(call.args[0])
+            return line.edited((name - len(call.func.attr), name, "full"), (begin, begin, "(), "))
     return None
 
 
-def _synchronize(call: str, code: str) -> str | None:
-    if re.fullmatch(r"[\w.]+\.(synchronize|waitall|block_until_ready|wait_to_read)\([^()]*\)", code):
-        return "remove this line: the device keeps the order of its work by itself"
+def _is_number(node: ast.expr) -> bool:
+    """Whether it is a number for sure: a constant, or arithmetic with a fraction."""
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand)
+    if isinstance(node, ast.BinOp):
+        parts = (node.left, node.right)
+        return any(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in parts)
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
+
+
+# Everything else
+
+
+def _synchronize(wait: _Wait, line: Statement) -> str | None:
+    calls = line.calls("synchronize", "waitall", "wait_to_read", "block_until_ready")
+    whole = line.whole()
+    if isinstance(whole, ast.Expr) and isinstance(whole.value, ast.Call) and calls:
+        return _REMOVE
+    edits = []
+    for call in calls:
+        if isinstance(call.func, ast.Attribute) and not call.args and call.func.attr == "block_until_ready":
+            edits.append((line.dot(call), line.end(call), ""))
+        elif len(call.args) == 1:
+            edits.append((line.start(call), line.end(call), line.text(call.args[0])))
+    return line.edited(*edits) if edits else None
+
+
+def _shape(wait: _Wait, line: Statement) -> str | None:
+    if wait.name in _SIZES:
+        return _SIZES[wait.name]
+    for call in line.calls("sum", "mean"):
+        chosen = call.func.value if isinstance(call.func, ast.Attribute) and not call.args else None
+        if not isinstance(chosen, ast.Subscript) or not isinstance(chosen.slice, ast.Compare):
+            continue
+        tensor, mask = line.text(chosen.value), line.text(chosen.slice)
+        if ast.unparse(chosen.slice.left) != ast.unparse(chosen.value):  # its mask may have another shape
+            continue
+        summed = f"torch.where({mask}, {tensor}, 0).sum()"
+        made = (
+            summed
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "sum"
+            else f"({summed} / ({mask}).sum())"
+        )
+        return line.edited((line.start(call), line.end(call), made))
     return None
 
 
-def _shape(call: str, code: str) -> str | None:
-    match = re.search(r"(\w[\w.]*)\[([^\[\]]*[<>=!]=?[^\[\]]*|\w*mask\w*)\]\.(sum|mean)\(\)", code)
-    if match:
-        tensor, mask, reduction = match[1], match[2], match[3]
-        inside = f"torch.where({mask}, {tensor}, 0).sum()"
-        return code.replace(match[0], inside if reduction == "sum" else f"{inside} / ({mask}).sum()")
-    return None
+def _check(wait: _Wait, line: Statement) -> str | None:
+    calls = [call for call in line.calls(*_UNCHECKED) if isinstance(call.func, ast.Attribute)]
+    if wait.name not in _UNCHECKED:
+        return "it has no form that does not check: call it less often"
+    edits = [(line.end(call.func), line.end(call.func), "_ex") for call in calls]
+    edits += [(line.end(call), line.end(call), "[0]") for call in calls]
+    return line.edited(*edits) if edits else None
 
 
-def _check(call: str, code: str) -> str | None:
-    changed = re.sub(r"linalg\.(cholesky|inv|solve)\(([^()]*)\)", r"linalg.\1_ex(\2)[0]", code)
-    return changed if changed != code else None
+def _collective(wait: _Wait, line: Statement) -> str | None:
+    return "remove this line: collectives wait for each other by themselves" if wait.name == "barrier" else None
 
 
-_MAKERS = {
+_MAKERS: dict[Kind, Callable[[_Wait, Statement], str | None]] = {
     Kind.READ: _read,
     Kind.PRINT: _print,
     Kind.TO_HOST: _to_host,
@@ -137,4 +334,5 @@ _MAKERS = {
     Kind.SYNCHRONIZE: _synchronize,
     Kind.SHAPE: _shape,
     Kind.CHECK: _check,
+    Kind.COLLECTIVE: _collective,
 }

@@ -35,6 +35,7 @@ class Stall:
     kind: Kind
     call: str
     site: Site
+    framework: str = "torch"
 
     @property
     def line(self) -> str:
@@ -44,7 +45,9 @@ class Stall:
     @property
     def cure(self) -> str:
         library = self.site.library.file if self.site.library is not None else ""
-        return cures.cure(self.kind, self.call, self.site.user.code, library)
+        line = self.site.user
+        place = line.file, line.number
+        return cures.cure(self.kind, self.call, line.code, library, framework=self.framework, place=place)
 
     def __str__(self) -> str:
         beside = f" (in {self.site.library})" if self.site.library is not None else ""
@@ -75,9 +78,9 @@ class Seen:
 
     # The sink
 
-    def before(self, kind: Kind, call: str, site: Site) -> None:
+    def before(self, kind: Kind, call: str, site: Site, framework: str = "torch") -> None:
         if self._mode == "forbid" and site.allowed is None:
-            stall = Stall(kind, call, site)
+            stall = Stall(kind, call, site, framework)
             self._counts[stall] += 1
             raise HiddenWait(f"mh.guard('forbid'): {stall}")
 
@@ -85,7 +88,7 @@ class Seen:
         if event.site.allowed is not None:
             self.allowed += 1
             return
-        stall = Stall(event.kind, event.call, event.site)
+        stall = Stall(event.kind, event.call, event.site, event.framework)
         self._counts[stall] += 1
         if self._mode == "warn":
             line = event.site.user

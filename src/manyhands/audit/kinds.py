@@ -29,10 +29,9 @@ class Kind(Enum):
         """What happened, in a few words."""
         return _TITLES[self]
 
-    @property
-    def general_cure(self) -> str:
-        """What to do where no cure can be made from the line itself."""
-        return _CURES[self]
+    def cure_in(self, framework: str) -> str:
+        """What to do in a framework where no cure can be made from the line itself."""
+        return _ELSEWHERE.get(framework, {}).get(self) or _CURES[self]
 
 
 _TITLES = {
@@ -56,8 +55,8 @@ _CURES = {
     Kind.READ: "keep the value on the device (.detach()) and read it every 100 steps, or once at the end",
     Kind.PRINT: "print every 100 steps only, or collect .detach()ed values and print them at the end",
     Kind.CONTROL_FLOW: "decide on the device (torch.where), or look only every 100 steps",
-    Kind.SHAPE: "use a result of fixed size: torch.where(mask, x, 0) instead of x[mask]",
-    Kind.TO_HOST: "copy with non_blocking=True and read it a step later, or copy once at the end",
+    Kind.SHAPE: "compute with the mask on the whole tensor, whose size is known: torch.where(mask, x, 0)",
+    Kind.TO_HOST: "copy with non_blocking=True and synchronize once before it is read, or copy once at the end",
     Kind.TO_DEVICE: "take pinned memory (DataLoader(pin_memory=True) or .pin_memory()) and non_blocking=True",
     Kind.BLOCKING: "add non_blocking=True",
     Kind.DATA: "make the tensor once, before the loop, or with torch.full/torch.arange on the device",
@@ -68,4 +67,26 @@ _CURES = {
     Kind.LOADER: "give the DataLoader more num_workers, persistent_workers=True, or keep the data on the device",
     Kind.HOST_OPERATION: "write it with operations of the framework, or do it in the input pipeline",
     Kind.LAUNCHES: "work on the whole tensor at once instead of a Python loop over its parts (torch.vmap, batched ops)",
+}
+_LATER = "keep the {} on the device and read it every 100 steps, or once at the end"
+_PRINT_RARELY = "print every 100 steps only, or collect the values and print them at the end"
+_ELSEWHERE: dict[str, dict[Kind, str]] = {
+    "jax": {
+        Kind.READ: _LATER.format("array"),
+        Kind.PRINT: _PRINT_RARELY,
+        Kind.CONTROL_FLOW: "decide on the device (jnp.where, jax.lax.cond), or look only every 100 steps",
+        Kind.TO_HOST: _LATER.format("array") + "; .copy_to_host_async() starts a copy without waiting",
+    },
+    "tensorflow": {
+        Kind.READ: _LATER.format("tensor"),
+        Kind.PRINT: _PRINT_RARELY,
+        Kind.CONTROL_FLOW: "decide on the device (tf.where, tf.cond), or look only every 100 steps",
+        Kind.TO_HOST: _LATER.format("tensor"),
+    },
+    "mxnet": {
+        Kind.READ: _LATER.format("array"),
+        Kind.PRINT: _PRINT_RARELY,
+        Kind.CONTROL_FLOW: "decide on the device (mx.np.where), or look only every 100 steps",
+        Kind.TO_HOST: _LATER.format("array"),
+    },
 }

@@ -26,6 +26,7 @@ class Key:
     kind: Kind
     call: str
     site: Site
+    framework: str = "torch"
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ class Recorder:
 
     # The sink
 
-    def before(self, kind: Kind, call: str, site: Site) -> None:
+    def before(self, kind: Kind, call: str, site: Site, framework: str = "torch") -> None:
         self.used_device = True
 
     def after(self, event: Event) -> None:
-        key = Key(event.kind, event.call, event.site)
+        key = Key(event.kind, event.call, event.site, event.framework)
         thread = threading.get_ident()
         with self._lock:
             if thread != self._thread:

@@ -30,12 +30,13 @@ class Event:
     seconds: float
     nbytes: int = 0
     predicted: bool = False  # on a virtual device, which does not wait
+    framework: str = "torch"
 
 
 class Sink(Protocol):
     """Whoever wants to hear of waits."""
 
-    def before(self, kind: Kind, call: str, site: sites.Site) -> None:
+    def before(self, kind: Kind, call: str, site: sites.Site, framework: str = "torch") -> None:
         """The host is about to wait; may raise to forbid it."""
 
     def after(self, event: Event) -> None:
@@ -110,10 +111,19 @@ class Waiting:
     What waits inside (``print`` reads every number) is part of it. ``nbytes`` may be set until the end.
     """
 
-    __slots__ = ("begin", "call", "kind", "nbytes", "predicted", "sinks", "site")
+    __slots__ = ("begin", "call", "framework", "kind", "nbytes", "predicted", "sinks", "site")
 
-    def __init__(self, kind: Kind, call: str, nbytes: int = 0, *, predicted: bool = False, depth: int = 2) -> None:
-        self.kind, self.call, self.nbytes, self.predicted = kind, call, nbytes, predicted
+    def __init__(
+        self,
+        kind: Kind,
+        call: str,
+        nbytes: int = 0,
+        *,
+        predicted: bool = False,
+        framework: str = "torch",
+        depth: int = 2,
+    ) -> None:
+        self.kind, self.call, self.nbytes, self.predicted, self.framework = kind, call, nbytes, predicted, framework
         self.sinks = sinks()
         self.site = sites.current(depth + 1) if self.sinks else None
         self.begin = 0.0
@@ -122,7 +132,7 @@ class Waiting:
         if self.sinks:
             if self.site is not None:
                 for sink in self.sinks:
-                    sink.before(self.kind, self.call, self.site)
+                    sink.before(self.kind, self.call, self.site, self.framework)
             _inside.a_wait = True
             self.begin = time.perf_counter()
         return self
@@ -133,6 +143,8 @@ class Waiting:
         seconds = time.perf_counter() - self.begin
         _inside.a_wait = False
         if self.site is not None:
-            event = Event(self.kind, self.call, self.site, self.begin, seconds, self.nbytes, self.predicted)
+            event = Event(
+                self.kind, self.call, self.site, self.begin, seconds, self.nbytes, self.predicted, self.framework
+            )
             for sink in self.sinks:
                 sink.after(event)

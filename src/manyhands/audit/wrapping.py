@@ -38,7 +38,9 @@ class Steps:
             listener(who, loop)
 
 
-def wrap(owner: Any, name: str, call: str, kind: Kind, on_device: IsOnDevice, *, whole: bool = False) -> None:
+def wrap(
+    owner: Any, name: str, call: str, kind: Kind, on_device: IsOnDevice, framework: str, *, whole: bool = False
+) -> None:
     """Replace a function of a class or module by one that announces its wait.
 
     It waits if its first argument is on a device; ``whole``: if any argument, or a part of one, is.
@@ -51,7 +53,7 @@ def wrap(owner: Any, name: str, call: str, kind: Kind, on_device: IsOnDevice, *,
         if not watch.listening or not _concerns(args, on_device, whole):
             return original(*args, **kwargs)
         nbytes = getattr(args[0], "nbytes", 0) if args else 0
-        with watch.Waiting(kind, call, nbytes if isinstance(nbytes, int) else 0):
+        with watch.Waiting(kind, call, nbytes if isinstance(nbytes, int) else 0, framework=framework):
             return original(*args, **kwargs)
 
     names = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__qualname__"]  # of C++ methods it is no text
@@ -74,27 +76,30 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def wrap_values(owner: Any, name: str, on_device: IsOnDevice) -> None:
+def wrap_values(owner: Any, name: str, on_device: IsOnDevice, framework: str) -> None:
     """The methods by which Python reads, decides on and prints a value."""
     for kind, methods in ((Kind.READ, READS), (Kind.CONTROL_FLOW, DECISIONS), (Kind.PRINT, PRINTS)):
         for method in methods:
             if method in vars(owner):
-                wrap(owner, method, f"{name}.{method}", kind, on_device)
+                wrap(owner, method, f"{name}.{method}", kind, on_device, framework)
 
 
-def wrap_numpy(on_device: IsOnDevice) -> None:
+def wrap_numpy(on_device: IsOnDevice, framework: str) -> None:
     """``np.asarray`` reads memory of the CPU without asking the array: only where that stands in for a device."""
     numpy = sys.modules["numpy"]
     for name in ("asarray", "array"):
-        wrap(numpy, name, f"numpy.{name}", Kind.TO_HOST, on_device)
+        wrap(numpy, name, f"numpy.{name}", Kind.TO_HOST, on_device, framework)
 
 
 class Counted:
     """A function that the framework calls later: each call is charged to the line that asked for it."""
 
-    def __init__(self, function: Callable[..., Any], call: str, kind: Kind, site: sites.Site | None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], call: str, kind: Kind, site: sites.Site | None, framework: str
+    ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._call, self._kind, self.site = function, call, kind, site
+        self._framework = framework
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
@@ -102,7 +107,8 @@ class Counted:
             return self._function(*args, **kwargs)
         finally:
             if watch.listening and self.site is not None:
-                event = watch.Event(self._kind, self._call, self.site, begin, time.perf_counter() - begin)
+                seconds = time.perf_counter() - begin
+                event = watch.Event(self._kind, self._call, self.site, begin, seconds, framework=self._framework)
                 for sink in watch.sinks():
-                    sink.before(self._kind, self._call, self.site)
+                    sink.before(self._kind, self._call, self.site, self._framework)
                     sink.after(event)

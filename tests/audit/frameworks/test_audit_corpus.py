@@ -22,6 +22,14 @@ def test_every_planted_defect_is_found_and_nothing_else(framework: str, reports:
         assert found(reports[f"planted/{name}"]) == planted(framework, name), name
 
 
+def test_cures_are_of_their_framework(framework: str, reports: dict[str, Any]) -> None:
+    foreign = {"torch": (), "mxnet": ("torch",)}.get(framework, ("torch", "detach", "non_blocking"))
+    for name, report in reports.items():
+        for finding in report["findings"]:
+            assert finding["framework"] == framework, name
+            assert not [word for word in foreign if word in finding["cure"]], (name, finding["cure"])
+
+
 def test_no_false_alarm_on_a_clean_twin(framework: str, reports: dict[str, Any]) -> None:
     assert programs(framework, "clean") == programs(framework, "planted")
     for name in programs(framework, "clean"):
@@ -33,4 +41,5 @@ def test_programs_end_well_and_are_predicted(framework: str, reports: dict[str, 
         assert report["code"] == 0, name
         assert report["predicted"], name
         assert framework == "jax" or report["counted_steps"] >= 3, name  # whose steps have no optimizer to ask
-        assert not [note for note in report["notes"] if "no optimizer step" not in note], name
+        expected = ("no optimizer step", "cannot launch fast enough")  # such small programs keep no GPU busy
+        assert not [note for note in report["notes"] if not any(word in note for word in expected)], name

@@ -142,7 +142,7 @@ def test_only_the_lines_that_were_found_are_rewritten(tmp_path: Path, monkeypatc
 
 def _finding(kind: Kind, source: str = "total += loss.item()", **more: Any) -> Finding:
     file = more.pop("file", __file__)
-    fields = {"what": "", "call": "Tensor.item", "library": None, "gained": 0.1, "cure": kind.general_cure, **more}
+    fields = {"what": "", "call": "Tensor.item", "library": None, "gained": 0.1, "cure": kind.cure_in("torch"), **more}
     return Finding(kind.value, file, 3, source, count=10, per_step=1.0, waited=0.1, moves=False, **fields)
 
 

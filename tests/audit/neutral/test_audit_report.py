@@ -136,7 +136,7 @@ def test_a_wrapped_call_warns_at_the_callers_line() -> None:
         warnings.warn("look", UserWarning, stacklevel=1)
 
     owner = type("Owner", (), {"warns": staticmethod(warns)})
-    wrapping.wrap(owner, "warns", "warns", Kind.READ, lambda value: True)
+    wrapping.wrap(owner, "warns", "warns", Kind.READ, lambda value: True, "jax")
     warns.__code__ = warns.__code__.replace(co_filename=wrapping.__file__)  # as C++ does it, which has no frame
     sites.name_callers_in_warnings()
     with warnings.catch_warnings(record=True) as seen:
@@ -270,7 +270,7 @@ def test_a_bad_profile_is_refused(tmp_path: Path, text: str, message: str) -> No
 def test_every_kind_has_words() -> None:
     for kind in Kind:
         assert kind.title
-        assert kind.general_cure
+        assert all(kind.cure_in(framework) for framework in FRAMEWORKS)
         event = watch.Event(kind, "call", Site(Line(HERE, 1)), 0.0, 0.0, 1000)
         assert recorder.predicted_wait(event, profile.h200()).host >= 0
 

@@ -52,15 +52,15 @@ def install() -> None:
     with _lock:
         first, _installed = not _installed, True
     if stands_in or devices.virtual_count():
-        wrap_numpy(on_device)
+        wrap_numpy(on_device, "jax")
     if not first:
         return
     array = ArrayImpl
-    wrap_values(array, "Array", on_device)
-    wrap(array, "__array__", "Array.__array__", Kind.TO_HOST, on_device)
-    wrap(array, "block_until_ready", "Array.block_until_ready", Kind.SYNCHRONIZE, on_device)
-    wrap(jax, "block_until_ready", "jax.block_until_ready", Kind.SYNCHRONIZE, on_device, whole=True)
-    wrap(jax, "device_get", "jax.device_get", Kind.TO_HOST, on_device, whole=True)
+    wrap_values(array, "Array", on_device, "jax")
+    wrap(array, "__array__", "Array.__array__", Kind.TO_HOST, on_device, "jax")
+    wrap(array, "block_until_ready", "Array.block_until_ready", Kind.SYNCHRONIZE, on_device, "jax")
+    wrap(jax, "block_until_ready", "jax.block_until_ready", Kind.SYNCHRONIZE, on_device, "jax", whole=True)
+    wrap(jax, "device_get", "jax.device_get", Kind.TO_HOST, on_device, "jax", whole=True)
     _wrap_annotations()
 
 

@@ -44,13 +44,13 @@ def install() -> None:
             return
         _installed = True
     for owner, name in ((mx.nd.NDArray, "NDArray"), (mx.np.ndarray, "ndarray")):
-        wrap_values(owner, name, on_device)
+        wrap_values(owner, name, on_device, "mxnet")
         if "asnumpy" in vars(owner):
-            wrap(owner, "asnumpy", f"{name}.asnumpy", Kind.TO_HOST, on_device)
+            wrap(owner, "asnumpy", f"{name}.asnumpy", Kind.TO_HOST, on_device, "mxnet")
         if "wait_to_read" in vars(owner):
-            wrap(owner, "wait_to_read", f"{name}.wait_to_read", Kind.SYNCHRONIZE, on_device)
+            wrap(owner, "wait_to_read", f"{name}.wait_to_read", Kind.SYNCHRONIZE, on_device, "mxnet")
     for module in (mx.nd, mx.ndarray.ndarray, mx.npx):
-        wrap(module, "waitall", "waitall", Kind.SYNCHRONIZE, on_device, whole=True)
+        wrap(module, "waitall", "waitall", Kind.SYNCHRONIZE, on_device, "mxnet", whole=True)
     _wrap_steps()
 
 

@@ -39,6 +39,7 @@ class Finding:
     gained: float | None  # if it alone is removed; None: not on the path of the steps (another thread)
     moves: bool  # removing it only moves the wait elsewhere
     cure: str
+    framework: str = "torch"
 
 
 @dataclass
@@ -250,6 +251,8 @@ def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, 
 
 def _finding(key: Key, count: int, waited: float, gained: float | None, report: Report) -> Finding:
     line = key.site.user
+    library = key.site.library.file if key.site.library else ""
+    place = line.file, line.number
     return Finding(
         kind=key.kind.value,
         file=shown_path(line.file),
@@ -263,7 +266,8 @@ def _finding(key: Key, count: int, waited: float, gained: float | None, report: 
         waited=waited,
         gained=gained,
         moves=gained is not None and waited > 0 and gained < 0.05 * waited,
-        cure=cures.cure(key.kind, key.call, line.code, key.site.library.file if key.site.library else ""),
+        cure=cures.cure(key.kind, key.call, line.code, library, framework=key.framework, place=place),
+        framework=key.framework,
     )
 
 

@@ -12,11 +12,12 @@ from manyhands.audit.reports.seconds import seconds
 
 def log(report: Report) -> dict[str, Any]:
     """One run with one result per finding."""
+    framework = report.frameworks[0] if report.frameworks else "torch"
     rules = [
         {
             "id": kind.value,
             "shortDescription": {"text": kind.title},
-            "help": {"text": kind.general_cure},
+            "help": {"text": kind.cure_in(framework)},
             "defaultConfiguration": {"level": "warning"},
         }
         for kind in Kind

@@ -48,13 +48,13 @@ def install() -> None:
     with _lock:
         first, _installed = not _installed, True
     if stands_in or devices.virtual_count():
-        wrap_numpy(on_device)
+        wrap_numpy(on_device, "tensorflow")
     if not first:
         return
     tensor = _eager_tensor()
-    wrap_values(tensor, "Tensor", on_device)
+    wrap_values(tensor, "Tensor", on_device, "tensorflow")
     for name in ("numpy", "__array__"):
-        wrap(tensor, name, f"Tensor.{name}", Kind.TO_HOST, on_device)
+        wrap(tensor, name, f"Tensor.{name}", Kind.TO_HOST, on_device, "tensorflow")
     _wrap_python_functions()
     if hasattr(sys.modules.get("keras"), "optimizers"):
         wrap_steps()
@@ -74,7 +74,7 @@ def _wrap_python_functions() -> None:
 
         @functools.wraps(original)
         def python_function(func: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
-            timed = Counted(func, f"tf.{_name}", Kind.HOST_OPERATION, sites.current(2))
+            timed = Counted(func, f"tf.{_name}", Kind.HOST_OPERATION, sites.current(2), "tensorflow")
             result = _original(timed, *args, **kwargs)
             made = result[0] if isinstance(result, (list, tuple)) and result else result
             if hasattr(made, "op") and tf.inside_function():  # its traceback has the lines before AutoGraph

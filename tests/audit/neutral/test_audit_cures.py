@@ -1,0 +1,135 @@
+"""Cures are right lines of their framework, or words where there is no such line."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from manyhands.audit.cures import cure
+from manyhands.audit.kinds import Kind
+
+WORDS = ""  # no line of code can be the cure
+DECIDE = "decide on the device"
+RARELY = "if step % 100 == 0: "
+# What a line is in a loop over `step`, and its cure.
+READS = [
+    ("total += loss.item()", "total += loss.detach()"),
+    ("return self._loss.item() / n", "return self._loss.detach() / n"),
+    ("values = [v.detach().cpu().item() for v in y[0]]", "values = [v.detach() for v in y[0]]"),
+    ("größe = (a + b).item()  # läuft", "größe = (a + b).detach()"),
+    ("meter.update(loss.item(), n=4)", "meter.update(loss.detach(), n=4)"),
+    ("row = {'a': -y.min().item(), 'b': x[0].item() * 2}", "row = {'a': -y.min().detach(), 'b': x[0].detach() * 2}"),
+    ("rate = max(0.1, loss.item())", DECIDE),
+    ("top = loss.item() if loss.item() > 3 else 0", DECIDE),
+    ("if (top := loss.item()) > 3: best = top", DECIDE),
+    ("v = loss.item(); best = v if v < best else best", DECIDE),
+    ("m = np.mean([loss.item(), 2.0])", WORDS),
+    ("text = '%.3f' % loss.item()", WORDS),
+    ("text = f'{loss.item():.3f}'", WORDS),
+    ("ex = math.exp(loss.item())", WORDS),
+    ("x = table[loss.item()]", WORDS),
+    ("run.log({'loss': loss.item()})", RARELY + "run.log({'loss': loss.item()})"),
+    ("print(f'{loss.item():.3f}')", RARELY + "print(f'{loss.item():.3f}')"),
+]
+
+
+def _cured(tmp_path: Path, line: str, kind: Kind, call: str, framework: str = "torch", loop: str = "") -> str:
+    file = tmp_path / f"train_{abs(hash((line, loop)))}.py"
+    file.write_text(f"def f():\n    {loop or 'for step, batch in tqdm(enumerate(data)):'}\n        {line}\n")
+    code = line.partition("  #")[0]
+    return cure(kind, call, code, framework=framework, place=(str(file), 3))
+
+
+@pytest.mark.parametrize(("line", "expected"), READS, ids=[line for line, _ in READS])
+def test_a_read_is_left_out_only_where_nobody_needs_its_value(tmp_path: Path, line: str, expected: str) -> None:
+    made = _cured(tmp_path, line, Kind.READ, "Tensor.item")
+    if expected == DECIDE:
+        assert made.startswith(DECIDE)
+    elif expected == WORDS:
+        assert made == Kind.READ.cure_in("torch")
+    else:
+        assert made == expected
+        ast.parse(made)
+
+
+def test_who_counts_the_steps_is_known_or_not(tmp_path: Path) -> None:
+    for loop, begin in (
+        ("for i in range(9):", "if i % 100"),
+        ("for n, x in enumerate(tqdm(data)):", "if n % 100"),
+        ("for x in data:", "count the steps, and: if step % 100"),
+    ):
+        assert _cured(tmp_path, "print(loss)", Kind.PRINT, "Tensor.__repr__", loop=loop).startswith(begin)
+    rare = _cured(tmp_path, "print(loss)", Kind.PRINT, "Tensor.__repr__", loop="if step % 50 == 0:")
+    assert rare == Kind.PRINT.cure_in("torch")
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "call", "framework", "expected"),
+    [
+        ("n = int(x.sum())", Kind.READ, "Tensor.__int__", "torch", "n = x.sum().detach().long()"),
+        ("n = int(tf.sum(x))", Kind.READ, "Tensor.__int__", "tensorflow", "n = tf.cast(tf.sum(x), tf.int64)"),
+        ("a.append(float(x + y))", Kind.READ, "Tensor.__float__", "torch", "a.append((x + y).detach())"),
+        ("a.append(float(x + y))", Kind.READ, "Array.__float__", "jax", "a.append(x + y)"),
+        ("b = 2 * float(x + y)", Kind.READ, "Array.__float__", "jax", "b = 2 * (x + y)"),
+        ("total += loss.numpy()", Kind.TO_HOST, "Tensor.numpy", "tensorflow", "total += loss"),
+        ("w = np.asarray(weights)", Kind.TO_HOST, "numpy.asarray", "jax", "w = weights"),
+        ("a.append(loss.asnumpy())", Kind.TO_HOST, "NDArray.asnumpy", "mxnet", "a.append(loss.copy())"),
+        ("last = loss.asscalar()", Kind.READ, "NDArray.asscalar", "mxnet", "last = loss.detach()"),
+        ("y = step(x).block_until_ready()", Kind.SYNCHRONIZE, "Array.block_until_ready", "jax", "y = step(x)"),
+        ("y = jax.block_until_ready(f(x))", Kind.SYNCHRONIZE, "jax.block_until_ready", "jax", "y = f(x)"),
+        ("v = loss.cpu().item()", Kind.TO_HOST, "Tensor.cpu", "torch", "v = loss.detach()"),
+        ("x, y = x.to(dev), y.to(f(dev))", Kind.BLOCKING, "Tensor.to", "torch",
+         "x, y = x.to(dev, non_blocking=True), y.to(f(dev), non_blocking=True)"),
+        ("x = torch.ones(4).to(dev)", Kind.TO_DEVICE, "Tensor.to", "torch", "x = torch.ones(4, device=dev)"),
+        ("r = torch.tensor(0.1 * i, device=d)", Kind.DATA, "torch.tensor", "torch",
+         "r = torch.full((), 0.1 * i, device=d)"),
+        ("x[0, 1] = -2.5", Kind.DATA, "Tensor.__setitem__", "torch", "x[0, 1].fill_(-2.5)"),
+        ("s = x[x > 0].mean() + 1", Kind.SHAPE, "Tensor.__getitem__", "torch",
+         "s = (torch.where(x > 0, x, 0).sum() / (x > 0).sum()) + 1"),
+        ("i = linalg.inv(f(a)).mT", Kind.CHECK, "torch.linalg.inv", "torch", "i = linalg.inv_ex(f(a))[0].mT"),
+    ],
+)  # fmt: skip
+def test_a_line_becomes_another_line(
+    tmp_path: Path, line: str, kind: Kind, call: str, framework: str, expected: str
+) -> None:
+    assert _cured(tmp_path, line, kind, call, framework) == expected
+    ast.parse(expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "call", "words"),
+    [
+        ("r = torch.tensor(values, device=d)", Kind.DATA, "torch.tensor", "make the tensor once"),
+        ("s = x[y == 1].sum()", Kind.SHAPE, "Tensor.__getitem__", "compute with the mask"),
+        ("h = F.one_hot(y)", Kind.SHAPE, "one_hot", "give the number of classes"),
+        ("d = torch.linalg.eigh(a)", Kind.CHECK, "torch.linalg.eigh", "call it less often"),
+        ("kept.append(x.cpu())", Kind.TO_HOST, "Tensor.cpu", "one torch.cuda.synchronize() before it is read"),
+        ("buffer.copy_(x)", Kind.TO_DEVICE, "Tensor.copy_", "where it comes from"),
+        ("torch.distributed.barrier()", Kind.COLLECTIVE, "torch.distributed.barrier", "remove this line"),
+    ],
+)
+def test_where_no_line_is_sure_words_say_it(tmp_path: Path, line: str, kind: Kind, call: str, words: str) -> None:
+    assert words in _cured(tmp_path, line, kind, call)
+
+
+def test_a_statement_of_several_lines_and_code_without_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "both = {\n    'a': float(y.min()),\n    'b': round(\n        y.item()),\n}\nz = (\n    y\n    .item()\n)\n"
+    )
+
+    def at(number: int, call: str) -> str:
+        code = file.read_text().splitlines()[number - 1].strip()
+        return cure(Kind.READ, call, code, place=(str(file), number))
+
+    assert at(2, "Tensor.__float__") == "'a': y.min().detach(),"
+    assert at(4, "Tensor.item") == Kind.READ.cure_in("torch")
+    assert at(8, "Tensor.item") == ".detach()"
+    assert cure(Kind.READ, "Tensor.item", "x = y.item()", place=("<string>", 3)) == "x = y.detach()"
+    assert cure(Kind.READ, "Tensor.item", "for v in x.item():") == Kind.READ.cure_in("torch")
+    assert cure(Kind.READ, "Tensor.item", "", place=("<string>", 3)) == Kind.READ.cure_in("torch")
+    scaler = cure(Kind.READ, "Tensor.item", "scaler.step(optimizer)", "torch/amp/grad_scaler.py")
+    assert "fused=True" in scaler
+    assert cure(Kind.READ, "Tensor.item", "x = y.item()", "lib.py") == Kind.READ.cure_in("torch")
