@@ -170,6 +170,52 @@ def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
     return Schedule(graph, tuple(lanes), tuple(lane_of), order, needed_waits(graph, lane_of, order))
 
 
+def schedule_by_slack(graph: Graph, lanes: Sequence[Lane], *, wait_seconds: float) -> Schedule:
+    """What the longest chain is waiting for on one lane, in the program's order; what has time on the others.
+
+    A task's slack is how much later than possible it may begin without making the longest chain longer. In a training
+    step the weight gradients have slack, because only the update needs them, and so has the shorter of two branches:
+
+        forward    conv1 -> conv2 -> add        conv2 and add have no slack
+                   shortcut --------> add       the shortcut may begin as late as conv2 allows
+        backward   dx2 -> dx1 -> ...            no slack
+                   dw2, dw1                     until the update
+
+    A task goes aside if its slack is longer than itself and two waits; a task that takes no time stays with the task
+    that it follows.
+    """
+    choices = _choices(graph, lanes)
+    slack = slacks(graph)
+    free = [0.0] * len(lanes)
+    end = [0.0] * len(graph)
+    lane_of: list[int] = []
+    for index, task in enumerate(graph.tasks):
+        first, *others = choices[task.device, task.kind]
+        needs = graph.needs[index]
+        ready = max((end[need] for need in needs), default=0.0)
+        latest = max(needs, key=end.__getitem__, default=None)
+        home = {lane_of[need] for need in needs}
+        aside = bool(others) and slack[index] > task.seconds + 2 * wait_seconds
+        candidates = others if aside else [first]
+        if task.seconds < wait_seconds and latest is not None and lane_of[latest] in (first, *others):
+            candidates = [lane_of[latest]]
+        lane = min(candidates, key=lambda one: (max(free[one], ready), one not in home, one))
+        lane_of.append(lane)
+        end[index] = free[lane] = max(free[lane], ready) + task.seconds
+    order = tuple(range(len(graph)))
+    return Schedule(graph, tuple(lanes), tuple(lane_of), order, needed_waits(graph, lane_of, order))
+
+
+def slacks(graph: Graph) -> list[float]:
+    """For each task how many seconds later than possible it may begin without making the longest chain longer."""
+    rank = upward_ranks(graph)
+    begin = [0.0] * len(graph)
+    for index, needs in enumerate(graph.needs):
+        begin[index] = max((begin[need] + graph.tasks[need].seconds for need in needs), default=0.0)
+    longest = max(map(sum, zip(begin, rank, strict=True)), default=0.0)
+    return [longest - start - after for start, after in zip(begin, rank, strict=True)]
+
+
 def _needed_by_the_longest(graph: Graph) -> set[int]:
     """The last task of the longest chain, and all tasks that it needs, directly or not."""
     chains = graph.chains()

@@ -22,7 +22,7 @@ from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way
 from manyhands.training.options import Step
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast import planned_step
-from manyhands.training.torch.fast.planned_step import PlannedStep, as_written
+from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, as_written
 from manyhands.training.torch.fast.position import Progress
 
 RACE = 1 + 3 * 2 * 9  # planning, and in each of three turns a warm-up and eight timed steps of each
@@ -53,7 +53,7 @@ def test_whoever_makes_a_step_it_is_the_same() -> None:
     (eager, progress, step), (plain, _, plainly) = job(), job()
     for one in (eager, plain):
         one.optimizer.zero_grad()
-    made = PlannedStep(step, step, progress)
+    made = PlannedStep(PlanOfParallel(step), step, progress)
     for run in (made, plainly):
         torch.manual_seed(1)
         for _ in range(20):
@@ -81,7 +81,7 @@ def test_a_plan_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Parallel._plan
     monkeypatch.setattr(Parallel, "_plan", lambda *given, **how: planned.append(1) or plan(*given, **how))
     eager, progress, step = job()
-    made = PlannedStep(step, step, progress)
+    made = PlannedStep(PlanOfParallel(step), step, progress)
     for _ in range(20):
         made()
         eager.metrics.peek()
@@ -136,7 +136,7 @@ def race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PlannedStep, Pl
 
         times = clock()
         monkeypatch.setattr(PlannedStep, "_mark", lambda _: next(times))
-        return PlannedStep(lambda: None, one, Progress(8, CPU)), plan, one
+        return PlannedStep(PlanOfParallel(lambda: None), one, Progress(8, CPU)), plan, one
 
     return begin
 
@@ -146,7 +146,7 @@ def test_the_faster_one_goes_on(race: Any) -> None:
     for _ in range(RACE + 10):
         made()
     assert (plan.calls, captured.calls) == (1 + 27 + 10, 27)
-    assert made.told == "the whole step is a plan of parallel: 1000.000 ms, with side lanes alone 2000.000 ms"
+    assert made.told == "the whole step is planned: 1000.000 ms, with side lanes alone 2000.000 ms"
     assert made.explain()[1:] == ["    step: run as 2 lanes"]
 
 
@@ -201,7 +201,7 @@ def test_a_step_that_fails_half_way_is_an_error() -> None:
         progress.advance(4)
         raise ValueError("half way")
 
-    made = PlannedStep(half, lambda: None, progress)
+    made = PlannedStep(PlanOfParallel(half), lambda: None, progress)
     with pytest.raises(ValueError, match="half way"):
         made()
 

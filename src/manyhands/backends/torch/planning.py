@@ -23,6 +23,7 @@ from manyhands.backends.torch.capture.facts import (
     footprint,
     mixing,
     written_memories,
+    written_values,
 )
 from manyhands.backends.torch.capture.fast_match import recogniser
 from manyhands.backends.torch.capture.results import opened
@@ -74,7 +75,7 @@ def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callabl
     Gives what puts back what was written to already before the end: a function that goes on from where it stands, with
     a position in its data say, must not be tried beyond them.
     """
-    saved = [(tensor, tensor.detach().clone()) for tensor in _written(trace, tensors)]
+    saved = [(tensor, tensor.detach().clone()) for tensor in written_values(trace, tensors)]
     gradients = [(tensor, tensor.grad) for tensor, _ in trace.gradients]
     state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
@@ -95,33 +96,24 @@ def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callabl
             torch.cuda.set_rng_state_all(cuda)
 
 
-def _written(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The arguments and the tensors from outside that the function writes to."""
-    written = written_memories(trace)
-    places = [*zip(trace.inputs, tensors, strict=True)]
-    places += [(node, getattr(trace.module, str(node.target))) for node in trace.constants]
-    changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and trace.storages[node] & written}
-    return list(changed.values())
-
-
 def expected(trace: Trace, call: Call, plainly: Run) -> list[Any]:
     """What plain execution gives and leaves behind: results, gradients, what it writes to."""
     with untouched(trace, call.tensors):
         results = tree_flatten(opened(plainly(*call.given)))[0]
         gradients = [tensor.grad for tensor, there in trace.gradients if there]
-        return _compared([*results, *gradients, *_written(trace, call.tensors)])
+        return _compared([*results, *gradients, *written_values(trace, call.tensors)])
 
 
 def observed(trace: Trace, call: Call, run: Any) -> list[Any]:
     """The same of a run."""
     with untouched(trace, call.tensors):
-        return _compared([*run.replay(call.tensors), *_written(trace, call.tensors)])
+        return _compared([*run.replay(call.tensors), *written_values(trace, call.tensors)])
 
 
 def exact(trace: Trace, call: Call) -> list[Any]:
     """The same in float64, of a trace with compiled regions; :class:`CannotBeExact` where that cannot be."""
     assert trace.as_written is not None
-    return float64.exact(trace.as_written, call.tensors, _written(trace, call.tensors))
+    return float64.exact(trace.as_written, call.tensors, written_values(trace, call.tensors))
 
 
 def verdict(trace: Trace, call: Call, ours: Sequence[Any], plain: Sequence[Any], exactly: Sequence[Any]) -> Verdict:
@@ -131,7 +123,7 @@ def verdict(trace: Trace, call: Call, ours: Sequence[Any], plain: Sequence[Any],
     """
     assert trace.as_written is not None
     coarse, leaping = float64.coarsest(trace), float64.leaps(trace.as_written)
-    before = [virtual.inside(tensor) for tensor in _written(trace, call.tensors)]
+    before = [virtual.inside(tensor) for tensor in written_values(trace, call.tensors)]
     return float64.verdict(ours, plain, exactly, coarse, leaping=leaping, before=before)
 
 

@@ -256,12 +256,16 @@ def _drawn(tensor: torch.Tensor) -> torch.Tensor:
 # Tracing
 
 
-def trace(function: Callable[..., Any], call: Call) -> Trace:
-    """Trace the function for calls of this signature."""
+def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True) -> Trace:
+    """Trace the function for calls of this signature.
+
+    ``guarded``: what the function reaches is watched, so that a later call notices a change. The trainer's step is
+    our own code, and watched by the trainer.
+    """
     if (reason := _why_plain()) is not None:
         raise MustRunAsWritten(reason)
     must_be_plain(call.tensors, call.others)
-    outside = Outside(function, call.others)
+    outside = Outside(function if guarded else None, call.others)
     with_gradient = any(t.requires_grad and t.is_leaf and t.grad is not None for t in call.tensors)
     watch = Watch(outside, refuse_gradients=with_gradient)
     recorded = [tensor.requires_grad for tensor in call.tensors]

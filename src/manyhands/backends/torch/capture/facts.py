@@ -50,6 +50,15 @@ def written_memories(trace: Trace) -> frozenset[int]:
     return given.intersection(*[frozenset().union(*(step.task.writes for step in trace.steps))])
 
 
+def written_values(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The arguments and the tensors from outside that the function writes to."""
+    written = written_memories(trace)
+    places = [*zip(trace.inputs, tensors, strict=True)]
+    places += [(node, getattr(trace.module, str(node.target))) for node in trace.constants]
+    changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and trace.storages[node] & written}
+    return list(changed.values())
+
+
 def mixing(trace: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
     """Tells of a call's tensors whether one shares memory with a tensor from outside, and either is written to.
 

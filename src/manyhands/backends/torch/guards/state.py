@@ -47,7 +47,9 @@ _NOTHING = object()
 class Outside:
     """The facts about what a function and its arguments reach."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
+    def __init__(self, function: Callable[..., Any] | None, arguments: Iterable[Any] = ()) -> None:
+        """``function``: None where whoever traces it watches it in another way; then nothing is looked at."""
+        self._looks = function is not None
         self._facts: list[Fact] = []
         self._seen: dict[int, Any] = {}
         self._whole: list[tuple[Any, Any]] = []  # lists and dicts with a copy, to put them back
@@ -58,7 +60,8 @@ class Outside:
         self._words = set(_CALLED)  # and those that the code seen so far looks up
         self._looked: set[tuple[int, str]] = set()  # what was looked up in which module
         self._classes: dict[type, None] = {}  # of objects that were seen, and those that were seen themselves
-        self._visit(function, getattr(function, "__name__", "function"))
+        if function is not None:
+            self._visit(function, getattr(function, "__name__", "function"))
         for number, one in enumerate(arguments):
             self._visit(one, f"argument {number}")
         for owner, word, content in members(self._classes, self._words, is_foreign):
@@ -135,7 +138,8 @@ class Outside:
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Its settings and its state; what is missing in the state is made at its first step."""
-        self._visit(optimizer, type(optimizer).__name__)
+        if self._looks:
+            self._visit(optimizer, type(optimizer).__name__)
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (*PLAIN, type, types.ModuleType)) or id(value) in self._seen:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -73,8 +74,22 @@ def fits(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
         return x.is_floating_point() and x.numel() > x.shape[1]
     if x.device.type != "cuda" or x.dtype not in _NUMBERS:
         return False
+    return x.data_ptr() % _VECTOR == 0 and _fits_kernels(x, channels)
+
+
+def fits_form(x: torch.Tensor, *channels: torch.Tensor | None) -> bool:
+    """The same for tensors that stand for others of their form in a trace: allocated memory begins at a vector."""
+    if x.device.type == "cpu":
+        return fits(x, *channels)
+    if x.dim() < 2 or not _is_by_channel(x) or x.dtype not in _NUMBERS:
+        return False
+    aligned = x.storage_offset() * x.element_size() % _VECTOR == 0
+    return aligned and _fits_kernels(x, channels)
+
+
+def _fits_kernels(x: torch.Tensor, channels: Sequence[torch.Tensor | None]) -> bool:
     row = x.shape[1] * x.element_size()
-    if not row or row % _VECTOR or x.data_ptr() % _VECTOR or row > _VECTOR * _WIDEST * _MOST_COLUMNS:
+    if not row or row % _VECTOR or row > _VECTOR * _WIDEST * _MOST_COLUMNS:
         return False
     # Kernels count rows in an int, and a little beyond the last one.
     return all(_is_plain(channel, x.device) for channel in channels) and 1 < x.numel() // x.shape[1] < 2**30

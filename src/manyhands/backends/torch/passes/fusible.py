@@ -62,7 +62,7 @@ def tensors(node: Node) -> Iterator[torch.Tensor]:
             yield value
 
 
-def like(value: torch.Tensor) -> torch.Tensor:
+def like(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """A tensor of the same form that no memory stands behind: what another operation of a trace would give."""
     with FakeTensorMode():
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)

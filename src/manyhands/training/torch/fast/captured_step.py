@@ -20,6 +20,7 @@ The captured step of the usual size may get a rival, a plan of the whole step (:
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -40,9 +41,10 @@ from manyhands.training.torch.fast.capturable import is_compiled, make_capturabl
 from manyhands.training.torch.fast.capture_stream import on, stream_of, waits_fail
 from manyhands.training.torch.fast.fused_norm import FusedNorms, is_clean
 from manyhands.training.torch.fast.lanes.lanes import Beside
-from manyhands.training.torch.fast.planned_step import PlannedStep, as_written, forward
+from manyhands.training.torch.fast.planned_step import PlannedStep, PlanOfParallel, WholeStep, as_written, forward
 from manyhands.training.torch.fast.position import Progress
 from manyhands.training.torch.fast.redundant_biases import IdleBiases, Search, may_be_idle
+from manyhands.training.torch.fast.traced_step import TracedStep
 from manyhands.training.torch.step.activation_checkpoints import ActivationCheckpoints
 from manyhands.training.torch.step.eager import EagerStep
 
@@ -121,6 +123,7 @@ class GraphStep:
         held = 2 * sum(
             parameter.numel() * parameter.element_size() for parameter in eager.parameters if parameter.requires_grad
         )
+        self._held = held
         self._beside = Beside.on_streams(eager.device, self._stream, most_held=held) if side_lanes else None
         # Why there are none although they were asked for; and why kernels are not compiled after all.
         self.no_lanes: str | None = None
@@ -277,35 +280,30 @@ class GraphStep:
         """The captured step; or, where that is asked for, the faster one of it and a plan of the whole step."""
         if not self._parallel or len(sized.window) != self._size:
             return captured
-        self.no_plan = self._why_no_plan(sized)
-        if self.no_plan is not None:
+        if self._is_compiled(self._size):
+            self.no_plan = "no plan of the whole step: kernels are compiled"
             return captured
-        step = as_written(self._eager, self._data, self._progress, sized.window)
-        self.planned = PlannedStep(step, captured, self._progress)
+        self.planned = PlannedStep(self._plan_of(sized, captured), captured, self._progress)
         return self.planned
 
-    def _why_no_plan(self, sized: _Sized) -> str | None:
-        """A plan has the operations as they are written: nothing that the captured step does in another way."""
-        if self._is_compiled(self._size):
-            why = "kernels are compiled"
-        elif self._norms is not None or sized.idle is not None:
-            why = "batch normalisation is done in another way than it is written, which is faster"
-        elif self._eager.spared is not None:
-            why = "on_nan='continue' keeps copies of the weights"
-        elif self._eager.average is not None:
-            why = "an average of the weights is kept (EMA)"
-        else:
-            return None
-        return f"no plan of the whole step: {why}"
+    def _plan_of(self, sized: _Sized, captured: Callable[[], object]) -> WholeStep:
+        """A plan with the kernels that the captured step has; where that has the step's own, one of ``parallel``."""
+        eager = self._eager
+        keeps_more = eager.average is not None or eager.spared is not None or eager.scale is not None
+        if self._norms is None and sized.idle is None and not keeps_more:
+            return PlanOfParallel(as_written(eager, self._data, self._progress, sized.window))
+        step = functools.partial(self._work, sized, as_written=True)
+        return TracedStep(step, captured, eager.device, lanes=self._beside is not None, held=self._held)
 
-    def _work(self, sized: _Sized) -> None:
+    def _work(self, sized: _Sized, *, as_written: bool = False) -> None:
+        """The whole step; ``as_written``: without dispatch modes, as a trace is to see it."""
         eager = self._eager
         if eager.spared is not None:
             eager.spared.keep(eager.average)
         eager.optimizer.zero_grad(set_to_none=True)
         # Up to the update only: what fails behind it cannot be made in the plain way any more.
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
-            loss, right = self._as_written(sized) if sized.warm < 0 else self._passes(sized)
+            loss, right = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
             if eager.scale is not None:
                 eager.scale.unscale(eager.parameters)
             eager.clip_gradients()
@@ -354,7 +352,8 @@ class GraphStep:
             if search is not None:
                 search.trace(loss)
             self._eager.scaled(loss).backward()
-        sized.idle = search.found() if search is not None else None
+        if search is not None:
+            sized.idle = search.found()
         return loss, right
 
     def _places(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor]:

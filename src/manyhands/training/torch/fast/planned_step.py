@@ -1,8 +1,10 @@
 """The step as a plan of ``parallel``: forward, backward, update and metrics, spread over lanes as a whole.
 
-Side lanes (:mod:`.lanes.eager`) take operations as they come and put weight gradients aside. ``parallel`` traces the
-step, measures its operations and places them: branches of the forward pass run beside each other, an update begins when
-its gradient is there. That takes seconds, in which the step is tried many times; nothing of it stays.
+Side lanes (:mod:`.lanes.eager`) take operations in the order of the program and put weight gradients aside. A plan
+traces the step and schedules all of its operations: branches of the forward pass run beside each other, an update
+begins when its gradient is there. That takes seconds, in which the step is tried many times; nothing of it stays. There
+are two: one of ``parallel``, whose operations are as written (:class:`PlanOfParallel`), and one with the kernels that
+the captured step has for BatchNorm (:mod:`.traced_step`).
 
 Which of the two is faster is found out by training. Both compute the same bits (a plan that does not is not used), so
 it does not matter which of them makes a step. They take turns, timed by the device, and the faster one goes on:
@@ -18,7 +20,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -57,30 +59,63 @@ def forward(
         return eager.objective(eager.model, batch)
 
 
+class WholeStep(Protocol):
+    """A plan of the whole step. The first call plans, and makes a step; ``replay`` makes the later ones."""
+
+    def __call__(self) -> object: ...
+
+    def replay(self) -> object: ...
+
+    def why_not(self) -> str | None:
+        """After the first call: why it is not used, or None."""
+
+    def explain(self) -> str: ...
+
+
+class PlanOfParallel:
+    """The step given to ``parallel``: its operations are as written, and equal to the bit."""
+
+    def __init__(self, step: Step) -> None:
+        self._fast: Parallel[[], object] = Parallel(step, planning, reuse_outputs=True)
+
+    def __call__(self) -> None:
+        self._fast()
+
+    def replay(self) -> None:
+        # Its guards are not asked again: a captured step has none either (:mod:`.python_state` watches for both).
+        self._fast.planned.run([], (), {})
+
+    def why_not(self) -> str | None:
+        planned = self._fast.planned
+        if planned.way.is_plain:
+            return "; ".join(planned.notes) or "lanes are not faster"
+        if planned.exactness is None or not planned.exactness.to_the_bit:
+            return f"its results are not those of plain execution to the bit ({planned.how})"
+        return None
+
+    def explain(self) -> str:
+        return self._fast.explain()
+
+
 class PlannedStep:
     """Makes one step at every call: the faster of a plan and of a captured step, once it is known which that is."""
 
-    def __init__(self, step: Step, captured: Step, progress: Progress) -> None:
+    def __init__(self, plan: WholeStep, captured: Step, progress: Progress) -> None:
         self._progress = progress
-        self._fast: Parallel[[], object] | None = Parallel(step, planning, reuse_outputs=True)
-        self._fast.shows_progress = False  # the trainer has a display of its own
+        self._plan: WholeStep | None = plan
         self._winner: Step | None = None
         self._seconds: tuple[float, float] | None = None  # of the plan, and of the captured step
         self._why: str | None = None  # there is no plan
-        self._turns = self._race(self._fast, captured)
+        self._turns = self._race(plan, captured)
 
     def __call__(self) -> None:
         step = self._winner or next(self._turns)
         step()
 
-    def _race(self, fast: Parallel[[], object], captured: Step) -> Iterator[Step]:
+    def _race(self, plan: WholeStep, captured: Step) -> Iterator[Step]:
         """The steps to make, one after the other, until it is known who wins."""
-        yield functools.partial(self._plan, fast, captured)
-
-        def planned() -> None:
-            # What it stands on is not looked at again: as little as a captured step does (:mod:`.python_state` has).
-            fast.planned.run([], (), {})
-
+        yield functools.partial(self._first, plan, captured)
+        planned = plan.replay
         times: dict[Step, list[tuple[_Mark, _Mark]]] = {planned: [], captured: []}
         for _ in range(_TURNS):
             for way, own in times.items():
@@ -97,22 +132,18 @@ class PlannedStep:
         way()
         times.append((begin, self._mark()))
 
-    def _plan(self, fast: Parallel[[], object], captured: Step) -> None:
+    def _first(self, plan: WholeStep, captured: Step) -> None:
         """The first step plans. Where that fails and nothing was done yet, the captured one is made."""
         before = int(self._progress.position)
         try:
-            fast()
+            plan()
         except Exception as error:
             if int(self._progress.position) != before:
                 raise
             self._why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             captured()
         else:
-            planned = fast.planned
-            if planned.way.is_plain:
-                self._why = "; ".join(planned.notes) or "lanes are not faster"
-            elif planned.exactness is None or not planned.exactness.to_the_bit:
-                self._why = f"its results are not those of plain execution to the bit ({planned.how})"
+            self._why = plan.why_not()
         if self._why is not None:
             self._win(captured, uses_plan=False)
 
@@ -120,7 +151,7 @@ class PlannedStep:
         """This one from now on; the memory of the other goes."""
         self._winner, self._turns = way, iter(())
         if not uses_plan:
-            self._fast = None
+            self._plan = None
         return way
 
     def _mark(self) -> _Mark:
@@ -138,13 +169,13 @@ class PlannedStep:
         if self._seconds is None:
             return "a plan of the whole step is being tried"
         plan, captured = (f"{seconds * 1e3:.3f} ms" for seconds in self._seconds)
-        if self._fast is not None:
-            return f"the whole step is a plan of parallel: {plan}, with side lanes alone {captured}"
+        if self._plan is not None:
+            return f"the whole step is planned: {plan}, with side lanes alone {captured}"
         return f"a plan of the whole step was tried and is not faster: {plan}, as it is {captured}"
 
     def explain(self) -> list[str]:
         """What has come of it, and the plan, where it is used."""
-        lines = self._fast.explain().splitlines() if self._fast is not None and self._seconds is not None else []
+        lines = self._plan.explain().splitlines() if self._plan is not None and self._seconds is not None else []
         return [f"  {self.told}", *(f"    {line}" for line in lines)]
 
 

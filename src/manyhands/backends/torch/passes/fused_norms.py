@@ -1,0 +1,231 @@
+"""BatchNorm in training, fused with the addition and the ReLU that follow it, forward and backward.
+
+PyTorch runs ``relu(batch_norm(x) + shortcut)`` as four kernels that read the whole layer, and as three more backward.
+Our own kernels (:mod:`manyhands.backends.torch.kernels.batch_norm`) need two each way:
+
+    y = native_batch_norm(x, ...)            mean, deviation = batch_norm_statistics(x)
+    z = add(y, shortcut)                     r = empty
+    r = relu(z)                              batch_norm_apply_(r, x, mean, deviation, ..., shortcut, relu=True)
+    ...                                      ...
+    g = add(g1, g2)                          kept = empty
+    t = threshold_backward(g, r, 0)          dx, dw, db = batch_norm_backward(g1, g2, x, mean, ..., r, True, kept)
+    dx, dw, db = native_batch_norm_backward(t, x, ...)      (kept is t, where something else uses it: the shortcut)
+
+Without an addition the ReLU's mask is computed again from ``x``, so ``r`` is not read in the backward pass. Results are
+equal up to the order in which the statistics are summed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.kernels import batch_norm as kernels
+from manyhands.backends.torch.passes.rewriting import Rewriting, parts
+
+_aten = torch.ops.aten
+_RELU = (_aten.relu.default, _aten.relu_.default)
+_ADD = (_aten.add.Tensor, _aten.add_.Tensor)
+
+
+@dataclass
+class _Norm:
+    """A normalisation: its operation, what is added to it, and the ReLU behind that."""
+
+    node: Node
+    y: Node | None  # its result, if something uses it
+    addition: Node | None = None
+    relu: Node | None = None
+    mean: Node | None = None  # of our own statistics
+    deviation: Node | None = None
+
+    @property
+    def last(self) -> Node:
+        """The operation whose result one kernel writes."""
+        return self.relu or self.addition or self.y or self.node
+
+    @property
+    def added(self) -> Any:
+        """The other operand of the addition; asked when it is used, because it may have been rewritten."""
+        if self.addition is None:
+            return None
+        first, second = self.addition.args[:2]
+        return second if first is self.y else first
+
+    @property
+    def given(self) -> tuple[Any, Any, Any]:
+        """Input, weight and bias."""
+        arguments: Any = self.node.args
+        return arguments[0], arguments[1], arguments[2]
+
+
+def fuse_norms(trace: Trace) -> tuple[Trace, str | None]:
+    """Use our own kernels for every normalisation that they fit."""
+    rewriting = Rewriting(trace)
+    norms: list[_Norm] = []
+    for node in rewriting.nodes(_aten.native_batch_norm.default):
+        if _fits(node):
+            norms.append(_matched(rewriting, node, {norm.addition for norm in norms}))
+    if not norms:
+        return trace, None
+    done = Counter[str]()
+    by_mean = {part: norm for norm in norms for part in parts(norm.node).get(1, ())}
+    backward = [
+        (node, by_mean[node.args[5]])  # type: ignore[index]
+        for node in rewriting.nodes(_aten.native_batch_norm_backward.default)
+        if node.args[5] in by_mean and _fits_backward(rewriting, node, by_mean[node.args[5]])  # type: ignore[index]
+    ]
+    for norm in norms:
+        _write_statistics(rewriting, norm)
+    for node, norm in backward:  # it may use the ReLU's node, which the forward pass replaces
+        done += _write_backward(rewriting, node, norm)
+    for norm in norms:
+        done += _write_forward(rewriting, norm)
+    return rewriting.done(), ", ".join(f"{count} {what}" for what, count in done.items())
+
+
+def _matched(rewriting: Rewriting, node: Node, taken: set[Node | None]) -> _Norm:
+    """The normalisation with what can be fused to it; ``taken`` are additions that are fused to another one."""
+    y = next(iter(parts(node).get(0, ())), None)
+    norm = _Norm(node, y)
+    following = _only_user(y)
+    if following in taken:
+        return norm
+    if following is not None and following.target in _ADD and following.kwargs.get("alpha", 1) == 1:
+        first, second = following.args[:2]
+        # In place, the sum is in the memory of its first operand: that has to be the normalisation's own.
+        other = second if first is y else first if following.target is _aten.add.Tensor else None
+        if isinstance(other, Node) and other is not y and _alike(other, node.args[0]):
+            norm.addition = following
+            following = _only_user(following)
+    if following is not None and following.target in _RELU:
+        norm.relu = following
+    moved: list[object] = [*norm.given]
+    if not rewriting.unchanged(moved, node, norm.last):
+        return _Norm(node, y)
+    if norm.addition is not None and not rewriting.unchanged([norm.added], norm.addition, norm.last):
+        return _Norm(node, y)
+    return norm
+
+
+def _only_user(node: Node | None) -> Node | None:
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+
+
+def _fits(node: Node) -> bool:
+    arguments: Any = node.args
+    x, weight, bias, mean, variance, training = arguments[:6]
+    channels = [None if one is None else one.meta["val"] for one in (weight, bias, mean, variance)]
+    return bool(training) and kernels.fits_form(x.meta["val"], *channels)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    same = isinstance(a, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return same and kernels.fits_form(a) and kernels.fits_form(b)
+
+
+# Forward
+
+
+def _write_statistics(rewriting: Rewriting, norm: _Norm) -> None:
+    """Our own statistics instead of the normalisation, whose results are written later."""
+    node = norm.node
+    arguments: Any = node.args
+    x, _, _, running_mean, running_variance, _, momentum, epsilon = arguments[:8]
+    forms = tuple(node.meta["val"][1:3])
+    with rewriting.graph.inserting_before(node):
+        given = (x, running_mean, running_variance, momentum, epsilon)
+        whole = rewriting.call(kernels.statistics, given, forms)
+        norm.mean, norm.deviation = rewriting.part(whole, 0), rewriting.part(whole, 1)
+    for number, ours in ((1, norm.mean), (2, norm.deviation)):
+        for part in parts(node).get(number, ()):
+            part.replace_all_uses_with(ours)
+            rewriting.graph.erase_node(part)
+
+
+def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
+    """One kernel that writes what the last of the fused operations gave."""
+    if norm.y is None:
+        rewriting.graph.erase_node(norm.node)
+        return Counter(normalisations=1)
+    x, weight, bias = norm.given
+    last = norm.last
+    with rewriting.graph.inserting_before(last):
+        result = rewriting.empty(x.meta["val"])
+        given = (result, x, norm.mean, norm.deviation, weight, bias, norm.added, norm.relu is not None)
+        rewriting.call(kernels.apply_, given)
+    last.replace_all_uses_with(result)
+    for node in (norm.relu, norm.addition, norm.y):
+        if node is not None:
+            rewriting.graph.erase_node(node)
+    rewriting.graph.erase_node(norm.node)
+    what = "with addition and ReLU" if norm.addition and norm.relu else "with ReLU" if norm.relu else "alone"
+    return Counter({f"normalisations {what}": 1})
+
+
+# Backward
+
+
+def _fits_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> bool:
+    arguments: Any = node.args
+    gradient, x, weight, *_ = arguments
+    if not arguments[7] or x is not norm.given[0] or not rewriting.same(weight, norm.given[1]):
+        return False
+    return _alike(gradient, x) and rewriting.unchanged(norm.given, norm.node, node)
+
+
+def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[str]:
+    arguments: Any = node.args
+    gradient, x = arguments[:2]
+    weight, bias = norm.given[1:]
+    fused = _is_of_relu(rewriting, gradient, node, norm)
+    one, more, result = gradient, None, None
+    at = gradient if fused else node
+    if fused:
+        one, _, _ = gradient.args
+        if one.target is _aten.add.Tensor and not one.kwargs and _only_user(one) is gradient and _is_sum(one):
+            one, more = one.args
+        result = None if norm.added is None else norm.relu
+    forms = tuple(
+        node.meta["val"][number] if node.meta["val"][number] is not None else norm.mean.meta["val"]  # type: ignore[union-attr]
+        for number in range(3)
+    )
+    with rewriting.graph.inserting_before(at):
+        kept = None
+        if fused and len(gradient.users) > 1:
+            kept = rewriting.empty(gradient.meta["val"])
+        given = (one, more, x, norm.mean, norm.deviation, weight, bias if fused else None, result, fused, kept)
+        whole = rewriting.call(kernels.backward, given, forms)
+        ours = [rewriting.part(whole, number) for number in range(3)]
+    for number, old in parts(node).items():
+        for part in old:
+            part.replace_all_uses_with(ours[number])
+            rewriting.graph.erase_node(part)
+    rewriting.graph.erase_node(node)
+    if fused:
+        if kept is not None:
+            gradient.replace_all_uses_with(kept)
+        rewriting.graph.erase_node(gradient)
+    return Counter({"backward past the ReLU" if fused else "backward": 1})
+
+
+def _is_of_relu(rewriting: Rewriting, gradient: Any, node: Node, norm: _Norm) -> bool:
+    """Whether the gradient comes through the ReLU that is fused to this normalisation, and can be fused, too."""
+    if norm.relu is None or gradient.target is not _aten.threshold_backward.default:
+        return False
+    one, result, threshold = gradient.args
+    if result is not norm.relu or threshold != 0 or not _alike(one, norm.given[0]):
+        return False
+    return rewriting.unchanged([*norm.given, norm.relu], norm.last, node)
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether it adds two tensors of one form."""
+    one, other = node.args[:2]
+    return isinstance(one, Node) and isinstance(other, Node) and one is not other and _alike(one, other)

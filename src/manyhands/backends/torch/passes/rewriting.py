@@ -1,0 +1,142 @@
+"""What passes share: a graph that is being rewritten, and what happens to memory between two of its operations.
+
+A pass takes a :class:`Trace` and returns a better one. It matches patterns of operations, so it has to know that
+nothing comes between them: a value that is used later than before must not be written to meanwhile.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from manyhands.backends.torch.capture.trace import Trace, has_effects
+from manyhands.backends.torch.passes.fusible import like
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rewrite of a trace, for the list that a step goes through.
+
+    ``apply`` returns the new trace and what was done in a few words, or the very same trace and None.
+    """
+
+    name: str
+    to_the_bit: bool  # otherwise results are equal up to the order of sums
+    apply: Callable[[Trace], tuple[Trace, str | None]]
+
+
+class Rewriting:
+    """A copy of a trace's graph, and the places and memories of its operations in the original."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.graph, new = trace.copied_graph()
+        self._old = {copy: original for original, copy in new.items()}
+        self._place = {node: place for place, step in enumerate(trace.steps) for node in step.nodes}
+
+    def nodes(self, *targets: object) -> list[Node]:
+        """The operations with one of these targets, in program order."""
+        return [node for node in self.graph.nodes if node.op == "call_function" and node.target in targets]
+
+    def place(self, node: Node) -> int:
+        """Where the operation stands in the program; inputs and constants come before all others."""
+        return self._place.get(self._old[node], -1)
+
+    def unchanged(self, nodes: Iterable[object], after: Node, before: Node) -> bool:
+        """Whether no operation between these two writes to the memory of the nodes."""
+        memories = self._memories(nodes)
+        between = self.trace.steps[self.place(after) + 1 : self.place(before)]
+        return not any(memories & step.task.writes for step in between)
+
+    def untouched(self, nodes: Iterable[object], after: Node, last: Node) -> bool:
+        """Whether no operation between these two, nor the second, reads or writes the memory of the nodes."""
+        memories = self._memories(nodes)
+        between = self.trace.steps[self.place(after) + 1 : self.place(last) + 1]
+        return not any(memories & (step.task.writes | step.task.reads) for step in between)
+
+    def _memories(self, nodes: Iterable[object]) -> frozenset[int]:
+        known = [self._old[node] for node in nodes if isinstance(node, Node) and node in self._old]
+        return frozenset[int]().union(*(self.trace.storages[node] for node in known))
+
+    def value(self, node: Node) -> Any:
+        """The tensor behind a constant, which several nodes may stand for."""
+        return getattr(self.trace.module, str(node.target)) if node.op == "get_attr" else None
+
+    def same(self, one: object, other: object) -> bool:
+        """Whether two nodes stand for the same tensor."""
+        if one is other:
+            return True
+        if not isinstance(one, Node) or not isinstance(other, Node):
+            return False
+        return self.value(one) is not None and self.value(one) is self.value(other)
+
+    def empty(self, form: torch.Tensor, dtype: torch.dtype | None = None) -> Node:
+        """An operation that allocates memory of this form."""
+        how: Any = {"dtype": dtype or form.dtype, "device": form.device}
+        target: Any = _aten.empty_strided.default
+        node = self.graph.call_function(target, (list(form.shape), list(form.stride())), how)
+        node.meta["val"] = like(form if dtype is None else form.to(dtype))
+        return node
+
+    def form(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What stands for a result of this form in the trace."""
+        return like(torch.empty(shape, dtype=dtype, device="meta"), device)
+
+    def constant(self, node: object) -> Node:
+        """A node for the same tensor from outside, to be used at the place where nodes are inserted."""
+        assert isinstance(node, Node)
+        copy = self.graph.get_attr(str(node.target))
+        copy.meta = dict(node.meta)
+        return copy
+
+    def call(self, target: Any, arguments: tuple[Any, ...], forms: Any = None, **named: Any) -> Node:
+        """An operation whose results have these forms and memory of their own."""
+        node = self.graph.call_function(target, arguments, named)
+        node.meta["val"] = (
+            tuple(map(like, forms)) if isinstance(forms, tuple) else None if forms is None else like(forms)
+        )
+        return node
+
+    def view(self, target: Any, node: Node, *how: Any) -> Node:
+        """A view of a node's memory."""
+        made = self.graph.call_function(target, (node, *how))
+        made.meta["val"] = target(node.meta["val"], *how)
+        return made
+
+    def part(self, whole: Node, number: int) -> Node:
+        """One of several results of an operation."""
+        node = self.graph.call_function(operator.getitem, (whole, number))
+        node.meta["val"] = whole.meta["val"][number]
+        return node
+
+    def done(self) -> Trace:
+        """The rewritten trace, without operations whose results nobody uses any more."""
+        self.graph.eliminate_dead_code(is_impure_node=has_effects)
+        return self.trace.rewritten(self.graph)
+
+
+def parts(node: Node) -> dict[int, list[Node]]:
+    """The nodes that take results out of an operation, by the result's number."""
+    found: dict[int, list[Node]] = {}
+    for user in node.users:
+        if user.target is operator.getitem:
+            number: Any = user.args[1]
+            found.setdefault(number, []).append(user)
+    return found
+
+
+def without_detaches(trace: Trace) -> tuple[Trace, str | None]:
+    """Every ``detach`` replaced by what it detaches: in a trace there is no autograd graph to detach from."""
+    rewriting = Rewriting(trace)
+    detaches = rewriting.nodes(_aten.detach.default)
+    for node in detaches:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        rewriting.graph.erase_node(node)
+    return (rewriting.done(), f"{len(detaches)} removed") if detaches else (trace, None)

@@ -1,0 +1,93 @@
+"""Small operations of a training step done together: casts of weights, and counters of batches.
+
+Under autocast each weight is cast when its layer comes, and each BatchNorm counts its batches: in ResNet-18 nearly
+forty kernels that do next to nothing, each of which a GPU has to start and to end. One operation over a list replaces
+all of a kind; results are the same to the bit:
+
+    a16 = _to_copy(a)                      a16, b16, c16 = empty, empty, empty
+    ...                                    _foreach_copy_([a16, b16, c16], [a, b, c])
+    b16 = _to_copy(b)                      ...
+    ...                                    _foreach_add_([count1, count2], 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.passes.rewriting import Rewriting
+
+_aten = torch.ops.aten
+
+
+def cast_together(trace: Trace) -> tuple[Trace, str | None]:
+    """Cast all weights at the place of the first cast; what the first large operation needs stays alone."""
+    rewriting = Rewriting(trace)
+    casts = [node for node in rewriting.nodes(_aten._to_copy.default) if _is_cast_of_constant(node)]
+    done = 0
+    for group in _groups(casts[1:]):
+        first = group[0]
+        group = [node for node in group if rewriting.unchanged(node.args, first, node)]
+        if len(group) < 2:
+            continue
+        with rewriting.graph.inserting_before(first):
+            constants = [rewriting.constant(node.args[0]) for node in group]
+            results = [rewriting.empty(node.meta["val"]) for node in group]
+            rewriting.call(_aten._foreach_copy_.default, (results, constants))
+        for node, result in zip(group, results, strict=True):
+            node.replace_all_uses_with(result)
+            rewriting.graph.erase_node(node)
+        done += len(group)
+    return (rewriting.done(), f"{done} of weights") if done else (trace, None)
+
+
+def _is_cast_of_constant(node: Node) -> bool:
+    source: Any = node.args[0]
+    return source.op == "get_attr" and set(node.kwargs) == {"dtype"} and isinstance(source.meta["val"], torch.Tensor)
+
+
+def _groups(nodes: Iterable[Node]) -> list[list[Node]]:
+    """By device and types."""
+    groups: dict[Any, list[Node]] = {}
+    for node in nodes:
+        before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+        groups.setdefault((after.device, before.dtype, after.dtype), []).append(node)
+    return list(groups.values())
+
+
+def count_together(trace: Trace) -> tuple[Trace, str | None]:
+    """Add to all counters at the place of the last one, unless something looks at them before."""
+    rewriting = Rewriting(trace)
+    counts = [node for node in rewriting.nodes(_aten.add_.Tensor) if _is_count(node)]
+    if len(counts) < 2:
+        return trace, None
+    last = counts[-1]
+    groups: dict[Any, list[Node]] = {}
+    for node in counts:
+        if node is last or rewriting.untouched(node.args[:1], node, last):
+            value: Any = node.all_input_nodes[0].meta["val"]
+            groups.setdefault((value.device, node.args[1]), []).append(node)
+    done = 0
+    for (_, amount), group in groups.items():
+        if len(group) < 2:
+            continue
+        with rewriting.graph.inserting_after(last):
+            rewriting.call(_aten._foreach_add_.Scalar, ([node.args[0] for node in group], amount))
+        done += len(group)
+    for group in groups.values():
+        for node in group if len(group) > 1 else ():
+            rewriting.graph.erase_node(node)
+    return (rewriting.done(), f"{done}") if done else (trace, None)
+
+
+def _is_count(node: Node) -> bool:
+    """Whether it adds a whole number to a tensor from outside that is a single whole number, and nothing else."""
+    counter, amount = node.args[:2]
+    if node.users or node.kwargs or type(amount) is not int or not isinstance(counter, Node):
+        return False
+    value = counter.meta["val"]
+    return counter.op == "get_attr" and not value.dim() and value.dtype is torch.int64
