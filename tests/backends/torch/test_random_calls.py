@@ -25,6 +25,17 @@ def test_calls_equal_plain_execution(first: int) -> None:
         assert wrong is None, f"\n{program}\n{wrong}"
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(15, 300, 15))])
+def test_calls_in_pieces_equal_plain_execution(first: int) -> None:
+    """Programs that print, read values, branch on them, catch errors; ``--breaks --seed N`` shows one alone."""
+    torch._dynamo.reset()
+    for seed in range(first, first + 15):
+        program = Program.of(seed, breaks=True)
+        wrong = difference(program)
+        assert wrong is None, f"\n{program}\n{wrong}"
+
+
 def test_a_difference_is_found() -> None:
     """The comparison itself: each world counts on from the one before."""
     program = Program.of(0)

@@ -148,7 +148,9 @@ def _keep_unused(module: GraphModule) -> int:
         if node.op.startswith("call_") and not node.users and isinstance(node.meta.get("example_value"), torch.Tensor)
     ]
     if unused:
-        output.args = ((*results, *unused),)
+        # Without gradients: otherwise what they are computed from would get gradients of zeros.
+        with module.graph.inserting_before(output):
+            output.args = ((*results, *(module.graph.call_method("detach", (node,)) for node in unused)),)
         module.recompile()
     return len(results)
 
