@@ -50,8 +50,10 @@ def run(bench: Bench) -> Finding:
         bench.kept.extend(
             Trial(name, {"epoch": len(losses[name]) - number}, value) for number, value in enumerate(times[name])
         )
+    # A GPU's convolutions round to TF32, the CPU's do not: where both compute, losses drift apart from step to step.
+    tolerance = 1e-2 if has_gpu else 1e-3
     for name in ways:
-        bench.equal(losses[name], losses["the fast one alone"], tolerance=1e-3, what=f"the losses of {name}")
+        bench.equal(losses[name], losses["the fast one alone"], tolerance=tolerance, what=f"the losses of {name}")
     found = shares["measured shares"]
     base = times.median("equal shares")
     rows = [
