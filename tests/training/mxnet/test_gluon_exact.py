@@ -74,6 +74,14 @@ def test_clipping_is_by_the_norm_of_all_gradients() -> None:
     assert moved == pytest.approx(0.01, rel=1e-3)
 
 
+def test_accumulation_in_numpy_mode() -> None:
+    """MXNet's own zero_grad refuses the arrays of this mode."""
+    with modes.numpy_like():
+        expected, _ = fit(mlp(), vectors(), 1)
+        weights, _ = fit(mlp(), vectors(), 2, step=Step(accumulate=2))
+    assert largest_difference(weights, expected) <= CLOSE
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_that_are_added_up_are_those_of_one_batch(accumulate: int) -> None:
     def adding() -> Any:

@@ -80,7 +80,8 @@ class Step:
         if self.spared is not None:
             self.spared.keep(self.average)
         for parameter in self._added_to:
-            parameter.zero_grad()
+            for gradient in parameter.list_grad():
+                gradient[:] = 0  # MXNet's own zero_grad does not take arrays of its NumPy mode
         present = [shard for shard in shards if shard is not None]
         if self.together is not None:
             losses = self._work_together(self.together, present, whole)
