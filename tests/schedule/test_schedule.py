@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from pathlib import Path
@@ -15,7 +16,15 @@ from hypothesis import given, settings
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph, graph
-from manyhands.schedule.lanes import Lane, Schedule, schedule, schedule_beside, schedule_chains
+from manyhands.schedule.lanes import (
+    Lane,
+    Schedule,
+    schedule,
+    schedule_beside,
+    schedule_by_slack,
+    schedule_chains,
+    slacks,
+)
 from manyhands.schedule.simulate import bounds, simulate
 from manyhands.schedule.task import Task
 
@@ -78,7 +87,10 @@ def test_every_conflicting_pair_is_ordered(program: list[Task], count: int) -> N
             assert (first, second) in ordered
 
 
-@given(PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_beside, schedule_chains]))
+BY_SLACK = functools.partial(schedule_by_slack, wait_seconds=1e-6)
+
+
+@given(PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_beside, schedule_chains, BY_SLACK]))
 @settings(max_examples=300)
 def test_no_wait_can_be_taken_away(program: list[Task], count: int, data: st.DataObject, way: Any) -> None:
     """The checker objects to the loss of any wait: none is superfluous, and none is missed."""
@@ -186,6 +198,25 @@ def test_the_longest_chain_waits_for_nobody() -> None:
     assert {made.lane_of[task] for task in range(18) if task % 3} == {1, 2}
     assert all(made.lane_of[task + 1] == made.lane_of[task] for task in range(1, 18, 3)), "a cast follows its gradient"
     assert not any(made.waits.get(task) for task in range(0, 18, 3))
+
+
+def test_what_has_slack_goes_aside() -> None:
+    """Two branches, of which the shorter one may begin later; and a weight's gradient, which only the update needs."""
+    program = [
+        Task("input", writes=frozenset({0}), device="gpu:0", seconds=1e-3),
+        Task("long", frozenset({0}), frozenset({1}), "gpu:0", seconds=5e-3),
+        Task("short", frozenset({0}), frozenset({2}), "gpu:0", seconds=1e-3),
+        Task("add", frozenset({1, 2}), frozenset({3}), "gpu:0", seconds=1e-3),
+        Task("weight", frozenset({3}), frozenset({4}), "gpu:0", seconds=1e-3),
+        Task("backward", frozenset({3}), frozenset({5}), "gpu:0", seconds=9e-3),
+        Task("update", frozenset({4, 5}), frozenset({6}), "gpu:0", seconds=1e-3),
+    ]
+    whole = graph([dataclasses.replace(task, share=0.4) for task in program])
+    assert slacks(whole) == pytest.approx([0, 0, 4e-3, 0, 8e-3, 0, 0])
+    made = BY_SLACK(whole, lanes(2))
+    check(made)
+    assert [program[task].name for task in made.per_lane()[1]] == ["short", "weight"]
+    assert simulate(made).seconds == pytest.approx(17e-3)
 
 
 def test_independent_chains_get_a_lane_each() -> None:
