@@ -221,7 +221,7 @@ class CannotTrace(EngineError, RuntimeError):
 
 
 class MustRunAsWritten(CannotTrace):
-    """A call whose operations are observed one by one, or differentiated: it is run as it is written."""
+    """A call that is run as it is written: its operations are observed one by one, or its arguments share memory."""
 
 
 class CannotGuard(EngineError, RuntimeError):

@@ -176,7 +176,9 @@ class Pieces:
         if self._next == self._timed:
             return f"as {AS_WRITTEN} at first, in pieces from call {_PLAIN_CALLS + 1} on"
         count = len(self.last)
-        text = "in one piece" if count == 1 else f"in {count} pieces, with Python between them"
+        text = (
+            "in one piece" if count == 1 else f"in {count} pieces, with Python between them" if count else "by Python"
+        )
         return text if self._next == self._alone else f"{text}; still being compared with {AS_WRITTEN}"
 
     def told(self, explained: Callable[[str, Planned], str]) -> list[str]:

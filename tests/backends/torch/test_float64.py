@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 from manyhands import torch as mh
 from manyhands.backends.torch import planning as backend
 from manyhands.backends.torch.capture import call as torch_call
+from manyhands.backends.torch.capture.facts import written_values
 from manyhands.backends.torch.passes import regions
 from manyhands.backends.torch.run import float64
 from manyhands.backends.torch.run.codegen import Plan
@@ -34,7 +35,7 @@ def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
 def exactly(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Of a trace as it is, with what it writes to behind its results."""
     found, call = traced(function, *arguments)
-    return float64.exact(found, call.tensors, backend._written(found, call.tensors))
+    return float64.exact(found, call.tensors, written_values(found, call.tensors))
 
 
 def net() -> nn.Module:

@@ -10,6 +10,7 @@ from test_float64 import BATCH, traced
 from torch import nn
 
 from manyhands.backends.torch import planning as backend
+from manyhands.backends.torch.capture.facts import written_values
 from manyhands.backends.torch.passes import regions
 from manyhands.parallel.equality import Judge
 
@@ -35,7 +36,7 @@ def test_an_update_is_compared_by_what_it_changes(wrong: str) -> None:
     found, call = traced(step, *BATCH)
     fused = regions.fuse(found, lambda module, metas: module)
     plain = backend.expected(fused, call, lambda _, arguments, keywords: step(*arguments))
-    written = backend._written(fused, call.tensors)
+    written = written_values(fused, call.tensors)
     before = model[2].weight.detach().clone()
     place = len(plain) - len(written) + [one is model[2].weight for one in written].index(True)
     change = plain[place] - before

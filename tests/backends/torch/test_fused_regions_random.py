@@ -15,6 +15,7 @@ from manyhands.backends.torch import planning as backend
 from manyhands.backends.torch.capture import call as torch_call
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.passes import regions
+from manyhands.backends.torch.passes.out_of_place import make_out_of_place
 from manyhands.backends.torch.run.codegen import Plan
 from manyhands.errors import CannotFuse
 from manyhands.schedule.task import needs
@@ -104,7 +105,8 @@ def test_random_programs(lines: list[tuple[int, int, int]], chosen: int) -> None
     except CannotFuse:
         return
     assert backend.equal(results(fused, call), results(found, call)) == (True, 0.0)
-    assert large_before(fused) == large_before(found)
+    # What is in place is made pure first, and may be part of a region then.
+    assert large_before(fused) == large_before(make_out_of_place(found))
 
 
 @settings(max_examples=60, deadline=None)

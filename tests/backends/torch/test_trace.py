@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -225,7 +226,8 @@ def test_the_reason_is_told_and_plain_execution_used(function: Callable[..., Any
     COUNTS.clear()
     fast = planned(function)
     assert torch.equal(fast(torch.ones(3)), function(torch.ones(3)))
-    assert "plain execution" in fast.explain()
+    # Pieces of it may be planned: what lies between them is Python's.
+    assert re.search(r"cannot be traced|plain execution", fast.explain())
 
 
 def test_python_state_is_put_back_after_tracing_and_changed_by_the_call() -> None:

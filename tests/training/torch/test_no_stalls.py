@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import convnet, images, mlp, vectors
 
 from manyhands.training import loop as loop_module
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.callbacks.plan import CallbackPlan
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data.order import Window
@@ -179,7 +180,7 @@ def test_an_average_and_figures_of_steps_wait_for_nothing(monkeypatch: pytest.Mo
     model = mlp(norm=True)
     settings = Settings(1, 8, step=Step(on_nan="continue"))
     job = Job(model, objective_for(model, None), source(vectors(80)), None, settings, adamw, schedule=one_cycle)
-    job.callbacks = CallbackPlan(every=(2,), rates=True, average=0.9)
+    job.callbacks = CallbackPlan(every=(2,), rates=True, average=Averaging(0.9))
     assert waits(job, monkeypatch, looks=15).found == []
 
 

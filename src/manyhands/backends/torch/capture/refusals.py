@@ -110,7 +110,7 @@ def must_only_read_arguments(trace: Trace) -> None:
     """Of a call in which two arguments share memory: another such call may share it in another way."""
     given = frozenset().union(*(trace.storages[node] for node in trace.inputs))
     if any(step.task.writes & given for step in trace.steps):
-        raise CannotTrace("two of the arguments share memory, and it writes to an argument")
+        raise MustRunAsWritten("two of the arguments share memory, and it writes to an argument")
 
 
 def must_be_fresh(trace: Trace) -> None:
