@@ -199,7 +199,7 @@ def test_several_outputs_need_a_loss() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (lambda loss: {"loss": loss}, "a dict.*not a dict of 'loss'"),
+        (lambda loss: {"loss": loss}, "a dict of 'loss'"),
         (lambda loss: None, "None.*`return` missing"),
         (lambda loss: 0.5, "a float.*no gradient"),
         (lambda loss: mh.LossSum(tf.stack([loss, loss]), 2), r"a LossSum whose total has shape \(2,\).*reduce_sum"),
@@ -214,5 +214,5 @@ def test_what_a_step_has_to_return(value: Any, words: str) -> None:
         def training_step(self, batch: Any) -> Any:
             return value(super().training_step(batch))
 
-    with pytest.raises(BadSettings, match=rf"Net\.training_step returned {words}"):
+    with pytest.raises(BadSettings, match=rf"training_step of Net returned {words}"):
         fit(Net(), vectors())
