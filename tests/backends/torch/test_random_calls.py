@@ -11,7 +11,7 @@ from random_calls import Program, difference
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="proved without virtual devices: the same CPU tensors"
 )
-COUNT = int(os.environ.get("MANYHANDS_EXAMPLES", "60"))
+COUNT = int(os.environ.get("MANYHANDS_EXAMPLES", "40"))
 PER_TEST = 20
 
 

@@ -14,6 +14,7 @@ from gluon_cases import contexts, mlp, vectors
 from mxnet import gluon
 
 from manyhands.training import loop as loop_module
+from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data import sources
@@ -78,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "go on after a bad loss": {"step": Step(on_nan="continue")},
     "callbacks": {"step": Step(on_nan="continue")},
 }
-CALLBACKS = CallbackPlan(every=(2,), rates=True, average=0.9)
+CALLBACKS = CallbackPlan(every=(2,), rates=True, average=Averaging(0.9))
 
 
 @pytest.mark.parametrize("name", CASES)

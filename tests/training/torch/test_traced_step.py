@@ -102,6 +102,7 @@ def test_a_linear_layer_before_a_norm() -> None:
     assert "redundant biases: 1 left out" in done
 
 
+@pytest.mark.long
 def test_a_resnet() -> None:
     torch.manual_seed(0)
     x = torch.rand(4, 1, 16, 16, dtype=torch.float64).to(memory_format=torch.channels_last)
