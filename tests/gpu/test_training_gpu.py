@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.errors import BadLabels  # noqa: E402
+from manyhands.training.callbacks.callback import Averaging  # noqa: E402
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan  # noqa: E402
 from manyhands.training.loop import Loop  # noqa: E402
 from manyhands.training.options import Step, Workers  # noqa: E402
@@ -145,7 +146,7 @@ def _loop(callbacks: CallbackPlan = NO_CALLBACKS, **settings: Any) -> tuple[Loop
     return loop_of(job, world.World(0, 1, torch.device("cuda", 0)), lambda event: None)
 
 
-@pytest.mark.parametrize("callbacks", [NO_CALLBACKS, CallbackPlan(every=(2,), rates=True, average=0.9)])
+@pytest.mark.parametrize("callbacks", [NO_CALLBACKS, CallbackPlan(every=(2,), rates=True, average=Averaging(0.9))])
 @pytest.mark.parametrize("fast", [True, False])
 def test_no_step_makes_the_host_wait(fast: bool, callbacks: CallbackPlan) -> None:
     """The strictest check that torch has: an error for every synchronising operation it knows.
