@@ -38,7 +38,7 @@ def test_nothing_of_the_block_changes() -> None:
     optimizer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
 
     def step() -> None:
-        """One of the caller's own, so that there are gradients and an optimizer's state."""
+        """A training step by the caller: afterwards there are gradients and an optimizer state."""
         with autograd.record():
             loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(mx.nd.array(X)), mx.nd.array(y)).mean()
         loss.backward()

@@ -11,7 +11,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
-from manyhands.lab.finding import Bound, Finding, Plot
+from manyhands.lab.finding import Bound, Comparison, Finding, Plot
 from manyhands.schedule.timeline import Span
 
 _PRODUCTS = 50
@@ -46,13 +46,6 @@ def run(bench: Bench) -> Finding:
         bench.operations.number(products(x), 0)  # the host waits for this device's work
         return start, time.perf_counter()
 
-    def spans(way: str, moments: list[tuple[float, float]]) -> list[Span]:
-        begin = min(start for start, _ in moments)
-        return [
-            Span(way, f"device {number}, {way}", start - begin, stop - begin)
-            for number, (start, stop) in enumerate(moments)
-        ]
-
     bench.equal(at_once(), one_after_the_other())
     ways = {
         "first device alone": lambda: products(inputs[0]),
@@ -63,20 +56,32 @@ def run(bench: Bench) -> Finding:
     times = bench.trials(ways, {"size": size, "products": _PRODUCTS})
     slower = max(times.median("first device alone"), times.median("second device alone"))
     gain = times.compare("at once", to="one after the other")
-    if gain.faster:
-        part = slower / times.median("at once")
-        conclusion = (
-            f"Yes: both at once is {gain.ratio:.2f} times as fast as one after the other. The slower device alone "
-            f"takes {part:.0%} of that time, which is the least that both can take."
-        )
-    elif gain.slower:
-        conclusion = f"No: both at once takes {1 / gain.ratio:.2f} times as long as one after the other."
-    else:
-        conclusion = f"No clear gain: both at once {gain}, compared with one after the other."
     with mh.parallel():
         tasks = [mh.task(when)(x) for x in inputs]
-    shown = spans("one after the other", [when(x) for x in inputs]) + spans("at once", [t.result() for t in tasks])
+    shown = _spans("one after the other", [when(x) for x in inputs]) + _spans("at once", [t.result() for t in tasks])
     title = f"{_PRODUCTS} products of {size} x {size} on each of two devices"
     bounds = [Bound("the slower device alone", slower)]
     plots = [times.bars(title, bounds), Plot("timeline", f"{title}: when each works", spans=shown)]
-    return Finding(conclusion, [times.table(to="one after the other", title=title)], plots)
+    return Finding(
+        _conclusion(gain, slower / times.median("at once")), [times.table(to="one after the other", title=title)], plots
+    )
+
+
+def _spans(way: str, moments: list[tuple[float, float]]) -> list[Span]:
+    begin = min(start for start, _ in moments)
+    return [
+        Span(way, f"device {number}, {way}", start - begin, stop - begin)
+        for number, (start, stop) in enumerate(moments)
+    ]
+
+
+def _conclusion(gain: Comparison, part: float) -> str:
+    """``part``: the slower device alone, as a part of the time of both at once."""
+    if gain.faster:
+        return (
+            f"Yes: both at once is {gain.ratio:.2f} times as fast as one after the other. The slower device alone "
+            f"takes {part:.0%} of that time, which is the least that both can take."
+        )
+    if gain.slower:
+        return f"No: both at once takes {1 / gain.ratio:.2f} times as long as one after the other."
+    return f"No clear gain: both at once {gain}, compared with one after the other."

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.passes.fusible import like
+from manyhands.backends.torch.passes.small_together import is_count
 from manyhands.errors import CannotFuse
 
 _aten = torch.ops.aten
@@ -99,9 +100,9 @@ def _write_together(trace: Trace, copies: Sequence[Node]) -> bool:
     touched: set[int] = set()  # later than the step
     for step in reversed(trace.steps):
         node = step.node
-        if (node in copies or _is_count(node)) and not node.users and not step.task.writes & touched:
+        if (node in copies or is_count(node)) and not node.users and not step.task.writes & touched:
             value = node.args[0].meta["val"]  # type: ignore[union-attr]
-            amount = node.args[1] if _is_count(node) else None
+            amount = node.args[1] if is_count(node) else None
             kinds.setdefault((value.device, value.dtype, amount), []).append(node)
         touched |= step.task.reads | step.task.writes
     groups = [(amount, nodes[::-1]) for (_, _, amount), nodes in kinds.items() if len(nodes) > 1]
@@ -118,12 +119,3 @@ def _write_together(trace: Trace, copies: Sequence[Node]) -> bool:
         for node in nodes:
             graph.erase_node(node)
     return bool(groups)
-
-
-def _is_count(node: Node) -> bool:
-    """Whether it adds a whole number to one of the caller's tensors that is a single whole number, too."""
-    if node.target is not _aten.add_.Tensor or node.kwargs or type(node.args[1]) is not int:
-        return False
-    counted: Any = node.args[0]
-    value = counted.meta["val"]
-    return counted.op in ("get_attr", "placeholder") and not value.dim() and value.dtype is torch.int64

@@ -62,7 +62,7 @@ def _groups(nodes: Iterable[Node]) -> list[list[Node]]:
 def count_together(trace: Trace) -> tuple[Trace, str | None]:
     """Add to all counters at the place of the last one, unless something looks at them before."""
     rewriting = Rewriting(trace)
-    counts = [node for node in rewriting.nodes(_aten.add_.Tensor) if _is_count(node)]
+    counts = [node for node in rewriting.nodes(_aten.add_.Tensor) if is_count(node)]
     if len(counts) < 2:
         return trace, None
     last = counts[-1]
@@ -84,10 +84,12 @@ def count_together(trace: Trace) -> tuple[Trace, str | None]:
     return (rewriting.done(), f"{done}") if done else (trace, None)
 
 
-def _is_count(node: Node) -> bool:
-    """Whether it adds a whole number to a tensor from outside that is a single whole number, and nothing else."""
+def is_count(node: Node) -> bool:
+    """Whether it adds a whole number to one of the caller's tensors that is a single whole number, and nothing else."""
+    if node.target is not _aten.add_.Tensor:
+        return False
     counter, amount = node.args[:2]
     if node.users or node.kwargs or type(amount) is not int or not isinstance(counter, Node):
         return False
     value = counter.meta["val"]
-    return counter.op == "get_attr" and not value.dim() and value.dtype is torch.int64
+    return counter.op in ("get_attr", "placeholder") and not value.dim() and value.dtype is torch.int64
