@@ -21,9 +21,9 @@ class BusyTime:
         self._recorder = recorder
         self._first, self._last = max(1, warmup - _STEPS), warmup
         self._profiler: Any = None
-        self._give_way = False
+        self._give_way = self._last <= self._first  # a warm-up too short to measure in
         self._mine = False
-        if self._last > self._first:
+        if not self._give_way:
             self._watch_profilers()
 
     def __call__(self, steps: int) -> None:
