@@ -131,13 +131,15 @@ class Recorder:
             self._thread = threading.get_ident() if self.steps == 0 else self._thread
             if self._thread != threading.get_ident():
                 return
-            if who in self._seen_in_step or not self._seen_in_step or loop:
-                self._seen_in_step = {who}
-                self._end_step()
-            else:
+            if self._seen_in_step and who not in self._seen_in_step and not loop:
                 self._seen_in_step.add(who)
+                return
+            self._seen_in_step = {who}
+            self._end_step()
         if self._on_step is not None:
             self._on_step(self.steps)
+            with self._lock:  # what it did (a profiler's end takes a while) is no part of the step that begins
+                self._last = self.step_times[-1] = time.perf_counter()
 
     def _end_step(self) -> None:
         now = time.perf_counter()

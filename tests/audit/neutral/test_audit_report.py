@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -82,6 +83,25 @@ def test_two_optimizers_make_one_step() -> None:
         made.step("generator")
         made.step("critic")
     assert made.steps == 4
+
+
+def test_what_the_auditor_does_between_steps_is_not_in_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], []
+
+    def ends_the_profiler(steps: int) -> None:
+        calls.append(steps)
+        now[0] += 100.0 * (steps == 2)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    made = Recorder(on_step=ends_the_profiler)
+    made.used_device = True
+    made.frameworks.add("torch")
+    for _ in range(4):
+        for optimizer in ("generator's", "discriminator's"):
+            now[0] += 0.5
+            made.step(optimizer)
+    assert report.make(made, program="p", warmup=2).step_seconds == 1.0
+    assert calls == [1, 2, 3, 4]
 
 
 def test_a_loop_that_tells_its_steps_counts_alone() -> None:
