@@ -16,6 +16,10 @@ from enum import Enum, auto
 from types import CodeType, FrameType
 
 PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+try:
+    _STARTED_IN = os.getcwd()  # a program may change its working folder; its files stay where the user looks for them
+except OSError:
+    _STARTED_IN = ""
 _WAIT_OK = re.compile(r"#\s*manyhands:\s*wait-ok\b[ \t]*(.*)")
 
 
@@ -66,7 +70,7 @@ def wait_ok(text: str) -> str | None:
 
 
 def shown_path(file: str) -> str:
-    """A path as a user would write it: of an installed package, or relative to the working folder where it is below.
+    """A path as a user would write it: of an installed package, or relative to where the process was started.
 
     >>> shown_path("/usr/lib/python3/site-packages/torch/nn/utils/clip_grad.py")
     'torch/nn/utils/clip_grad.py'
@@ -76,7 +80,7 @@ def shown_path(file: str) -> str:
     if "/site-packages/" in file:
         return file.rpartition("/site-packages/")[2]
     try:
-        relative = os.path.relpath(file)
+        relative = os.path.relpath(file, _STARTED_IN)
     except (ValueError, OSError):  # another drive, or a working folder that is gone
         return file
     return file if relative.startswith("..") else relative

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -266,12 +267,45 @@ def test_a_second_line_with_the_text_of_a_known_one_is_new(tmp_path: Path) -> No
     assert [finding.line for finding in report.new_since(reports[1], reports[0]).findings] == [3]
 
 
-def test_sarif_has_a_rule_for_every_kind_and_a_place_for_every_finding() -> None:
-    log = sarif.log(report.make(_recorder(12), program="p", warmup=5))
-    (run,) = log["runs"]
-    assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == {kind.value for kind in Kind}
-    place = run["results"][0]["locations"][0]["physicalLocation"]
-    assert place["region"]["startLine"] == 1
+def test_sarif_has_a_rule_for_every_kind_and_a_place_for_every_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form that code hosts ask for; the whole of it was checked against the schema of SARIF 2.1.0."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my job.py").write_text("for x in loader:\n    n += x.item()  # each\n")
+    told = report.make(_recorder(12), program="p", warmup=5)
+    elsewhere = tmp_path.parent / "other.py"
+    places = [("my job.py", 2, "n += x.item()"), (str(elsewhere), 9, "a()"), ("<string>", 1, ""), ("<string>", 2, "")]
+    (finding,) = told.findings
+    told.findings = [replace(finding, file=file, line=line, source=source) for file, line, source in places]
+    told.findings[1].moves = True
+    (run,) = json.loads(json.dumps(sarif.log(told)))["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    assert [rule["id"] for rule in rules] == [kind.value for kind in Kind]
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == "read"
+        assert result["message"]["text"].startswith("The host waits for a value of the device: ")
+    assert [result["level"] for result in run["results"]] == ["warning", "note", "warning", "warning"]
+    assert run["originalUriBaseIds"]["%SRCROOT%"]["uri"] == f"{tmp_path.as_uri()}/"
+    below, absolute, made, _ = (result["locations"][0]["physicalLocation"] for result in run["results"])
+    assert below == {
+        "artifactLocation": {"uri": "my%20job.py", "uriBaseId": "%SRCROOT%"},
+        "region": {"startLine": 2, "startColumn": 5, "endColumn": 18, "snippet": {"text": "n += x.item()"}},
+    }
+    assert absolute["artifactLocation"] == {"uri": elsewhere.as_uri()}
+    assert made == {"artifactLocation": {"uri": "%3Cstring%3E"}, "region": {"startLine": 1}}
+    prints = [result["partialFingerprints"]["primaryLocationLineHash"] for result in run["results"]]
+    assert len(set(prints)) == 4
+    assert prints[3] == prints[2].removesuffix(":1") + ":2"  # the same text in the same file, once more
+    assert run["invocations"][0]["executionSuccessful"] is True
+
+
+def test_paths_stay_those_of_the_start_when_a_program_changes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sites.shown_path(HERE)
+    monkeypatch.chdir(tmp_path)
+    assert sites.shown_path(HERE) == before
 
 
 @pytest.mark.parametrize(
