@@ -12,13 +12,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from manyhands.audit.kinds import Kind
-from manyhands.audit.statement import Fate, Statement
+from manyhands.audit.statement import Fate, Statement, name_of
 
 _OPTION = "non_blocking=True"
 _REMOVE = "remove this line: the device keeps the order of its work by itself"
 _SCALER = (
     "make the optimizer with fused=True: the scaler then looks for infinities on the device; or compute in bfloat16, "
     "which needs no scaler"
+)
+_DISTRIBUTION = (
+    "make the distribution with validate_args=False, or call "
+    "torch.distributions.Distribution.set_default_validate_args(False) once"
 )
 # What follows a value that stays on its device, and what int() of it is there.
 _KEPT = {"torch": ".detach()", "jax": "", "tensorflow": "", "mxnet": ".detach()"}
@@ -73,8 +77,8 @@ def cure(
     'losses.append(loss)'
     >>> cure(Kind.READ, "Tensor.item", "print(step, loss.item())")
     'count the steps, and: if step % 100 == 0: print(step, loss.item())'
-    >>> cure(Kind.READ, "Tensor.item", "rate = math.exp(loss.item())") == Kind.READ.cure_in("torch")
-    True
+    >>> cure(Kind.READ, "Tensor.item", "rate = math.exp(loss.item())")
+    'exp() takes numbers and has to wait: call it every 100 steps only, or once, with the values of many steps'
     >>> cure(Kind.TO_DEVICE, "Tensor.to", "x = x.to(device)")
     'x = x.to(device, non_blocking=True), and pin_memory=True where x comes from (DataLoader, or x.pin_memory())'
     >>> cure(Kind.TO_DEVICE, "Tensor.to", "X[i : i + 32].to(device)").partition(", and ")[2]
@@ -89,6 +93,8 @@ def cure(
     wait = _Wait(kind, call, framework)
     if library.endswith("grad_scaler.py"):
         return _SCALER
+    if "torch/distributions/" in library.replace("\\", "/"):
+        return _DISTRIBUTION
     if "error_if_nonfinite=True" in code:
         return re.sub(r",?\s*error_if_nonfinite=True", "", code)
     if library or not code or kind not in _MAKERS:
@@ -116,7 +122,7 @@ def _kept(wait: _Wait, line: Statement, reads: list[ast.Call]) -> str | None:
     if fate is Fate.DECIDES:
         return Kind.CONTROL_FLOW.cure_in(wait.framework)
     if fate is Fate.NEEDED:
-        return _rarely(wait, line)
+        return _rarely(wait, line) or _needed_by(line, reads)
     return line.edited(*(_without(wait, line, call) for call in reads))
 
 
@@ -154,6 +160,17 @@ def _rarely(wait: _Wait, line: Statement) -> str | None:
     counter = line.counter()
     begin = "" if counter is not None else "count the steps, and: "
     return f"{begin}if {counter or 'step'} % 100 == 0: {line.code}"
+
+
+def _needed_by(line: Statement, reads: list[ast.Call]) -> str | None:
+    """The cure of a number that another function takes."""
+    around = next((node for node in line.above(reads[0]) if isinstance(node, (ast.Call, ast.JoinedStr))), None)
+    if not isinstance(around, ast.Call) or not name_of(around):
+        return None
+    return (
+        f"{name_of(around)}() takes numbers and has to wait: call it every 100 steps only, or once, with the values "
+        "of many steps"
+    )
 
 
 def _print(wait: _Wait, line: Statement) -> str | None:
@@ -208,7 +225,14 @@ def _to_device(wait: _Wait, line: Statement) -> str | None:
     while isinstance(source, ast.Subscript) and any(isinstance(part, ast.Slice) for part in ast.walk(source.slice)):
         source = source.value
     is_name = isinstance(source, (ast.Name, ast.Attribute, ast.Subscript)) and name_is_source(copies[0])
-    text = ast.unparse(source) if is_name else "it"
+    if not is_name:
+        return f"{changed}, from pinned memory (DataLoader(pin_memory=True), or .pin_memory() before the copy)"
+    text = ast.unparse(source)
+    if changed == line.code:
+        return (
+            f"take {text} from pinned memory (DataLoader(pin_memory=True), or {text}.pin_memory()): from pageable "
+            f"memory {_OPTION} blocks, too"
+        )
     return f"{changed}, and pin_memory=True where {text} comes from (DataLoader, or {text}.pin_memory())"
 
 

@@ -14,6 +14,7 @@ WORDS = ""  # no line of code can be the cure
 DECIDE = "decide on the device"
 RARELY = "if step % 100 == 0: "
 # What a line is in a loop over `step`, and its cure.
+NEEDED = "takes numbers and has to wait: call it every 100 steps only, or once, with the values of many steps"
 READS = [
     ("total += loss.item()", "total += loss.detach()"),
     ("return self._loss.item() / n", "return self._loss.detach() / n"),
@@ -25,10 +26,10 @@ READS = [
     ("top = loss.item() if loss.item() > 3 else 0", DECIDE),
     ("if (top := loss.item()) > 3: best = top", DECIDE),
     ("v = loss.item(); best = v if v < best else best", DECIDE),
-    ("m = np.mean([loss.item(), 2.0])", WORDS),
+    ("m = np.mean([loss.item(), 2.0])", "mean() " + NEEDED),
     ("text = '%.3f' % loss.item()", WORDS),
     ("text = f'{loss.item():.3f}'", WORDS),
-    ("ex = math.exp(loss.item())", WORDS),
+    ("ex = math.exp(loss.item())", "exp() " + NEEDED),
     ("x = table[loss.item()]", WORDS),
     ("run.log({'loss': loss.item()})", RARELY + "run.log({'loss': loss.item()})"),
     ("print(f'{loss.item():.3f}')", RARELY + "print(f'{loss.item():.3f}')"),
@@ -51,7 +52,8 @@ def test_a_read_is_left_out_only_where_nobody_needs_its_value(tmp_path: Path, li
         assert made == Kind.READ.cure_in("torch")
     else:
         assert made == expected
-        ast.parse(made)
+        if not expected.endswith(NEEDED):
+            ast.parse(made)
 
 
 def test_who_counts_the_steps_is_known_or_not(tmp_path: Path) -> None:
@@ -106,12 +108,21 @@ def test_a_line_becomes_another_line(
         ("h = F.one_hot(y)", Kind.SHAPE, "one_hot", "give the number of classes"),
         ("d = torch.linalg.eigh(a)", Kind.CHECK, "torch.linalg.eigh", "call it less often"),
         ("kept.append(x.cpu())", Kind.TO_HOST, "Tensor.cpu", "one torch.cuda.synchronize() before it is read"),
-        ("buffer.copy_(x)", Kind.TO_DEVICE, "Tensor.copy_", "where it comes from"),
+        ("buffer.copy_(x)", Kind.TO_DEVICE, "Tensor.copy_", "from pinned memory"),
+        ("a = f(torch.from_numpy(b).to(d))", Kind.TO_DEVICE, "Tensor.to", ".pin_memory() before the copy"),
+        ("x = x.to(d, non_blocking=True)", Kind.TO_DEVICE, "Tensor.to", "take x from pinned memory"),
+        ("s, r = env.step(a.item())", Kind.READ, "Tensor.item", "step() takes numbers and has to wait"),
         ("torch.distributed.barrier()", Kind.COLLECTIVE, "torch.distributed.barrier", "remove this line"),
     ],
 )
 def test_where_no_line_is_sure_words_say_it(tmp_path: Path, line: str, kind: Kind, call: str, words: str) -> None:
     assert words in _cured(tmp_path, line, kind, call)
+
+
+def test_libraries_that_are_known_have_cures_of_their_own() -> None:
+    library = "/site-packages/torch/distributions/distribution.py"
+    assert "validate_args=False" in cure(Kind.CONTROL_FLOW, "Tensor.__bool__", "d = Normal(m, s)", library)
+    assert "fused=True" in cure(Kind.READ, "Tensor.item", "scaler.step(o)", "/torch/amp/grad_scaler.py")
 
 
 def test_a_statement_of_several_lines_and_code_without_a_file(tmp_path: Path) -> None:
@@ -125,7 +136,7 @@ def test_a_statement_of_several_lines_and_code_without_a_file(tmp_path: Path) ->
         return cure(Kind.READ, call, code, place=(str(file), number))
 
     assert at(2, "Tensor.__float__") == "'a': y.min().detach(),"
-    assert at(4, "Tensor.item") == Kind.READ.cure_in("torch")
+    assert at(4, "Tensor.item") == f"round() {NEEDED}"
     assert at(8, "Tensor.item") == ".detach()"
     assert cure(Kind.READ, "Tensor.item", "x = y.item()", place=("<string>", 3)) == "x = y.detach()"
     assert cure(Kind.READ, "Tensor.item", "for v in x.item():") == Kind.READ.cure_in("torch")
