@@ -49,6 +49,17 @@ def test_arithmetic_waits_and_gives_the_same_bits(steps: list[tuple[Any, float, 
     assert deferred.known(late) == plain
 
 
+def test_arithmetic_with_numpy_keeps_its_precision() -> None:
+    array = np.array([0.1, 0.7], dtype=np.float32)
+    assert (0.9 * array + 0.1 * (_late(1) - 0.5)).tobytes() == (0.9 * array + 0.1 * (1 - 0.5)).tobytes()
+    late = np.float32(0.1) + _late(0.2)
+    assert not late.is_known  # two numbers: that can wait
+    assert late.value().tobytes() == (np.float32(0.1) + 0.2).tobytes()
+    out = np.zeros(2, dtype=np.float32)
+    np.multiply(array, _late(3.0), out=out)
+    assert out.tobytes() == (array * 3.0).tobytes()
+
+
 def test_a_long_sum_needs_no_stack() -> None:
     total: Any = 0.0
     for number in range(20_000):
@@ -208,7 +219,7 @@ def test_gains_are_measured_in_turns_and_shown_beside_the_estimate(tmp_path: Pat
     text = table.text(report)
     assert "1 line cured for 25 steps; a step took 1.1 s, cured 850 ms" in text
     assert "gain measured: 22.7% of a step, estimated: 20.0% of a step" in text
-    assert "3 values from cured lines and 1 array of weights are equal to the bit" in text
+    assert "3 values that were read and 1 array of weights are equal to the bit" in text
     assert "kept as it is: a decision in Python needs the value at once" in text
     assert 'id="proof"' in html.page(report)
     assert Report.from_data(json.loads(json.dumps(report.as_data()))) == report
@@ -225,6 +236,13 @@ def test_results_that_differ_are_said_to_differ(tmp_path: Path, plain: dict[str,
     assert made.results == results
     assert made.measured is None
     assert "PyTorch computes at once" in made.remarks[0]
+
+
+def test_a_value_that_is_needed_now_and_then_is_cured_and_its_waits_are_counted(tmp_path: Path) -> None:
+    needed = {**SAME, "needed": [{"train.py:9": 2}]}
+    made, _ = _prove(_report(predicted=True), {"plain": [SAME], "cured": [needed]}, tmp_path)
+    assert made.lines[0].way == "read-late"
+    assert made.lines[0].why == "read late, at train.py:9: the host waits 2 times instead of 10"
 
 
 def test_a_value_that_is_needed_at_once_is_kept_and_its_place_is_named(tmp_path: Path) -> None:

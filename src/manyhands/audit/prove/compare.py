@@ -18,6 +18,7 @@ from manyhands.audit.prove.plan import Choice, Way
 from manyhands.audit.prove.rewrite import Change
 from manyhands.audit.reports.proof import Proof, ProvenLine
 from manyhands.audit.reports.report import Finding, Report
+from manyhands.audit.reports.seconds import counted
 
 MOST_STEPS = 50
 _PLAIN, _CURED = "plain", "cured"
@@ -212,13 +213,16 @@ def _fill(proof: Proof, passes: _Passes, choices: Sequence[tuple[Finding, Choice
         why = None
         if number in passes.kept:
             why = f"the program fails if its value is read late ({passes.kept[number]})"
-        elif needed and 2 * sum(needed.values()) >= cured["asked"][number]:
-            where = max(needed, key=lambda line: needed[line])
+        waits, reads = sum(needed.values()), cured["asked"][number]
+        where = max(needed, key=lambda line: needed[line]) if needed else ""
+        if why is None and needed and 2 * waits >= reads:
             why = f"its value is needed at {where}, for control flow or by code that takes numbers only"
         for line in proof.lines:
             is_here = (os.path.abspath(line.file), line.line) == (change.file, change.line)
             if why is not None and is_here and (line.way == Way.LATE.value or number in passes.kept):
                 line.way, line.why = Way.KEPT.value, why
+            elif needed and is_here and line.way == Way.LATE.value:
+                line.why = f"read late, at {where}: the host waits {counted(waits, 'time')} instead of {reads}"
 
 
 def estimate(record: dict[str, Any], findings: Sequence[Finding]) -> float | None:

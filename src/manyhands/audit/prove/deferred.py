@@ -25,7 +25,7 @@ _IMMUTABLE = (int, float, complex, str)
 class Deferred:
     """A value that nobody has waited for yet. ``line`` is the number of the line that it was read in."""
 
-    # Called when a value that was read in a line is needed: with the number of the line.
+    # Called when values that were read in a line are needed, once however many they are: with the line's number.
     needed: ClassVar[Callable[[int], None] | None] = None
 
     __slots__ = ("_arguments", "_function", "_value", "is_known", "is_number", "line")
@@ -41,7 +41,11 @@ class Deferred:
     def value(self) -> Any:
         """The value itself; waits."""
         if not self.is_known:
-            for node in self._unknown():
+            nodes = list(self._unknown())
+            if Deferred.needed is not None:
+                for line in dict.fromkeys(node.line for node in nodes if node.line is not None):
+                    Deferred.needed(line)
+            for node in nodes:
                 node._compute()
         return self._value
 
@@ -68,8 +72,6 @@ class Deferred:
         return [node.line for node in self._unknown() if node.line is not None] if not self.is_known else []
 
     def _compute(self) -> None:
-        if self.line is not None and Deferred.needed is not None:
-            Deferred.needed(self.line)
         self._value = self._function(*(known(part) for part in self._arguments))
         self.is_known, self._arguments = True, ()
 
@@ -132,6 +134,12 @@ class Deferred:
         import numpy as np
 
         return np.asarray(self.value(), *args)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Arithmetic with NumPy: as with the number itself, in the precision of the array."""
+        if method == "__call__" and not kwargs:
+            return self._later(ufunc, *inputs)
+        return getattr(ufunc, method)(*map(known, inputs), **{name: _known_all(part) for name, part in kwargs.items()})
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -53,6 +53,8 @@ def words(proof: Proof) -> list[str]:
 
 def _gain(proof: Proof) -> str:
     lines = len({(line.file, line.line) for line in proof.lines if line.way != "kept"})
+    if not lines:
+        return f"proof: no line could be cured in the {counted(proof.steps, 'step')} that were run again"
     begin = f"proof: {counted(lines, 'line')} cured for {counted(proof.steps, 'step')}"
     estimated = "not known" if proof.estimated is None else f"{proof.estimated:.1%} of a step"
     if proof.measured is None or proof.plain_seconds is None or proof.cured_seconds is None:
@@ -65,7 +67,7 @@ def _gain(proof: Proof) -> str:
 
 
 def _results(proof: Proof) -> str:
-    what = f"{counted(proof.values, 'value')} from cured lines and {counted(proof.parameters, 'array')} of weights"
+    what = f"{counted(proof.values, 'value')} that were read and {counted(proof.parameters, 'array')} of weights"
     if proof.results == "equal":
         return f"{what} are equal to the bit"
     if proof.results == "differ":
