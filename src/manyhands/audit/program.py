@@ -32,6 +32,10 @@ class Enough(BaseException):
     """As many steps were made as ``--steps`` wants: the program ends here."""
 
 
+class _NoModule(ImportError):
+    """``-m`` names a module that is not there."""
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls a function when a framework has been imported by the program; the auditor imports none itself."""
 
@@ -157,6 +161,9 @@ def run_as_main(
     except SystemExit as end:
         number = _exit_code(end)
         return number, f"exit {number}" if number else "normally"
+    except _NoModule as error:
+        print(f"manyhands audit: {error}", file=sys.stderr)
+        return 1, "no-module"
     except BaseException as error:
         failed(error)
         _show(error)
@@ -189,14 +196,19 @@ def _search_first(folder: str) -> None:
 def _load_module(arguments: Sequence[str]) -> tuple[types.ModuleType, types.CodeType]:
     name = arguments[0]
     _search_first(os.getcwd())
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{name}.".startswith(f"{error.name}."):  # its package imports what is not there
+            raise
+        spec = None
     if spec is None or spec.origin is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
-        raise ImportError(f"No module named {name}")
+        raise _NoModule(f"there is no module {name!r} to audit, or none that can be run")
     code = spec.loader.get_code(spec.name)
     if code is None:
-        raise ImportError(f"No code object available for {name}")
+        raise _NoModule(f"module {name!r} is not written in Python")
     sys.argv = [spec.origin, *arguments[1:]]
     sites.set_user_roots(_root(spec))
     main = types.ModuleType("__main__")

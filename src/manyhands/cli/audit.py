@@ -103,8 +103,8 @@ def run(options: argparse.Namespace) -> int:
     program, is_module = _program(options.program)
     baseline = _baseline(options.baseline) if options.baseline is not None else None
     for path in (options.json, options.sarif, options.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise BadSettings(f"{path} cannot be written: there is no folder {path.parent}")
+        if path is not None:
+            _check_writable(path)
     with tempfile.TemporaryDirectory(prefix="manyhands-audit-") as folder:
         result = Path(folder) / "result.json"
         settings = _settings(options, program[0], is_module, result)
@@ -126,7 +126,24 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return WAITS_TOO_LONG
+    if options.fail_over is not None and made.gain is None and made.findings:
+        print(
+            "manyhands audit: --fail-over was not applied: what a step takes is not known here, so that there is no "
+            "part of it to compare (docs/audit.md)",
+            file=sys.stderr,
+        )
     return _same_end(code)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a report's file before the program runs, not after it."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise BadSettings(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise BadSettings(f"{path} cannot be written: it is a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise BadSettings(f"{path} cannot be written: permission denied")
 
 
 def _program(arguments: Sequence[str]) -> tuple[list[str], bool]:
@@ -245,7 +262,7 @@ def _show(made: Report, options: argparse.Namespace) -> None:
 
     if made.ended == "syntax-error":
         print(f"manyhands audit: {made.program} has a syntax error, so that nothing was run", file=sys.stderr)
-    else:
+    elif made.ended != "no-module":  # the program's process has said it
         if made.ended.startswith(("exit", "exception")):
             ended = made.ended.replace("exit", "exit code").replace("exception", "an exception:")
             print(f"manyhands audit: the program ended with {ended}; until then:", file=sys.stderr)

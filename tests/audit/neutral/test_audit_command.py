@@ -95,9 +95,11 @@ def test_a_module_runs_with_dash_m(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.stdout == "__main__ jobs ['-x']\n", done.stderr
-    missing = run_command("audit", "-m", "no_such_module_anywhere")
+    missing = run_command("audit", "-m", "no_such_package.module")
     assert missing.returncode == 1
-    assert "No module named no_such_module_anywhere" in missing.stderr
+    assert missing.stderr == (
+        "manyhands audit: there is no module 'no_such_package.module' to audit, or none that can be run\n"
+    )
 
 
 def test_a_killed_program_is_named_and_its_signal_is_passed_on(tmp_path: Path) -> None:
@@ -158,6 +160,7 @@ def test_an_interrupt_reaches_the_program(tmp_path: Path) -> None:
         (("--baseline", "none.json", __file__), "No such file"),
         (("--baseline", __file__, __file__), "is not a report of `manyhands audit --json`"),
         (("--json", "/no/such/folder/a.json", __file__), "there is no folder"),
+        (("--html", os.curdir, __file__), "it is a folder"),
         (("--profile", "p.json", __file__), "give --as-if-gpu, too"),
         (("--jsn", "a", __file__), "did you mean --json?"),
     ],

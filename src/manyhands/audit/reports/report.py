@@ -58,7 +58,7 @@ class Report:
 
     schema: int = SCHEMA
     program: str = ""
-    ended: str = "normally"  # or: exit <code>, exception <type>, syntax-error, enough (--steps)
+    ended: str = "normally"  # or: exit <code>, exception <type>, syntax-error, no-module, enough
     frameworks: list[str] = field(default_factory=list)
     predicted: bool = False
     device: str | None = None
