@@ -47,6 +47,7 @@ class Length:
     waited: dict[int, float] = field(default_factory=dict)
 
 
+_PIECES = 8  # in which the work of a starved device is drawn
 Drawn = tuple[str, float, float, int | None]  # lane (host or device), begin, end, finding
 
 
@@ -69,7 +70,7 @@ def simulate(
                 begin = max(device, host + item.lead)
                 device = max(begin + item.device, host + item.host)
                 length.busy += item.device
-                _draw(drawn, "device", device - item.device, device)
+                _draw_spread(drawn, begin, device, item.device)
             _draw(drawn, "host", host, host + item.host)
             host += item.host
             continue
@@ -93,6 +94,15 @@ def simulate(
 def _draw(drawn: list[Drawn] | None, lane: str, begin: float, end: float, finding: int | None = None) -> None:
     if drawn is not None and end > begin:
         drawn.append((lane, begin, end, finding))
+
+
+def _draw_spread(drawn: list[Drawn] | None, begin: float, end: float, busy: float) -> None:
+    """The device's work between two times: if it is starved, in pieces, as the host launches it."""
+    pieces = 1 if end - begin <= busy * 1.01 else _PIECES
+    width = busy / pieces
+    for piece in range(pieces):
+        start = end - width - piece * (end - begin - width) / max(1, pieces - 1)
+        _draw(drawn, "device", start, start + width)
 
 
 def gains(timeline: Sequence[Work | Wait], findings: Collection[int]) -> tuple[Length, dict[int, float]]:
