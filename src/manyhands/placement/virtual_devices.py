@@ -62,10 +62,10 @@ class VirtualDeviceHolders(Generic[D]):
             if not have:
                 self._backend.virtual_devices(count, as_cuda=as_cuda)
                 self._kept = True
-                print(
-                    f"manyhands: {count} virtual devices made of the CPU stand in for GPUs in {self._backend.name}",
-                    file=sys.stderr,
-                )
+                words = "virtual devices made of the CPU stand in for GPUs"
+                if count == 1:
+                    words = "virtual device made of the CPU stands in for a GPU"
+                print(f"manyhands: {count} {words} in {self._backend.name}", file=sys.stderr)
             return VirtualDevices(map(self._backend.gpu, range(count)), self, made=not have)
 
     def enter(self, *, made: bool) -> None:
