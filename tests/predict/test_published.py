@@ -21,7 +21,7 @@ def benchmark() -> Any:
     return module
 
 
-@pytest.mark.parametrize("group", ["TABLES", "MORE_TABLES"])
+@pytest.mark.parametrize("group", ["TABLES", "MORE_TABLES", "LAST_TABLES"])
 def test_errors_within_a_node_are_small(benchmark: Any, group: str) -> None:
     result = benchmark.summary(getattr(benchmark, group))
     assert result["rows"] > 30
