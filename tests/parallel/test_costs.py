@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from manyhands import cache
+from manyhands.cache import cache_folder
 from manyhands.parallel import costs as module
-from manyhands.parallel.costs import Cost, Remembered, cache_folder, costs
+from manyhands.parallel.costs import Cost, Remembered, costs
 from manyhands.schedule.task import Task
 
 
@@ -120,7 +122,7 @@ def test_where_costs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_oldest_are_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST", 3)
+    monkeypatch.setattr(cache, "_MOST", 3)
     for number in range(5):
         one = Remembered("x")
         one.add(f"k{number}", Cost(1.0, 1.0))

@@ -1,34 +1,23 @@
 """What every task costs: measured once per kind of operation, remembered on disk, estimated where that cannot be.
 
 An operation is known by its key: what is called, with tensors of which shapes, strides and types, on which device. What
-was measured for a key on this hardware with this version of the framework stands in a small JSON file of the user's
-cache folder, so a second run of a program plans without measuring. A file that is broken, foreign or of another format
-is not read; one that cannot be written is not written: a cost is never worth an error.
-
-Several processes may plan at once: each reads the file again before it writes, adds what it has found, and renames a
-new file over the old one. Of two that do so at the same moment one loses its additions, and measures them another time.
-
-The folder is ``$MANYHANDS_CACHE``, or ``$XDG_CACHE_HOME/manyhands``, or ``~/.cache/manyhands``; ``MANYHANDS_CACHE=off``
-remembers nothing.
+was measured for a key on this hardware with this version of the framework stands in a small file (:mod:`..cache`), so
+a second run of a program plans without measuring.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeGuard
 
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
+from manyhands.cache import CacheFile
 from manyhands.schedule.task import Task
 
 _FORMAT = 1
-_MOST = 20_000  # entries of a file; the oldest go first
-_LARGEST = 8 << 20  # bytes of a file that is read
 _BUDGET = 1.5  # seconds for measuring; what is not measured by then is estimated
 
 
@@ -86,12 +75,13 @@ class Remembered:
     """The costs that are known of one kind of hardware and one version of a framework."""
 
     def __init__(self, hardware: str) -> None:
-        self.hardware = hardware
-        folder = cache_folder()
-        name = hashlib.sha256(hardware.encode()).hexdigest()[:24]
-        self.path = None if folder is None else folder / "costs" / f"{name}.json"
-        self._known = self._read()
+        self._file = CacheFile("costs", hardware, _FORMAT)
+        self._known = {key: Cost(*map(float, value)) for key, value in self._file.read().items() if _is_cost(value)}
         self._new: dict[str, Cost] = {}
+
+    @property
+    def path(self) -> Path | None:
+        return self._file.path
 
     def get(self, key: str) -> Cost | None:
         return self._known.get(key)
@@ -101,59 +91,13 @@ class Remembered:
 
     def save(self) -> None:
         """Write what is new; quietly nothing where that cannot be done."""
-        if not self._new or self.path is None:
-            return
-        merged = self._read() | self._new
-        kept = list(merged.items())[-_MOST:]
-        text = json.dumps(
-            {
-                "format": _FORMAT,
-                "hardware": self.hardware,
-                "costs": {key: [cost.seconds, cost.share] for key, cost in kept},
-            }
-        )
-        fresh = self.path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.new")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(text)
-            fresh.replace(self.path)
+        new = {key: [cost.seconds, cost.share] for key, cost in self._new.items()}
+        if new and self._file.add(new):
             self._new = {}
-        except OSError:
-            with suppress(OSError):
-                fresh.unlink()
-
-    def _read(self) -> dict[str, Cost]:
-        """What the file holds, as far as it can be believed."""
-        if self.path is None:
-            return {}
-        try:
-            if self.path.stat().st_size > _LARGEST:
-                return {}
-            whole = json.loads(self.path.read_bytes())
-            if whole["format"] != _FORMAT or whole["hardware"] != self.hardware:
-                return {}
-            pairs = whole["costs"].items()
-            return {str(key): Cost(*map(float, value)) for key, value in pairs if _is_cost(value)}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return {}
 
 
-def _is_cost(value: object) -> bool:
+def _is_cost(value: object) -> TypeGuard[list[float]]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(one) in (int, float) for one in value):
         return False
     seconds, share = value
     return math.isfinite(seconds) and 0 <= seconds < 1e6 and 0 <= share <= 1
-
-
-def cache_folder() -> Path | None:
-    """Where costs are remembered; None where they are not."""
-    given = os.environ.get("MANYHANDS_CACHE")
-    if given is not None:
-        return None if given.strip().lower() in ("", "off", "0", "no") else Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base and Path(base).is_absolute():
-        return Path(base) / "manyhands"
-    try:
-        return Path.home() / ".cache" / "manyhands"
-    except RuntimeError:  # a user without a home
-        return None

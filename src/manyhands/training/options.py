@@ -74,6 +74,9 @@ class Step(_Topic):
             Default: None, where the job is long enough to pay for it.
         side_lanes: Compute weight gradients beside the backward pass, on lanes of their own. Default: True.
         fused_norms: Fuse BatchNorm with the addition and ReLU that follow it. Default: True.
+        tuned_convolutions: Time several ways to compute each convolution (other plans of cuDNN, where
+            ``nvidia-cudnn-frontend`` is installed, and matrix products), keep the fastest and remember it on disk. No
+            more time is spent on it than the job wins. Default: True.
     """
 
     shares: Sequence[float] | Literal["measured"] | None = None
@@ -89,6 +92,7 @@ class Step(_Topic):
     parallel: bool | None = None
     side_lanes: bool = True
     fused_norms: bool = True
+    tuned_convolutions: bool = True
 
     def __post_init__(self) -> None:
         make_plain(self, ("accumulate", "micro_batch_size"), Integral, int)
@@ -97,7 +101,7 @@ class Step(_Topic):
         if self.batch_stats is not None:
             check_choice(self, "batch_stats", ("per_device", "global"))
         check_choice(self, "on_nan", ("stop", "continue"))
-        for name in ("shard", "fast", "side_lanes", "fused_norms"):
+        for name in ("shard", "fast", "side_lanes", "fused_norms", "tuned_convolutions"):
             check_choice(self, name, (True, False))
         for name in ("compile", "parallel"):
             check_choice(self, name, (True, False, None))

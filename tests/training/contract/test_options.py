@@ -184,6 +184,7 @@ def test_what_a_framework_cannot_do_is_refused_by_name(bench: Bench) -> None:
     cases = {
         "Step(side_lanes=False)": {"step": Step(side_lanes=False)},
         "Step(fused_norms=False)": {"step": Step(fused_norms=False)},
+        "Step(tuned_convolutions=False)": {"step": Step(tuned_convolutions=False)},
         "Step(parallel=True)": {"step": Step(parallel=True)},
         "Step(shard=True)": {"step": Step(shard=True)},
         "Step(activation_checkpointing=True)": {"step": Step(activation_checkpointing=True)},

@@ -493,3 +493,14 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
 ]
+
+
+# A pause of the device, behind which kernels are queued that are timed together: nothing public takes a device's time.
+def pause(cycles: int) -> None:
+    """Keep the current stream busy for so many cycles of the device."""
+    torch.cuda._sleep(cycles)
+
+
+def cuda_driver_version() -> int:
+    """The version of CUDA that the driver is made for, as 13000; what was measured with another one is not believed."""
+    return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]

@@ -76,6 +76,7 @@ class Trainer(BaseTrainer):
         "hang_seconds": "in JAX one process drives all devices, there are no workers to watch",
         "side_lanes": "XLA orders a step's work itself",
         "fused_norms": "XLA fuses normalisation with what is around it",
+        "tuned_convolutions": "XLA times its convolutions itself",
         "parallel": "XLA plans a step as a whole already",
         "shares='measured'": "all devices run in step, JAX does not time them one by one; give one number per device",
         "compile=False": "a step in JAX is always compiled",

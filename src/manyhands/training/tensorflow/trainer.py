@@ -54,6 +54,7 @@ class Trainer(BaseTrainer):
         "compile": "the step is one graph of TensorFlow's already; XLA is not used",
         "side_lanes": "TensorFlow's executor orders a step's work itself",
         "fused_norms": "TensorFlow chooses the kernels of a step itself",
+        "tuned_convolutions": "TensorFlow chooses the kernels of a step itself",
         "parallel": "TensorFlow's executor already runs independent operations in parallel",
         "wrt": "say it of the model: layer.trainable = False freezes its weights",
         "shares='measured'": "TensorFlow does not time devices one by one; give one number per device",

@@ -7,6 +7,7 @@ optimizer's update (:mod:`.split`) is part of every capture and comes before the
 from __future__ import annotations
 
 from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.passes.convolutions import choose_convolutions
 from manyhands.backends.torch.passes.fused_norms import fuse_norms
 from manyhands.backends.torch.passes.redundant_biases import leave_out_biases
 from manyhands.backends.torch.passes.rewriting import Pass, without_detaches
@@ -18,6 +19,7 @@ PASSES = (
     Pass("fused norms", to_the_bit=False, apply=fuse_norms),
     Pass("casts together", to_the_bit=True, apply=cast_together),
     Pass("counters together", to_the_bit=True, apply=count_together),
+    Pass("convolutions", to_the_bit=False, apply=choose_convolutions),
 )
 
 

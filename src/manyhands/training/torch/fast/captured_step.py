@@ -29,7 +29,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
+from manyhands.backends.torch.convolutions.operations import ChosenConvolutions
 from manyhands.backends.torch.kernels import batch_norm
 from manyhands.backends.torch.run.streams import let_draw_again
 from manyhands.errors import CannotCompile
@@ -89,10 +91,13 @@ def fast_step(
     lanes, norms = settings.step.side_lanes, settings.step.fused_norms
     if eager.scale is not None:  # gradients may be infinite, which our own kernels would be blamed for
         norms = False
+    tuned = steps if settings.step.tuned_convolutions else None
     if checkpointed is not None:  # the backward pass computes the forward pass again, which none of these expects
         compiled = parallel = lanes = norms = False
+        tuned = None
     how: Any = {"compiled": compiled, "changing_rate": changing_rate, "side_lanes": lanes, "fused_norms": norms}
-    return GraphStep(eager, data, settings.batch_size, **how, parallel=parallel, checkpointed=checkpointed)
+    how |= {"parallel": parallel, "tuned_for": tuned, "checkpointed": checkpointed}
+    return GraphStep(eager, data, settings.batch_size, **how)
 
 
 class _NothingDone(Exception):
@@ -113,6 +118,7 @@ class GraphStep:
         side_lanes: bool = False,
         fused_norms: bool = False,
         parallel: bool = False,
+        tuned_for: int | None = None,
         checkpointed: ActivationCheckpoints | None = None,
     ) -> None:
         self._eager, self._data, self._size, self.compiled = eager, data, batch_size, compiled
@@ -132,6 +138,8 @@ class GraphStep:
         self.no_plan: str | None = None
         self.planned: PlannedStep | None = None  # the usual size of batch as a plan of the whole step
         self._norms = self._fused_norms() if fused_norms else None
+        self.no_convolutions: str | None = None
+        self._convolutions = self._tuned(tuned_for) if tuned_for is not None else None
         # A compiler leaves what is called in a dispatch mode as it is, now and from then on.
         self._at_once = AtOnce() if not is_compiled(eager.model) and checkpointed is None else None
         self._searching = checkpointed is None and may_be_idle(eager.model, eager.optimizer)
@@ -184,6 +192,9 @@ class GraphStep:
         if self._norms is not None and not self._is_compiled(size):  # a compiled step has none of them
             self._norms, self.no_norms = None, f"batch normalisation as it is ({why})"[:300]
             self._at_once = None  # a mode around the forward pass as well
+            self._convolutions = None
+        elif self._convolutions is not None and not self._is_compiled(size):
+            self._convolutions, self.no_convolutions = None, f"convolutions: PyTorch's ways ({why})"[:300]
         elif self._beside is not None:
             self._beside, self.no_lanes = None, f"no side lanes ({why})"[:300]
         elif self._is_compiled(size):
@@ -211,6 +222,17 @@ class GraphStep:
             return None
         return FusedNorms()
 
+    def _tuned(self, steps: int) -> ChosenConvolutions | None:
+        """Convolutions in their fastest ways, for a job of so many steps."""
+        if is_compiled(self._eager.model) or not any(
+            isinstance(layer, _ConvNd) for layer in self._eager.model.modules()
+        ):
+            return None
+        if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
+            self.no_convolutions = "convolutions: PyTorch's ways, because results are to be the same in every run"
+            return None
+        return ChosenConvolutions(steps)
+
     def _is_compiled(self, size: int) -> bool:
         """Only the usual size is worth the half minute that compiling takes."""
         return self.compiled and size == self._size
@@ -229,7 +251,7 @@ class GraphStep:
             kernels = "compiled" if self._is_compiled(size) else "as they are"
             lines.append(f"a batch of {size}: {how}, kernels {kernels}")
             lines += [f"  {sized.idle.explain()}"] if sized.idle is not None else []
-            lines += [f"  {one}" for one in (*sized.told, self.no_norms) if one is not None]
+            lines += [f"  {one}" for one in (*sized.told, self.no_norms, self.no_convolutions) if one is not None]
             lines += [f"  {self.no_lanes or 'all on one lane'}"] if self._beside is None else self._beside.explain(size)
             if size == self._size and self.planned is not None:
                 lines += self.planned.explain()
@@ -266,6 +288,8 @@ class GraphStep:
 
     def _captured(self, sized: _Sized) -> torch.cuda.CUDAGraph:
         self._eager.optimizer.zero_grad(set_to_none=True)
+        if self._convolutions is not None and len(sized.window) == self._size:
+            self._convolutions.choose()
         graph = torch.cuda.CUDAGraph()
         try:
             # Another thread (a loader that pins memory) may call CUDA meanwhile.
@@ -324,16 +348,21 @@ class GraphStep:
         compiled = self._is_compiled(len(sized.window))
         norms = self._norms if not compiled else None
         at_once = self._at_once if not compiled else None
+        convolutions = self._convolutions if not compiled else None
         if norms is not None:
             norms.begin(poison=sized.warm == 0)
+        if convolutions is not None:  # of the size that the job is made of; others take what is chosen for it
+            convolutions.noting = sized.warm == _WARM_UP - 1 and len(sized.window) == self._size
         with sized.idle.left_out() if sized.idle is not None else nullcontext():
-            with at_once or nullcontext(), norms or nullcontext():
+            with convolutions or nullcontext(), at_once or nullcontext(), norms or nullcontext():
                 loss, right = sized.forward(*self._places(sized))
-            with self._lanes(len(sized.window)), norms or nullcontext():
+            with convolutions or nullcontext(), self._lanes(len(sized.window)), norms or nullcontext():
                 self._eager.scaled(loss).backward()
         if sized.idle is not None:
             sized.idle.settle()
         sized.told = [one.explain() for one in (at_once, norms) if one is not None and one.told]
+        if convolutions is not None and convolutions.report is not None and len(sized.window) == self._size:
+            sized.told.append(convolutions.report.explain())
         if norms is not None and sized.warm == 0:
             self._look_for_poison(loss)
         return loss, right

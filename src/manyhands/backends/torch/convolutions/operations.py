@@ -1,0 +1,138 @@
+"""Two operations that stand in for PyTorch's convolution and its backward, and solve each problem in its chosen way.
+
+They take the arguments of ``aten.convolution`` and ``aten.convolution_backward``, so that a pass over a trace replaces
+one name by another, and a dispatch mode (:class:`ChosenConvolutions`) does the same to operations as they are called.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from manyhands.backends.torch.compat import TorchDispatchMode
+from manyhands.backends.torch.convolutions.choice import Report, choose, way_of
+from manyhands.backends.torch.convolutions.problems import Kind, Problem, is_aligned, problem
+
+_aten = torch.ops.aten
+_library = torch.library.Library("manyhands", "FRAGMENT")
+_HOW = "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
+_library.define(f"convolution(Tensor x, Tensor weight, Tensor? bias, {_HOW}) -> Tensor")
+_library.define(
+    "convolution_backward(Tensor gradient, Tensor x, Tensor weight, SymInt[]? bias_sizes, "
+    f"{_HOW}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"
+)
+convolution = torch.ops.manyhands.convolution.default
+convolution_backward = torch.ops.manyhands.convolution_backward.default
+INSTEAD: dict[object, Any] = {
+    _aten.convolution.default: convolution,
+    _aten.convolution_backward.default: convolution_backward,
+}
+for _theirs, _ours in INSTEAD.items():  # they cost what PyTorch's cost, as far as estimates go
+    flop_registry[_ours.overloadpacket] = flop_registry[_theirs.overloadpacket]  # type: ignore[attr-defined]
+
+
+def problems_of(target: object, args: tuple[Any, ...]) -> list[Problem]:
+    """The problems of a call of PyTorch's convolution or its backward."""
+    if target is _aten.convolution.default:
+        return [one] if (one := _forward_problem(*args[:2], *args[3:])) is not None else []
+    if target is _aten.convolution_backward.default:
+        return [one for one in _backward_problems(*args[:3], *args[4:]) if one is not None]
+    return []
+
+
+def _forward_problem(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    _: Any,
+    groups: int,
+) -> Problem | None:
+    return None if transposed else problem(Kind.FORWARD, x, weight, (), stride, padding, dilation, groups)
+
+
+def _backward_problems(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    _: Any,
+    groups: int,
+    mask: Any,
+) -> tuple[Problem | None, Problem | None]:
+    if transposed:
+        return None, None
+    how = stride, padding, dilation, groups
+    return (
+        problem(Kind.INPUT_GRADIENT, gradient, weight, x.shape, *how) if mask[0] else None,
+        problem(Kind.WEIGHT_GRADIENT, gradient, x, weight.shape, *how) if mask[1] else None,
+    )
+
+
+def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+    way = way_of(_forward_problem(x, weight, *how))
+    if way is None or not is_aligned(x, weight):
+        result: torch.Tensor = _aten.convolution.default(x, weight, bias, *how)
+        return result
+    result = way(x, weight)
+    return result if bias is None else result.add_(bias.view(1, -1, 1, 1))
+
+
+def _convolution_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *how: Any
+) -> tuple[Any, Any, Any]:
+    mask = how[-1]
+    for_input, for_weight = map(way_of, _backward_problems(gradient, x, weight, *how))
+    for_input = for_input if is_aligned(gradient, weight) else None
+    for_weight = for_weight if is_aligned(gradient, x) else None
+    rest = [mask[0] and for_input is None, mask[1] and for_weight is None, mask[2]]
+    results: list[Any] = [None, None, None]
+    if any(rest):
+        results = list(_aten.convolution_backward.default(gradient, x, weight, bias_sizes, *how[:-1], rest))
+    if for_input is not None:
+        results[0] = for_input(gradient, weight)
+    if for_weight is not None:
+        results[1] = for_weight(gradient, x)
+    return results[0], results[1], results[2]
+
+
+_library.impl("convolution", _convolution, "CompositeExplicitAutograd")
+_library.impl("convolution_backward", _convolution_backward, "CompositeExplicitAutograd")
+
+
+class ChosenConvolutions(TorchDispatchMode):
+    """Around passes: convolutions are solved in their chosen ways. Those of the first pass are noted, then chosen.
+
+    It has to be entered before other modes, which see PyTorch's operations then.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._steps = steps
+        self.problems = Counter[Problem]()  # those of the passes that were noted
+        self.noting = False
+        self.report: Report | None = None
+
+    def choose(self) -> None:
+        """Choose ways for what was noted, and note nothing more."""
+        self.noting = False
+        if self.problems:
+            self.report = choose(self.problems, self._steps)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        instead = INSTEAD.get(func)
+        if instead is None or kwargs:
+            return func(*args, **kwargs or {})
+        if self.noting:
+            self.problems.update(problems_of(func, args))
+        return (_convolution if func is _aten.convolution.default else _convolution_backward)(*args)

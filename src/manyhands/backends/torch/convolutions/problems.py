@@ -1,0 +1,105 @@
+"""What is to be computed: a convolution or one of its gradients, from tensors of which forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+_HALVES = (torch.bfloat16, torch.float16)
+ALIGNED = 16  # bytes: where the memory of tensors begins that ways are given
+
+
+class Kind(Enum):
+    """Which of the three products of a convolutional layer."""
+
+    FORWARD = "forward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENT = "weight gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Shape and strides of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A convolution in two dimensions, without its bias, or one of its gradients.
+
+    ``first`` and ``second`` are what is given: image and weight forward, the gradient of the result and the weight for
+    the input's gradient, the gradient of the result and the image for the weight's. ``shape`` is what is asked for,
+    where these do not say it.
+    """
+
+    kind: Kind
+    first: Form
+    second: Form
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def key(self) -> str:
+        """The same for equal problems in other processes."""
+        forms = (self.first.shape, self.first.stride, self.second.shape, self.second.stride, self.shape)
+        how = (self.stride, self.padding, self.dilation, self.groups)
+        return f"{self.kind.value} {str(self.dtype).removeprefix('torch.')} {forms} {how}".replace("), (", ")(")
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Height and width of the weight."""
+        return (self.shape if self.kind is Kind.WEIGHT_GRADIENT else self.second.shape)[2:]
+
+
+def problem(
+    kind: Kind,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Problem | None:
+    """The problem of these tensors; None where only PyTorch's way is used."""
+    if first.dim() != 4 or second.dim() != 4 or first.dtype is not second.dtype or not first.numel():
+        return None
+    if first.dtype not in _HALVES and first.device.type != "cpu":
+        return None  # in 32 bits ways differ by more than the order of sums
+    if layout(first, second) is None:
+        return None
+    how = _pair(stride), _pair(padding), _pair(dilation), groups
+    return Problem(kind, Form.of(first), Form.of(second), tuple(shape), first.dtype, _numbered(first.device), *how)
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    return all(tensor.data_ptr() % ALIGNED == 0 for tensor in tensors)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return device if device.type == "cpu" or device.index is not None else torch.device(device.type, 0)
+
+
+def _pair(numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(numbers) * 2 if len(numbers) == 1 else tuple(numbers)
+
+
+def layout(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format | None:
+    """The order in which both are dense: channels last, or channels first; None where there is none."""
+    formats = (torch.channels_last, torch.contiguous_format)
+    both = (one for one in formats if all(tensor.is_contiguous(memory_format=one) for tensor in (first, second)))
+    return next(both, None)

@@ -1,0 +1,85 @@
+"""Small JSON files in the user's cache folder: what was measured once on this hardware and need not be measured again.
+
+A file that is broken, foreign or of another format is not read; one that cannot be written is not written: what stands
+in it is never worth an error. Several processes may write at once: each reads the file again before it writes, adds
+what it has found, and renames a new file over the old one. Of two that do so at the same moment one loses its
+additions, and measures them another time.
+
+The folder is ``$MANYHANDS_CACHE``, or ``$XDG_CACHE_HOME/manyhands``, or ``~/.cache/manyhands``; ``MANYHANDS_CACHE=off``
+remembers nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+_MOST = 20_000  # entries of a file; the oldest go first
+_LARGEST = 8 << 20  # bytes of a file that is read
+Entries = dict[str, object]
+
+
+class CacheFile:
+    """The entries that are known of one kind of hardware and one version of a framework.
+
+    Args:
+        topic: What the entries are, and the name of their folder.
+        hardware: What they hold for, in words.
+        version: Of the entries' form: a file of another one is not read.
+    """
+
+    def __init__(self, topic: str, hardware: str, version: int) -> None:
+        self._topic, self._hardware, self._version = topic, hardware, version
+        folder = cache_folder()
+        name = hashlib.sha256(hardware.encode()).hexdigest()[:24]
+        self.path = None if folder is None else folder / topic / f"{name}.json"
+
+    def read(self) -> Entries:
+        """What the file holds; nothing where it cannot be believed."""
+        if self.path is None:
+            return {}
+        try:
+            if self.path.stat().st_size > _LARGEST:
+                return {}
+            whole = json.loads(self.path.read_bytes())
+            if whole["format"] != self._version or whole["hardware"] != self._hardware:
+                return {}
+            return {str(key): value for key, value in whole[self._topic].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    def add(self, entries: Mapping[str, object]) -> bool:
+        """Write these beside what is there; False where that cannot be done."""
+        if self.path is None:
+            return False
+        kept = list((self.read() | dict(entries)).items())[-_MOST:]
+        text = json.dumps({"format": self._version, "hardware": self._hardware, self._topic: dict(kept)})
+        fresh = self.path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.new")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(text)
+            fresh.replace(self.path)
+        except OSError:
+            with suppress(OSError):
+                fresh.unlink()
+            return False
+        return True
+
+
+def cache_folder() -> Path | None:
+    """Where measurements are remembered; None where they are not."""
+    given = os.environ.get("MANYHANDS_CACHE")
+    if given is not None:
+        return None if given.strip().lower() in ("", "off", "0", "no") else Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base and Path(base).is_absolute():
+        return Path(base) / "manyhands"
+    try:
+        return Path.home() / ".cache" / "manyhands"
+    except RuntimeError:  # a user without a home
+        return None

@@ -1,0 +1,126 @@
+"""Other ways to compute convolutions on a GPU: PyTorch's results, the same in a CUDA graph, chosen and remembered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands import torch as mh
+from manyhands.backends.torch.convolutions import choice, cudnn_plans, products
+from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, problems_of
+from manyhands.training.torch.book import models
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+aten = torch.ops.aten
+CASES = [
+    (1, 64, 28, 3, 1, 1),
+    (3, 32, 33, 7, 2, 3),
+    (64, 128, 28, 1, 2, 0),
+    (128, 128, 14, 3, 1, 1),
+    (96, 40, 9, 3, 2, 1),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path))
+    choice.forget()
+    yield
+    choice.forget()
+
+
+def _problems(case: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Counter[Any]:
+    channels, out, size, kernel, stride, padding = case
+    x = torch.randn(32, channels, size, size, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+    weight = torch.randn(out, channels, kernel, kernel, device="cuda", dtype=dtype).to(
+        memory_format=torch.channels_last
+    )
+    how = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1
+    y = aten.convolution(x, weight, None, *how)
+    found = problems_of(aten.convolution.default, (x, weight, None, *how))
+    found += problems_of(aten.convolution_backward.default, (y, x, weight, None, *how, [channels > 3, True, False]))
+    return Counter(found)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_ways_give_pytorchs_results_eagerly_and_in_a_graph(case: tuple[int, ...], dtype: torch.dtype) -> None:
+    tried = 0
+    for problem in _problems(case, dtype):
+        trial = choice._Trial(problem)
+        ways: list[Any] = products.candidates(problem, trial.result)
+        ways += list(cudnn_plans.candidates(problem, trial.result, 4))
+        for way in ways:
+            assert trial._is_right(way)
+            eager = way(*trial._given)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = way(*trial._given)
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(eager, captured)
+            tried += 1
+    assert tried >= (2 if case[3] == 1 or case[0] <= 3 or cudnn_plans.missing() is None else 0)
+
+
+def test_a_strided_1x1_is_faster_in_another_way_and_that_is_remembered() -> None:
+    problems = _problems((64, 128, 28, 1, 2, 0))
+    report = choice.choose(problems, steps=1_000_000)
+    assert sum(report.faster.values()) >= 1
+    assert report.gained > 0
+    ways = {problem: choice.way_of(problem) for problem in problems}
+    choice.forget()
+    again = choice.choose(problems, steps=0)
+    assert again.faster == report.faster
+    for problem, way in ways.items():
+        revived = choice.way_of(problem)
+        assert (way is None) == (revived is None)
+        if way is not None and revived is not None:
+            assert way.data() == revived.data()
+
+
+def test_a_mode_around_a_net() -> None:
+    torch.manual_seed(0)
+    net = models.resnet18(10, 1).cuda().to(memory_format=torch.channels_last)
+    x = torch.rand(64, 1, 28, 28, device="cuda").to(memory_format=torch.channels_last)
+    mode = ChosenConvolutions(steps=1_000_000)
+
+    def gradients() -> list[torch.Tensor]:
+        net.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = net(x).square().mean()
+        loss.backward()
+        return [parameter.grad.float() for parameter in net.parameters() if parameter.grad is not None]
+
+    plain, noise = gradients(), gradients()
+    mode.noting = True
+    with mode:
+        gradients()
+    mode.choose()
+    with mode:
+        other = gradients()
+    assert mode.report is not None
+    print(mode.report.explain())
+    assert sum(mode.report.faster.values()) >= 5
+    norm = sum(one.norm() ** 2 for one in plain).sqrt()
+    far = sum((one - ours).norm() ** 2 for one, ours in zip(plain, other, strict=True)).sqrt() / norm
+    near = sum((one - ours).norm() ** 2 for one, ours in zip(plain, noise, strict=True)).sqrt() / norm
+    assert far < max(0.05, 3 * near)
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_the_trainer_says_what_it_chose(tuned: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = torch.rand(2048, 1, 28, 28), torch.arange(2048) % 10
+    step = mh.Step(tuned_convolutions=tuned)
+    trainer = mh.Trainer(3, 1, devices="gpu", batch_size=256, lr=0.05, step=step, run=tmp_path / "run", quiet=True)
+    result = trainer.fit(models.resnet18(10, 1), data)
+    assert all(row["train_loss"] < 3 for row in result.rows)
+    told = (tmp_path / "run" / "step.txt").read_text()
+    print(told)
+    assert ("convolutions: " in told) == tuned
