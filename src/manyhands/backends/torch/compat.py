@@ -499,8 +499,3 @@ __all__ = [
 def pause(cycles: int) -> None:
     """Keep the current stream busy for so many cycles of the device."""
     torch.cuda._sleep(cycles)
-
-
-def cuda_driver_version() -> int:
-    """The version of CUDA that the driver is made for, as 13000; what was measured with another one is not believed."""
-    return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]

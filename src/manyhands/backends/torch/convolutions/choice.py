@@ -19,6 +19,7 @@ import torch
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.convolutions import cudnn_plans, products
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem, layout
+from manyhands.backends.torch.kernels.nvrtc import driver_version
 from manyhands.cache import CacheFile
 
 _FORMAT = 1
@@ -255,7 +256,7 @@ def _file(device: torch.device) -> CacheFile:
     if device.type == "cuda":
         words += [
             torch.cuda.get_device_name(device),
-            f"CUDA {torch.version.cuda}, driver {compat.cuda_driver_version()}",
+            f"CUDA {torch.version.cuda}, driver {driver_version()}",
         ]
         words.append(cudnn_plans.missing() or cudnn_plans.version())
     return CacheFile("convolutions", "; ".join(words), _FORMAT)

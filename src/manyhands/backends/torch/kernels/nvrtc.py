@@ -130,6 +130,15 @@ def _nvrtc() -> ctypes.CDLL:
     return _library(name, *(os.fspath(path) for path in packages.glob(f"nvidia/*/lib/{name}")))
 
 
+@functools.cache
+def driver_version() -> int:
+    """The version of CUDA that the driver is made for, as 13000."""
+    found = ctypes.c_int()
+    driver = _library("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    _check(driver, driver.cuDriverGetVersion(ctypes.byref(found)), "the driver does not tell its version")
+    return found.value
+
+
 def _library(*names: str) -> ctypes.CDLL:
     for name in names:
         try:

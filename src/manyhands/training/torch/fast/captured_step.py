@@ -289,7 +289,11 @@ class GraphStep:
     def _captured(self, sized: _Sized) -> torch.cuda.CUDAGraph:
         self._eager.optimizer.zero_grad(set_to_none=True)
         if self._convolutions is not None and len(sized.window) == self._size:
-            self._convolutions.choose()
+            try:
+                self._convolutions.choose()
+            except Exception as error:  # nothing was done yet: the step goes on as it was
+                why = f"{type(error).__name__}: {error}"
+                self._convolutions, self.no_convolutions = None, f"convolutions: PyTorch's ways ({why})"[:300]
         graph = torch.cuda.CUDAGraph()
         try:
             # Another thread (a loader that pins memory) may call CUDA meanwhile.
