@@ -7,6 +7,7 @@ the job will make, may be spent, and a small stake.
 
 from __future__ import annotations
 
+import atexit
 import statistics
 import threading
 import time
@@ -26,7 +27,7 @@ _FORMAT = 1
 _STAKE = 0.3  # seconds that may be spent without having won anything yet
 _MOST_PLANS = 32  # of cuDNN's, for one problem
 _FASTER = 0.97  # of PyTorch's time: less is not worth another way
-_PAUSE = 500_000  # cycles of the device: longer than launching what is timed
+_PAUSE = 2_000_000  # cycles of the device, about a millisecond: longer than launching what is timed
 _FIRST, _MORE, _ROUNDS = 3, 6, 3  # launches in a first timing, in each of the rounds of the second
 _FINALISTS = 3
 _aten = torch.ops.aten
@@ -93,9 +94,11 @@ def chosen_for(problem: Problem | None) -> Chosen | None:
     return _table.get(problem) if problem is not None else None
 
 
+@atexit.register
 def forget() -> None:
     """Solve every problem in PyTorch's way again, in this process."""
     _table.clear()
+    cudnn_plans.close()
 
 
 def choose(problems: Mapping[Problem, int], steps: int) -> Report:
@@ -106,17 +109,16 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
         new = [problem for problem in problems if problem not in _table]
         file = _file(new[0].device) if new else None
         known = file.read() if file is not None else {}
-        trials = [trial for problem in new if (trial := _Trial.begin(problem, known.get(problem.key))) is not None]
-        trials.sort(key=lambda trial: -trial.theirs * problems[trial.problem])
+        costs = {problem: seconds for problem in new if (seconds := _unknown(problem, known)) is not None}
         found: dict[str, object] = {}
         gained = 0.0
-        for trial in trials:
+        for problem in sorted(costs, key=lambda problem: -costs[problem] * problems[problem]):
             if time.perf_counter() - begin > _STAKE + steps * gained:
                 report.left += 1
                 continue
-            chosen = _table[trial.problem] = trial.chosen()
-            found[trial.problem.key] = _as_data(chosen)
-            gained += (chosen.theirs - chosen.seconds) * problems[trial.problem]
+            chosen = _table[problem] = _Trial(problem).chosen()
+            found[problem.key] = _as_data(chosen)
+            gained += (chosen.theirs - chosen.seconds) * problems[problem]
         if file is not None and found:
             file.add(found)
     for problem, count in problems.items():
@@ -129,28 +131,30 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
     return report
 
 
+def _unknown(problem: Problem, known: Mapping[str, object]) -> float | None:
+    """The seconds that PyTorch takes for a problem that is to be tried; None where its way is known, or cannot be."""
+    try:
+        trial = _Trial(problem)
+        entry = known.get(problem.key)
+        return None if entry is not None and trial.remember(entry) else trial.seconds()
+    except Exception:  # no memory, for example: PyTorch's way it is
+        return None
+
+
 class _Trial:
-    """Tensors of a problem's forms, PyTorch's result for them, and the time that it takes."""
+    """Tensors of a problem's forms, and PyTorch's result for them."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._given = _random(problem, problem.first), _random(problem, problem.second)
         self._expected = self._theirs()
         self.result = Form.of(self._expected)
-        self.theirs = _seconds(self._theirs, problem.device, _FIRST)
 
-    @classmethod
-    def begin(cls, problem: Problem, known: object) -> _Trial | None:
-        """A problem that is to be tried; None where it is known, or cannot be."""
-        try:
-            trial = cls(problem)
-            if known is None or not trial._remember(known):
-                return trial
-        except Exception:  # no memory, for example: PyTorch's way it is
-            pass
-        return None
+    def seconds(self) -> float:
+        """Of PyTorch's way."""
+        return _seconds(self._theirs, self.problem.device, _FIRST)
 
-    def _remember(self, known: Any) -> bool:
+    def remember(self, known: Any) -> bool:
         """Take the way that a file names, if it can be made and gives the right result."""
         try:
             data, seconds, theirs = known

@@ -136,6 +136,13 @@ class _Graph:
             self.made.execute_plan_at_index(pack, workspace, index, handle=_handle(tensors[0].device))
 
 
+def close() -> None:
+    """Give back what cuDNN has: it complains of what is left when the process ends."""
+    with _lock:
+        while _handles:
+            _library().destroy_handle(_handles.popitem()[1])
+
+
 def _handle(device: torch.device) -> Any:
     """cuDNN's handle of a device, on the current stream."""
     if device not in _handles:
