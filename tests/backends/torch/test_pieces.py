@@ -127,6 +127,63 @@ def test_gradients_can_be_derived_again() -> None:
     assert "piece 1, backward" in fast.explain()
 
 
+@pytest.mark.parametrize(
+    ("way", "works"),
+    [
+        (lambda x, w: (x + w).sum(), True),
+        (lambda x, w: [(x + w).sum(), (x * w).sum()][0], True),
+        (lambda x, w: (x * w).sum(), False),
+        (lambda x, w: torch.nn.functional.dropout(x + w, 0.5).sum(), False),
+    ],
+    ids=["nothing is saved", "only for another result", "arguments are saved", "a mask is saved"],
+)
+def test_a_second_backward_pass_is_refused_where_plain_execution_refuses_it(
+    way: Callable[..., Any], works: bool
+) -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+
+    def called(x: torch.Tensor) -> Any:
+        print("called")
+        return way(x, weight)
+
+    fast = in_pieces(called)
+    found = []
+    for call in (called, fast, fast, fast):
+        weight.grad = None
+        loss, _ = printed(lambda call=call: call(X))
+        loss.backward()
+        if works:
+            loss.backward()
+            loss.backward()
+            found.append(weight.grad)
+        else:
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                loss.backward()
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert "run in one piece" in fast.explain()
+
+
+def test_passes_through_different_results_do_not_disturb_each_other() -> None:
+    """Plain execution lets go of what a pass has reached, no more."""
+    weight = torch.ones(4, 4, requires_grad=True)
+
+    def called(x: torch.Tensor) -> Any:
+        print("called")
+        return (x * weight).sum(), (x + weight).sin().sum()
+
+    fast = in_pieces(called)
+    found = []
+    for call in (called, fast, fast, fast):
+        weight.grad = None
+        (one, other), _ = printed(lambda call=call: call(X))
+        one.backward()
+        other.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            one.backward()
+        found.append(weight.grad)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 def changes_state() -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]:
     state: dict[str, Any] = {"calls": 0, "sums": [], "weight": torch.ones(4, 4)}
 

@@ -35,9 +35,9 @@ from torch.fx import GraphModule
 import manyhands
 from manyhands.backends.planning import Break, MakePlanner, Piece, Times
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.backward_as_written import can_be_gone_through
 from manyhands.backends.torch.capture.reasons import break_of, is_users
 from manyhands.backends.torch.dynamo import compile_with
-from manyhands.backends.torch.second_derivatives import can_be_derived
 from manyhands.errors import first_line
 from manyhands.generated import function as generated
 
@@ -175,7 +175,7 @@ class _Captured:
             results = self.run(*arguments)
             if torch.is_grad_enabled():
                 draw_again = None if before is None else functools.partial(_set_random_state, before)
-                can_be_derived(results, self.forward, arguments, draw_again)
+                can_be_gone_through(results, self.forward, arguments, draw_again)
             return results[: self.count]
         except Exception as error:
             self._local.failed = error

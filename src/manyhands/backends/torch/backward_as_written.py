@@ -1,0 +1,136 @@
+"""Backward passes through a planned piece that PyTorch's compiled backward pass refuses.
+
+A program that works without us has to work with us. PyTorch's compiled backward pass raises an error in two cases where
+plain execution may raise none:
+
+- It is to be derived again (``create_graph=True``).
+- It is asked for a second time without ``retain_graph=True``. Plain execution refuses that only where an operation
+  on the way had saved a tensor: ``(x + w).sum()`` can be gone through any number of times.
+
+In both cases the piece's forward pass is done again as Dynamo captured it, operation by operation, and PyTorch derives
+that. Random numbers are those that were drawn; what the piece writes to without a gradient (running averages) is
+written to in a copy. For a second pass the earlier passes are repeated first, so that PyTorch itself says whether a
+saved tensor is missing.
+
+A piece's results are the outputs of one node of PyTorch's graph, whose class is made for that piece. Its ``backward``
+is replaced, and what it needs is kept with each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+_KEY = "manyhands"
+_SECOND_TIME = "backward through the graph a second time"  # in PyTorch's error
+
+
+@dataclass
+class _Forward:
+    """What it takes to do a forward pass again."""
+
+    function: Callable[..., Sequence[Any]]
+    arguments: tuple[Any, ...]
+    outputs: dict[int, int]  # the node's outputs, by number, among the results
+    places: tuple[int | None, ...]  # for each of the node's inputs the argument that it is
+    draw_again: Callable[[], None] | None  # begins with the random numbers that were drawn
+    # Which of the node's outputs had gradients, in each backward pass since the last one that kept the graph.
+    passes: list[frozenset[int]] = field(default_factory=list)
+
+    def notes_pass(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Before a backward pass: PyTorch has not yet put zeros in the places of gradients that are missing."""
+        self.passes.append(frozenset(number for number, one in enumerate(gradients) if one is not None))
+
+
+def can_be_gone_through(
+    results: Sequence[Any],
+    forward: Callable[..., Sequence[Any]],
+    arguments: tuple[Any, ...],
+    draw_again: Callable[[], None] | None,
+) -> None:
+    """Let backward passes through these results be derived and repeated; they came from ``forward`` in another way."""
+    nodes: dict[int, Any] = {
+        id(one.grad_fn): one.grad_fn for one in results if isinstance(one, torch.Tensor) and one.grad_fn is not None
+    }
+    for node in nodes.values():
+        kind = getattr(node, "_forward_cls", None)
+        if kind is None or len(node.next_functions) != len(arguments):
+            continue  # a view of a result, say
+        edges = {
+            tuple(get_gradient_edge(one))[:2]: number
+            for number, one in enumerate(arguments)
+            if isinstance(one, torch.Tensor) and one.requires_grad
+        }
+        places = tuple(edges.get((function, number)) for function, number in node.next_functions)
+        outputs = {one.output_nr: number for number, one in enumerate(results) if getattr(one, "grad_fn", None) is node}
+        known = node.metadata[_KEY] = _Forward(forward, arguments, outputs, places, draw_again)
+        node.register_prehook(known.notes_pass)
+        if not hasattr(kind, "_can_be_gone_through"):
+            kind._can_be_gone_through = True
+            kind.backward = staticmethod(_either(kind.backward))
+
+
+def _either(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled backward pass, or the one as written where it refuses."""
+
+    def either(node: Any, *gradients: Any) -> Any:
+        known: _Forward | None = node.metadata.get(_KEY)
+        if known is None:
+            return backward(node, *gradients)
+        boxed = len(gradients) == 1 and isinstance(gradients[0], list)
+        given = list(gradients[0] if boxed else gradients)  # the compiled pass empties the list
+        if torch.is_grad_enabled():
+            return _derived(known, [(dict(enumerate(given)), True)])
+        try:
+            found = backward(node, *gradients)
+        except RuntimeError as error:
+            if _SECOND_TIME not in str(error):
+                raise
+            return _repeated(known, given, error)
+        del known.passes[:-1]  # those before have kept the graph
+        return found
+
+    return either
+
+
+def _repeated(known: _Forward, gradients: Sequence[Any], error: RuntimeError) -> tuple[Any, ...]:
+    """One more pass through a graph that was let go of; the error where plain execution raises it, too."""
+    *earlier, reached = known.passes
+    passes = [(dict.fromkeys(outputs), False) for outputs in earlier]
+    try:
+        with torch.enable_grad():
+            return _derived(known, [*passes, ({number: gradients[number] for number in reached}, False)])
+    except Exception:
+        raise error from None
+
+
+def _derived(known: _Forward, passes: Sequence[tuple[dict[int, Any], bool]]) -> tuple[Any, ...]:
+    """What the last of these passes gives: for each the gradients by output (None: any), and whether it is recorded."""
+    wanted = [number for number in known.places if number is not None]
+    given = [one if not isinstance(one, torch.Tensor) or one.requires_grad else one.clone() for one in known.arguments]
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+        if known.draw_again is not None:
+            known.draw_again()
+        results = known.function(*given)
+    found: Sequence[Any] = ()
+    for gradients, recorded in passes:
+        pairs = [
+            (result, gradient)
+            for number, gradient in gradients.items()
+            if number in known.outputs and (result := results[known.outputs[number]]).requires_grad
+        ]
+        if recorded:
+            pairs = [(result, gradient) for result, gradient in pairs if gradient is not None]
+        found = torch.autograd.grad(
+            [result for result, _ in pairs],
+            [given[number] for number in wanted],
+            [torch.zeros_like(result) if gradient is None else gradient for result, gradient in pairs],
+            create_graph=recorded,
+            allow_unused=True,
+        )
+    by_argument = dict(zip(wanted, found, strict=True))
+    return tuple(None if number is None else by_argument[number] for number in known.places)
