@@ -69,6 +69,9 @@ cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 is_current_stream_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
+# It raises where values are not as they should be, and has no result: PyTorch 2.11 drops it from graphs as dead code.
+torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
+
 # Operations over lists of tensors, one kernel for all: what PyTorch's own optimizers use.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
