@@ -172,7 +172,7 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
         """The trace compiled as one task; :class:`~manyhands.errors.CannotFuse` says why not."""
 
     def guards(
-        self, trace: TraceT, function: Callable[..., Value], arguments: tuple[Value, ...], keywords: dict[str, Value]
+        self, function: Callable[..., Value], arguments: tuple[Value, ...], keywords: dict[str, Value]
     ) -> Callable[[tuple[Value, ...], dict[str, Value]], bool] | None:
         """Tells of a call whether all that the code looks at is as it was; None: the trace's own guards have to do.
 

@@ -130,7 +130,7 @@ def test_what_changes_at_every_call_ends_in_plain_execution() -> None:
     assert "changes on every call (now: scale[0])" in fast.explain()
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.long)])
 def test_recurrent_layers_are_trained(kind: Any) -> None:
     """An LSTM's backward pass on the CPU takes bytes that its forward pass notes: no made-up ones, and not without."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,19 +155,78 @@ def test_a_user_who_switches_dynamo_off_gets_right_results(how: str) -> None:
     assert "synchronous" in fast.explain()
 
 
-def test_a_training_step_is_left_to_our_own_guards() -> None:
+# Whole training steps
+
+
+class Settings:
+    scale = 2.0
+
+
+def of_a_weak_reference() -> Any:
+    settings = Settings()
+    weak = weakref.ref(settings)
+    return lambda: weak().scale, lambda: setattr(settings, "scale", settings.scale + 1)  # type: ignore[union-attr]
+
+
+def of_a_user_dict() -> Any:
+    settings = UserDict(scale=2.0)
+    return lambda: settings["scale"], lambda: settings.update(scale=settings["scale"] + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "layer"),
+    [
+        (of_a_weak_reference, nn.Linear),
+        (of_a_user_dict, nn.Linear),
+        pytest.param(of_a_user_dict, nn.GRU, marks=pytest.mark.long),
+    ],
+)
+def test_a_training_step_notices_what_its_code_looks_at(make: Callable[[], Any], layer: type[nn.Module]) -> None:
+    scale, change = make()
+    net: Any = layer(8, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+
+    def losses(x: torch.Tensor) -> torch.Tensor:
+        found = net(x)
+        return (found[0] if isinstance(found, tuple) else found).square().mean() * scale()  # type: ignore[no-any-return]
+
+    def step(x: torch.Tensor) -> dict[str, Any]:
+        optimizer.zero_grad()
+        loss = losses(x)
+        loss.backward()
+        optimizer.step()
+        return {"losses": [loss]}
+
+    fast = mh.parallel(step, synchronous=True)
+    for number in range(4):
+        assert torch.equal(fast(X[0, 0])["losses"][0], losses(X[0, 0]))
+        if number % 2:
+            change()
+    assert fast.planned.guards is not None
+    assert "synchronous" in fast.explain()
+
+
+def test_guarding_a_training_step_leaves_its_optimizer_alone() -> None:
+    """Dynamo would set ``capturable`` where it follows an update."""
     net = nn.Linear(8, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1, fused=True)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
         loss = net(x).square().mean()
         loss.backward()
         optimizer.step()
-        return loss
+        optimizer.zero_grad()
+        return loss.detach()
 
+    step(X[0, 0])
+    settings = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    update, clear = type(optimizer).step, type(optimizer).zero_grad
     fast = mh.parallel(step, synchronous=True)
-    for _ in range(2):
-        fast(X)
-    assert fast.planned.guards is None
-    assert "Dynamo" not in fast.explain()
+    for rate in (0.1, 0.1, 0.2):
+        optimizer.param_groups[0]["lr"] = settings[0]["lr"] = rate
+        before = net.weight.detach().clone()
+        fast(X[0, 0])
+        assert not torch.equal(net.weight, before)
+        assert [{**group, "params": len(group["params"])} for group in optimizer.param_groups] == settings
+    assert (type(optimizer).step, type(optimizer).zero_grad) == (update, clear)
+    assert fast.planned.guards is not None

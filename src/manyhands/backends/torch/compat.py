@@ -202,6 +202,17 @@ def forward_graph() -> ForwardGraph | None:
     return ForwardGraph(frozenset(known.static_input_indices), len(changed) if copied else 0, known.num_forward)
 
 
+# How Dynamo captures a function for the sake of its guards: with the backward pass inside, and recurrent layers.
+_FOR_GUARDS = {
+    "disable": False,
+    "suppress_errors": False,
+    "trace_autograd_ops": True,
+    "allow_rnn": True,
+    "skip_nnmodule_hook_guards": False,
+}
+_UPDATES = ("step", "zero_grad")
+
+
 @contextmanager
 def dynamo_enabled() -> Iterator[None]:
     """Dynamo captures here, also where the user has switched it off: a function is not to be run instead.
@@ -210,10 +221,43 @@ def dynamo_enabled() -> Iterator[None]:
     """
     import torch._dynamo
 
-    patch = torch._dynamo.config.patch(disable=False, suppress_errors=False)
-    with torch.compiler.set_stance("default"), patch, warnings.catch_warnings():
+    settings = {name: value for name, value in _FOR_GUARDS.items() if hasattr(torch._dynamo.config, name)}
+    patch = torch._dynamo.config.patch(settings)
+    with torch.compiler.set_stance("default"), patch, warnings.catch_warnings(), _opaque_optimizers():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def _opaque_optimizers() -> Iterator[None]:
+    """Dynamo takes an optimizer's update for a call that does nothing, and goes on behind it.
+
+    Where it follows an update it breaks the graph, and sets ``capturable`` of the user's optimizer.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.misc import LambdaVariable
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+
+    kind: Any = OptimizerVariable
+    getting, calling = kind.var_getattr, kind.call_method
+
+    def var_getattr(optimizer: Any, translator: Any, name: str) -> Any:
+        if name in _UPDATES:
+            return LambdaVariable(lambda *_, **__: ConstantVariable.create(None))
+        return getting(optimizer, translator, name)
+
+    def call_method(optimizer: Any, translator: Any, name: str, *given: Any) -> Any:
+        if name in _UPDATES:
+            return ConstantVariable.create(None)
+        return calling(optimizer, translator, name, *given)
+
+    with compile_lock:
+        kind.var_getattr, kind.call_method = var_getattr, call_method
+        try:
+            yield
+        finally:
+            kind.var_getattr, kind.call_method = getting, calling
 
 
 def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,8 +5,8 @@ depend on besides has no end: an attribute of a class, ``os.environ``, a ``UserD
 follows the code byte by byte and writes down what it looked at. So it captures the function once more, without running
 it, and its check is asked before every replay.
 
-At a backward pass or an optimizer's step Dynamo breaks the graph, so a function that leaves gradients behind, as whole
-training steps do, is guarded by our own rules alone.
+A whole training step is captured with its backward pass. An optimizer's update would break the graph, so Dynamo takes
+it for a call that does nothing: settings and state of optimizers are left to our own guards.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.trace import Trace
 from manyhands.errors import CannotGuard, first_line
 from manyhands.generated import function as generated
 
 Check = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
-_CALL = "def call(function, arguments, keywords):\n    return function(*arguments, **keywords)"
+_CALL = "def call(function, arguments, keywords):\n    return detached(function(*arguments, **keywords))"
 
 
 class _Captured(Exception):
     """Raised in place of the captured graph: the function is not to be run."""
 
 
-def guards(
-    trace: Trace, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
-) -> Check | None:
+def guards(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Check | None:
     """Tells of a call's arguments whether Dynamo would capture the same; None where it is not asked.
 
     Raises :class:`CannotGuard` where Dynamo cannot follow the function.
     """
-    if trace.gradients or compat.count_dispatch_modes():
+    if compat.count_dispatch_modes():  # as virtual devices have one: there Dynamo captures nothing
         return None
-    call = generated("call", _CALL, {})  # of its own: Dynamo keeps what it captures with the code
+    call = generated("call", _CALL, {"detached": _detached})  # of its own: Dynamo keeps what it captures with the code
 
     def instead(*_: Any) -> Any:
         raise _Captured
@@ -60,3 +59,12 @@ def guards(
     if not still_the_same(arguments, keywords):
         raise CannotGuard("Dynamo's guards refuse the call that they were made for")
     return still_the_same
+
+
+def _detached(result: Any) -> Any:
+    """Dynamo refuses a result through which the function itself has gone backward: ``loss.backward(); return loss``."""
+    if isinstance(result, torch.Tensor):
+        return result.detach()
+    if isinstance(result, (list, tuple)):
+        return [_detached(one) for one in result]
+    return [_detached(one) for one in result.values()] if isinstance(result, dict) else result
