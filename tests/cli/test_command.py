@@ -16,7 +16,8 @@ from support import run_command
 
 from manyhands import machine
 from manyhands.backends.fake import FakeBackend, FakeDevice
-from manyhands.cli import devices, flags, main, parser, probe
+from manyhands.cli import devices, flags, main, parser, probe, script
+from manyhands.errors import BadSettings
 from manyhands.placement import measure
 from manyhands.training.options import Step
 
@@ -292,3 +293,25 @@ def test_visible_devices_renumber_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.visible_uuid(3) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-0")
     assert [machine.visible_uuid(i) for i in range(3)] == ["GPU-2aaa", "GPU-0aaa", None]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def make(:\n", "job.py has a syntax error in line 1: "),
+        ("x = 1\ny = x / 0\n", "job.py raised ZeroDivisionError: division by zero (line 2)"),
+        (
+            "\ndef make():\n    raise RuntimeError('no data here')\n",
+            "job.py:make raised RuntimeError: no data here (line 3)",
+        ),
+    ],
+)
+def test_a_script_that_fails_is_answered_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("job.py").write_text(text)
+    with pytest.raises(BadSettings) as raised:
+        script.made_by("job.py:make")
+    assert str(raised.value).startswith(message)

@@ -26,7 +26,7 @@ from manyhands.predict.profile import (
     StepTime,
     spread_buckets,
 )
-from manyhands.predict.scaling import Assumptions, rows
+from manyhands.predict.scaling import Assumptions, largest_shard, rows
 
 PLAIN = Link("plain", "measured", ((1 << 30, 1e9),), 1 << 30, None, 0.0)
 
@@ -150,7 +150,11 @@ def test_memory_is_on_a_line_and_fits_or_not() -> None:
     assert one.memory.peak == 740
     assert (one.fits, two.fits, four.fits) == (False, True, True)
     assert two.memory.as_dict()["buckets"] == 1
-    assert made.headline.startswith("1 device does not fit: 64 samples a device take")
+    assert made.headline.startswith("the batch does not fit on 1 device: 64 samples on one device take 0.0 MB")
+    assert largest_shard(made.profile, PLAIN, 1) == 60
+    none = predict(profile(memory=lines, capacity=99), PLAIN, [2])
+    assert "32 samples on each of 2 devices take" in none.headline
+    assert "and not even one would fit" in none.headline
 
 
 def test_the_peak_moves_with_the_batch_size() -> None:

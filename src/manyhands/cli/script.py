@@ -19,7 +19,14 @@ def load(text: str) -> tuple[Any, Any]:
         raise BadSettings(f"{text!r} does not name a function of a script: write script.py:function")
     if not path.is_file():
         raise BadSettings(f"{text}: there is no file {file!r}")
-    module = _module(path)
+    try:
+        module = _module(path)
+    except ManyhandsError:
+        raise
+    except SyntaxError as error:
+        raise BadSettings(f"{path} has a syntax error in line {error.lineno}: {error.msg}") from error
+    except Exception as error:
+        raise BadSettings(f"{path} raised {first_line(error)}{_where(error, text)}") from error
     if not hasattr(module, name):
         raise BadSettings(f"there is no function {name!r} in {path}")
     function = getattr(module, name)
@@ -46,8 +53,9 @@ def made_by(text: str) -> tuple[Any, Any, Any]:
 
 def _where(error: Exception, text: str) -> str:
     """The line of the script that was running when the error came."""
-    file = Path(text.partition(":")[0])
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    file = Path(text.partition(":")[0]).resolve()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file]
     return f" (line {lines[-1]})" if lines else ""
 
 

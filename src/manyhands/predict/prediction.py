@@ -32,13 +32,7 @@ class Prediction:
         problems = [row for row in self.rows if row.fits is False]
         words = []
         if problems:
-            worst = min(problems, key=lambda row: row.devices)
-            assert worst.memory is not None
-            assert self.profile.capacity is not None
-            words.append(
-                f"{_devices(worst.devices)} {'does' if worst.devices == 1 else 'do'} not fit: {worst.shard} samples a "
-                f"device take {megabytes(worst.memory.peak)} of {megabytes(self.profile.capacity)}"
-            )
+            words.append(self._does_not_fit(problems))
         losing = [row for row in several if not row.pays]
         if losing:
             words.append(_losing(losing[0], losing))
@@ -46,6 +40,20 @@ class Prediction:
         if best is not None:
             words.append(f"{_devices(best.devices)} pay: {_times(best)}, {best.efficiency:.0%} efficient")
         return "; ".join(words) + "." if words else f"one device takes {_time(self.rows[0].seconds)} a step."
+
+    def _does_not_fit(self, problems: Sequence[Row]) -> str:
+        counts = ", ".join(str(row.devices) for row in problems)
+        first = min(problems, key=lambda row: row.devices)
+        assert first.memory is not None
+        assert self.profile.capacity is not None
+        shared = scaling.sharing_memory(self.profile, self.link, first.devices)
+        most = scaling.largest_shard(self.profile, self.link, first.devices)
+        where = "one device" if first.devices == 1 else f"each of {first.devices} devices"
+        return (
+            f"the batch does not fit on {counts} device{'s' if counts != '1' else ''}: {first.shard:,} samples on "
+            f"{where} take {megabytes(first.memory.peak)} of {megabytes(self.profile.capacity / shared)}, "
+            + (f"{most:,} would fit" if most else "and not even one would fit")
+        )
 
     def as_dict(self) -> dict[str, Any]:
         rows = [

@@ -126,12 +126,27 @@ def _row(profile: Profile, link: Link, devices: int, batch: int, assumptions: As
     terms = step_terms(profile, link, devices, batch, assumptions)
     alone = profile.step(batch, 1).total
     memory = profile.memory_of(-(-batch // devices), devices)
-    sharing = min(devices, link.per_node) if profile.cores else 1  # devices made of one CPU share its memory
-    fits = None if memory is None or profile.capacity is None else sharing * memory.peak <= profile.capacity
+    shared = sharing_memory(profile, link, devices)
+    fits = None if memory is None or profile.capacity is None else shared * memory.peak <= profile.capacity
     seconds = sum(terms.values())
     pays = devices == 1 or alone / seconds / devices >= assumptions.pays
     smallest = 1 if devices == 1 else _pays_from(profile, link, devices, assumptions)
     return Row(devices, batch, seconds, alone, terms, memory, fits, pays, smallest)
+
+
+def sharing_memory(profile: Profile, link: Link, devices: int) -> int:
+    """How many devices have one memory together: those made of one CPU."""
+    return min(devices, link.per_node) if profile.cores else 1
+
+
+def largest_shard(profile: Profile, link: Link, devices: int) -> int:
+    """The most samples of a device that fit into its memory; 0: not even one."""
+    capacity = math.inf if profile.capacity is None else profile.capacity / sharing_memory(profile, link, devices)
+    low, high = 0, _LARGEST_BATCH
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _peak(profile, middle, devices) <= capacity else (low, middle)
+    return low
 
 
 def step_terms(profile: Profile, link: Link, devices: int, batch: int, assumptions: Assumptions) -> dict[str, float]:
