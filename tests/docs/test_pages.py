@@ -18,7 +18,7 @@ from manyhands import door
 from manyhands.cli import audit, parser
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-LANGUAGES = {"", "python", "console", "bash", "json", "text", "toml"}
+LANGUAGES = {"", "python", "console", "bash", "json", "text", "toml", "yaml"}
 README = ROOT / "README.md"
 
 

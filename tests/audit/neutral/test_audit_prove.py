@@ -221,8 +221,15 @@ def test_gains_are_measured_in_turns_and_shown_beside_the_estimate(tmp_path: Pat
     assert "gain measured: 22.7% of a step, estimated: 20.0% of a step" in text
     assert "3 values that were read and 1 array of weights are equal to the bit" in text
     assert "kept as it is: a decision in Python needs the value at once" in text
+    assert "not certain" not in text
     assert 'id="proof"' in html.page(report)
     assert Report.from_data(json.loads(json.dumps(report.as_data()))) == report
+
+
+def test_a_gain_that_is_smaller_than_the_noise_is_said_to_be_uncertain(tmp_path: Path) -> None:
+    results = {"plain": [{"seconds": 1.0}, {"seconds": 1.2}], "cured": [SAME, {"seconds": 1.19}]}
+    made, _ = _prove(_report(), results, tmp_path)
+    assert "runs of the same program differ by 35.5% of a step" in made.remarks[0]
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,11 @@ class _Passes:
     def seconds(self, mode: str) -> float:
         return statistics.mean(float(data["seconds"]) for data in self.results[mode])
 
+    def spread(self) -> float:
+        """How many seconds a step runs of the same program differ by."""
+        times = [[float(data["seconds"]) for data in results] for results in self.results.values()]
+        return max(max(same) - min(same) for same in times)
+
     def compare(self) -> str:
         """Whether the cured program computed the same."""
         if not self._differ(self.results[_PLAIN][0], *self.results[_CURED]):
@@ -203,6 +208,12 @@ def _fill(proof: Proof, passes: _Passes, choices: Sequence[tuple[Finding, Choice
     if proof.measured_on is not None:
         proof.plain_seconds, proof.cured_seconds = passes.seconds(_PLAIN), passes.seconds(_CURED)
         proof.measured = 1 - proof.cured_seconds / proof.plain_seconds
+        spread = passes.spread() / proof.plain_seconds
+        if spread >= abs(proof.measured):
+            proof.remarks.append(
+                f"this gain is not certain: runs of the same program differ by {spread:.1%} of a step; prove it on a "
+                "quiet machine, or with more steps"
+            )
     first = passes.results[_PLAIN][0]
     proof.steps = passes.steps
     proof.values, proof.parameters = sum(count for count, _ in passes.compared(first)), len(first["parameters"])
