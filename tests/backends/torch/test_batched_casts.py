@@ -76,7 +76,8 @@ def test_who_reads_them_later_finds_them_written() -> None:
             return y, first.running_mean * 2, second.num_batches_tracked + 1
 
     fused = fused_and_equal(function, torch.rand(6, 5))
-    assert names(fused)["copy_"] == names(fused)["add_"] == 1
+    assert names(fused)["copy_"] == 1
+    assert not names(fused)["add_"]  # the count is read behind the last one
     assert names(fused)[STATISTICS] == names(fused)[COUNTS] == 1
 
 
@@ -100,6 +101,11 @@ def test_other_writes_are_left_alone() -> None:
 # Casts
 
 
+def together(fused: Trace) -> list[int]:
+    """How many casts are one operation, for each such operation."""
+    return [len(step.node.args[0]) for step in fused.steps if step.task.name == "_foreach_copy_"]  # type: ignore[arg-type]
+
+
 def test_weights_are_cast_at_once() -> None:
     """But for what the first product waits for."""
     torch.manual_seed(0)
@@ -110,7 +116,7 @@ def test_weights_are_cast_at_once() -> None:
             return net(x)
 
     fused = fused_and_equal(function, torch.rand(2, 6))
-    assert names(fused)["4 casts"] == 1
+    assert together(fused) == [4]
     assert names(fused)["_to_copy"] == 3  # the input, the first weight and its bias
     order = [step.task.name.partition(" [")[0] for step in fused.steps]
     assert order.index("addmm") > max(place for place, name in enumerate(order) if name == "_to_copy")
@@ -131,7 +137,7 @@ def test_casts_keep_their_forms_and_their_kinds() -> None:
 
     found = traced(function, torch.rand(4, 4))
     fused = fused_and_equal(function, torch.rand(4, 4))
-    assert {name: count for name, count in names(fused).items() if "casts" in name} == {"3 casts": 1}
+    assert together(fused) == [4]  # one part of a weight is no weight
     x = torch.rand(4, 4)
     for one, other in zip(results(fused, x), results(found, x), strict=True):
         assert one.stride() == other.stride()

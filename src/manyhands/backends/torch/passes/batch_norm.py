@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.passes.fusible import like
-from manyhands.backends.torch.passes.small_together import is_count
+from manyhands.backends.torch.passes.small_together import count_together
 from manyhands.errors import CannotFuse
 
 _aten = torch.ops.aten
@@ -41,7 +41,7 @@ def make_pure(trace: Trace) -> Trace:
             node.args = (*node.args[:3], None, None, *node.args[5:])
     copies = [copy for node in old for copy in _make_forward_pure(graph, node)]
     pure = trace.rewritten(graph)
-    return trace.rewritten(graph) if _write_together(pure, copies) else pure
+    return count_together(trace.rewritten(graph) if _copy_together(pure, copies) else pure)[0]
 
 
 def _make_forward_pure(graph: Graph, node: Node) -> list[Node]:
@@ -91,30 +91,25 @@ def _make_backward_plain(graph: Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
-# Statistics and counts of all layers together
+# Statistics of all layers together
 
 
-def _write_together(trace: Trace, copies: Sequence[Node]) -> bool:
-    """Put these copies, and additions to counts, into one operation for all of a kind; False where there are none."""
+def _copy_together(trace: Trace, copies: Sequence[Node]) -> bool:
+    """Put these copies into one operation for all of a kind; False where there are none."""
     kinds: dict[Any, list[Node]] = {}
     touched: set[int] = set()  # later than the step
     for step in reversed(trace.steps):
         node = step.node
-        if (node in copies or is_count(node)) and not node.users and not step.task.writes & touched:
+        if node in copies and not step.task.writes & touched:
             value = node.args[0].meta["val"]  # type: ignore[union-attr]
-            amount = node.args[1] if is_count(node) else None
-            kinds.setdefault((value.device, value.dtype, amount), []).append(node)
+            kinds.setdefault((value.device, value.dtype), []).append(node)
         touched |= step.task.reads | step.task.writes
-    groups = [(amount, nodes[::-1]) for (_, _, amount), nodes in kinds.items() if len(nodes) > 1]
-    for amount, nodes in groups:
+    groups = [nodes[::-1] for nodes in kinds.values() if len(nodes) > 1]
+    for nodes in groups:
         graph = nodes[0].graph
-        targets = [node.args[0] for node in nodes]
+        targets, given = ([node.args[place] for node in nodes] for place in (0, 1))
         with graph.inserting_after(nodes[-1]):
-            if amount is None:
-                given = [node.args[1] for node in nodes]
-                together = graph.call_function(_aten._foreach_copy_.default, (targets, given))
-            else:
-                together = graph.call_function(_aten._foreach_add_.Scalar, (targets, amount))
+            together = graph.call_function(_aten._foreach_copy_.default, (targets, given))
         together.meta["val"] = None
         for node in nodes:
             graph.erase_node(node)

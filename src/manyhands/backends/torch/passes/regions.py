@@ -17,7 +17,7 @@ to operation the sets only grow.
 Some operations are taken apart first, so that their small parts can be in regions: batch normalisation updates its
 statistics in passing (:mod:`.batch_norm`), activations are written over their arguments (:mod:`.out_of_place`),
 convolutions have biases (:mod:`.conv_bias`). And one kind of lone operations is no region, but done together: casts
-that need nothing (:mod:`.batched_casts`).
+that need nothing (:mod:`.small_together`). A compiler would make a kernel of each: they are of different sizes.
 
 The other extreme is one region of everything (:func:`fuse_whole`): nothing is left for lanes, but the compiler sees all
 of it, and chooses layouts for it as a whole. Which of the two is better is measured.
@@ -40,10 +40,10 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Step, Trace, is_check
 from manyhands.backends.torch.compat import FakeTensorMode
 from manyhands.backends.torch.passes.batch_norm import make_pure
-from manyhands.backends.torch.passes.batched_casts import at_once, casts_together
 from manyhands.backends.torch.passes.conv_bias import take_out_biases
 from manyhands.backends.torch.passes.fusible import is_small, is_view, tensors, written_in_place
 from manyhands.backends.torch.passes.out_of_place import make_out_of_place
+from manyhands.backends.torch.passes.small_together import cast_together
 from manyhands.errors import CannotFuse
 from manyhands.schedule.task import needs
 
@@ -97,7 +97,8 @@ def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence
     units = _units(found, wanted, compiler)
     if not any(unit.compiler is compiler for unit in units):
         raise CannotFuse("no two small operations follow each other")
-    return _fused(found, _Writer(found).write(_ordered(units, wanted)), as_written)
+    fused, _ = cast_together(found.rewritten(_Writer(found).write(_ordered(units, wanted))))
+    return _described(fused, as_written)
 
 
 def fuse_whole(found: Trace, compiler: Compiler | None = None) -> Trace:
@@ -110,7 +111,7 @@ def fuse_whole(found: Trace, compiler: Compiler | None = None) -> Trace:
     found = make_pure(found.unsplit or found)
     _must_be_compilable(found)
     graph = _Writer(found).write([_Unit([*range(len(found.steps))], compiler or inductor, is_whole=True)])
-    fused = _fused(found, graph, as_written)
+    fused = _described(found.rewritten(graph), as_written)
     written = frozenset[int]().union(*(step.task.writes for step in found.steps))
     given = frozenset[int]().union(*(fused.storages[node] for node in [*fused.inputs, *fused.constants]))
     for step in fused.steps:  # the one: its schema says nothing of what it writes to
@@ -118,10 +119,10 @@ def fuse_whole(found: Trace, compiler: Compiler | None = None) -> Trace:
     return fused
 
 
-def _fused(found: Trace, graph: Graph, as_written: Trace) -> Trace:
-    fused = found.rewritten(graph)
+def _described(fused: Trace, as_written: Trace) -> Trace:
+    """With the trace that it is of, and how near its results have to be."""
     fused.as_written = as_written
-    low = any(value.dtype in _LOW for node in found.storages for value in tensors(node))
+    low = any(value.dtype in _LOW for node in as_written.storages for value in tensors(node))
     fused.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
     return fused
 
@@ -171,12 +172,7 @@ def _units(trace: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list
     regions = [_without_outside_views(trace, members) for members in _sets(member, root) if len(members) > 1]
     regions = [members for members in regions if _computing(trace, members) >= _LEAST]
     alone = sorted(set(range(len(steps))).difference(*regions))
-    casts = casts_together(trace, wanted, small, alone)
-    return [
-        *(_Unit(members, compiler) for members in regions),
-        *(_Unit(members, at_once) for members in casts),
-        *(_Unit([one]) for one in alone if not any(one in members for members in casts)),
-    ]
+    return [*(_Unit(members, compiler) for members in regions), *(_Unit([one]) for one in alone)]
 
 
 def _sets(member: Sequence[int], root: Callable[[int], int]) -> list[list[int]]:
@@ -326,8 +322,7 @@ class _Writer:
         if key not in self._regions:
             steps = [self._found.steps[one] for one in unit.steps]
             names = dict.fromkeys(step.task.name.strip("_") for step in steps if not is_view(step))
-            words = f"{len(steps)} casts" if unit.compiler is at_once else " ".join(["fused", *names])
-            words = f"fused {len(steps)} operations" if unit.is_whole else words
+            words = f"fused {len(steps)} operations" if unit.is_whole else " ".join(["fused", *names])
             digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
             compiled = unit.compiler(module, metas)
             if unit.is_whole:

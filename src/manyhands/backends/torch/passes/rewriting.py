@@ -65,6 +65,14 @@ class Rewriting:
         known = [self._old[node] for node in nodes if isinstance(node, Node) and node in self._old]
         return frozenset[int]().union(*(self.trace.storages[node] for node in known))
 
+    def takers(self, node: Node) -> set[Node]:
+        """The operations that take a node's result, or a view of it."""
+        found: set[Node] = set()
+        for user in node.users:
+            if user.op != "output":
+                found |= self.takers(user) if self.trace.steps[self.place(user)].task.is_view else {user}
+        return found
+
     def value(self, node: Node) -> Any:
         """The tensor behind a constant, which several nodes may stand for."""
         return getattr(self.trace.module, str(node.target)) if node.op == "get_attr" else None
@@ -89,9 +97,11 @@ class Rewriting:
         """What stands for a result of this form in the trace."""
         return like(torch.empty(shape, dtype=dtype, device="meta"), device)
 
-    def constant(self, node: object) -> Node:
-        """A node for the same tensor from outside, to be used at the place where nodes are inserted."""
+    def given(self, node: object) -> Node:
+        """A node for the same tensor of the caller's, to be used at the place where nodes are inserted."""
         assert isinstance(node, Node)
+        if node.op == "placeholder":
+            return node
         copy = self.graph.get_attr(str(node.target))
         copy.meta = dict(node.meta)
         return copy

@@ -1,4 +1,4 @@
-"""Small operations of a training step done together: casts of weights, and counters of batches.
+"""Small operations done together: casts of weights, and counters of batches.
 
 Under autocast each weight is cast when its layer comes, and each BatchNorm counts its batches: in ResNet-18 nearly
 forty kernels that do next to nothing, each of which a GPU has to start and to end. One operation over a list replaces
@@ -25,19 +25,23 @@ _aten = torch.ops.aten
 
 
 def cast_together(trace: Trace) -> tuple[Trace, str | None]:
-    """Cast all weights at the place of the first cast; what the first large operation needs stays alone."""
+    """Make all casts that need nothing at the place of the first one.
+
+    What the first operation needs is cast alone: it does not wait for the weights of all layers behind it.
+    """
     rewriting = Rewriting(trace)
-    casts = [node for node in rewriting.nodes(_aten._to_copy.default) if _is_cast_of_constant(node)]
+    casts = [node for node in rewriting.nodes(_aten._to_copy.default) if _needs_nothing(node)]
+    first = rewriting.takers(casts[0]) if casts else set()
     done = 0
-    for group in _groups(casts[1:]):
-        first = group[0]
-        group = [node for node in group if rewriting.unchanged(node.args, first, node)]
+    for group in _groups(node for node in casts[1:] if not first & rewriting.takers(node)):
+        place = group[0]
+        group = [node for node in group if rewriting.unchanged(node.args, place, node)]
         if len(group) < 2:
             continue
-        with rewriting.graph.inserting_before(first):
-            constants = [rewriting.constant(node.args[0]) for node in group]
+        with rewriting.graph.inserting_before(place):
+            sources = [rewriting.given(node.args[0]) for node in group]
             results = [rewriting.empty(node.meta["val"]) for node in group]
-            rewriting.call(_aten._foreach_copy_.default, (results, constants))
+            rewriting.call(_aten._foreach_copy_.default, (results, sources))
         for node, result in zip(group, results, strict=True):
             node.replace_all_uses_with(result)
             rewriting.graph.erase_node(node)
@@ -45,9 +49,11 @@ def cast_together(trace: Trace) -> tuple[Trace, str | None]:
     return (rewriting.done(), f"{done} of weights") if done else (trace, None)
 
 
-def _is_cast_of_constant(node: Node) -> bool:
+def _needs_nothing(node: Node) -> bool:
+    """Whether it casts one of the caller's tensors, and does nothing else."""
     source: Any = node.args[0]
-    return source.op == "get_attr" and set(node.kwargs) == {"dtype"} and isinstance(source.meta["val"], torch.Tensor)
+    given = source.op in ("get_attr", "placeholder") and isinstance(source.meta["val"], torch.Tensor)
+    return given and set(node.kwargs) == {"dtype"}
 
 
 def _groups(nodes: Iterable[Node]) -> list[list[Node]]:
@@ -62,7 +68,7 @@ def _groups(nodes: Iterable[Node]) -> list[list[Node]]:
 def count_together(trace: Trace) -> tuple[Trace, str | None]:
     """Add to all counters at the place of the last one, unless something looks at them before."""
     rewriting = Rewriting(trace)
-    counts = [node for node in rewriting.nodes(_aten.add_.Tensor) if is_count(node)]
+    counts = [node for node in rewriting.nodes(_aten.add_.Tensor) if _is_count(node)]
     if len(counts) < 2:
         return trace, None
     last = counts[-1]
@@ -84,7 +90,7 @@ def count_together(trace: Trace) -> tuple[Trace, str | None]:
     return (rewriting.done(), f"{done}") if done else (trace, None)
 
 
-def is_count(node: Node) -> bool:
+def _is_count(node: Node) -> bool:
     """Whether it adds a whole number to one of the caller's tensors that is a single whole number, and nothing else."""
     if node.target is not _aten.add_.Tensor:
         return False
