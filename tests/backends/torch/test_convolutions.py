@@ -72,6 +72,15 @@ def test_a_product_gives_the_results_of_the_convolution(case: tuple[int, ...], l
     assert tried == (set(Kind) if of_one else {Kind.FORWARD, Kind.WEIGHT_GRADIENT})
 
 
+def test_the_work_of_a_problem() -> None:
+    x, weight, how = _tensors(2, 3, 2, 1)
+    y = aten.convolution(x, weight, None, *how)
+    found = problems_of(aten.convolution.default, (x, weight, None, *how))
+    found += problems_of(aten.convolution_backward.default, (y, x, weight, None, *how, [True, True, False]))
+    bytes_moved = 4.0 * sum(tensor.numel() for tensor in (x, weight, y))
+    assert {problem.work for problem in found} == {(2.0 * y.numel() * 2 * 9, bytes_moved)}
+
+
 def test_what_is_no_problem_of_ours_is_left_to_pytorch() -> None:
     x, weight, how = _tensors(6, 1, 1, 0)
     assert not problems_of(aten.convolution.default, (x[..., ::2], weight, None, *how))  # not dense

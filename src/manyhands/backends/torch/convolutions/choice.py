@@ -1,8 +1,8 @@
 """Which way each problem is solved: tried once, compared and timed, then remembered, here and on disk.
 
-Trying costs time that a job has to win back. Problems that cost most come first. Ways are run behind a pause of the
-device, so that the time of the device is measured and not that of launching. What was won so far, times the steps that
-the job will make, may be spent, and a small stake.
+Trying costs time that a job has to win back. Problems that are farthest from what a GPU could do come first. Ways are
+run behind a pause of the device, so that the time of the device is measured and not that of launching. Half of what was
+won so far, times the steps that the job will make, may be spent, and a small stake. The next job goes on from there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _FORMAT = 1
 _STAKE = 0.3  # seconds that may be spent without having won anything yet
 _MOST_PLANS = 48  # of cuDNN's, for one problem
 _PATIENCE = 16  # ways one after the other that are not faster: then the rest is not tried
+# Multiplications and additions, and bytes, a second: those of a GPU of a data centre. Only their ratio matters much.
+_RATES = (700e12, 3.5e12)
 _FASTER = 0.97  # of PyTorch's time: less is not worth another way
 _PAUSE = 400_000  # cycles of the device for each launch that is timed: longer than launching takes
 _FIRST, _MORE, _ROUNDS = 3, 6, 3  # launches in a first timing, in each of the rounds of the second
@@ -114,8 +116,8 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
         costs = {problem: seconds for problem in new if (seconds := _unknown(problem, known)) is not None}
         found: dict[str, object] = {}
         gained = 0.0
-        for problem in sorted(costs, key=lambda problem: -costs[problem] * problems[problem]):
-            if time.perf_counter() - begin > _STAKE + steps * gained:
+        for problem in sorted(costs, key=lambda problem: -_hope(problem, costs[problem]) * problems[problem]):
+            if time.perf_counter() - begin > _STAKE + steps * gained / 2:
                 report.left += 1
                 continue
             chosen = _table[problem] = _Trial(problem).chosen()
@@ -131,6 +133,13 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
             report.gained += (chosen_before.theirs - chosen_before.seconds) * count
     report.spent = time.perf_counter() - begin
     return report
+
+
+def _hope(problem: Problem, seconds: float) -> float:
+    """How much may be won: the more, the farther it is from the roofline."""
+    computing, moving = (amount / rate for amount, rate in zip(problem.work, _RATES, strict=True))
+    far = max(0.0, seconds - max(computing, moving))
+    return far * far / seconds if seconds else 0.0
 
 
 def _unknown(problem: Problem, known: Mapping[str, object]) -> float | None:

@@ -106,6 +106,14 @@ def _convolution_backward(
 
 _library.impl("convolution", _convolution, "CompositeExplicitAutograd")
 _library.impl("convolution_backward", _convolution_backward, "CompositeExplicitAutograd")
+# In a trace, where tensors have no memory, they are PyTorch's.
+_library.impl("convolution", _aten.convolution.default, "Meta")
+_library.impl("convolution_backward", _aten.convolution_backward.default, "Meta")
+
+
+def may_choose() -> bool:
+    """Whether results may depend on what was fastest: not where every run has to give the same."""
+    return not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
 
 
 class ChosenConvolutions(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -58,6 +59,25 @@ class Problem:
         forms = (self.first.shape, self.first.stride, self.second.shape, self.second.stride, self.shape)
         how = (self.stride, self.padding, self.dilation, self.groups)
         return f"{self.kind.value} {str(self.dtype).removeprefix('torch.')} {forms} {how}".replace("), (", ")(")
+
+    @property
+    def work(self) -> tuple[float, float]:
+        """Multiplications and additions, and bytes that are at least moved."""
+        image, weight, output = self._shapes()
+        pixels = output[0] * output[2] * output[3]
+        numbers = sum(map(math.prod, (image, weight, output)))
+        return 2.0 * pixels * math.prod(weight), float(numbers * self.dtype.itemsize)
+
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Those of image, weight and output."""
+        if self.kind is Kind.INPUT_GRADIENT:
+            return self.shape, self.second.shape, self.first.shape
+        if self.kind is Kind.WEIGHT_GRADIENT:
+            return self.second.shape, self.shape, self.first.shape
+        (number, _, *sizes), (channels, _, *kernel) = self.first.shape, self.second.shape
+        how = zip(sizes, kernel, self.stride, self.padding, self.dilation, strict=True)
+        pixels = ((size + 2 * pad - wide * (width - 1) - 1) // step + 1 for size, width, step, pad, wide in how)
+        return self.first.shape, self.second.shape, (number, channels, *pixels)
 
     @property
     def kernel(self) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
 """Puts the chosen ways of convolutions into a trace: other plans of cuDNN, and matrix products.
 
-The ways were chosen before (:mod:`..convolutions.choice`); here one name is replaced by another. It comes last: other
-passes look for PyTorch's operations.
+Ways are chosen by :mod:`..convolutions.choice`, before the pass (:func:`choose_convolutions`) or by it
+(:func:`tune_convolutions`); here one name is replaced by another. It comes last: other passes look for PyTorch's
+operations.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ from torch.fx import Node
 
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.convolutions import choice
-from manyhands.backends.torch.convolutions.operations import INSTEAD, problems_of
-from manyhands.backends.torch.convolutions.problems import Form
+from manyhands.backends.torch.convolutions.operations import INSTEAD, may_choose, problems_of
+from manyhands.backends.torch.convolutions.problems import Form, Problem
 from manyhands.backends.torch.passes.rewriting import Rewriting
 
 
@@ -30,6 +32,21 @@ def choose_convolutions(trace: Trace) -> tuple[Trace, str | None]:
             node.target = INSTEAD[node.target]
             found += len(ours)
     return (rewriting.done(), f"{found} of {count} in faster ways") if found else (trace, None)
+
+
+def tune_convolutions(trace: Trace, calls: int) -> tuple[Trace, str | None]:
+    """The same, with ways chosen now for those of a GPU, for a function that is called about so many times."""
+    if not may_choose():
+        return trace, None
+    problems = Counter[Problem]()
+    for step in trace.steps:
+        if step.node.target in INSTEAD:
+            problems.update(
+                one for one in problems_of(step.node.target, _values(step.node)) if one.device.type == "cuda"
+            )
+    if problems:
+        choice.choose(problems, calls)
+    return choose_convolutions(trace)
 
 
 def _values(node: Node) -> tuple[Any, ...]:

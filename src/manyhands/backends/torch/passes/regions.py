@@ -17,7 +17,8 @@ to operation the sets only grow.
 Some operations are taken apart first, so that their small parts can be in regions: batch normalisation updates its
 statistics in passing (:mod:`.batch_norm`), activations are written over their arguments (:mod:`.out_of_place`),
 convolutions have biases (:mod:`.conv_bias`). And one kind of lone operations is no region, but done together: casts
-that need nothing (:mod:`.small_together`). A compiler would make a kernel of each: they are of different sizes.
+that need nothing (:mod:`.small_together`). A compiler would make a kernel of each: they are of different sizes. At last
+convolutions get their fastest ways (:mod:`.convolutions`), which no compiler looks for.
 
 The other extreme is one region of everything (:func:`fuse_whole`): nothing is left for lanes, but the compiler sees all
 of it, and chooses layouts for it as a whole. Which of the two is better is measured.
@@ -41,12 +42,14 @@ from manyhands.backends.torch.capture.trace import Step, Trace, is_check
 from manyhands.backends.torch.compat import FakeTensorMode
 from manyhands.backends.torch.passes.batch_norm import make_pure
 from manyhands.backends.torch.passes.conv_bias import take_out_biases
+from manyhands.backends.torch.passes.convolutions import tune_convolutions
 from manyhands.backends.torch.passes.fusible import is_small, is_view, tensors, written_in_place
 from manyhands.backends.torch.passes.out_of_place import make_out_of_place
 from manyhands.backends.torch.passes.small_together import cast_together
 from manyhands.errors import CannotFuse
 from manyhands.schedule.task import needs
 
+_CALLS = 20_000  # of a function that somebody has compiled, by which the time for its convolutions is won back
 _LEAST = 2  # operations in a region that compute something
 # How far results may be from plain execution's where there are no exact ones to compare both with (float64.py): then
 # what is zero but for noise (the gradient of a bias before a BatchNorm) counts too. What is wrong differs by about one.
@@ -98,6 +101,7 @@ def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence
     if not any(unit.compiler is compiler for unit in units):
         raise CannotFuse("no two small operations follow each other")
     fused, _ = cast_together(found.rewritten(_Writer(found).write(_ordered(units, wanted))))
+    fused, _ = tune_convolutions(fused, _CALLS)
     return _described(fused, as_written)
 
 

@@ -31,7 +31,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from manyhands.backends.torch.convolutions.operations import ChosenConvolutions
+from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, may_choose
 from manyhands.backends.torch.kernels import batch_norm
 from manyhands.backends.torch.run.streams import let_draw_again
 from manyhands.errors import CannotCompile
@@ -228,7 +228,7 @@ class GraphStep:
             isinstance(layer, _ConvNd) for layer in self._eager.model.modules()
         ):
             return None
-        if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
+        if not may_choose():
             self.no_convolutions = "convolutions: PyTorch's ways, because results are to be the same in every run"
             return None
         return ChosenConvolutions(steps)
