@@ -148,8 +148,8 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
     except Exception as error:
         raise CannotTrace(why(error)) from error
     _drop_profiling(module)
+    _must_be_static(module)  # also what nobody uses: the function may have caught the error of a value that it needs
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
-    _must_be_static(module)
     found = described(module, structure)
     found.gradients = gradients
     return found

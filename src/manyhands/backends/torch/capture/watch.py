@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.reasons import why
 from manyhands.backends.torch.compat import FakeTensor, TorchDispatchMode, no_dispatch_modes, tree_leaves
 from manyhands.backends.torch.guards.state import Outside
 from manyhands.backends.torch.virtual import VirtualTensor
@@ -39,6 +40,7 @@ _TEXT = f"it makes a text of a tensor's numbers, which are not known yet: {_FOR_
 _OFFSET = f"it asks where in its memory a tensor begins, which may be elsewhere at the next call: {_FOR_GOOD}"
 _data: Any = torch.Tensor.data
 _MOVES = {_aten.set_, _aten.resize_, _aten.resize_as_}  # give a tensor other memory: a real one would get a made-up one
+_UNKNOWN = (compat.DataDependentOutputException, compat.DynamicOutputShapeException)
 _LITERALS = {_aten.lift_fresh, _aten.lift_fresh_copy}  # of torch.tensor(1.0), written in the function
 _MOVING = "it gives a tensor other memory (w.data = ..., w.set_(...)): write to the memory that it has, w.copy_(...)"
 
@@ -157,6 +159,10 @@ class Watch:
         self._refused = CannotTrace(what)
         raise self._refused
 
+    def refused(self, error: Exception) -> None:
+        """A value or a shape is needed that is not known. The function must not go on by an ``except`` of its own."""
+        self._refused = self._refused or CannotTrace(why(error))
+
     def keeps(self, tensor: torch.Tensor) -> None:
         """Tracing is about to write to a real tensor."""
         if id(tensor) in self._saved:
@@ -235,7 +241,11 @@ class _Operations(TorchDispatchMode):
                 # Beside made-up ones only single numbers: make_fx computes with those that it knows.
                 if len(real) == len(tensors) or one.numel() <= 1:
                     self._watch.keeps(one)
-        results = _apart(func(*args, **(kwargs or {})))
+        try:
+            results = _apart(func(*args, **(kwargs or {})))
+        except _UNKNOWN as error:
+            self._watch.refused(error)
+            raise
         if func.overloadpacket not in _LITERALS and any(map(_is_from_outside, tensors)):
             for result in tree_leaves(results):
                 if isinstance(result, FakeTensor):
