@@ -36,6 +36,10 @@ class Call(Protocol):
     def tensors(self) -> Sequence[Tensor]: ...
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether two of the tensors do."""
+
+    @property
     def given(self) -> tuple[Sequence[Tensor], tuple[Value, ...], dict[str, Value]]:
         """What a run takes."""
 

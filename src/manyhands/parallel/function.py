@@ -107,7 +107,9 @@ class Parallel(ParallelFunction[P, R]):
         call = self.backend.call(arguments, keywords)
         self._last = planned = self._plans.of(call.signature, arguments, keywords) or self._plan_anew(call)
         if not planned.again:
-            if planned.cannot_be_one and planned.pieces is None and self.backend.has_pieces():
+            # PyTorch's compiled graphs are not always right where arguments share memory and one of them is a result.
+            can_be_pieces = planned.cannot_be_one and not call.shares_memory and self.backend.has_pieces()
+            if can_be_pieces and planned.pieces is None:
                 Pieces(self._in_pieces, self.backend, planned, at_once=self.synchronous)
             self._remember(planned, call)
         return planned.run(*call.given)  # type: ignore[return-value]

@@ -171,6 +171,7 @@ class _Captured:
         if ran is not None:
             ran.append(self)
         before = _random_state() if self.draws_random_numbers else None
+        versions = _versions(arguments)
         try:
             results = self.run(*arguments)
             if torch.is_grad_enabled():
@@ -179,6 +180,8 @@ class _Captured:
             return results[: self.count]
         except Exception as error:
             self._local.failed = error
+            if _versions(arguments) != versions:  # it cannot be done again
+                error.has_written = True  # type: ignore[attr-defined]
             if before is not None:
                 _set_random_state(before)
             raise
@@ -243,6 +246,11 @@ def _line_of(stack: str) -> tuple[str, int] | None:
         if is_users(file) and number.isdigit():
             return file, int(number)
     return None
+
+
+def _versions(arguments: Sequence[Any]) -> list[int]:
+    """How often each tensor was written to; one of inference mode does not tell."""
+    return [compat.write_count(one) for one in arguments if isinstance(one, torch.Tensor) and not one.is_inference()]
 
 
 def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -58,6 +58,11 @@ class Call:
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether two of the tensors do."""
+        return bool(self.signature[2])
+
+    @property
     def given(self) -> tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]:
         """What a run takes."""
         return self.tensors, self.arguments, self.keywords
@@ -295,7 +300,7 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True) -> 
         raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
     must_check_first(found)
     must_be_fresh(found)
-    if call.signature[2]:
+    if call.shares_memory:
         must_only_read_arguments(found)
     constants = {id(value): value for value in found.constant_values()}
     for tensor in constants.values():

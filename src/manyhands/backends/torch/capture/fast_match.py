@@ -166,7 +166,7 @@ class _Writer:
         """Whether tensors share memory as they did."""
         if len(self._tensors) < 2:
             return []
-        shares = self._call.signature[2]
+        shares = self._call.shares_memory
         if shares and len(self._storages) < len(self._tensors):
             return ["True"]
         # A tensor's address less its offset is its storage's: the same for two of them only if they share it. Of two
