@@ -142,12 +142,15 @@ def notes(x: torch.Tensor) -> None:
 def _(x: torch.Tensor) -> None: ...
 
 
-def test_an_operation_with_nothing_but_an_effect_is_done_once_a_call() -> None:
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_an_operation_with_nothing_but_an_effect_is_done_once_a_call(synchronous: bool) -> None:
+    """Also in pieces, as it is run here synchronously: PyTorch takes it for dead code."""
+
     def function(x: torch.Tensor) -> torch.Tensor:
         notes(x)
         return x + 1
 
-    fast = Parallel(function, planning)
+    fast = Parallel(function, planning, synchronous=synchronous)
     EFFECTS.clear()
     for number in range(1, 4):
         fast(GOOD)

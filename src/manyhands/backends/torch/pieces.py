@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.fx.node import has_side_effect
 
 import manyhands
 from manyhands.backends.planning import Break, MakePlanner, Piece, Times
@@ -115,6 +116,7 @@ class InPieces:
             self._note(f"{_place(module, self._name)} {left}: Python runs it, and what it calls is planned")
             raise _LeftToPython
         captured = _Captured(Piece(_place(module, self._name)), bool(code) and code[0] in self._first, self._local)
+        _keep_effects(module)
         captured.count = _keep_unused(module)
         captured.forward = module.forward
         try:
@@ -134,6 +136,14 @@ class InPieces:
             torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes
         )
         return self._make(captured.piece, graph, is_backward, reuse)
+
+
+def _keep_effects(module: GraphModule) -> None:
+    """Tell PyTorch of operations without results that they have an effect: it would take them for dead code."""
+    for node in module.graph.nodes:
+        operation = getattr(node.target, "default", node.target)  # of torch.ops.library.name
+        if isinstance(operation, compat.OpOverload) and not operation._schema.returns:
+            has_side_effect(operation)
 
 
 def _keep_unused(module: GraphModule) -> int:
