@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.errors import BadSettings, NotHere
-from manyhands.lab import experiments, plots, process
+from manyhands.lab import experiments, html, plots, png, process
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment, experiment
 from manyhands.lab.finding import Bound, Comparison, Finding, Plot, Series, Times
@@ -136,3 +136,25 @@ def test_every_experiment_is_called_as_it_is_listed(name: str) -> None:
 def test_a_full_disk_is_named() -> None:
     with pytest.raises(BadSettings, match="'/dev/full' cannot be written: No space left on device"):
         Output(json=Path("/dev/full")).write(Report(True, {}, []))
+
+
+def test_a_busy_machine_is_told() -> None:
+    assert Report(True, {"load_percent": 5.0}, []).warning is None
+    busy = Report(True, {"load_percent": 80.0}, [])
+    assert busy.warning is not None
+    assert busy.warning.startswith("Other programs kept 80% of the CPU busy")
+    assert busy.warning in html.facts(busy)
+
+
+def test_a_png_names_every_colour_and_times_between_powers_of_ten(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    png._timeline(axes, Plot("timeline", "t", spans=[Span("_to_copy", "cpu", 0.0, 1.0), Span("mm", "cpu", 1.0, 2.0)]))
+    assert axes.get_legend_handles_labels()[1] == ["to_copy", "mm"]
+    axes = Figure().add_subplot()
+    line = Plot("line", "t", [Series("a", [1.0, 2.0], [0.3, 2.1])], log_y=True, unit="s")
+    png._lines(axes, line)
+    assert axes.yaxis.get_minor_formatter()(0.5, 0) == "500 ms"
+    assert axes.yaxis.get_minor_formatter()(0.4, 0) == ""
+    assert png.draw(line, tmp_path / "a.png") == tmp_path / "a.png"

@@ -87,6 +87,8 @@ def run(options: argparse.Namespace) -> int:
     except ManyhandsError as error:
         print(f"manyhands lab: {error}", file=sys.stderr)
         return _BAD_INPUT
+    if report.warning is not None:
+        print(f"manyhands lab: {report.warning}", file=sys.stderr)
     return _run_all(jobs, report, output)
 
 

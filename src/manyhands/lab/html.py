@@ -9,7 +9,6 @@ from manyhands.lab import plots
 from manyhands.lab.finding import Table
 from manyhands.lab.result import Report, Result
 
-_BUSY = 30.0  # percent of the CPU
 _STYLE = """
 .card { border-top: 1px solid var(--line); margin-top: 2rem; }
 .conclusion { font-weight: 600; } .failed { color: var(--wait); font-weight: 600; }
@@ -41,11 +40,8 @@ def facts(report: Report) -> list[str]:
     cores = f"{host['usable_cores']} of {host['cores']} cores" if "cores" in host else ""
     lines = [f"{report.date}, manyhands {report.manyhands}{', quick (small sizes)' if report.quick else ''}"]
     lines.append(f"{host.get('name', 'unknown processor')}, {cores}")
-    if host.get("load_percent", 0.0) > _BUSY:
-        lines.append(
-            f"Other programs kept {host['load_percent']:.0f}% of the CPU busy when this began: times, and what is "
-            "concluded from them, may be wrong."
-        )
+    if report.warning is not None:
+        lines.append(report.warning)
     for framework in report.frameworks:
         devices = ", ".join(f"{row['device']} ({row['name']})" for row in framework.get("devices", []))
         lines.append(f"{framework['framework']} {framework.get('version', '')}: {devices}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from manyhands.lab.plots import COLOURS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_TITLE = 64  # characters of a title in one line
 _DASHES = ("--", ":", "-.") * 4
 
 
@@ -32,7 +34,7 @@ def draw(plot: Plot, path: Path) -> Path | None:
     figure = Figure(figsize=(7.0, 1.6 + 0.4 * rows), layout="constrained")
     axes = figure.add_subplot()
     {"bar": _bars, "line": _lines, "timeline": _timeline}[plot.kind](axes, plot)
-    axes.set_title(plot.title, fontsize="medium", wrap=True)
+    axes.set_title(textwrap.fill(plot.title, _TITLE), fontsize="medium")
     figure.savefig(path, dpi=120)
     return path
 
@@ -75,10 +77,21 @@ def _lines(axes: Axes, plot: Plot) -> None:
         axes.minorticks_off()
     if plot.log_y:
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_minor_formatter(lambda value, _: _minor(value, plot) if high < 30 * low else "")
     if plot.unit == "s":
         axes.yaxis.set_major_formatter(lambda value, _: seconds(value) if value else "0")
+    elif plot.log_y:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(visible=True, alpha=0.35)
     axes.legend(fontsize="small", frameon=False)
+
+
+def _minor(value: float, plot: Plot) -> str:
+    """Between powers of ten: 2 and 5 of them."""
+    if f"{value:.0e}"[0] not in "25":
+        return ""
+    return seconds(value) if plot.unit == "s" else f"{value:g}"
 
 
 def _timeline(axes: Axes, plot: Plot) -> None:
@@ -89,7 +102,8 @@ def _timeline(axes: Axes, plot: Plot) -> None:
         for span in (span for span in plot.spans if span.name == name):
             width = span.stop - span.start
             axes.barh(lanes.index(span.lane), width, 0.7, span.start - begin, color=COLOURS[number % len(COLOURS)])
-        axes.plot([], [], "s", color=COLOURS[number % len(COLOURS)], label=name)
+        # matplotlib leaves names with an underscore in front out of the legend: _to_copy
+        axes.plot([], [], "s", color=COLOURS[number % len(COLOURS)], label=name.lstrip("_") or name)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda value, _: seconds(value) if value else "0")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from manyhands.lab.finding import Finding, Trial
 
 SCHEMA = 1
+_BUSY = 30.0  # percent of the CPU
 
 Status = Literal["done", "not here", "failed", "interrupted"]
 
@@ -50,6 +51,17 @@ class Report:
 
     def with_result(self, result: Result) -> Report:
         return replace(self, results=[*self.results, result])
+
+    @property
+    def warning(self) -> str | None:
+        """What to know before times are believed: other programs were running."""
+        load = self.host.get("load_percent", 0.0)
+        if load <= _BUSY:
+            return None
+        return (
+            f"Other programs kept {load:.0f}% of the CPU busy when this began: times, and what is concluded from them, "
+            "may be wrong."
+        )
 
     def as_data(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
