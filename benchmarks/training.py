@@ -172,8 +172,8 @@ def accuracy(problem: Problem) -> dict[str, Any]:
     """Train as one would for a good result, and look at it."""
     net = problem.net()
 
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    def optimizer(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
     start = time.perf_counter()
     result = trainer_for(problem, optimizer=optimizer, schedule=one_cycle).fit(net, arrays(problem))

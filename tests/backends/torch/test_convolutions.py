@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -167,16 +168,33 @@ def test_a_way_that_is_wrong_or_slower_is_not_taken(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_job_spends_no_more_than_it_has_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that are still to be tried are left to the next job."""
     x, weight, how = _tensors(6, 1, 1, 0)
     problems = Counter(
         problem
         for size in (1, 2, 3)
         for problem in problems_of(aten.convolution.default, (x[:size], weight, None, *how))
     )
+    by_products, plans = choice._Trial.by_products, []
+    monkeypatch.setattr(
+        choice._Trial, "by_products", lambda trial: dataclasses.replace(by_products(trial), is_complete=False)
+    )
+
+    def by_plans(trial: choice._Trial, before: Chosen) -> Chosen:
+        plans.append(trial.problem)
+        return dataclasses.replace(before, is_complete=True)
+
+    monkeypatch.setattr(choice._Trial, "by_plans", by_plans)
     monkeypatch.setattr(choice, "_STAKE", -1.0)
     report = choice.choose(problems, steps=0)
-    assert report.left == 3
+    assert (report.left, plans) == (3, [])
     assert "3 left for the next job" in report.explain()
+    choice.forget()  # another process
+    monkeypatch.setattr(choice, "_STAKE", 60.0)
+    assert choice.choose(problems, steps=0).left == 0
+    assert len(plans) == 3
+    assert choice.choose(problems, steps=0).left == 0
+    assert len(plans) == 3, "what is complete is not tried again"
 
 
 def test_a_broken_file_is_no_error(tmp_path: Path) -> None:

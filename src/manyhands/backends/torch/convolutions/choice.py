@@ -12,7 +12,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from manyhands.cache import CacheFile
 _FORMAT = 1
 _STAKE = 0.3  # seconds that may be spent without having won anything yet
 _MOST_PLANS = 48  # of cuDNN's, for one problem
-_PATIENCE = 16  # ways one after the other that are not faster: then the rest is not tried
+_PATIENCE = 12  # ways one after the other that are not faster: then the rest is not tried
 # Multiplications and additions, and bytes, a second: those of a GPU of a data centre. Only their ratio matters much.
 _RATES = (700e12, 3.5e12)
 _FASTER = 0.97  # of PyTorch's time: less is not worth another way
@@ -49,12 +49,16 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The way of a problem, None: PyTorch's; the form of its result; the seconds that it and PyTorch's take."""
+    """The way of a problem, None: PyTorch's; the form of its result; the seconds that it and PyTorch's take.
+
+    ``is_complete``: everything was tried.
+    """
 
     way: Way | None
     result: Form
     seconds: float
     theirs: float
+    is_complete: bool = True
 
 
 @dataclass(slots=True)
@@ -106,50 +110,69 @@ def forget() -> None:
 
 
 def choose(problems: Mapping[Problem, int], steps: int) -> Report:
-    """Find the fastest ways of problems; each is given with how often it comes in a step of which so many are made."""
+    """Find the fastest ways of problems; each is given with how often it comes in a step of which so many are made.
+
+    Products are tried at once. cuDNN's plans, of which there are many, as long as that can be won back.
+    """
     begin = time.perf_counter()
-    report = Report({}, all=sum(problems.values()))
     with _lock, torch.random.fork_rng(sorted({p.device.index or 0 for p in problems if p.device.type == "cuda"})):
-        new = [problem for problem in problems if problem not in _table]
-        file = _file(new[0].device) if new else None
-        known = file.read() if file is not None else {}
-        costs = {problem: seconds for problem in new if (seconds := _unknown(problem, known)) is not None}
-        found: dict[str, object] = {}
-        gained = 0.0
-        for problem in sorted(costs, key=lambda problem: -_hope(problem, costs[problem]) * problems[problem]):
+        found = _begin(problems)
+        gained = sum(_gain(problem) * problems[problem] for problem in found)
+        todo = [problem for problem in problems if (known := _table.get(problem)) and not known.is_complete]
+        todo.sort(key=lambda problem: -_hope(problem) * problems[problem])
+        for problem in todo:
             if time.perf_counter() - begin > _STAKE + steps * gained / 2:
-                report.left += 1
-                continue
-            chosen = _table[problem] = _Trial(problem).chosen()
-            found[problem.key] = _as_data(chosen)
-            gained += (chosen.theirs - chosen.seconds) * problems[problem]
-        if file is not None and found:
-            file.add(found)
+                break
+            before = _gain(problem)
+            _table[problem] = _Trial(problem).by_plans(_table[problem])
+            found.append(problem)
+            gained += (_gain(problem) - before) * problems[problem]
+        if found:
+            _file(found[0].device).add({problem.key: _as_data(_table[problem]) for problem in found})
+    return _report(problems, time.perf_counter() - begin)
+
+
+def _begin(problems: Mapping[Problem, int]) -> list[Problem]:
+    """Take what is remembered, and try products; gives the problems that nothing was remembered of."""
+    new = [problem for problem in problems if problem not in _table]
+    known = _file(new[0].device).read() if new else {}
+    found: list[Problem] = []
+    for problem in new:
+        try:
+            trial = _Trial(problem)
+            remembered = trial.remembered(known.get(problem.key))
+            _table[problem] = remembered or trial.by_products()
+        except Exception:  # no memory, for example: PyTorch's way it is
+            continue
+        if remembered is None:
+            found.append(problem)
+    return found
+
+
+def _report(problems: Mapping[Problem, int], spent: float) -> Report:
+    report = Report({}, all=sum(problems.values()), spent=spent)
     for problem, count in problems.items():
-        chosen_before = _table.get(problem)
-        if chosen_before is not None and chosen_before.way is not None:
-            name = chosen_before.way.name
-            report.faster[name] = report.faster.get(name, 0) + count
-            report.gained += (chosen_before.theirs - chosen_before.seconds) * count
-    report.spent = time.perf_counter() - begin
+        chosen = _table.get(problem)
+        if chosen is None:
+            continue
+        report.left += not chosen.is_complete
+        if chosen.way is not None:
+            report.faster[chosen.way.name] = report.faster.get(chosen.way.name, 0) + count
+            report.gained += _gain(problem) * count
     return report
 
 
-def _hope(problem: Problem, seconds: float) -> float:
-    """How much may be won: the more, the farther it is from the roofline."""
+def _gain(problem: Problem) -> float:
+    """Seconds that the chosen way is faster than PyTorch's."""
+    return _table[problem].theirs - _table[problem].seconds
+
+
+def _hope(problem: Problem) -> float:
+    """How much may still be won: the more, the farther it is from the roofline."""
+    seconds = _table[problem].seconds
     computing, moving = (amount / rate for amount, rate in zip(problem.work, _RATES, strict=True))
     far = max(0.0, seconds - max(computing, moving))
     return far * far / seconds if seconds else 0.0
-
-
-def _unknown(problem: Problem, known: Mapping[str, object]) -> float | None:
-    """The seconds that PyTorch takes for a problem that is to be tried; None where its way is known, or cannot be."""
-    try:
-        trial = _Trial(problem)
-        entry = known.get(problem.key)
-        return None if entry is not None and trial.remember(entry) else trial.seconds()
-    except Exception:  # no memory, for example: PyTorch's way it is
-        return None
 
 
 class _Trial:
@@ -165,31 +188,36 @@ class _Trial:
         self._expected = self._theirs()
         self.result = Form.of(self._expected)
 
-    def seconds(self) -> float:
-        """Of PyTorch's way."""
-        return _seconds(self._theirs, self.problem.device, _FIRST)
-
-    def remember(self, known: Any) -> bool:
-        """Take the way that a file names, if it can be made and gives the right result."""
+    def remembered(self, entry: Any) -> Chosen | None:
+        """The way that a file names, if it can be made and gives the right result."""
         try:
-            data, seconds, theirs = known
+            data, seconds, theirs, complete = entry
             way = None if data is None else self._made(data)
             if way is None or self._is_right(way):
-                _table[self.problem] = Chosen(way, self.result, float(seconds), float(theirs))
-                return True
-        except Exception:  # of another version, or made by hand
+                return Chosen(way, self.result, float(seconds), float(theirs), is_complete=bool(complete))
+        except Exception:  # nothing, or of another version, or made by hand
             pass
-        return False
+        return None
 
     def _made(self, data: Any) -> Way:
         if data[0] == products.Product.name:
             return products.candidates(self.problem, self.result)[0]
         return cudnn_plans.remembered(self.problem, self.result, data)
 
-    def chosen(self) -> Chosen:
+    def by_products(self) -> Chosen:
+        """PyTorch's way, or a product."""
+        on_gpu = self.problem.device.type == "cuda"
+        return self._chosen(products.candidates(self.problem, self.result), None, is_complete=not on_gpu)
+
+    def by_plans(self, before: Chosen) -> Chosen:
+        """The fastest of PyTorch's way, the one before, and cuDNN's plans."""
+        plans = cudnn_plans.candidates(self.problem, self.result, _MOST_PLANS)
+        return self._chosen(plans, before.way, is_complete=True)
+
+    def _chosen(self, candidates: Iterable[Way], before: Way | None, *, is_complete: bool) -> Chosen:
         """The fastest way that gives the right result."""
         timed: list[tuple[float, int, Way]] = []
-        for way in self._candidates():
+        for way in candidates:
             try:
                 timed.append((_seconds(self._run(way), self.problem.device, _FIRST), len(timed), way))
             except Exception:  # one that cannot be run is no candidate
@@ -197,23 +225,17 @@ class _Trial:
             if len(timed) - min(timed)[1] > _PATIENCE:
                 break
         right = (way for *_, way in sorted(timed) if self._is_right(way))
-        finalists: list[Way | None] = list(itertools.islice(right, _FINALISTS))
-        best = self._race([None, *finalists])
-        theirs = best[0]
+        finalists: list[Way | None] = [None, *([before] if before is not None else [])]
+        finalists += itertools.islice(right, _FINALISTS)
+        best = self._race(finalists)
         place = min(range(len(best)), key=best.__getitem__)
-        if best[place] > _FASTER * theirs:
-            return Chosen(None, self.result, theirs, theirs)
-        return Chosen([None, *finalists][place], self.result, best[place], theirs)
+        place = place if best[place] <= _FASTER * best[0] else 0
+        return Chosen(finalists[place], self.result, best[place], best[0], is_complete=is_complete)
 
     def _race(self, ways: list[Way | None]) -> list[float]:
         """The seconds of each, in turns."""
         rounds = [[_seconds(self._run(way), self.problem.device, _MORE) for way in ways] for _ in range(_ROUNDS)]
         return [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-    def _candidates(self) -> Iterator[Way]:
-        yield from products.candidates(self.problem, self.result)
-        if self.problem.device.type == "cuda":
-            yield from cudnn_plans.candidates(self.problem, self.result, _MOST_PLANS)
 
     def _run(self, way: Way | None) -> Callable[[], object]:
         return self._theirs if way is None else lambda: way(*self._given)
@@ -271,7 +293,7 @@ def _seconds(run: Callable[[], object], device: torch.device, times: int) -> flo
 
 
 def _as_data(chosen: Chosen) -> list[object]:
-    return [None if chosen.way is None else chosen.way.data(), chosen.seconds, chosen.theirs]
+    return [None if chosen.way is None else chosen.way.data(), chosen.seconds, chosen.theirs, chosen.is_complete]
 
 
 def _file(device: torch.device) -> CacheFile:
@@ -282,5 +304,5 @@ def _file(device: torch.device) -> CacheFile:
             torch.cuda.get_device_name(device),
             f"CUDA {torch.version.cuda}, driver {driver_version()}",
         ]
-        words.append(cudnn_plans.missing() or cudnn_plans.version())
+        words.append(cudnn_plans.version())
     return CacheFile("convolutions", "; ".join(words), _FORMAT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -37,8 +38,12 @@ def missing() -> str | None:
 
 
 def version() -> str:
-    """Of what plans depend on."""
-    return f"cuDNN {torch.backends.cudnn.version()}, {PACKAGE} {getattr(_library(), '__version__', '?')}"
+    """What plans depend on; known without importing anything."""
+    try:
+        installed = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "is not installed"
+    return f"cuDNN {torch.backends.cudnn.version()}, {PACKAGE} {installed}"
 
 
 @functools.cache
