@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypedDict, overload
 
-from manyhands.backends.torch import dynamo, planning, threads_and_modes
+from manyhands.backends.torch import planning, threads_and_modes
+from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.interface import P, R

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from manyhands import torch as mh
-from manyhands.backends.torch import dynamo, planning
+from manyhands.backends.torch import planning
+from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.backends.torch.passes import regions
 from manyhands.errors import CannotFuse, EngineError
 from manyhands.parallel import choose_compiled

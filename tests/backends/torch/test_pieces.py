@@ -16,7 +16,8 @@ from torch import nn
 
 from manyhands import torch as mh
 from manyhands.backends.planning import Times
-from manyhands.backends.torch import compat, pieces, planning
+from manyhands.backends.torch import compat, planning
+from manyhands.backends.torch.dynamo import pieces
 from manyhands.parallel import function
 from manyhands.parallel import pieces as stages
 from manyhands.parallel.function import Parallel

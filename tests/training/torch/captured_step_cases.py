@@ -13,8 +13,8 @@ from training_cases import difference, mlp, vectors
 from manyhands.training.torch.data.sources import Arrays
 from manyhands.training.torch.fast.captured_step import GraphStep
 from manyhands.training.torch.objective import Supervised
-from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.step.eager import EagerStep, Numbers
+from manyhands.training.torch.step.running_sums import Metrics
 
 CPU = torch.device("cpu")
 COUNT = 7 * 16  # samples, in batches of 16

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from manyhands import torch as mh
-from manyhands.training.torch import host_heap
+from manyhands.training.torch.step import host_heap
 
 FAULTS: list[int] = []
 

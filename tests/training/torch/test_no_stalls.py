@@ -20,13 +20,13 @@ from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data.order import Window
 from manyhands.training.options import Step
 from manyhands.training.settings import Settings
-from manyhands.training.torch import running_sums
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.sources import Arrays, source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.step import running_sums
 from manyhands.training.torch.step.eager import EagerStep
 
 WARM = 3  # steps

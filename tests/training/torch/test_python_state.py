@@ -25,7 +25,7 @@ from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import Rank
 from manyhands.training.torch.objective import Supervised
 from manyhands.training.torch.ranks.world import World
-from manyhands.training.torch.running_sums import Metrics
+from manyhands.training.torch.step.running_sums import Metrics
 
 
 class Changing(nn.Module):

@@ -29,9 +29,9 @@ from manyhands.backends.torch.capture.fast_match import recogniser
 from manyhands.backends.torch.capture.results import opened
 from manyhands.backends.torch.capture.trace import Trace, is_check, together
 from manyhands.backends.torch.compat import tree_flatten
+from manyhands.backends.torch.dynamo.pieces import has_pieces, in_pieces, timed_call
 from manyhands.backends.torch.guards.by_dynamo import guards
 from manyhands.backends.torch.passes.regions import fuse, fuse_whole
-from manyhands.backends.torch.pieces import has_pieces, in_pieces, timed_call
 from manyhands.backends.torch.run import costs, float64
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.codegen import Plan, let_go_at, plan_of

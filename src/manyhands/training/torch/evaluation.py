@@ -34,14 +34,14 @@ from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, c
 from manyhands.training.learner import Take
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.running_sums import Figures, together
-from manyhands.training.torch import dict_batches, running_sums
 from manyhands.training.torch.book.accuracy import modes_kept
-from manyhands.training.torch.data import feed, samples, sources
+from manyhands.training.torch.data import dict_batches, feed, samples, sources
 from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
 from manyhands.training.torch.objective import Objective, mixes_samples
 from manyhands.training.torch.ranks.world import World
-from manyhands.training.torch.running_sums import Metrics
+from manyhands.training.torch.step import running_sums
 from manyhands.training.torch.step.eager import Numbers
+from manyhands.training.torch.step.running_sums import Metrics
 from manyhands.training.torch.workers import job_bytes
 
 _HOST = torch.device("cpu")

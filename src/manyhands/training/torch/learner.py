@@ -23,7 +23,6 @@ from manyhands.training.data.sources import bad_numbers
 from manyhands.training.learner import NO_AVERAGE, Saved, Say, Take, named_rates
 from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Figures
-from manyhands.training.torch import host_heap, running_sums
 from manyhands.training.torch.data import feed, samples
 from manyhands.training.torch.data.drawn_samples import generator_of
 from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
@@ -37,15 +36,15 @@ from manyhands.training.torch.ranks import global_batch_norm, measured_shares, s
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.ranks.world import World
-from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.schedulers import schedulers_of
 from manyhands.training.torch.state import job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
-from manyhands.training.torch.step import activation_checkpoints, loss_scale
+from manyhands.training.torch.step import activation_checkpoints, host_heap, loss_scale, running_sums
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.own_updates import OwnUpdates
+from manyhands.training.torch.step.running_sums import Metrics
 from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
 from manyhands.training.torch.step.skip_nan import Spared
 

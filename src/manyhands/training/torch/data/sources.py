@@ -25,8 +25,8 @@ from manyhands import tree
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
+from manyhands.training.torch.data.dict_batches import Named
 from manyhands.training.torch.data.drawn_samples import DrawnSamples, StartWorker, draws_nothing
-from manyhands.training.torch.dict_batches import Named
 from manyhands.training.torch.state import randomness
 
 Batch = Any  # what the user's loader gives: as a rule a tuple of tensors, but a dict or a dataclass is as good

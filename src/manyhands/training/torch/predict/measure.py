@@ -21,13 +21,13 @@ from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.profile import Bucket, MemoryLine, Profile, StepTime
 from manyhands.training import refusals
 from manyhands.training.settings import Settings
-from manyhands.training.torch import host_heap
 from manyhands.training.torch.data import sources
 from manyhands.training.torch.data.sources import Batch
 from manyhands.training.torch.predict import real_steps
 from manyhands.training.torch.predict.memory_count import MemoryCount
 from manyhands.training.torch.predict.subject import Subject, job_of, shard_of, subject_of, tensors_in
 from manyhands.training.torch.state import randomness
+from manyhands.training.torch.step import host_heap
 
 _WARM_UP = 2
 _TRIALS = (3, 20)  # at least and at most

@@ -21,17 +21,16 @@ from manyhands import tree
 from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.loss_sum import LossSum
-from manyhands.training.torch import dict_batches
 from manyhands.training.torch.book.accuracy import modes_kept
-from manyhands.training.torch.data import sources
+from manyhands.training.torch.data import dict_batches, sources
 from manyhands.training.torch.data.sources import Batch
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.ranks.sharding import ShardedGradients
-from manyhands.training.torch.running_sums import Metrics
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
+from manyhands.training.torch.step.running_sums import Metrics
 from manyhands.training.torch.step.skip_nan import Spared
 
 

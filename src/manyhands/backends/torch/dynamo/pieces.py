@@ -36,9 +36,9 @@ from torch.fx.node import has_side_effect
 import manyhands
 from manyhands.backends.planning import Break, MakePlanner, Piece, Times
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.backward_as_written import can_be_gone_through
 from manyhands.backends.torch.capture.reasons import break_of, is_users
-from manyhands.backends.torch.dynamo import compile_with
+from manyhands.backends.torch.dynamo.backend import compile_with
+from manyhands.backends.torch.dynamo.backward_as_written import can_be_gone_through
 from manyhands.errors import first_line
 from manyhands.generated import function as generated
 

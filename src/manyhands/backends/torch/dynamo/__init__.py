@@ -1,0 +1,1 @@
+"""What Dynamo captures: graphs of ``torch.compile``, and functions in pieces."""
