@@ -18,9 +18,10 @@ from manyhands import mxnet as mh
 from manyhands.errors import BadBatch, DeviceMismatch, NotATensor
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import fashion_mnist
-from manyhands.training.mxnet import modes, replicas, state
+from manyhands.training.mxnet import modes, state
 from manyhands.training.mxnet.book import datasets, weight_names
 from manyhands.training.mxnet.book.models import MODELS, Residual, initialise
+from manyhands.training.mxnet.step import replicas
 
 both_modes = pytest.mark.parametrize("numpy_like", [False, True], ids=["nd", "np"])
 

@@ -20,9 +20,10 @@ from manyhands.training.commands.recipes import one_cycle
 from manyhands.training.data import sources
 from manyhands.training.data.order import Cursor
 from manyhands.training.loop import Loop
-from manyhands.training.mxnet import optimizers, replicas, running_sums
+from manyhands.training.mxnet import optimizers
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import objective_for
+from manyhands.training.mxnet.step import replicas, running_sums
 from manyhands.training.options import Step
 from manyhands.training.settings import Settings
 

@@ -15,7 +15,8 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from manyhands.errors import BadSettings
-from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet import state
+from manyhands.training.mxnet.step import replicas
 from manyhands.training.mxnet.trainer import Trainer
 
 

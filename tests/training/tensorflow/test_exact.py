@@ -13,7 +13,7 @@ from keras_cases import CLASSES, convnet, difference, fit, images, mlp, momentum
 
 from manyhands.training.commands import parity
 from manyhands.training.options import Step
-from manyhands.training.tensorflow import feed
+from manyhands.training.tensorflow.data import feed
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from manyhands.errors import BadSettings, WorkerFailed
 from manyhands.training.commands import parity
 from manyhands.training.launcher import Place
 from manyhands.training.options import Step
-from manyhands.training.tensorflow import meeting
+from manyhands.training.tensorflow.ranks import meeting
 from manyhands.training.tensorflow.trainer import Trainer
 
 SCRIPT = """

@@ -24,11 +24,12 @@ from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.sources import Arrays, Source, Stream
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.pieces import Late, batch_size_for, check_rows, whole_size
-from manyhands.training.jax import feed, running_sums
-from manyhands.training.jax.division import Division, division
+from manyhands.training.jax import feed
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, named, refilled
-from manyhands.training.jax.step import State, Steps
+from manyhands.training.jax.step import running_sums
+from manyhands.training.jax.step.division import Division, division
+from manyhands.training.jax.step.step import State, Steps
 from manyhands.training.jax.world import World
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures

@@ -15,7 +15,7 @@ from manyhands import machine
 from manyhands.backends.jax import devices as backend
 from manyhands.training.data.order import Window
 from manyhands.training.data.sources import Arrays, Source
-from manyhands.training.jax.division import Division
+from manyhands.training.jax.step.division import Division
 from manyhands.training.jax.world import World
 
 _MOST = 0.25  # of the memory that is free

@@ -1,7 +1,7 @@
 """What a step minimises: from a model and a batch to a loss, and to the number of right answers where there is one.
 
 The batch is the whole one, on however many devices it lies: a loss may be any function of it. Where shares are uneven
-(:mod:`.division`) the model computes with rows that only fill up a device's part; its answers to them are left out
+(:mod:`.step.division`) the model computes with rows that only fill up a device's part; its answers to them are left out
 before the loss sees them.
 """
 

@@ -20,10 +20,11 @@ from manyhands.training.data import loader_randomness
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import Pass, Term
-from manyhands.training.mxnet import batch_norm, modes, replicas
+from manyhands.training.mxnet import modes
 from manyhands.training.mxnet.book.models import initialise
 from manyhands.training.mxnet.feed import Look
 from manyhands.training.mxnet.objective import Objective, checked_answer, objective_for
+from manyhands.training.mxnet.step import batch_norm, replicas
 from manyhands.training.settings import Settings
 
 _FEW = 2

@@ -18,9 +18,10 @@ from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data import sources
 from manyhands.training.data.fashion_mnist import FashionMnist
 from manyhands.training.data.sources import Arrays
-from manyhands.training.mxnet import checks, modes, replicas, state
+from manyhands.training.mxnet import checks, modes, state
 from manyhands.training.mxnet.book import datasets
 from manyhands.training.mxnet.book.models import MODELS, initialise
+from manyhands.training.mxnet.step import replicas
 from manyhands.training.mxnet.trainer import Trainer
 from manyhands.training.options import Step
 

@@ -15,8 +15,8 @@ from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, c
 from manyhands.training.learner import Take
 from manyhands.training.mxnet.feed import Feed, Shards
 from manyhands.training.mxnet.objective import Objective, checked_answer
-from manyhands.training.mxnet.running_sums import Metrics
-from manyhands.training.mxnet.step import evaluate
+from manyhands.training.mxnet.step.running_sums import Metrics
+from manyhands.training.mxnet.step.step import evaluate
 from manyhands.training.python_attributes import Attributes
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings

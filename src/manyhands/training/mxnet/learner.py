@@ -1,7 +1,7 @@
 """MXNet's learner: one process, a replica of the model on each of its devices.
 
 Nothing in a step makes the host wait for that step: every call hands work to MXNet's engine, which works on all devices
-at once. The one wait is for the sums of two steps ago, see :mod:`.running_sums`.
+at once. The one wait is for the sums of two steps ago, see :mod:`.step.running_sums`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from manyhands.training.checkpoints import tensors as _blobs
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import Source, Stream
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
-from manyhands.training.mxnet import evaluation, replicas, state
-from manyhands.training.mxnet.average import Average
-from manyhands.training.mxnet.batch_norm import Together
+from manyhands.training.mxnet import evaluation, state
 from manyhands.training.mxnet.feed import Feed, Look, Shards
 from manyhands.training.mxnet.objective import Objective
-from manyhands.training.mxnet.running_sums import Metrics
-from manyhands.training.mxnet.skip_nan import Spared
-from manyhands.training.mxnet.step import Step
+from manyhands.training.mxnet.step import replicas
+from manyhands.training.mxnet.step.average import Average
+from manyhands.training.mxnet.step.batch_norm import Together
+from manyhands.training.mxnet.step.running_sums import Metrics
+from manyhands.training.mxnet.step.skip_nan import Spared
+from manyhands.training.mxnet.step.step import Step
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 

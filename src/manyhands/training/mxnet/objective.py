@@ -16,9 +16,9 @@ from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.loss_sum import LossSum
-from manyhands.training.mxnet import replicas, sample_weights
 from manyhands.training.mxnet.book.accuracy import right_answers
 from manyhands.training.mxnet.book.module import Module
+from manyhands.training.mxnet.step import replicas, sample_weights
 
 Batch = Sequence[Any]
 # Losses that compare each number of the answer with one of the target.

@@ -11,8 +11,8 @@ import numpy as np
 from mxnet import gluon
 
 from manyhands.errors import BadSettings
-from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.book.module import Module
+from manyhands.training.mxnet.step import replicas
 from manyhands.training.optimizer_choice import Optimizers
 
 Optimizer = mx.optimizer.Optimizer

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from manyhands.errors import WrongCheckpoint
 from manyhands.training.checkpoints import tensors
-from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.book.models import set_values
+from manyhands.training.mxnet.step import replicas
 
 # How an optimizer runs, rather than what it has learnt: the job says these.
 _COUNTED = ("rescale_grad", "aggregate_num", "begin_num_update", "num_update")

@@ -23,10 +23,11 @@ from manyhands.training.data.sources import Source
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.inputs import Inputs, inputs_of
 from manyhands.training.loop import Loop
-from manyhands.training.mxnet import checks, evaluation, modes, optimizers, replicas, trial
+from manyhands.training.mxnet import checks, evaluation, modes, optimizers, trial
 from manyhands.training.mxnet.feed import Feed
 from manyhands.training.mxnet.learner import GluonLearner
 from manyhands.training.mxnet.objective import Objective, objective_for
+from manyhands.training.mxnet.step import replicas
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.trainer import BaseTrainer

@@ -15,7 +15,8 @@ from typing import Any
 import mxnet as mx
 
 from manyhands.training.data import loader_randomness
-from manyhands.training.mxnet import modes, replicas
+from manyhands.training.mxnet import modes
+from manyhands.training.mxnet.step import replicas
 
 # Of MXNet's errors, those that say that a batch is too large.
 _TOO_LARGE = ("out of memory", "Failed to allocate CPU Memory", "larger than 2^31 elements")

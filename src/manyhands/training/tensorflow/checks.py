@@ -18,10 +18,10 @@ from manyhands.training import refusals
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import note, outcome
-from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.loss import keras_losses, trial
 from manyhands.training.tensorflow.loss.batch_parts import checked_answer, parts_of
 from manyhands.training.tensorflow.objective import ClassScores, Objective, OwnStep, Supervised, objective_for
+from manyhands.training.tensorflow.step.function import Function
 
 _FEW = 2
 

@@ -17,10 +17,12 @@ from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.fashion_mnist import FashionMnist
 from manyhands.training.data.sources import Array, Arrays, source
 from manyhands.training.options import Step
-from manyhands.training.tensorflow import checks, naming, precision, world
+from manyhands.training.tensorflow import checks, naming
 from manyhands.training.tensorflow.book import datasets
 from manyhands.training.tensorflow.book.models import MODELS, initialise
 from manyhands.training.tensorflow.optimizers import Nesterov
+from manyhands.training.tensorflow.ranks import world
+from manyhands.training.tensorflow.step import precision
 from manyhands.training.tensorflow.trainer import Trainer
 
 _POLICIES = {"fp64": "float64", "fp32": "float32"}

@@ -18,11 +18,11 @@ from manyhands.training.evaluation.pieces import check_rows
 from manyhands.training.learner import Take
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
-from manyhands.training.tensorflow.feed import Feed
-from manyhands.training.tensorflow.function import Function
+from manyhands.training.tensorflow.data.feed import Feed
 from manyhands.training.tensorflow.objective import Objective, Supervised
-from manyhands.training.tensorflow.step import BAD_STEP, COUNT, LOSS, MOST_SUMS, RIGHT, Step
-from manyhands.training.tensorflow.world import World
+from manyhands.training.tensorflow.ranks.world import World
+from manyhands.training.tensorflow.step.function import Function
+from manyhands.training.tensorflow.step.step import BAD_STEP, COUNT, LOSS, MOST_SUMS, RIGHT, Step
 
 
 class Evaluation:

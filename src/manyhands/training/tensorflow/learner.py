@@ -28,14 +28,14 @@ from manyhands.training.data.sources import Array, Source
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.running_sums import Figures
 from manyhands.training.tensorflow import naming, optimizers
+from manyhands.training.tensorflow.data.feed import Feed, Given
 from manyhands.training.tensorflow.evaluation import Evaluation, prepared_by
-from manyhands.training.tensorflow.feed import Feed, Given
-from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.loss import compiled_settings
 from manyhands.training.tensorflow.objective import Supervised
-from manyhands.training.tensorflow.step import BAD_STEP, Step
-from manyhands.training.tensorflow.world import World
+from manyhands.training.tensorflow.ranks.world import World
+from manyhands.training.tensorflow.step.function import Function
+from manyhands.training.tensorflow.step.step import BAD_STEP, Step
 
 _IN_A_WEIGHT = (
     "Keep it in a weight: self.add_weight(shape=(), initializer='zeros', trainable=False), which has assign_add(1)"

@@ -22,13 +22,15 @@ from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.loop import Loop
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
-from manyhands.training.tensorflow import checks, evaluation, meeting, optimizers, precision, world
-from manyhands.training.tensorflow.dataset import repeatable
+from manyhands.training.tensorflow import checks, evaluation, optimizers
+from manyhands.training.tensorflow.data.dataset import repeatable
 from manyhands.training.tensorflow.job import Job
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback, adapted
 from manyhands.training.tensorflow.learner import KerasLearner, batch_norms
 from manyhands.training.tensorflow.loss import batch_parts, compiled_settings, keras_losses
 from manyhands.training.tensorflow.objective import objective_for
+from manyhands.training.tensorflow.ranks import meeting, world
+from manyhands.training.tensorflow.step import precision
 from manyhands.training.trainer import BaseTrainer
 
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.DeadlineExceededError, tf.errors.CancelledError)

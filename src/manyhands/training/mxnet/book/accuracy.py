@@ -11,7 +11,8 @@ from mxnet import autograd
 
 from manyhands.backends.mxnet import devices as _backend
 from manyhands.training.book.accuracy import Accuracy, Answer, check_shapes
-from manyhands.training.mxnet import modes, replicas
+from manyhands.training.mxnet import modes
+from manyhands.training.mxnet.step import replicas
 
 
 class _Accuracy(Accuracy[mx.Context]):

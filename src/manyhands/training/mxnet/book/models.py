@@ -18,7 +18,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.nn.conv_layers import _Conv
 
 from manyhands.training.book.architecture import RESNET18, SMALL_RESNET, residual_width
-from manyhands.training.mxnet import replicas
+from manyhands.training.mxnet.step import replicas
 
 
 class Residual(nn.HybridBlock):  # type: ignore[misc]

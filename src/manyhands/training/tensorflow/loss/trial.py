@@ -19,9 +19,9 @@ from manyhands.training import loss_trial
 from manyhands.training.data import loader_randomness
 from manyhands.training.data.sources import Arrays
 from manyhands.training.loss_trial import Pass, Term
-from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.loss.keras_losses import Losses
 from manyhands.training.tensorflow.objective import OwnStep
+from manyhands.training.tensorflow.step.function import Function
 
 
 def check(function: Function, data: Arrays) -> tuple[str | None, str | None]:

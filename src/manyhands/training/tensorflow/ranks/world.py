@@ -20,7 +20,7 @@ from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings, PlacementFailed
 from manyhands.training import launcher
 from manyhands.training.data.sources import Array
-from manyhands.training.tensorflow import meeting
+from manyhands.training.tensorflow.ranks import meeting
 
 _joined: World | None = None
 

@@ -28,8 +28,8 @@ from manyhands.training.data.sources import Array, Batch
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
 from manyhands.training.tensorflow import optimizers
-from manyhands.training.tensorflow.function import Function
 from manyhands.training.tensorflow.loss.keras_losses import Losses
+from manyhands.training.tensorflow.step.function import Function
 
 Prepare = Callable[[Batch], Batch]
 

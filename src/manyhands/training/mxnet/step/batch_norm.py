@@ -25,8 +25,8 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 from manyhands.errors import BadSettings
-from manyhands.training.mxnet import replicas
 from manyhands.training.mxnet.modes import numpy_like
+from manyhands.training.mxnet.step import replicas
 
 Made = TypeVar("Made")
 

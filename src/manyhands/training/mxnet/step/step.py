@@ -27,14 +27,14 @@ import mxnet as mx
 from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch
-from manyhands.training.mxnet import replicas
-from manyhands.training.mxnet.average import Average
-from manyhands.training.mxnet.batch_norm import Together
 from manyhands.training.mxnet.feed import Shards
 from manyhands.training.mxnet.modes import numpy_like
 from manyhands.training.mxnet.objective import Loss, Objective, check_same_kind
-from manyhands.training.mxnet.running_sums import Metrics
-from manyhands.training.mxnet.skip_nan import Spared
+from manyhands.training.mxnet.step import replicas
+from manyhands.training.mxnet.step.average import Average
+from manyhands.training.mxnet.step.batch_norm import Together
+from manyhands.training.mxnet.step.running_sums import Metrics
+from manyhands.training.mxnet.step.skip_nan import Spared
 from manyhands.training.python_attributes import Attributes
 
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does

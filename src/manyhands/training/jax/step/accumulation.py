@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.training.jax.division import Division
+from manyhands.training.jax.step.division import Division
 
 
 @jax.tree_util.register_dataclass

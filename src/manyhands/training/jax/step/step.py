@@ -23,14 +23,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-from manyhands.training.jax import running_sums
 from manyhands.training.jax import skeleton as models
-from manyhands.training.jax.accumulation import Sum, accumulated
-from manyhands.training.jax.division import Division
-from manyhands.training.jax.masking import counting_only
 from manyhands.training.jax.objective import Batch, Objective, Rows, answered, predicted
-from manyhands.training.jax.running_sums import Sums
 from manyhands.training.jax.skeleton import Skeleton
+from manyhands.training.jax.step import running_sums
+from manyhands.training.jax.step.accumulation import Sum, accumulated
+from manyhands.training.jax.step.division import Division
+from manyhands.training.jax.step.masking import counting_only
+from manyhands.training.jax.step.running_sums import Sums
 from manyhands.training.jax.world import World
 from manyhands.training.python_attributes import Attributes
 

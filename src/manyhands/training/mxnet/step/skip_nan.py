@@ -14,9 +14,10 @@ from typing import Any
 import mxnet as mx
 from mxnet import gluon
 
-from manyhands.training.mxnet import replicas, state
-from manyhands.training.mxnet.average import Average
+from manyhands.training.mxnet import state
 from manyhands.training.mxnet.modes import numpy_like
+from manyhands.training.mxnet.step import replicas
+from manyhands.training.mxnet.step.average import Average
 
 
 class Spared:

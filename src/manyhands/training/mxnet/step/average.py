@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import tensors
-from manyhands.training.mxnet import replicas, state
+from manyhands.training.mxnet import state
 from manyhands.training.mxnet.modes import numpy_like
+from manyhands.training.mxnet.step import replicas
 
 
 class Average:

@@ -1,0 +1,1 @@
+"""A training step: replicas, and what is computed over the whole batch."""

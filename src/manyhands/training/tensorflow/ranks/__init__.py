@@ -1,0 +1,1 @@
+"""The processes of a job, and how they find each other."""

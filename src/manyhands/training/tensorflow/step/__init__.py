@@ -1,0 +1,1 @@
+"""A training step: its function, its precision."""
