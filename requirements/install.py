@@ -5,10 +5,15 @@ no framework. Two things depend on the processor: TensorFlow's small
 CPU build exists for x86 only, and MXNet's build for Arm asks for Arm's Performance Libraries, which
 no package carries. What MXNet takes from them are BLAS and LAPACK, so OpenBLAS, as SciPy's package
 carries it, serves under their names.
+
+The pip that Python brings reads the pages of an index at half the speed of a new one, so that comes first. And of the
+thousands of modules that are installed a process imports a few: Python compiles these when they are first imported,
+here and later, and pip compiles none.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -35,11 +40,17 @@ def main(framework: str, folder: Path) -> None:
         wanted.append("tensorflow-cpu")
     if framework == "mxnet" and ON_ARM:
         wanted.append("scipy")
-    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    versions = ["-c", ROOT / "requirements" / f"{framework}.txt"]
-    subprocess.run([*pip, *versions, "-e", f"{ROOT}[{','.join(extras)}]" if extras else ROOT, *wanted], check=True)
+    python = folder / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    pip += ["-c", ROOT / "requirements" / f"{framework}.txt"]
+    subprocess.run([*pip, "--upgrade", "pip", "setuptools"], check=True)
+    package = f"{ROOT}[{','.join(extras)}]" if extras else ROOT
+    subprocess.run([*pip, "--no-build-isolation", "-e", package, *wanted], check=True)
     if framework == "mxnet" and ON_ARM:
         stand_in_for_arm_libraries(folder)
+    if framework != "docs":
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "OPENBLAS_NUM_THREADS": "1"}
+        subprocess.run([python, "-c", f"import {framework}, pytest"], check=True, env=environment)
 
 
 def stand_in_for_arm_libraries(folder: Path) -> None:
