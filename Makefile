@@ -16,6 +16,9 @@ HERE := $(filter-out $(SKIPPED),$(FRAMEWORKS))
 # Virtual devices are asked for below, where they are meant: not by what happens to be set outside.
 export MANYHANDS_VIRTUAL_DEVICES :=
 
+# Hundreds of processes import the same modules: Python compiles each once, also where the variable forbids it outside.
+export PYTHONDONTWRITEBYTECODE :=
+
 # MXNet's threads are its own: OpenBLAS, where it stands below them, would start more inside of each.
 %-mxnet: export OPENBLAS_NUM_THREADS := 1
 %-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
@@ -104,7 +107,7 @@ $(addprefix test-training-own-,jax tensorflow mxnet): test-training-own-%: $(VEN
 
 # What takes long and shows another case of what shorter tests show.
 test-long: $(addprefix $(VENVS)/,$(addsuffix /.ready,$(HERE)))
-	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/contract tests/training/contract --long -m "long or neutral" --framework $(name) &&) true
+	$(foreach name,$(HERE),$(VENVS)/$(name)/bin/pytest tests/contract tests/backends/$(name) tests/training/contract --long -m "long or neutral" --framework $(name) &&) true
 	$(foreach name,$(filter-out mxnet,$(HERE)),$(VENVS)/$(name)/bin/pytest tests/training/$(name) --long -m long &&) true
 	$(TORCH)/pytest tests/examples --long -m long
 

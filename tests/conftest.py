@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import signal
 import tempfile
@@ -58,6 +59,12 @@ def no_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANYHANDS_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_trace_of_compilers() -> None:
+    """pytest listens to loggers that hand nothing on; to a listener PyTorch describes all that it compiles."""
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True)
