@@ -35,6 +35,11 @@ def free_port() -> int:
             return port
 
 
+def examples(usual: int) -> int:
+    """How many random programs a test tries: as many as usual, or as ``MANYHANDS_EXAMPLES`` says."""
+    return int(os.environ.get("MANYHANDS_EXAMPLES", usual))
+
+
 def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command ``manyhands`` in a process of its own, as a user runs it."""
     return subprocess.run(

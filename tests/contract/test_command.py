@@ -33,6 +33,7 @@ def _keys(value: object) -> set[str]:
     return {key for part in value for key in _keys(part)} if isinstance(value, list) else set()
 
 
+@pytest.mark.neutral
 def test_the_table_names_virtual_devices(framework: str, own: Any) -> None:
     result = run_command("devices", "--framework", framework, MANYHANDS_VIRTUAL_DEVICES="2")
     assert result.returncode == 0
@@ -41,6 +42,7 @@ def test_the_table_names_virtual_devices(framework: str, own: Any) -> None:
     assert "host: " in result.stdout
 
 
+@pytest.mark.neutral
 def test_a_framework_that_cannot_answer_is_named(framework: str, own: Any) -> None:
     result = run_command("devices", "--framework", framework, MANYHANDS_VIRTUAL_DEVICES="rubbish")
     assert result.returncode == 0

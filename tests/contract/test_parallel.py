@@ -333,6 +333,7 @@ SCRIPT = {
 
 
 @pytest.mark.once
+@pytest.mark.neutral
 def test_the_command_explains_a_function_of_a_script(framework: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT[framework] + "def twice(x): return x * 2 + 1\n")

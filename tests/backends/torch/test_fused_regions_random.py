@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from region_cases import uncompiled
+from support import examples
 
 from manyhands.backends.torch import planning as backend
 from manyhands.backends.torch.capture import call as torch_call
@@ -93,7 +94,7 @@ def results(found: Trace, call: Any) -> list[Any]:
     return backend.observed(found, call, run)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(LINES, st.integers(0, 2**17 - 1))
 def test_random_programs(lines: list[tuple[int, int, int]], chosen: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -109,7 +110,7 @@ def test_random_programs(lines: list[tuple[int, int, int]], chosen: int) -> None
     assert large_before(fused) == large_before(make_out_of_place(found))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(LINES, st.integers(0, 2**17 - 1))
 def test_random_programs_with_biases_taken_out(lines: list[tuple[int, int, int]], chosen: int) -> None:
     """Whatever is written to in between, and whoever wants the convolution's result again."""

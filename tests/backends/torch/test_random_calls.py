@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 import pytest
 import torch
 from random_calls import Program, difference
+from support import examples
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="proved without virtual devices: the same CPU tensors"
 )
-COUNT = int(os.environ.get("MANYHANDS_EXAMPLES", "40"))
+COUNT = examples(100)
 PER_TEST = 20
+PER_TEST_IN_PIECES = 8
+
+
+def parts(size: int) -> list[Any]:
+    """The first seed of each test; all but the first test are long."""
+    return [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(size, COUNT, size))]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("first", range(0, COUNT, PER_TEST))
+@pytest.mark.parametrize("first", parts(PER_TEST))
 def test_calls_equal_plain_execution(first: int) -> None:
     """A failing seed is printed with its program; ``random_calls.py --seed N --count 1`` shows it alone."""
     for seed in range(first, min(first + PER_TEST, COUNT)):
@@ -26,11 +33,11 @@ def test_calls_equal_plain_execution(first: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(15, 300, 15))])
+@pytest.mark.parametrize("first", parts(PER_TEST_IN_PIECES))
 def test_calls_in_pieces_equal_plain_execution(first: int) -> None:
     """Programs that print, read values, branch on them, catch errors; ``--breaks --seed N`` shows one alone."""
     torch._dynamo.reset()
-    for seed in range(first, first + 15):
+    for seed in range(first, first + PER_TEST_IN_PIECES):
         program = Program.of(seed, breaks=True)
         wrong = difference(program)
         assert wrong is None, f"\n{program}\n{wrong}"

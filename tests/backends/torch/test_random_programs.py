@@ -3,7 +3,6 @@ do beside their results: checks that fail, views that do not say so, gradients i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from support import examples
 from test_threads import run_on, scheduled, traced
 
 from manyhands.backends.torch import planning
@@ -94,7 +94,7 @@ def outcome(run: Callable[..., Any], inputs: list[torch.Tensor]) -> Any:
 @given(
     STEPS, st.integers(1, 3), st.randoms(use_true_random=False), st.sampled_from([schedule, schedule_chains]), st.data()
 )
-@settings(max_examples=int(os.environ.get("MANYHANDS_EXAMPLES", "60")), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_random_programs_equal_eager_to_the_bit(
     steps: list[tuple[str, int, int]], lanes: int, chance: Any, way: Any, data: st.DataObject
 ) -> None:
@@ -192,7 +192,7 @@ PLAIN_VALUES = st.lists(st.sampled_from([None, True, 1, 1.0, 2.5, float("nan"), 
 
 
 @given(ODD_STEPS, st.integers(1, 3), st.randoms(use_true_random=False), PLAIN_VALUES)
-@settings(max_examples=int(os.environ.get("MANYHANDS_EXAMPLES", "20")), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_random_programs_with_checks_and_hidden_memory(
     steps: list[tuple[str, int, int]], lanes: int, chance: Any, values: list[Any]
 ) -> None:

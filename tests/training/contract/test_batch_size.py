@@ -69,7 +69,7 @@ def test_the_largest_batch_that_fits(bench: Bench) -> None:
     trainer = bench.mh.Trainer(1, **how, **bench.on(1))
     assert trainer.find_batch_size(model, samples(bench), maximum=12) == 12
     full = bench.mh.Trainer(1, **how, loss=greedy(bench.framework), **bench.on(1))
-    assert full.find_batch_size(model, samples(bench), maximum=16) == _FITS
+    assert full.find_batch_size(model, samples(bench), maximum=10) == _FITS
     np.testing.assert_array_equal(bench.answers(model, image), before)
 
 
