@@ -56,7 +56,7 @@ def test_ways_give_pytorchs_results_eagerly_and_in_a_graph(case: tuple[int, ...]
         ways: list[Any] = products.candidates(problem, trial.result)
         ways += list(cudnn_plans.candidates(problem, trial.result, 4))
         for way in ways:
-            assert trial._is_right(way)
+            assert trial.is_right(way)
             eager = way(*trial._given)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from manyhands.backends.torch.kernels.nvrtc import driver_version
 from manyhands.cache import CacheFile
 
 _FORMAT = 1
-_STAKE = 0.3  # seconds that may be spent without having won anything yet
+_STAKE = 0.5  # seconds that a job may spend on cuDNN's plans without having won anything yet
 _MOST_PLANS = 48  # of cuDNN's, for one problem
 _PATIENCE = 12  # ways one after the other that are not faster: then the rest is not tried
 # Multiplications and additions, and bytes, a second: those of a GPU of a data centre. Only their ratio matters much.
@@ -120,13 +120,17 @@ def choose(problems: Mapping[Problem, int], steps: int) -> Report:
         gained = sum(_gain(problem) * problems[problem] for problem in found)
         todo = [problem for problem in problems if (known := _table.get(problem)) and not known.is_complete]
         todo.sort(key=lambda problem: -_hope(problem) * problems[problem])
+        end = time.perf_counter() + _STAKE + steps * gained / 2
         for problem in todo:
-            if time.perf_counter() - begin > _STAKE + steps * gained / 2:
+            if time.perf_counter() > end:
                 break
-            before = _gain(problem)
-            _table[problem] = _Trial(problem).by_plans(_table[problem])
+            before = _table[problem]
+            try:
+                _table[problem] = _Trial(problem).by_plans(before)
+            except Exception:  # no memory, for example: the way before stays
+                _table[problem] = replace(before, is_complete=True)
             found.append(problem)
-            gained += (_gain(problem) - before) * problems[problem]
+            end += steps * (_gain(problem) - (before.theirs - before.seconds)) * problems[problem] / 2
         if found:
             _file(found[0].device).add({problem.key: _as_data(_table[problem]) for problem in found})
     return _report(problems, time.perf_counter() - begin)
@@ -139,14 +143,30 @@ def _begin(problems: Mapping[Problem, int]) -> list[Problem]:
     found: list[Problem] = []
     for problem in new:
         try:
-            trial = _Trial(problem)
-            remembered = trial.remembered(known.get(problem.key))
-            _table[problem] = remembered or trial.by_products()
+            remembered = _remembered(problem, known.get(problem.key))
+            _table[problem] = remembered or _Trial(problem).by_products()
         except Exception:  # no memory, for example: PyTorch's way it is
             continue
         if remembered is None:
             found.append(problem)
     return found
+
+
+def _remembered(problem: Problem, entry: Any) -> Chosen | None:
+    """What a file says of a problem, if it can be done; a plan of cuDNN is compared with PyTorch's result again."""
+    try:
+        data, (shape, stride), seconds, theirs, complete = entry
+        result = Form(tuple(shape), tuple(stride))
+        way: Way | None = None
+        if data is not None and data[0] == products.Product.name:
+            way = products.candidates(problem, result)[0]
+        elif data is not None:
+            way = cudnn_plans.remembered(problem, result, data)
+            if not _Trial(problem).is_right(way):
+                return None
+        return Chosen(way, result, float(seconds), float(theirs), is_complete=bool(complete))
+    except Exception:  # nothing, or of another version, or made by hand
+        return None
 
 
 def _report(problems: Mapping[Problem, int], spent: float) -> Report:
@@ -188,22 +208,6 @@ class _Trial:
         self._expected = self._theirs()
         self.result = Form.of(self._expected)
 
-    def remembered(self, entry: Any) -> Chosen | None:
-        """The way that a file names, if it can be made and gives the right result."""
-        try:
-            data, seconds, theirs, complete = entry
-            way = None if data is None else self._made(data)
-            if way is None or self._is_right(way):
-                return Chosen(way, self.result, float(seconds), float(theirs), is_complete=bool(complete))
-        except Exception:  # nothing, or of another version, or made by hand
-            pass
-        return None
-
-    def _made(self, data: Any) -> Way:
-        if data[0] == products.Product.name:
-            return products.candidates(self.problem, self.result)[0]
-        return cudnn_plans.remembered(self.problem, self.result, data)
-
     def by_products(self) -> Chosen:
         """PyTorch's way, or a product."""
         on_gpu = self.problem.device.type == "cuda"
@@ -224,7 +228,7 @@ class _Trial:
                 continue
             if len(timed) - min(timed)[1] > _PATIENCE:
                 break
-        right = (way for *_, way in sorted(timed) if self._is_right(way))
+        right = (way for *_, way in sorted(timed) if self.is_right(way))
         finalists: list[Way | None] = [None, *([before] if before is not None else [])]
         finalists += itertools.islice(right, _FINALISTS)
         best = self._race(finalists)
@@ -240,7 +244,7 @@ class _Trial:
     def _run(self, way: Way | None) -> Callable[[], object]:
         return self._theirs if way is None else lambda: way(*self._given)
 
-    def _is_right(self, way: Way) -> bool:
+    def is_right(self, way: Way) -> bool:
         """Whether its result is PyTorch's up to rounding, in the same form, and the same each time."""
         try:
             first, second = way(*self._given), way(*self._given)
@@ -293,7 +297,8 @@ def _seconds(run: Callable[[], object], device: torch.device, times: int) -> flo
 
 
 def _as_data(chosen: Chosen) -> list[object]:
-    return [None if chosen.way is None else chosen.way.data(), chosen.seconds, chosen.theirs, chosen.is_complete]
+    way = None if chosen.way is None else chosen.way.data()
+    return [way, [chosen.result.shape, chosen.result.stride], chosen.seconds, chosen.theirs, chosen.is_complete]
 
 
 def _file(device: torch.device) -> CacheFile:
