@@ -11,6 +11,7 @@
 import torch
 from torch import nn
 
+torch.manual_seed(0)
 device = torch.device("cuda:0")
 X, y = torch.randn(640, 32), torch.randint(0, 4, (640,))
 net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)).to(device)
@@ -44,6 +45,7 @@ print("mean loss:", sum(losses) / len(losses))
 import torch
 from torch import nn
 
+torch.manual_seed(0)
 device = torch.device("cuda:0")
 X, y = torch.randn(640, 32).to(device), torch.randint(0, 4, (640,)).to(device)
 net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)).to(device)
