@@ -15,7 +15,12 @@ import torch
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.convolutions import choice, products
 from manyhands.backends.torch.convolutions.choice import Chosen
-from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, convolution_backward, problems_of
+from manyhands.backends.torch.convolutions.operations import (
+    ChosenConvolutions,
+    convolution_backward,
+    may_choose,
+    problems_of,
+)
 from manyhands.backends.torch.convolutions.problems import Form, Kind, Problem
 from manyhands.backends.torch.passes.convolutions import choose_convolutions
 from manyhands.schedule.graph import graph
@@ -243,3 +248,15 @@ def test_a_pass_puts_chosen_ways_into_a_trace() -> None:
     planning.together(rewritten)(planning.synchronous_run(rewritten, planning.plan_of(made)).replay([]))
     left = [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(left, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_chosen_where_every_run_has_to_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert may_choose()
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    assert not may_choose()
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not may_choose()
+    finally:
+        torch.use_deterministic_algorithms(False)

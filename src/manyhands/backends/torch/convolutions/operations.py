@@ -112,8 +112,9 @@ _library.impl("convolution_backward", _aten.convolution_backward.default, "Meta"
 
 
 def may_choose() -> bool:
-    """Whether results may depend on what was fastest: not where every run has to give the same."""
-    return not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
+    """Whether results may depend on what was fastest: not where every run has to give the same, or without cuDNN."""
+    settings = torch.backends.cudnn
+    return settings.enabled and not settings.deterministic and not torch.are_deterministic_algorithms_enabled()
 
 
 class ChosenConvolutions(TorchDispatchMode):

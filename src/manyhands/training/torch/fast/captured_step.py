@@ -229,7 +229,9 @@ class GraphStep:
         ):
             return None
         if not may_choose():
-            self.no_convolutions = "convolutions: PyTorch's ways, because results are to be the same in every run"
+            self.no_convolutions = (
+                "convolutions: PyTorch's ways (deterministic algorithms are asked for, or cuDNN is off)"
+            )
             return None
         return ChosenConvolutions(steps)
 
