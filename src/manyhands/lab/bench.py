@@ -6,13 +6,13 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from manyhands import tree
 from manyhands.device import Device
 from manyhands.errors import NotHere, ResultsDiffer
 from manyhands.lab.finding import Times, Trial
+from manyhands.lab.operations import Operations
 from manyhands.schedule import timing
 
 _LONG_ENOUGH = 5e-3  # seconds: shorter calls are timed several in a row
@@ -46,9 +46,9 @@ class Bench:
         self._most, self._apart, self._say, self._made = most_devices, apart, say, list[Any]()
 
     @property
-    def operations(self) -> ModuleType:
+    def operations(self) -> Operations:
         """``matmul``, ``norm``, ``relu``, ``tensor``, ``numpy``: see :mod:`manyhands.lab.operations`."""
-        return importlib.import_module(f"manyhands.lab.{self.framework}.operations")
+        return cast(Operations, importlib.import_module(f"manyhands.lab.{self.framework}.operations"))
 
     # Devices and tensors
 

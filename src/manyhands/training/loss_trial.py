@@ -26,12 +26,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.errors import BadSettings
+from manyhands.training.data import loader_randomness
 from manyhands.training.data.order import spread
 from manyhands.training.data.sources import Array, Arrays
 
@@ -134,6 +136,23 @@ def partial_note(seen: str | None) -> str | None:
         f"whether the loss is a mean over samples was tried on {seen}: where others may weigh more or less, return "
         "mh.LossSum(total, count) to be sure"
     )
+
+
+def note_of(compute: Callable[..., Pass], chosen: Chosen, seen: str | None, **how: Any) -> str | None:
+    """Refuse a loss whose parts do not add up over the chosen samples; or a note, where that is not known.
+
+    ``compute`` gives the pass of some rows of a batch; ``how`` is for :func:`check`. An error of the user's code is
+    no reason to refuse a job: the first step raises it.
+    """
+    batches = [(partial(compute, batch), len(batch)) for batch in chosen.batches]
+    try:
+        with loader_randomness.kept():
+            why: str | Exception | None = check(batches, **how)
+    except BadSettings:
+        raise
+    except Exception as error:
+        why = error
+    return outcome(why, seen)
 
 
 def outcome(why: str | Exception | None, seen: str | None) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from manyhands.training.running_sums import Figures, or_none
+from manyhands.training.running_sums import Figures
 
 
 class StepMeans:
@@ -42,10 +42,6 @@ def named(figures: Figures, part: str) -> dict[str, float]:
     """Loss and, where answers can be right, accuracy by name: train_loss, train_acc."""
     means = {f"{part}_loss": figures.loss}
     return {**means, f"{part}_acc": figures.accuracy} if figures.counted else means
-
-
-def for_json(figures: dict[str, Any]) -> dict[str, Any]:
-    return {name: or_none(value) if isinstance(value, float) else value for name, value in figures.items()}
 
 
 def _sum(carried: Figures, sums: Figures, given: Figures) -> Figures:

@@ -6,7 +6,6 @@ parts, and a loss that we do not know is tried.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from flax import nnx
 
 from manyhands.errors import BadSettings
 from manyhands.training import loss_trial
-from manyhands.training.data import loader_randomness
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax import skeleton as models
@@ -89,13 +87,7 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
         return Pass([Term(float(total), float(count), arrays_of)])
 
     precisions = {str(leaf.dtype) for leaf in jax.tree.leaves(numbers["parameters"])}
-    own_step = not isinstance(objective, Supervised)
-    batches = [(functools.partial(compute, batch), len(batch)) for batch in chosen.batches]
-    try:
-        with loader_randomness.kept():
-            why: Any = loss_trial.check(batches, precisions=precisions, own_step=own_step)
-    except BadSettings:
-        raise
-    except Exception as error:
-        why = error
-    return loss_trial.outcome(why, chosen.seen if isinstance(data, Arrays) else "the first batch of the loader")
+    own_step, seen = not isinstance(objective, Supervised), chosen.seen
+    if not isinstance(data, Arrays):
+        seen = "the first batch of the loader"
+    return loss_trial.note_of(compute, chosen, seen, precisions=precisions, own_step=own_step)

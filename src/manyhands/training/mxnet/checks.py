@@ -6,7 +6,6 @@ first batch to get their shapes, and on several devices, or with ``accumulate``,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from mxnet import autograd, gluon
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.training import launcher, loss_trial, refusals
-from manyhands.training.data import loader_randomness
 from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Batch, Source, Stream
 from manyhands.training.loss_trial import Pass, Term
@@ -132,18 +130,11 @@ def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> st
         picked = arrays.rows([numbers[row] for row in rows])
         return _pass(objective, laid_for(model, arrays.prepare(tuple(map(modes.native, picked)))), trained)
 
-    batches = [(functools.partial(compute, batch), len(batch)) for batch in chosen.batches]
-    precisions, own_step = {np.dtype(array.dtype).name for array in trained}, objective.loss is None
+    precisions = {np.dtype(array.dtype).name for array in trained}
     try:
-        with loader_randomness.kept():
-            why: Any = loss_trial.check(batches, precisions=precisions, own_step=own_step)
-    except BadSettings:
-        raise
-    except Exception as error:
-        why = error
+        return loss_trial.note_of(compute, chosen, seen, precisions=precisions, own_step=objective.loss is None)
     finally:
         attributes.put()
-    return loss_trial.outcome(why, seen)
 
 
 def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:
