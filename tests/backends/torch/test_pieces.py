@@ -185,6 +185,54 @@ def test_passes_through_different_results_do_not_disturb_each_other() -> None:
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+def test_second_derivatives_are_those_of_the_arguments_as_they_were() -> None:
+    weight = torch.full((4,), 2.0, requires_grad=True)
+
+    def adds(x: torch.Tensor) -> torch.Tensor:
+        print("called")
+        x.add_(1)
+        return (x * weight * weight).sum()
+
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        print("called")
+        return ((x + 1) * weight * weight).sum()
+
+    def second(value: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(value, weight, create_graph=True)
+        return torch.autograd.grad(slope.sum(), weight)[0]
+
+    for plain in (adds, keeps):
+        fast = in_pieces(plain)
+        for _ in range(3):
+            found, expected = (second(printed(lambda call=call: call(torch.ones(4)))[0]) for call in (fast, plain))
+            assert torch.equal(found, expected)
+    x = torch.ones(4)
+    value, _ = printed(lambda: fast(x))
+    x.fill_(100.0)
+    with pytest.raises(RuntimeError, match="Write to a copy"):
+        second(value)
+
+
+def test_a_weight_that_a_loss_does_not_reach_has_no_gradient() -> None:
+    weights = [torch.ones(4, requires_grad=True) for _ in range(2)]
+
+    def both(x: torch.Tensor) -> Any:
+        print("called")
+        return [(x * weight).sin().sum() for weight in weights]
+
+    fast = in_pieces(both)
+    for number in (0, 1, 0, 1, 0):
+        for call in (both, fast):
+            weights[0].grad = weights[1].grad = None
+            printed(lambda call=call: call(X[0]))[0][number].backward()
+            assert weights[1 - number].grad is None
+            expected = X[0] * X[0].cos()
+            assert torch.equal(weights[number].grad, expected)  # type: ignore[arg-type]
+    results, _ = printed(lambda: fast(X[0]))
+    sum(results).backward()
+    assert all(weight.grad is not None for weight in weights)
+
+
 def changes_state() -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]:
     state: dict[str, Any] = {"calls": 0, "sums": [], "weight": torch.ones(4, 4)}
 

@@ -186,6 +186,7 @@ class ForwardGraph:
     fixed: frozenset[int]  # arguments that are parameters and buffers: they lie where they lay
     written_back: int  # the first results: PyTorch copies each into an argument at once
     results: int  # these and the caller's; the ones behind them are kept for the backward pass
+    written: frozenset[int]  # arguments that the function writes to
 
 
 def forward_graph() -> ForwardGraph | None:
@@ -199,7 +200,9 @@ def forward_graph() -> ForwardGraph | None:
     known.bw_donated_idxs = []  # the backward graph takes nothing: a graph may be retained (see aot_autograd)
     changed = [known.input_info[number] for number in known.mutated_inp_runtime_indices]
     copied = all(one.mutates_data and not one.mutates_metadata and not one.mutates_storage_metadata for one in changed)
-    return ForwardGraph(frozenset(known.static_input_indices), len(changed) if copied else 0, known.num_forward)
+    written_back = len(changed) if copied else 0
+    written = frozenset(known.mutated_inp_runtime_indices)
+    return ForwardGraph(frozenset(known.static_input_indices), written_back, known.num_forward, written)
 
 
 # How Dynamo captures a function for the sake of its guards: with the backward pass inside, and recurrent layers.

@@ -38,15 +38,24 @@ _RECENT = 4  # plans of one graph that are kept: a graph may be for several shap
 Make = Callable[[Function, bool], Planner]  # of a function; True: the next call may overwrite results
 
 
-def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, make_backward: Make | None = None) -> Function:
+def compile_with(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    make: Make,
+    make_backward: Make | None = None,
+    hear: Callable[[compat.ForwardGraph | None], None] = lambda _: None,
+) -> Function:
     """What Dynamo shall call instead of a module; ``make`` plans a function of tensors.
 
-    ``make_backward`` plans the graph of the backward pass, if that is to be known.
+    ``make_backward`` plans the graph of the backward pass, if that is to be known; ``hear`` is told what PyTorch knows
+    of the forward graph.
     """
     places = set[int]()
 
     def forward(graph: GraphModule, _: Any) -> Function:
-        return compat.make_boxed_function(_PlannedGraph(graph, make, places, compat.forward_graph()))
+        known = compat.forward_graph()
+        hear(known)
+        return compat.make_boxed_function(_PlannedGraph(graph, make, places, known))
 
     def backward(graph: GraphModule, _: Any) -> Function:
         return compat.make_boxed_function(_PlannedGraph(graph, make_backward or make, places, None))

@@ -1,16 +1,17 @@
-"""Backward passes through a planned piece that PyTorch's compiled backward pass refuses.
+"""Backward passes through a planned piece that PyTorch's compiled backward pass refuses, or does in another way.
 
-A program that works without us has to work with us. PyTorch's compiled backward pass raises an error in two cases where
-plain execution may raise none:
+What works without us has to work with us, and to give the same. Three cases differ:
 
-- It is to be derived again (``create_graph=True``).
-- It is asked for a second time without ``retain_graph=True``. Plain execution refuses that only where an operation
+- A pass is to be derived again (``create_graph=True``). Compiled ones refuse that.
+- A pass is asked for a second time without ``retain_graph=True``. Plain execution refuses that only where an operation
   on the way had saved a tensor: ``(x + w).sum()`` can be gone through any number of times.
+- A pass begins at some of the results. Weights that only the others depend on have no gradient then; a compiled pass
+  gives them zeros, and an optimizer would move them.
 
-In both cases the piece's forward pass is done again as Dynamo captured it, operation by operation, and PyTorch derives
-that. Random numbers are those that were drawn; what the piece writes to without a gradient (running averages) is
-written to in a copy. For a second pass the earlier passes are repeated first, so that PyTorch itself says whether a
-saved tensor is missing.
+In these cases the piece's forward pass is done again as Dynamo captured it, operation by operation, and PyTorch derives
+that. Random numbers are those that were drawn; running averages are written to in a copy. For a second pass the earlier
+passes are repeated first, so that PyTorch itself says whether a saved tensor is missing. Which weights some results do
+not reach is learned once, and counts for later passes of the piece.
 
 A piece's results are the outputs of one node of PyTorch's graph, whose class is made for that piece. Its ``backward``
 is replaced, and what it needs is kept with each node.
@@ -25,7 +26,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from manyhands.backends.torch.compat import write_count
+
 _KEY = "manyhands"
+_WRITTEN = (
+    "A second derivative through a function that manyhands plans in pieces needs its arguments as they were, and one "
+    "of them has been written to since. Write to a copy, or derive before you write."
+)
 _SECOND_TIME = "backward through the graph a second time"  # in PyTorch's error
 
 
@@ -38,6 +45,7 @@ class _Forward:
     outputs: dict[int, int]  # the node's outputs, by number, among the results
     places: tuple[int | None, ...]  # for each of the node's inputs the argument that it is
     draw_again: Callable[[], None] | None  # begins with the random numbers that were drawn
+    watched: list[tuple[torch.Tensor, int]]  # arguments that the results depend on, and how often they were written to
     # Which of the node's outputs had gradients, in each backward pass since the last one that kept the graph.
     passes: list[frozenset[int]] = field(default_factory=list)
 
@@ -45,14 +53,28 @@ class _Forward:
         """Before a backward pass: PyTorch has not yet put zeros in the places of gradients that are missing."""
         self.passes.append(frozenset(number for number, one in enumerate(gradients) if one is not None))
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the arguments are what they were in the forward pass."""
+        return all(write_count(one) == count for one, count in self.watched)
+
 
 def can_be_gone_through(
     results: Sequence[Any],
     forward: Callable[..., Sequence[Any]],
     arguments: tuple[Any, ...],
     draw_again: Callable[[], None] | None,
+    statistics: frozenset[int] = frozenset(),
 ) -> None:
-    """Let backward passes through these results be derived and repeated; they came from ``forward`` in another way."""
+    """Let backward passes through these results be derived and repeated; they came from ``forward`` in another way.
+
+    ``statistics`` are the numbers of arguments that only running averages are written to.
+    """
+    watched = [
+        (one, write_count(one))
+        for number, one in enumerate(arguments)
+        if isinstance(one, torch.Tensor) and number not in statistics and not one.is_inference()
+    ]
     nodes: dict[int, Any] = {
         id(one.grad_fn): one.grad_fn for one in results if isinstance(one, torch.Tensor) and one.grad_fn is not None
     }
@@ -67,15 +89,18 @@ def can_be_gone_through(
         }
         places = tuple(edges.get((function, number)) for function, number in node.next_functions)
         outputs = {one.output_nr: number for number, one in enumerate(results) if getattr(one, "grad_fn", None) is node}
-        known = node.metadata[_KEY] = _Forward(forward, arguments, outputs, places, draw_again)
+        known = node.metadata[_KEY] = _Forward(forward, arguments, outputs, places, draw_again, watched)
         node.register_prehook(known.notes_pass)
         if not hasattr(kind, "_can_be_gone_through"):
             kind._can_be_gone_through = True
-            kind.backward = staticmethod(_either(kind.backward))
+            kind.backward = staticmethod(_either(kind.backward, {}))
 
 
-def _either(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled backward pass, or the one as written where it refuses."""
+def _either(backward: Callable[..., Any], missing: dict[frozenset[int], list[bool]]) -> Callable[..., Any]:
+    """The compiled backward pass, or the one as written where it refuses.
+
+    ``missing`` knows of passes that begin at some of the results which of the gradients are not there.
+    """
 
     def either(node: Any, *gradients: Any) -> Any:
         known: _Forward | None = node.metadata.get(_KEY)
@@ -84,7 +109,15 @@ def _either(backward: Callable[..., Any]) -> Callable[..., Any]:
         boxed = len(gradients) == 1 and isinstance(gradients[0], list)
         given = list(gradients[0] if boxed else gradients)  # the compiled pass empties the list
         if torch.is_grad_enabled():
+            if not known.is_unchanged:
+                raise RuntimeError(_WRITTEN)
             return _derived(known, [(dict(enumerate(given)), True)])
+        reached = known.passes[-1]
+        if reached not in missing and not known.outputs.keys() <= reached and known.is_unchanged and _has_saved(node):
+            with torch.enable_grad():
+                gradients_as_written = _derived(known, [({number: given[number] for number in reached}, False)])
+            missing[reached] = [one is None for one in gradients_as_written]
+            return gradients_as_written
         try:
             found = backward(node, *gradients)
         except RuntimeError as error:
@@ -92,9 +125,20 @@ def _either(backward: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             return _repeated(known, given, error)
         del known.passes[:-1]  # those before have kept the graph
+        if reached in missing:
+            return tuple(None if gone else one for one, gone in zip(found, missing[reached], strict=True))
         return found
 
     return either
+
+
+def _has_saved(node: Any) -> bool:
+    """Whether what was saved for the backward pass is still there."""
+    try:
+        node.saved_tensors  # noqa: B018 - it raises
+    except RuntimeError:
+        return False
+    return True
 
 
 def _repeated(known: _Forward, gradients: Sequence[Any], error: RuntimeError) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect
 
 import manyhands
@@ -116,6 +116,7 @@ class InPieces:
             self._note(f"{_place(module, self._name)} {left}: Python runs it, and what it calls is planned")
             raise _LeftToPython
         captured = _Captured(Piece(_place(module, self._name)), bool(code) and code[0] in self._first, self._local)
+        captured.statistics = _statistics(module)
         _keep_effects(module)
         captured.count = _keep_unused(module)
         captured.forward = module.forward
@@ -125,7 +126,11 @@ class InPieces:
                 inputs,
                 functools.partial(self._planner, captured, is_backward=False),
                 functools.partial(self._planner, captured, is_backward=True),
+                captured.hears,
             )
+            if captured.writes and torch.is_grad_enabled() and any(_needs_gradient(one) for one in inputs):
+                self._note(f"{captured.piece.place} is run plainly: it writes to an argument, and has gradients")
+                captured.run = module.forward
         except Exception as error:
             self._note(f"{captured.piece.place} is run plainly: it cannot be planned ({first_line(error)})")
             captured.run = module.forward
@@ -136,6 +141,27 @@ class InPieces:
             torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes
         )
         return self._make(captured.piece, graph, is_backward, reuse)
+
+
+def _statistics(module: GraphModule) -> frozenset[int]:
+    """The arguments that are running averages, or counters: results do not depend on what is written there."""
+    inputs = enumerate(module.graph.find_nodes(op="placeholder"))
+    return frozenset(number for number, node in inputs if all(_is_statistic(node, user) for user in node.users))
+
+
+def _is_statistic(node: Node, user: Node) -> bool:
+    if user.target == "add_":
+        return user.args[0] is node and not user.users
+    if user.target is not torch.nn.functional.batch_norm:
+        return False
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    given = {**dict(zip(names, user.args, strict=False)), **user.kwargs}
+    places = {name for name in names if given.get(name) is node}
+    return bool(given.get("training")) and places <= {"running_mean", "running_var"}
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _keep_effects(module: GraphModule) -> None:
@@ -171,6 +197,8 @@ class _Captured:
     run: Callable[..., Any]
     forward: Callable[..., Any]  # the graph as Dynamo captured it
     count: int  # of the results that Dynamo knows of
+    statistics: frozenset[int]  # arguments that are running averages, by number
+    writes = True  # to other arguments
 
     def __init__(self, piece: Piece, is_first: bool, local: threading.local) -> None:
         self.piece, self._is_first, self._local = piece, is_first, local
@@ -186,7 +214,7 @@ class _Captured:
             results = self.run(*arguments)
             if torch.is_grad_enabled():
                 draw_again = None if before is None else functools.partial(_set_random_state, before)
-                can_be_gone_through(results, self.forward, arguments, draw_again)
+                can_be_gone_through(results, self.forward, arguments, draw_again, self.statistics)
             return results[: self.count]
         except Exception as error:
             self._local.failed = error
@@ -195,6 +223,9 @@ class _Captured:
             if before is not None:
                 _set_random_state(before)
             raise
+
+    def hears(self, known: compat.ForwardGraph | None) -> None:
+        self.writes = known is None or not known.written <= self.statistics
 
     def failed_at_start(self, error: BaseException) -> bool:
         """Whether this is the error of a graph before which nothing had happened, and which has changed nothing."""
