@@ -125,3 +125,21 @@ def test_the_trainer_says_what_it_chose(tuned: bool, tmp_path: Path) -> None:
     told = (tmp_path / "run" / "step.txt").read_text()
     print(told)
     assert ("convolutions: " in told) == tuned
+
+
+def test_a_compiled_function_says_what_it_chose() -> None:
+    torch.manual_seed(0)
+    down = torch.nn.Conv2d(64, 128, 1, stride=2, bias=False)
+    net = torch.nn.Sequential(down, torch.nn.ReLU(), torch.nn.Conv2d(128, 128, 3, padding=1), torch.nn.Tanh())
+    net = net.to("cuda", torch.bfloat16, memory_format=torch.channels_last).eval()
+    x = torch.rand(256, 64, 28, 28, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+
+    @mh.parallel(compile=True)
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return net(x)
+
+    plain = net(x)
+    torch.testing.assert_close(run(x), plain, rtol=0.05, atol=0.05)
+    print(run.explain())
+    assert "convolutions: " in run.explain()

@@ -51,6 +51,10 @@ class Trace(Protocol):
     def tasks(self) -> Sequence[Task]: ...
 
     @property
+    def passes(self) -> Sequence[str]:
+        """What passes have done to it, in words."""
+
+    @property
     def holds(self) -> Callable[[], bool]:
         """Whether all that it depends on outside its arguments is as it was."""
 

@@ -85,6 +85,7 @@ def _better_of(
     if not lanes:
         count, before = sum(_is_region(task.name) for task in fused.tasks), len(trace.tasks)
         better.notes.append(f"{count} compiled regions: {len(fused.tasks)} tasks instead of {before}")
+        better.notes += fused.passes
     return True, better
 
 

@@ -99,6 +99,7 @@ class Trace:
     # The trace before its operations were taken apart for lanes, where some were: one lane, or a compiler, is better
     # off with them.
     unsplit: Trace | None = field(repr=False, default=None)
+    passes: list[str] = field(default_factory=list)  # what they have done, in words
 
     def constant_values(self) -> list[torch.Tensor]:
         values = [getattr(self.module, str(node.target)) for node in self.constants]

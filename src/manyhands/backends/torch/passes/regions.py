@@ -101,7 +101,8 @@ def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence
     if not any(unit.compiler is compiler for unit in units):
         raise CannotFuse("no two small operations follow each other")
     fused, _ = cast_together(found.rewritten(_Writer(found).write(_ordered(units, wanted))))
-    fused, _ = tune_convolutions(fused, _CALLS)
+    fused, tuned = tune_convolutions(fused, _CALLS)
+    fused.passes += [f"convolutions: {tuned}"] if tuned is not None else []
     return _described(fused, as_written)
 
 
