@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,3 +121,50 @@ def test_second_derivatives() -> None:
             found.append([x.grad, *grads])
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_passes_from_some_results_and_passes_again() -> None:
+    """A weight that a loss does not reach has no gradient; what has saved nothing can be gone through twice."""
+    weights = [torch.ones(8, device=DEVICE, requires_grad=True) for _ in range(2)]
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        print("called")  # in pieces
+        return (x + weights[0]).sum(), (x * weights[1]).sin().sum()
+
+    fast, x = mh.parallel(both, synchronous=True), torch.randn(8, device=DEVICE)
+    for number in (0, 1, 0, 1):
+        found = []
+        for call in (both, fast):
+            weights[0].grad = weights[1].grad = None
+            loss = call(x)[number]
+            loss.backward()
+            if number == 0:
+                loss.backward()
+            else:
+                with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                    loss.backward()
+            found.append([one.grad for one in weights])
+        for one, other in zip(*found, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+
+
+def test_a_whole_training_step_is_guarded_by_dynamo() -> None:
+    settings = UserDict(scale=2.0)
+    net = nn.Linear(8, 2).to(DEVICE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean() * settings["scale"]
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    fast, x = mh.parallel(step, synchronous=True), torch.randn(4, 8, device=DEVICE)
+    for number in range(6):
+        assert torch.equal(fast(x), step(x))
+        if number % 2:
+            settings["scale"] += 1
+    assert fast.planned.guards is not None
+    assert not optimizer.param_groups[0].get("capturable", False)
