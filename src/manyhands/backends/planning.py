@@ -282,8 +282,8 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
     def untouched(self, trace: TraceT, tensors: Sequence[Tensor]) -> AbstractContextManager[Callable[[], None]]:
         """Trying a function leaves nothing behind; gives what puts back what was written so far."""
 
-    def telling(self, call: CallT) -> CallT:
-        """The call with numbers that tell ways apart, where its own are all the same."""
+    def with_varied_numbers(self, call: CallT) -> CallT:
+        """The call with varied numbers in place of arguments whose numbers are all the same: they compare nothing."""
 
     def expected(self, trace: TraceT, call: CallT, plainly: Run) -> list[Value]:
         """What plain execution gives and leaves behind."""

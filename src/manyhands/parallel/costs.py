@@ -38,7 +38,8 @@ class Costed:
     remembered: int = 0
     estimated: int = 0
 
-    def told(self) -> str:
+    def summary(self) -> str:
+        """How many costs were measured, remembered and estimated."""
         return (
             f"costs: {self.measured} kinds of operations measured now, {self.remembered} remembered, "
             f"{self.estimated} estimated"

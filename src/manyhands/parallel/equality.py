@@ -41,10 +41,10 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
         notes: list[str],
     ) -> Self:
         """With plain execution's results for numbers that tell ways apart, where the function takes such numbers."""
-        told = backend.telling(call)
-        if told is not call:
+        varied = backend.with_varied_numbers(call)
+        if varied is not call:
             try:
-                return cls(backend, trace, told, backend.expected(trace, told, plainly), notes)
+                return cls(backend, trace, varied, backend.expected(trace, varied, plainly), notes)
             except Exception as error:
                 notes.append(
                     "all numbers of an argument are the same, so that results tell little; the function does not take "

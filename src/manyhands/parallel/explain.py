@@ -26,8 +26,8 @@ def explain(name: str, planned: Planned) -> str:
     lines = [f"{name}: run {planned.pieces.how}" if planned.pieces is not None else f"{name}: run as {planned.how}"]
     width = max((len(str(way)) for way in [*planned.seconds, *planned.predicted]), default=0)
     for way, spent in planned.seconds.items():
-        told = f", predicted {_ms(planned.predicted[way])}" if way in planned.predicted else ""
-        lines.append(f"  {way!s:<{width}} {spent * 1e3:9.3f} ms measured{told}")
+        predicted = f", predicted {_ms(planned.predicted[way])}" if way in planned.predicted else ""
+        lines.append(f"  {way!s:<{width}} {spent * 1e3:9.3f} ms measured{predicted}")
     for way, seconds in planned.predicted.items():
         if way not in planned.seconds:
             lines.append(f"  {way!s:<{width}} {'':>9}    not measured, predicted {_ms(seconds)}")
@@ -42,12 +42,12 @@ def explain(name: str, planned: Planned) -> str:
         )
     lines += [f"  advice: {one}" for one in planned.advice]
     if planned.costed is not None:
-        lines.append(f"  {planned.costed.told()}")
+        lines.append(f"  {planned.costed.summary()}")
     if planned.planning:
         lines.append(f"  planned in {planned.planning}")
     lines += [f"  {note}" for note in planned.notes]
     if planned.pieces is not None:
-        lines += planned.pieces.told(explain)
+        lines += planned.pieces.explained(explain)
     return "\n".join(lines)
 
 

@@ -190,7 +190,7 @@ class Parallel(ParallelFunction[P, R]):
         if why is None:
             with Progress(explain.name_of(self.function), shown=self.shows_progress) as progress:
                 planned = self._plan(call, progress, first=count == 1)
-            planned.planning = progress.told()
+            planned.planning = progress.summary()
         else:
             planned = Planned(self._plainly, notes=[why])
         if not planned.again:

@@ -181,15 +181,15 @@ class Pieces:
         )
         return text if self._next == self._alone else f"{text}; still being compared with {AS_WRITTEN}"
 
-    def told(self, explained: Callable[[str, Planned], str]) -> list[str]:
-        """The breaks and the pieces, in lines; ``explained`` tells of one piece."""
+    def explained(self, explain: Callable[[str, Planned], str]) -> list[str]:
+        """Lines about the breaks and the pieces; ``explain`` describes one piece."""
         if self._captured is None:
             return []
         capture = self._captured.capture
         lines = [f"  break {number}: {one}" for number, one in enumerate(capture.breaks, 1)]
         lines += [f"  {note}" for note in capture.notes]
         for name, planned in self._captured.plans(self.last):
-            lines += [f"  {line}" for line in explained(name, planned).splitlines()]
+            lines += [f"  {line}" for line in explain(name, planned).splitlines()]
         return lines
 
     def plans(self) -> list[tuple[str, Planned]]:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from manyhands.backends.exactness import Verdict
 from manyhands.backends.torch import virtual
 from manyhands.backends.torch.addresses import shown_by
-from manyhands.backends.torch.capture.call import Call, call, telling, trace
+from manyhands.backends.torch.capture.call import Call, call, trace, with_varied_numbers
 from manyhands.backends.torch.capture.facts import (
     batch_hint,
     copied_bytes,
@@ -372,7 +372,6 @@ __all__ = [
     "stream_run",
     "synchronous_run",
     "tasks",
-    "telling",
     "thread_run",
     "threads",
     "timed",
@@ -384,4 +383,5 @@ __all__ = [
     "verdict",
     "why_no_graph",
     "with_threads",
+    "with_varied_numbers",
 ]

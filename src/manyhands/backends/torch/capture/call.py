@@ -225,19 +225,19 @@ def _why_plain() -> str | None:
 _COMMON = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def telling(call: Call) -> Call:
+def with_varied_numbers(call: Call) -> Call:
     """The call to compare ways with: where all numbers of an argument are the same, as in a warm-up, others instead.
 
     With zeros nearly everything is equal. The others are between zero and the number itself: a probability stays one.
     """
-    tensors = [_drawn(tensor) if _says_nothing(tensor) else tensor for tensor in call.tensors]
+    tensors = [_random_like(tensor) if _is_constant(tensor) else tensor for tensor in call.tensors]
     if all(drawn is tensor for drawn, tensor in zip(tensors, call.tensors, strict=True)):
         return call
     arguments, keywords = call.rebuild(tensors)
     return replace(call, tensors=tensors, arguments=arguments, keywords=keywords)
 
 
-def _says_nothing(tensor: torch.Tensor) -> bool:
+def _is_constant(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or tensor.dtype not in _COMMON or tensor.numel() < 2:
         return False
     numbers = tensor.detach()
@@ -246,7 +246,7 @@ def _says_nothing(tensor: torch.Tensor) -> bool:
     return bool((numbers == numbers.flatten()[0]).all()) and not (tensor.is_leaf and tensor.grad is not None)
 
 
-def _drawn(tensor: torch.Tensor) -> torch.Tensor:
+def _random_like(tensor: torch.Tensor) -> torch.Tensor:
     """Of the same form, with numbers that are drawn from nobody's generator."""
     own = torch.Generator(tensor.device).manual_seed(0)
     numbers = torch.rand(tensor.shape, device=tensor.device, dtype=torch.float32, generator=own)

@@ -88,10 +88,10 @@ def break_of(error: BaseException) -> Break | None:
 
 
 def _words(text: str) -> str:
-    told, _, rest = text.partition("Explanation:")
+    summary, _, rest = text.partition("Explanation:")
     explanation = rest.strip().partition("\n")[0]
     named = re.search(r"`([^`]+?)\.?`", explanation)
-    first = told.strip().partition("\n")[0]
+    first = summary.strip().partition("\n")[0]
     for word, meaning in _BREAKS:
         if word in first.lower() or (word == "graph_break()" and word in text):
             return meaning.format(named[1].removeprefix("builtins.") if named else "a function")

@@ -43,18 +43,18 @@ def compile_with(
     inputs: Sequence[Any],
     make: Make,
     make_backward: Make | None = None,
-    hear: Callable[[compat.ForwardGraph | None], None] = lambda _: None,
+    report: Callable[[compat.ForwardGraph | None], None] = lambda _: None,
 ) -> Function:
     """What Dynamo shall call instead of a module; ``make`` plans a function of tensors.
 
-    ``make_backward`` plans the graph of the backward pass, if that is to be known; ``hear`` is told what PyTorch knows
-    of the forward graph.
+    ``make_backward`` plans the graph of the backward pass, if that is to be known; ``report`` gets what
+    PyTorch knows of the forward graph.
     """
     places = set[int]()
 
     def forward(graph: GraphModule, _: Any) -> Function:
         known = compat.forward_graph()
-        hear(known)
+        report(known)
         return compat.make_boxed_function(_PlannedGraph(graph, make, places, known))
 
     def backward(graph: GraphModule, _: Any) -> Function:

@@ -126,7 +126,7 @@ class InPieces:
                 inputs,
                 functools.partial(self._planner, captured, is_backward=False),
                 functools.partial(self._planner, captured, is_backward=True),
-                captured.hears,
+                captured.notes_writes,
             )
             if captured.writes and torch.is_grad_enabled() and any(_needs_gradient(one) for one in inputs):
                 self._note(f"{captured.piece.place} is run plainly: it writes to an argument, and has gradients")
@@ -224,7 +224,7 @@ class _Captured:
                 _set_random_state(before)
             raise
 
-    def hears(self, known: compat.ForwardGraph | None) -> None:
+    def notes_writes(self, known: compat.ForwardGraph | None) -> None:
         self.writes = known is None or not known.written <= self.statistics
 
     def failed_at_start(self, error: BaseException) -> bool:
