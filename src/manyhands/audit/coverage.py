@@ -27,7 +27,7 @@ SEEN: Mapping[str, Mapping[Kind, str]] = MappingProxyType(
                 Kind.CHECK: "`torch.linalg.cholesky`, `inv`, `solve`, `eigh`, `det`, `slogdet`",
                 Kind.COLLECTIVE: "`torch.distributed.barrier`; other collectives on Gloo, without `async_op=True`",
                 Kind.LOADER: "`DataLoader`; predicted only from 20 ms a batch on",
-                Kind.LAUNCHES: "predicted only (`--as-if-gpu`)",
+                Kind.LAUNCHES: "predicted only (`--as-if-gpu`); in at least every second step",
             }
         ),
         "jax": MappingProxyType(

@@ -32,6 +32,10 @@ _INTEGER = {
     "tensorflow": "tf.cast({}, tf.int64)",
     "mxnet": '{}.detach().astype("int64")',
 }
+_INDEX = (
+    "the host reads an index that is a tensor without dimensions: use gather, index_select or a Python number, or give "
+    "the index a dimension (i.view(1))"
+)
 _METHODS = ("item", "tolist", "asscalar")
 _FACTORIES = {"zeros", "ones", "full", "arange", "eye", "linspace", "empty"}
 _SIZES = {
@@ -97,7 +101,9 @@ def cure(
         return _DISTRIBUTION
     if "error_if_nonfinite=True" in code:
         return re.sub(r",?\s*error_if_nonfinite=True", "", code)
-    if library or not code or kind not in _MAKERS:
+    if library:
+        return f"this is the library's code; {wait.in_words}; or call it less often"
+    if not code or kind not in _MAKERS:
         return wait.in_words
     statement = Statement.at(*place, code) if place is not None else Statement.alone(code)
     return _MAKERS[kind](wait, statement) or wait.in_words
@@ -107,6 +113,8 @@ def cure(
 
 
 def _read(wait: _Wait, line: Statement) -> str | None:
+    if wait.name in ("__getitem__", "__setitem__"):
+        return _INDEX
     if wait.name in _METHODS:
         reads = [call for call in line.calls(wait.name) if isinstance(call.func, ast.Attribute)]
     else:
@@ -194,9 +202,16 @@ def _to_host(wait: _Wait, line: Statement) -> str | None:
     for copy in copies:
         last = _after(line, copy, "numpy") or copy
         if line.fate(last) is not Fate.KEPT:
-            return None
+            return _wanted_on_host(line, last)
         edits.append((line.dot(copy), line.end(last), f'.to("cpu", {_OPTION})'))
     return f"{line.edited(*edits)}, and one torch.cuda.synchronize() before it is read"
+
+
+def _wanted_on_host(line: Statement, copy: ast.Call) -> str | None:
+    around = next((node for node in line.above(copy) if isinstance(node, ast.Call)), None)
+    if around is None or not name_of(around) or line.fate(copy) is not Fate.NEEDED:
+        return None
+    return f"{name_of(around)}() takes it on the host: keep a copy there, or call it every 100 steps only"
 
 
 def _after(line: Statement, call: ast.Call, *names: str) -> ast.Call | None:

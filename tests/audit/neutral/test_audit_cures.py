@@ -111,6 +111,8 @@ def test_a_line_becomes_another_line(
         ("buffer.copy_(x)", Kind.TO_DEVICE, "Tensor.copy_", "from pinned memory"),
         ("a = f(torch.from_numpy(b).to(d))", Kind.TO_DEVICE, "Tensor.to", ".pin_memory() before the copy"),
         ("x = x.to(d, non_blocking=True)", Kind.TO_DEVICE, "Tensor.to", "take x from pinned memory"),
+        ("last = pred[i, n - 1]", Kind.READ, "Tensor.__getitem__", "use gather, index_select or a Python number"),
+        ("p = pack(x, n.cpu())", Kind.TO_HOST, "Tensor.cpu", "pack() takes it on the host"),
         ("s, r = env.step(a.item())", Kind.READ, "Tensor.item", "step() takes numbers and has to wait"),
         ("torch.distributed.barrier()", Kind.COLLECTIVE, "torch.distributed.barrier", "remove this line"),
     ],
@@ -122,6 +124,7 @@ def test_where_no_line_is_sure_words_say_it(tmp_path: Path, line: str, kind: Kin
 def test_libraries_that_are_known_have_cures_of_their_own() -> None:
     library = "/site-packages/torch/distributions/distribution.py"
     assert "validate_args=False" in cure(Kind.CONTROL_FLOW, "Tensor.__bool__", "d = Normal(m, s)", library)
+    assert "the library's code" in cure(Kind.READ, "Tensor.item", "o.step(f)", "/torch/optim/lbfgs.py")
     assert "fused=True" in cure(Kind.READ, "Tensor.item", "scaler.step(o)", "/torch/amp/grad_scaler.py")
 
 
@@ -143,4 +146,4 @@ def test_a_statement_of_several_lines_and_code_without_a_file(tmp_path: Path) ->
     assert cure(Kind.READ, "Tensor.item", "", place=("<string>", 3)) == Kind.READ.cure_in("torch")
     scaler = cure(Kind.READ, "Tensor.item", "scaler.step(optimizer)", "torch/amp/grad_scaler.py")
     assert "fused=True" in scaler
-    assert cure(Kind.READ, "Tensor.item", "x = y.item()", "lib.py") == Kind.READ.cure_in("torch")
+    assert Kind.READ.cure_in("torch") in cure(Kind.READ, "Tensor.item", "x = y.item()", "lib.py")

@@ -54,6 +54,17 @@ def test_a_line_is_counted_per_step_and_in_all_without_the_warmup() -> None:
     assert "1 line costs" in made.verdict
 
 
+def test_small_operations_of_a_loop_between_some_steps_are_no_fault_of_the_step() -> None:
+    """An evaluation after an epoch, for example; the same loop in every step is one."""
+    for every, found in ((1, 1), (5, 0)):
+        made = _recorder(0)
+        for step in range(20):
+            for _ in range(50 if step % every == 0 else 1):
+                made.launch(1e-6, (1, Line(HERE, 1)))
+            made.step("optimizer")
+        assert len(report.make(made, program="p", warmup=5).findings) == found
+
+
 def test_waits_after_the_last_step_are_no_part_of_a_step() -> None:
     made = _recorder(8, waits=0)
     _wait(made, 1)

@@ -70,7 +70,7 @@ def choose(finding: Finding) -> Choice:
     if _DECISION.match(finding.source):
         return Choice(Way.KEPT, KEPT[Kind.CONTROL_FLOW])
     if kind in _LATE:
-        if finding.call.endswith(("__index__", ".copy_")):
+        if finding.call.endswith(("__index__", "__getitem__", "__setitem__", ".copy_")):
             return Choice(Way.KEPT, "the value is needed at once")
         return Choice(Way.LATE, CURED[Way.LATE])
     if kind in _COPIES:

@@ -117,6 +117,8 @@ def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any
             least = _LOADER_SECONDS * len(mine) if report.predicted else 0.0
             if waited < least or not _is_slow_loader(waited, alone[number], length.total):
                 continue
+        if key.kind is Kind.LAUNCHES and 2 * len({entry.step for entry in mine}) < report.counted_steps:
+            continue  # a loop between some steps, as an evaluation: no fault of the step
         listed.add(number)
         report.findings.append(_finding(key, sum(entry.times for entry in mine), waited, alone[number], report))
     _fill_times(report, recorder, first, length, length.total - simulate(timeline, listed).total)
