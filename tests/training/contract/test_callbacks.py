@@ -204,7 +204,7 @@ def test_unknown_monitors_list_what_there_is(bench: Bench) -> None:
 
 def test_an_average_of_the_weights(bench: Bench) -> None:
     """Exact on two devices, continued to the bit, used for evaluation, and what load_weights gives."""
-    mh, how = bench.mh, {"epochs": 2, "checkpoints": Checkpoints(every=2)}
+    mh, how = bench.mh, {"epochs": 2, "checkpoints": Checkpoints(every=2), "data": bench.data(samples=64)}
 
     def trained(devices: int, run: Path, **options: Any) -> Any:
         return bench.fit(devices, run=run, callbacks=[mh.EMA(0.5)], **{**how, **options})
@@ -278,7 +278,7 @@ def test_an_average_is_in_the_model_after_fit(bench: Bench) -> None:
     model, loaded = bench.recipes.model("mlp", 0), bench.recipes.model("mlp", 1)
     run = bench.new_run()
     trainer = bench.mh.Trainer(1, quiet=True, run=run, callbacks=[bench.mh.EMA(0.5)], **bench.on(1))
-    trainer.fit(model, bench.data())
+    trainer.fit(model, bench.data(samples=32))
     bench.mh.load_weights(loaded, run)
     assert (bench.answers(model, images) == bench.answers(loaded, images)).all()
 

@@ -288,10 +288,11 @@ def own_schedule(framework: str) -> Any:
 def test_a_schedule_of_the_frameworks_own_is_resumed(bench: Bench) -> None:
     if bench.framework == "torch":
         pytest.skip("tests/training/torch/test_schedulers.py")
-    whole = bench.fit(optimizer=own_schedule(bench.framework))
-    run = bench.new_run()
+    data, run = bench.data(samples=64), bench.new_run()
+    whole = bench.fit(optimizer=own_schedule(bench.framework), data=data)
     for steps in (3, 8):
-        bench.fit(optimizer=own_schedule(bench.framework), limits=Limits(max_steps=steps), run=run, resume="auto")
+        how: dict[str, Any] = {"limits": Limits(max_steps=steps), "run": run, "resume": "auto"}
+        bench.fit(optimizer=own_schedule(bench.framework), data=data, **how)
     assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
     with pytest.raises(BadSettings, match=r"PerStep\(\.\.\.\) is for PyTorch's schedulers"):
         bench.mh.Trainer(schedule=bench.mh.PerStep(lambda optimizer: None))

@@ -118,6 +118,7 @@ def shuffled(count: int) -> list[int]:
     return numbers
 
 
+@pytest.mark.neutral
 def test_a_loader_that_shuffles_goes_on_in_its_order(bench: Bench) -> None:
     whole = bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same)
     for step, every in ((6, 1), (9, None)):  # in the middle of an epoch, and at the start of one

@@ -56,14 +56,14 @@ def test_the_run_says_whose_batch_statistics_they_are(bench: Bench) -> None:
 
 def test_lr_is_the_rate_of_an_optimizer_that_the_trainer_makes(bench: Bench) -> None:
     """By name, as a class, and as a partial with other options: the same Adam, and none with another rate."""
-    make = adam(bench.framework)
+    make, data = adam(bench.framework), bench.data(samples=32)
     results = [
-        bench.fit(epochs=1, optimizer=optimizer, lr=0.01)
+        bench.fit(epochs=1, optimizer=optimizer, lr=0.01, data=data)
         for optimizer in ("adam", "Adam", make, functools.partial(make, **{}))
     ]
     first, *others = [bench.weights(result.run) for result in results]
     assert [largest_difference(first, other) for other in others] == [0, 0, 0]
-    slower = bench.weights(bench.fit(epochs=1, optimizer="adam", lr=0.001).run)
+    slower = bench.weights(bench.fit(epochs=1, optimizer="adam", lr=0.001, data=data).run)
     assert largest_difference(first, slower) > 1e-3
 
 
@@ -102,16 +102,17 @@ def test_so_has_one_that_the_model_makes(bench: Bench) -> None:
 def test_the_books_module_leaves_its_rate_to_the_trainer(bench: Bench) -> None:
     """Without a rate of its own; with one, two that differ contradict each other."""
     how: dict[str, Any] = {"quiet": True, "precision": "fp32", **bench.on(1)}
-    plain = bench.fit(epochs=1, optimizer=None, lr=0.3).rows[-1]["train_loss"]
+    data = bench.data(samples=32)
+    plain = bench.fit(epochs=1, optimizer=None, lr=0.3, data=data).rows[-1]["train_loss"]
     for own, lr in ((None, 0.3), (0.3, None), (0.3, 0.3)):
         model = with_net(bench, bench.mh.Module())
         if own is not None:
             model.lr = own
-        loss = bench.mh.Trainer(1, lr=lr, **how).fit(model, bench.data()).rows[-1]["train_loss"]
+        loss = bench.mh.Trainer(1, lr=lr, **how).fit(model, data).rows[-1]["train_loss"]
         assert loss == pytest.approx(plain, rel=1e-5)
     model.lr = 0.1
     with pytest.raises(BadSettings, match=r"lr=0\.3 was given to the trainer, and the model has lr=0\.1"):
-        bench.mh.Trainer(1, lr=0.3, **how).fit(model, bench.data())
+        bench.mh.Trainer(1, lr=0.3, **how).fit(model, data)
 
 
 def with_net(bench: Bench, module: Any) -> Any:

@@ -101,12 +101,14 @@ def adam(framework: str, beta: float) -> Any:
 def test_the_optimizer_of_the_resuming_job_counts(bench: Bench) -> None:
     """With other betas the job goes on with those, and says so."""
     run = bench.new_run()
-    bench.fit(epochs=1, run=run, optimizer=adam(bench.framework, 0.9))
+    data = bench.data(samples=64)
+    bench.fit(epochs=1, run=run, data=data, optimizer=adam(bench.framework, 0.9))
     results = {}
     for beta in (0.9, 0.5):
         copied = bench.new_run()
         shutil.copytree(run, copied)
-        results[beta] = bench.fit(epochs=2, run=copied, resume="auto", optimizer=adam(bench.framework, beta))
+        how: dict[str, Any] = {"data": data, "optimizer": adam(bench.framework, beta)}
+        results[beta] = bench.fit(epochs=2, run=copied, resume="auto", **how)
     weights = [bench.weights(result.run) for result in results.values()]
     assert largest_difference(*weights) > 1e-4
     assert any("0.5" in note and " instead of " in note for note in results[0.5].notes), results[0.5].notes

@@ -133,12 +133,12 @@ class Shuffles(Chunks):
     """In an order that a generator draws: NumPy's own, or the one that is given."""
 
     def __init__(self, generator: Any = np.random) -> None:
-        super().__init__()
+        super().__init__(48)
         self.generator = generator
 
     def __iter__(self) -> Any:
         order = self.generator.permutation(len(self.y))
-        return iter([(self.X[part], self.y[part]) for part in np.split(order, [16, 32, 48])])
+        return iter([(self.X[part], self.y[part]) for part in np.split(order, [16, 32])])
 
 
 def test_a_loader_with_an_order_of_its_own() -> None:

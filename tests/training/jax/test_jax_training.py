@@ -44,14 +44,14 @@ def stop_at(step: int) -> Any:
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """In the middle of an epoch, with dropout, statistics and an optimizer that counts; on two devices."""
     how: dict[str, Any] = {"optimizer": optax.adamw(0.01), "max_epochs": 2}
-    whole, _ = fit(Net(norm=True, dropout=0.5), vectors(), 2, schedule=lambda _: 1.0, **how)
+    whole, _ = fit(Net(norm=True, dropout=0.5), vectors(64), 2, schedule=lambda _: 1.0, **how)
     stopped = Net(norm=True, dropout=0.5)
     with pytest.raises(Stopped):
-        fit(stopped, vectors(), 2, schedule=stop_at(6), checkpoints=Checkpoints(every=1), run=tmp_path / "run", **how)
+        fit(stopped, vectors(64), 2, schedule=stop_at(6), checkpoints=Checkpoints(every=1), run=tmp_path / "run", **how)
     how |= {"resume": "auto", "run": tmp_path / "run", "schedule": lambda _: 1.0}
-    went_on, result = fit(Net(norm=True, dropout=0.5), vectors(), 2, **how)
+    went_on, result = fit(Net(norm=True, dropout=0.5), vectors(64), 2, **how)
     assert same(went_on, whole)
-    assert [row["samples"] for row in result.rows] == [50, 50]
+    assert [row["samples"] for row in result.rows] == [64, 64]
     assert not same(numbers(stopped), numbers(Net(norm=True, dropout=0.5)))  # what it had learned came home
 
 
@@ -117,7 +117,7 @@ def test_the_callers_model_keeps_its_place_its_kind_and_its_modes() -> None:
     net.eval()
     net.first.bias = nnx.Param(net.first.bias[...].astype(jnp.bfloat16))
     before = numbers(net)
-    result = mh.Trainer(1, devices=devices(2), quiet=True, lr=0.1).fit(net, vectors())
+    result = mh.Trainer(1, devices=devices(2), quiet=True, lr=0.1).fit(net, vectors(48))
     assert mh.device_of(net) == place
     assert net.first.bias.dtype == jnp.bfloat16
     assert (net.norm.use_running_average, net.dropout.deterministic) == (True, True)
@@ -126,7 +126,7 @@ def test_the_callers_model_keeps_its_place_its_kind_and_its_modes() -> None:
     assert any("over the whole batch" in note for note in result.notes)
     net.train()
     net.norm.use_running_average = True  # frozen by the caller
-    mh.Trainer(1, devices=devices(2), quiet=True, lr=0.1).fit(net, vectors())
+    mh.Trainer(1, devices=devices(2), quiet=True, lr=0.1).fit(net, vectors(48))
     assert np.array_equal(numbers(net)["norm.mean"], after["norm.mean"])
 
 
@@ -161,8 +161,8 @@ def test_layers_compute_in_bfloat16_and_keep_their_parameters() -> None:
             seen.append(answer.dtype)
             return answer
 
-    plain, _ = fit(Net(norm=True), vectors(), 2, max_epochs=1)
-    found, result = fit(Watched(norm=True), (vectors(), vectors()), 2, max_epochs=1, precision="bf16")
+    plain, _ = fit(Net(norm=True), vectors(48), 2, max_epochs=1)
+    found, result = fit(Watched(norm=True), (vectors(48), vectors(48)), 2, max_epochs=1, precision="bf16")
     assert set(seen[1:]) == {jnp.dtype(jnp.bfloat16)}  # the first is a look at the shape of the answer
     assert {one.dtype for one in found.values()} == {np.dtype(np.float32)}
     assert 1e-6 < difference(found, plain) < 0.05
@@ -278,12 +278,12 @@ def test_linen_modules_that_cannot_be_trained() -> None:
 
 @pytest.mark.parametrize("kind", [pytest.param("Auto", marks=pytest.mark.long), "Explicit"])
 def test_a_mesh_that_the_caller_has_set(kind: str) -> None:
-    plain, _ = fit(Net(norm=True), vectors(), 3, max_epochs=1)
+    plain, _ = fit(Net(norm=True), vectors(48), 3, max_epochs=1)
     mesh = jax.make_mesh((2,), ("mine",), axis_types=(getattr(jax.sharding.AxisType, kind),))
     with jax.set_mesh(mesh):
         net = Net(norm=True)
         before = net.first.kernel[...].sharding
-        found, _ = fit(net, (vectors(), vectors(9)), 3, max_epochs=1)
+        found, _ = fit(net, (vectors(48), vectors(9)), 3, max_epochs=1)
         assert net.first.kernel[...].sharding == before
         net(jnp.zeros((2, 6)))
     assert difference(found, plain) < 1e-6
