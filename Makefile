@@ -28,20 +28,26 @@ test-%: export OMP_WAIT_POLICY := passive
 test-training-%: export OMP_NUM_THREADS := 1
 
 # The longest first: where two suites run at a time, none of them is left alone at the end.
-SUITES := test-backends-torch test-training-own-torch-s-z test-training-own-torch-a-r test-training-own-tensorflow test-training-own-jax \
-	test-training-contract-jax test-training-contract-tensorflow test-training-contract-torch test-core \
-	test-training-own-mxnet test-examples test-backends-jax test-backends-tensorflow test-virtual-torch test-training-contract-mxnet \
-	test-backends-mxnet test-audit-torch test-virtual-jax test-virtual-tensorflow test-virtual-mxnet test-gpu
+SUITES := test-backends-torch test-training-own-tensorflow test-training-own-jax test-training-own-torch-s-z \
+	test-training-contract-jax test-training-own-torch-a-r test-training-contract-tensorflow test-core test-backends-tensorflow \
+	test-training-contract-torch test-training-own-mxnet test-backends-jax test-examples test-backends-mxnet test-audit-torch \
+	test-training-contract-mxnet test-virtual-torch test-virtual-jax test-virtual-tensorflow test-virtual-mxnet test-gpu
 SUITES_HERE := $(filter-out $(addprefix %-,$(SKIPPED)),$(SUITES))
 OF_EACH := $(foreach kind,test test-backends test-virtual test-training test-training-contract test-training-own,\
 	$(addprefix $(kind)-,$(FRAMEWORKS)))
 
-.PHONY: run test test-long lint types $(SUITES) $(OF_EACH) skipped docs pictures examples test-package bench $(addprefix bench-,$(FRAMEWORKS)) clean
+.PHONY: run test environments everything test-long lint types $(SUITES) $(OF_EACH) skipped docs pictures examples test-package bench $(addprefix bench-,$(FRAMEWORKS)) clean
 
 run: $(VENVS)/torch/.ready
 	$(TORCH)/manyhands train
 
-test: lint types $(SUITES_HERE) docs test-package skipped
+# The environments first: make comes back to suites that had to wait for one only after all others, and these are the longest.
+test: environments
+	@$(MAKE) --no-print-directory everything
+
+environments: $(patsubst %,$(VENVS)/%/.ready,$(HERE) docs)
+
+everything: lint types $(SUITES_HERE) docs test-package skipped
 
 # The site in site/; a warning is an error. Nothing is loaded from the network, here or in a reader's browser.
 docs: $(VENVS)/docs/.ready
