@@ -158,3 +158,11 @@ def test_a_png_names_every_colour_and_times_between_powers_of_ten(tmp_path: Path
     assert axes.yaxis.get_minor_formatter()(0.5, 0) == "500 ms"
     assert axes.yaxis.get_minor_formatter()(0.4, 0) == ""
     assert png.draw(line, tmp_path / "a.png") == tmp_path / "a.png"
+
+
+def test_ways_are_compared_with_one_thread_where_that_is_asked_for() -> None:
+    norms, two, cpu = map(experiments.load, ("logging-norms", "two-devices", "cpu-or-gpu"))
+    assert [norms.uses_one_core(gpus) for gpus in (0, 1)] == [True, False]
+    assert [two.uses_one_core(gpus) for gpus in (0, 1, 2)] == [True, True, False]
+    assert not cpu.uses_one_core(0)
+    assert process.environment(one_core=True)["OMP_NUM_THREADS"] == "1"

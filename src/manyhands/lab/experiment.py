@@ -59,6 +59,11 @@ class Experiment:
     devices: int
     apart: bool
     run: Callable[[Bench], Finding]
+    one_core: bool = False
+
+    def uses_one_core(self, gpus: int) -> bool:
+        """Whether each device is one core of the CPU, where there are so many GPUs."""
+        return self.virtual(gpus) or (self.one_core and not gpus)
 
     def virtual(self, gpus: int) -> bool:
         """Whether virtual devices stand in, where there are so many GPUs."""
@@ -66,16 +71,23 @@ class Experiment:
 
 
 def experiment(
-    name: str, *, question: str, frameworks: tuple[str, ...] = FRAMEWORKS, devices: int = 1, apart: bool = False
+    name: str,
+    *,
+    question: str,
+    frameworks: tuple[str, ...] = FRAMEWORKS,
+    devices: int = 1,
+    apart: bool = False,
+    one_core: bool = False,
 ) -> Callable[[Callable[[Bench], Finding]], Experiment]:
     """Make an experiment of a function.
 
     ``frameworks``: where it makes sense. ``devices``: how many ``bench.devices`` may be asked for; where fewer are
     real, so many virtual ones are made. ``devices=1`` means: the GPU if there is one, else the CPU. ``apart``:
-    none of them may be the host, because there are copies to show.
+    none of them may be the host, because there are copies to show. ``one_core``: without a GPU the CPU computes with
+    one thread, because ways are compared and not numbers of threads (beside other programs two can be much slower).
     """
 
     def make(function: Callable[[Bench], Finding]) -> Experiment:
-        return Experiment(name, question, frameworks, devices, apart, function)
+        return Experiment(name, question, frameworks, devices, apart, function, one_core)
 
     return make

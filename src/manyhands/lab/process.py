@@ -57,7 +57,7 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
             stderr=noise,
             pass_fds=(writing,),
             start_new_session=True,  # a terminal's Ctrl-C is ours; the child is ended by us
-            env=environment(virtual=experiment.virtual(gpus)),
+            env=environment(one_core=experiment.uses_one_core(gpus)),
         )
         os.close(writing)
         try:
@@ -84,9 +84,9 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
     return Result(experiment.name, experiment.question, framework, "failed", seconds, why=why)
 
 
-def environment(*, virtual: bool) -> dict[str, str]:
+def environment(*, one_core: bool) -> dict[str, str]:
     """The child's environment; it makes its virtual devices itself."""
-    threads = dict(_AS_DEVICES) if virtual else {}
+    threads = dict(_AS_DEVICES) if one_core else {}
     if "XLA_FLAGS" in threads and "XLA_FLAGS" in os.environ:
         threads["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {threads['XLA_FLAGS']}"
     inherited = {name: value for name, value in os.environ.items() if name != VIRTUAL_DEVICES}

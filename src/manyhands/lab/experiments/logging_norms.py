@@ -16,7 +16,7 @@ from manyhands.lab.finding import Finding
 _SIZE, _IN_A_CAPTURE = 100, 50
 
 
-@experiment("logging-norms", question="What does it cost to log a number at every step?")
+@experiment("logging-norms", question="What does it cost to log a number at every step?", one_core=True)
 def run(bench: Bench) -> Finding:
     import numpy
 

@@ -18,7 +18,11 @@ _Ways = dict[str, Callable[[], list[Any]]]
 _WITHIN_HOST = "a copy within the host"  # what pageable memory costs more: it goes into a page-locked buffer
 
 
-@experiment("many-small-tensors", question="Many small tensors or one large one over the bus; pinned or pageable?")
+@experiment(
+    "many-small-tensors",
+    question="Many small tensors or one large one over the bus; pinned or pageable?",
+    one_core=True,
+)
 def run(bench: Bench) -> Finding:
     count = bench.size(gpu=1 << 26, cpu=1 << 24, quick=1 << 22)  # numbers of four bytes
     most = bench.size(gpu=4096, cpu=4096, quick=1024)
