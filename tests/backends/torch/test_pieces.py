@@ -329,6 +329,27 @@ def test_a_value_that_is_needed_is_not_taken_for_an_error_that_is_caught() -> No
         assert torch.equal(fast(X - number), scaled(X - number))
 
 
+def test_autocast_casts_a_weight_once_however_often_it_is_used() -> None:
+    """Compiled, it would be cast at each use, and its gradient be rounded in another way."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 4)]
+    nets.append(copy.deepcopy(nets[0]))
+
+    def step_of(net: nn.Module) -> Callable[[torch.Tensor], Any]:
+        def step(x: torch.Tensor) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                net(net(net(x))).sin().sum().backward()
+            return x  # an argument: not one graph of ours
+
+        return step
+
+    calls = step_of(nets[0]), in_pieces(step_of(nets[1]))
+    for number in range(3):
+        for call in calls:
+            call(X - number)
+        assert torch.equal(*(net.weight.grad for net in nets))  # type: ignore[arg-type]
+
+
 def test_what_nobody_uses_is_done() -> None:
     def draws(x: torch.Tensor) -> torch.Tensor:
         print("drawn")

@@ -128,9 +128,11 @@ class InPieces:
                 functools.partial(self._planner, captured, is_backward=True),
                 captured.notes_writes,
             )
-            if captured.writes and torch.is_grad_enabled() and any(_needs_gradient(one) for one in inputs):
-                self._note(f"{captured.piece.place} is run plainly: it writes to an argument, and has gradients")
-                captured.run = module.forward
+            if torch.is_grad_enabled() and any(_needs_gradient(one) for one in inputs):
+                why = "it writes to an argument, and has gradients" if captured.writes else _why_cast_once(module)
+                if why is not None:
+                    self._note(f"{captured.piece.place} is run plainly: {why}")
+                    captured.run = module.forward
         except Exception as error:
             self._note(f"{captured.piece.place} is run plainly: it cannot be planned ({first_line(error)})")
             captured.run = module.forward
@@ -158,6 +160,18 @@ def _is_statistic(node: Node, user: Node) -> bool:
     given = {**dict(zip(names, user.args, strict=False)), **user.kwargs}
     places = {name for name in names if given.get(name) is node}
     return bool(given.get("training")) and places <= {"running_mean", "running_var"}
+
+
+def _why_cast_once(module: GraphModule) -> str | None:
+    """Autocast casts a weight once, however often it is used; compiled, each use casts it, and its gradient is rounded
+    in another way.
+    """
+    enters = any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in module.graph.nodes)
+    if not enters and not compat.is_any_autocast_enabled():
+        return None
+    weights = [node for node in module.graph.find_nodes(op="placeholder") if len(node.users) > 1]
+    used_again = any(_needs_gradient(node.meta.get("example_value")) for node in weights)
+    return "it uses a weight more than once under autocast, which casts it once" if used_again else None
 
 
 def _needs_gradient(value: Any) -> bool:
