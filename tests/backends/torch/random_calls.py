@@ -37,7 +37,7 @@ from manyhands.parallel.function import Parallel
 
 # What a program stands on. Names in capitals are changed between calls.
 WORLD = """
-import collections, contextlib, dataclasses, functools, math, operator, os, threading
+import collections, contextlib, dataclasses, functools, math, operator, os, threading, weakref
 import random as python_random
 import numpy as np
 import torch
@@ -138,6 +138,7 @@ COUNT = torch.tensor(3)
 PART = functools.partial(helper, k=3.0)
 POOL = nn.MaxPool2d(2)
 RECORD, OUTER, RUNNING = Record(), Outer(), Running()
+WEAK, LISTED = weakref.ref(RECORD), collections.UserList([2.0])
 GENERATOR = torch.Generator().manual_seed(9)
 EMA = [torch.zeros(3, 3), 0]
 os.environ["MANYHANDS_TEST_SCALE"] = "2.0"
@@ -196,6 +197,7 @@ STATEMENTS = """
 {new} = {a} * sum(SET)
 {new} = {a} * QUEUE[0] + len(QUEUE)
 {new} = {a} * WORDS["k"]
+{new} = {a} * LISTED[0] + WEAK().gain
 {new} = {a} * LOCAL.value
 {new} = {a} * float(COUNT + 1)
 {new} = {a} * COUNT
@@ -233,6 +235,8 @@ OBJECT.shift = OBJECT.shift * 2
 PARAMETER.data.mul_(0.9)
 ARRAY[1] += 1
 OPTIMIZER.zero_grad(); ({a}.detach() * PARAMETER.to({a}.dtype)).sum().backward(); OPTIMIZER.step()
+OPTIMIZER.zero_grad(); ({a}.detach() * PARAMETER.to({a}.dtype) * WORDS["k"]).sum().backward(); OPTIMIZER.step()
+OPTIMIZER.zero_grad(); (NET({a}.detach().float()) @ PARAMETER * LISTED[0]).sum().backward(); OPTIMIZER.step()
 if NUMBER > 3: raise ValueError("too large: " + str(NUMBER))
 assert FLAG or NUMBER < 9, "not now"
 if {a}.shape[1] == 3: {a} = {a} - 1
@@ -343,6 +347,8 @@ SET.add(5.0)
 QUEUE.appendleft(4.0)
 WORDS["k"] = 0.25
 LOCAL.value = -1.0
+LISTED[0] = 0.5
+WEAK().gain = 1.75
 COUNT.add_(1)
 COUNT = COUNT + 2
 PART = functools.partial(helper, k=-3.0)
