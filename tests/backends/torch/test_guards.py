@@ -59,7 +59,10 @@ def training_step(make: Callable[..., Any]) -> tuple[nn.Module, Any, Callable[..
     return model, optimizer, step
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+MORE = [pytest.param(name, marks=pytest.mark.long) for name in ("SGD", "momentum", "Adam")]
+
+
+@pytest.mark.parametrize("name", ["none", "momentum, foreach", "Adam, fused", *MORE])
 def test_backward_and_optimizer_give_what_plain_steps_give(name: str) -> None:
     (plain, _, step), (model, _, ours) = training_step(OPTIMIZERS[name]), training_step(OPTIMIZERS[name])
     fast = planned(ours)
@@ -92,7 +95,7 @@ def test_a_learning_rate_that_changes_is_noticed() -> None:
         assert torch.equal(model[0].weight, plain[0].weight)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("name", ["SGD", "momentum", "momentum, foreach", "Adam, fused"])
+@pytest.mark.parametrize("name", ["momentum, foreach", "Adam, fused", *MORE[:2]])
 def test_an_optimizers_state_that_is_loaded_between_calls_is_used(name: str) -> None:
     (model, ours, step), (plain, theirs, plainly) = training_step(OPTIMIZERS[name]), training_step(OPTIMIZERS[name])
     fast = planned(step)

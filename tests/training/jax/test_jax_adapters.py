@@ -89,8 +89,8 @@ def test_micro_batches_make_the_update_of_the_whole_batch(loss: Any, step: Step)
 
 def test_statistics_and_dropout_in_micro_batches_are_the_same_on_any_number_of_devices() -> None:
     options: dict[str, Any] = {"precision": "fp64", "step": Step(accumulate=2)}
-    alone, _ = fit(Net(norm=True, dropout=0.2), vectors(), 1, **options)
-    three, result = fit(Net(norm=True, dropout=0.2), vectors(), 3, **options)
+    alone, _ = fit(Net(norm=True, dropout=0.2), vectors(48), 1, **options)
+    three, result = fit(Net(norm=True, dropout=0.2), vectors(48), 3, **options)
     assert difference(three, alone) < 1e-9
     assert any("over each micro-batch" in note for note in result.notes)
 
@@ -127,7 +127,7 @@ class LinenNet(linen.Module):
 
 def test_a_linen_module_is_trained_as_it_is() -> None:
     """Its statistics and dropout are those of training, and what was learned is bound to it."""
-    X, y = vectors()
+    X, y = vectors(48)
     module = LinenNet()
     variables = module.init(jax.random.key(1), jnp.asarray(X[:1]), train=False)
     trainer = mh.Trainer(2, lr=0.1, batch_size=16, quiet=True)
@@ -142,5 +142,5 @@ def test_a_linen_module_is_trained_as_it_is() -> None:
     with pytest.raises(BadSettings, match="holds no weights"):
         trainer.predict(module, X)
     fresh = mh.Trainer(1, lr=0.1, quiet=True)
-    fresh.fit(module, [(X[:20], y[:20]), (X[20:40], y[20:40]), (X[40:], y[40:])])
+    fresh.fit(module, [(X[:16], y[:16]), (X[16:32], y[16:32]), (X[32:], y[32:])])
     assert jax.tree.structure(fresh.model.variables) == jax.tree.structure(variables)

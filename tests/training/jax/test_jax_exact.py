@@ -97,13 +97,13 @@ def test_a_sum_and_its_count() -> None:
     """In a step it is the mean of the batch; over a test set all sums are divided by all counts, once."""
     X, y = vectors(600)  # two batches of a test
     net = Net()
-    alone, result = fit(net, (vectors(), (X, y)), 1, precision="fp64", loss=weighted)
+    alone, result = fit(net, (vectors(48), (X, y)), 1, precision="fp64", loss=weighted)
 
     def mean(answer: Any, target: Any) -> Any:
         both = weighted(answer, target)
         return both.total / both.count
 
-    as_mean, plain = fit(Net(), (vectors(), (X, y)), 1, precision="fp64", loss=mean)
+    as_mean, plain = fit(Net(), (vectors(48), (X, y)), 1, precision="fp64", loss=mean)
     assert difference(alone, as_mean) <= CLOSE
     assert result.rows[-1]["train_loss"] == pytest.approx(plain.rows[-1]["train_loss"], rel=1e-12)
     with jax.enable_x64(True):
@@ -114,7 +114,7 @@ def test_a_sum_and_its_count() -> None:
         (Net(), 3, {"step": Step(shares=[3, 1, 2]), "loss": weighted}),
         (WeightedStep(), 2, {}),
     ):
-        several, other = fit(model, (vectors(), (X, y)), count, precision="fp64", **options)
+        several, other = fit(model, (vectors(48), (X, y)), count, precision="fp64", **options)
         assert difference(several, alone) <= CLOSE
         assert other.rows[-1]["val_loss"] == pytest.approx(expected, rel=1e-12)
 

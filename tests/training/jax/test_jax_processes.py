@@ -39,7 +39,7 @@ assert len(outputs) == 41 if jax.process_index() == 0 else outputs is None
 found, _ = fit(Net(), (Shuffles(), Shuffles()), int(sys.argv[3]), precision="fp64")
 np.savez(f"{{out}}/shuffled{{jax.process_index()}}.npz", **found)
 try:
-    fit(Net(), Shuffles(np.random.default_rng(jax.process_index())), int(sys.argv[3]))
+    fit(Net(), Shuffles(np.random.default_rng(jax.process_index())), int(sys.argv[3]), precision="fp64")
 except BadBatch as error:
     print("refused:", error)
 print(json.dumps([rows(result), result.devices]))

@@ -215,7 +215,7 @@ def test_nothing_is_sent_without_being_said() -> None:
     for options in ({}, {"step": Step(fast=False)}, {"step": Step(shares=[2, 1])}):
         net = Net(norm=True)
         with jax.transfer_guard_host_to_device("disallow"):
-            fit(net, (vectors(), vectors(41)), 2, schedule=lambda done: 1 - done, **options)
+            fit(net, (vectors(48), vectors(41)), 2, schedule=lambda done: 1 - done, **options)
 
 
 def test_the_books_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
