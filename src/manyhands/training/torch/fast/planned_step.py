@@ -77,6 +77,7 @@ class PlanOfParallel:
 
     def __init__(self, step: Step) -> None:
         self._fast: Parallel[[], object] = Parallel(step, planning, reuse_outputs=True)
+        self._fast.has_guards = True  # the trainer's own (:mod:`.python_state`): Dynamo's would take seconds to make
 
     def __call__(self) -> None:
         self._fast()
