@@ -68,6 +68,7 @@ def _planned(way: Way, exactness: Exactness | None, seconds: dict[Way, float]) -
 
 class Found:
     def __init__(self, *names: str) -> None:
+        self.passes: list[str] = []
         self.tasks = [Task(name) for name in names]
 
 
