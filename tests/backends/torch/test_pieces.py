@@ -491,3 +491,21 @@ def test_a_backward_pass_is_timed_with_its_call() -> None:
     assert times.backward is not None
     assert times.backward > 0
     assert pieces.timed_call(lambda: 3)[0] == 3
+
+
+def test_an_error_of_ours_behind_other_pieces_is_no_error_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    planned: list[object] = []
+
+    def make(piece: object, graph: Any, is_backward: bool, reuse: bool) -> Any:
+        planned.append(piece)
+        return graph.forward if len(planned) == 1 else lambda *given: None  # what a broken plan would give
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        print("between")
+        return y + 1
+
+    captured, x = pieces.in_pieces(function, make), torch.rand(3)
+    assert torch.equal(captured.call((x,), {}), x * 2 + 1)
+    assert len(planned) == 2
+    assert capsys.readouterr().out == "between\n", "and nothing was done twice"
