@@ -305,9 +305,6 @@ def _file(device: torch.device) -> CacheFile:
     """Where ways are remembered: they depend on the device, the driver and the libraries."""
     words = [f"torch {torch.__version__}"]
     if device.type == "cuda":
-        words += [
-            torch.cuda.get_device_name(device),
-            f"CUDA {torch.version.cuda}, driver {driver_version()}",
-        ]
-        words.append(cudnn_plans.version())
+        driver = f"CUDA {torch.version.cuda}, driver {driver_version()}"
+        words += [torch.cuda.get_device_name(device), driver, cudnn_plans.version()]
     return CacheFile("convolutions", "; ".join(words), _FORMAT)

@@ -7,6 +7,7 @@ one name by another, and a dispatch mode (:class:`ChosenConvolutions`) does the 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,49 +37,37 @@ for _theirs, _ours in INSTEAD.items():  # they cost what PyTorch's cost, as far 
 
 def problems_of(target: object, args: tuple[Any, ...]) -> list[Problem]:
     """The problems of a call of PyTorch's convolution or its backward."""
+    found: tuple[Problem | None, ...] = ()
     if target is _aten.convolution.default:
-        return [one] if (one := _forward_problem(*args[:2], *args[3:])) is not None else []
-    if target is _aten.convolution_backward.default:
-        return [one for one in _backward_problems(*args[:3], *args[4:]) if one is not None]
-    return []
+        x, weight, _, *how = args
+        found = (_forward_problem(x, weight, how),)
+    elif target is _aten.convolution_backward.default:
+        gradient, x, weight, _, *how, mask = args
+        found = _backward_problems(gradient, x, weight, how, mask)
+    return [one for one in found if one is not None]
 
 
-def _forward_problem(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    _: Any,
-    groups: int,
-) -> Problem | None:
+def _forward_problem(x: torch.Tensor, weight: torch.Tensor, how: Sequence[Any]) -> Problem | None:
+    """``how``: what follows the bias in the arguments of PyTorch's operation."""
+    stride, padding, dilation, transposed, _, groups = how
     return None if transposed else problem(Kind.FORWARD, x, weight, (), stride, padding, dilation, groups)
 
 
 def _backward_problems(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    _: Any,
-    groups: int,
-    mask: Any,
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, how: Sequence[Any], mask: Sequence[bool]
 ) -> tuple[Problem | None, Problem | None]:
+    stride, padding, dilation, transposed, _, groups = how
     if transposed:
         return None, None
-    how = stride, padding, dilation, groups
+    given = stride, padding, dilation, groups
     return (
-        problem(Kind.INPUT_GRADIENT, gradient, weight, x.shape, *how) if mask[0] else None,
-        problem(Kind.WEIGHT_GRADIENT, gradient, x, weight.shape, *how) if mask[1] else None,
+        problem(Kind.INPUT_GRADIENT, gradient, weight, x.shape, *given) if mask[0] else None,
+        problem(Kind.WEIGHT_GRADIENT, gradient, x, weight.shape, *given) if mask[1] else None,
     )
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
-    way = way_of(_forward_problem(x, weight, *how))
+    way = way_of(_forward_problem(x, weight, how))
     if way is None or not is_aligned(x, weight):
         result: torch.Tensor = _aten.convolution.default(x, weight, bias, *how)
         return result
@@ -89,14 +78,14 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _convolution_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *how: Any
 ) -> tuple[Any, Any, Any]:
-    mask = how[-1]
-    for_input, for_weight = map(way_of, _backward_problems(gradient, x, weight, *how))
+    *settings, mask = how
+    for_input, for_weight = map(way_of, _backward_problems(gradient, x, weight, settings, mask))
     for_input = for_input if is_aligned(gradient, weight) else None
     for_weight = for_weight if is_aligned(gradient, x) else None
     rest = [mask[0] and for_input is None, mask[1] and for_weight is None, mask[2]]
     results: list[Any] = [None, None, None]
     if any(rest):
-        results = list(_aten.convolution_backward.default(gradient, x, weight, bias_sizes, *how[:-1], rest))
+        results = list(_aten.convolution_backward.default(gradient, x, weight, bias_sizes, *settings, rest))
     if for_input is not None:
         results[0] = for_input(gradient, weight)
     if for_weight is not None:
@@ -139,8 +128,7 @@ class ChosenConvolutions(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        instead = INSTEAD.get(func)
-        if instead is None or kwargs:
+        if func not in INSTEAD or kwargs:
             return func(*args, **kwargs or {})
         if self.noting:
             self.problems.update(problems_of(func, args))
