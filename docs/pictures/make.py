@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 from manyhands import torch as mh
-from manyhands.schedule import picture as graph
-from manyhands.schedule.colours import colour_of
+from manyhands.schedule.pictures import graph_svg as graph
+from manyhands.schedule.pictures.colours import colour_of
+from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.schedule.simulate import simulate
-from manyhands.schedule.timeline import Timeline
 
 FOLDER = Path(__file__).parent
 CODE = """@mh.parallel

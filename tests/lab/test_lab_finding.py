@@ -18,7 +18,7 @@ from manyhands.lab.finding import Bound, Comparison, Finding, Plot, Series, Time
 from manyhands.lab.output import Output
 from manyhands.lab.result import Report, Result, marked
 from manyhands.schedule import timing
-from manyhands.schedule.timeline import Span
+from manyhands.schedule.pictures.timeline import Span
 
 TIMES = Times({"plain": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.0]})
 

@@ -45,12 +45,12 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.schedule import picture, timeline
+    from manyhands.schedule.pictures import graph_svg, timeline
 
     # What can be refused is refused first: planning takes a while.
-    for path, place in ((options.draw, picture.place), (options.timeline, timeline.place)):
+    for path, check in ((options.draw, graph_svg.checked_path), (options.timeline, timeline.checked_path)):
         if path is not None:
-            place(path)
+            check(path)
     mh: Any = importlib.import_module(f"manyhands.{options.framework}")
     backend: Any = importlib.import_module(f"manyhands.backends.{options.framework}.devices")
     if options.devices is not None and not backend.CAPABILITIES.plans_lanes:

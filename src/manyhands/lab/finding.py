@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from manyhands.audit.reports.seconds import seconds as seconds
-from manyhands.schedule.timeline import Span
+from manyhands.schedule.pictures.timeline import Span
 
 Kind = Literal["bar", "line", "timeline", "drawing"]
 

@@ -40,8 +40,8 @@ from manyhands.schedule.check import check
 from manyhands.schedule.forecast import Forecast
 from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Lane, Schedule, schedule
+from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.schedule.simulate import simulate
-from manyhands.schedule.timeline import Timeline
 from manyhands.tasks.reachable import Found, Objects
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope

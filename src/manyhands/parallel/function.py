@@ -38,8 +38,8 @@ from manyhands.schedule.forecast import Forecast, Machine, forecast
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint
+from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.schedule.simulate import timeline_of
-from manyhands.schedule.timeline import Timeline
 from manyhands.tasks import scope
 
 _RECENT = 4  # plans that are asked whether they know a call before its signature is built

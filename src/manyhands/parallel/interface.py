@@ -16,11 +16,11 @@ from typing import Generic, ParamSpec, TypeVar
 from manyhands.errors import EngineError
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Planned
-from manyhands.schedule import picture
 from manyhands.schedule.forecast import Forecast
 from manyhands.schedule.lanes import Schedule
+from manyhands.schedule.pictures import graph_svg
+from manyhands.schedule.pictures.timeline import Timeline, checked_path
 from manyhands.schedule.simulate import simulate
-from manyhands.schedule.timeline import Timeline, place
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +59,7 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
 
     def draw(self, path: str | Path) -> Path:
         """The graph as SVG, coloured by lane."""
-        return picture.save(self._scheduled(), path)
+        return graph_svg.save(self._scheduled(), path)
 
     def timeline(self, path: str | Path, *, simulated: bool | None = None) -> Path:
         """When each task runs on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
@@ -67,7 +67,7 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
         Measured in a run of the schedule with made-up arguments, or simulated from the costs of its tasks. By default
         it is measured where manyhands runs the schedule (PyTorch), and simulated where the framework's runtime does.
         """
-        place(path)  # before anything is run
+        checked_path(path)  # before anything is run
         if simulated is None:
             simulated = not self._can_measure()
         return (self.simulated() if simulated else self.measured()).save(path)

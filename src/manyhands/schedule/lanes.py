@@ -12,7 +12,7 @@ If c (lane 0) has waited for b (lane 1), and b for a (lane 2), then c and all af
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manyhands.schedule.graph import Graph
@@ -121,7 +121,7 @@ def schedule(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0
             if not missing[follower]:
                 can_start = max(end[need] for need in graph.needs[follower])
                 heapq.heappush(ready, (-rank[follower], can_start, follower))
-    return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
+    return _with_waits(graph, lanes, lane_of, order)
 
 
 def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: float = 0.0) -> Schedule:
@@ -144,7 +144,7 @@ def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: floa
     of_chains = schedule(whole, lanes, switch_seconds=switch_seconds)
     order = [task for chain in of_chains.order for task in chains[chain]]
     lane_of = [of_chains.lane_of[chain_of[task]] for task in range(len(graph))]
-    return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
+    return _with_waits(graph, lanes, lane_of, order)
 
 
 def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
@@ -153,21 +153,13 @@ def schedule_beside(graph: Graph, lanes: Sequence[Lane]) -> Schedule:
     As in a backward pass: what leads from the loss to the first layer stays together, and gradients of weights, for
     which nothing waits, go to the other lanes. Everything is issued in the program's order.
     """
-    choices = _choices(graph, lanes)
     main = _needed_by_the_longest(graph)
-    free = [0.0] * len(lanes)
-    end = [0.0] * len(graph)
-    lane_of: list[int] = []
-    for index, task in enumerate(graph.tasks):
-        first, *others = choices[task.device, task.kind]
-        ready = max((end[need] for need in graph.needs[index]), default=0.0)
-        at_home = {lane_of[need] for need in graph.needs[index]}
-        candidates = [first] if index in main or not others else others
-        lane = min(candidates, key=lambda one: (max(free[one], ready), one not in at_home, one))
-        lane_of.append(lane)
-        end[index] = free[lane] = max(free[lane], ready) + task.seconds
-    order = tuple(range(len(graph)))
-    return Schedule(graph, tuple(lanes), tuple(lane_of), order, needed_waits(graph, lane_of, order))
+
+    def candidates(task: int, choices: list[int], latest: int | None) -> list[int]:
+        first, *others = choices
+        return [first] if task in main or not others else others
+
+    return _in_program_order(graph, lanes, candidates)
 
 
 def schedule_by_slack(graph: Graph, lanes: Sequence[Lane], *, wait_seconds: float) -> Schedule:
@@ -184,26 +176,44 @@ def schedule_by_slack(graph: Graph, lanes: Sequence[Lane], *, wait_seconds: floa
     A task goes aside if its slack is longer than itself and two waits; a task that takes no time stays with the task
     that it follows.
     """
-    choices = _choices(graph, lanes)
     slack = slacks(graph)
+
+    def candidates(task: int, choices: list[int], latest: int | None) -> list[int]:
+        seconds = graph.tasks[task].seconds
+        if seconds < wait_seconds and latest in choices:
+            return [latest]
+        first, *others = choices
+        return others if others and slack[task] > seconds + 2 * wait_seconds else [first]
+
+    return _in_program_order(graph, lanes, candidates)
+
+
+def _in_program_order(
+    graph: Graph, lanes: Sequence[Lane], candidates: Callable[[int, list[int], int | None], list[int]]
+) -> Schedule:
+    """A schedule that issues all tasks in the program's order, each on the candidate on which it can begin first.
+
+    ``candidates`` chooses among the lanes of a task's device and kind; it also gets the lane of the task that this one
+    waits for longest, None where it needs nothing. Of equal candidates a lane comes first on which a need runs.
+    """
+    choices = _choices(graph, lanes)
     free = [0.0] * len(lanes)
     end = [0.0] * len(graph)
     lane_of: list[int] = []
     for index, task in enumerate(graph.tasks):
-        first, *others = choices[task.device, task.kind]
         needs = graph.needs[index]
         ready = max((end[need] for need in needs), default=0.0)
         latest = max(needs, key=end.__getitem__, default=None)
-        home = {lane_of[need] for need in needs}
-        aside = bool(others) and slack[index] > task.seconds + 2 * wait_seconds
-        candidates = others if aside else [first]
-        if task.seconds < wait_seconds and latest is not None and lane_of[latest] in (first, *others):
-            candidates = [lane_of[latest]]
-        lane = min(candidates, key=lambda one: (max(free[one], ready), one not in home, one))
+        of_needs = {lane_of[need] for need in needs}
+        suitable = candidates(index, choices[task.device, task.kind], None if latest is None else lane_of[latest])
+        lane = min(suitable, key=lambda lane: (max(free[lane], ready), lane not in of_needs, lane))
         lane_of.append(lane)
         end[index] = free[lane] = max(free[lane], ready) + task.seconds
-    order = tuple(range(len(graph)))
-    return Schedule(graph, tuple(lanes), tuple(lane_of), order, needed_waits(graph, lane_of, order))
+    return _with_waits(graph, lanes, lane_of, range(len(graph)))
+
+
+def _with_waits(graph: Graph, lanes: Sequence[Lane], lane_of: Sequence[int], order: Sequence[int]) -> Schedule:
+    return Schedule(graph, tuple(lanes), tuple(lane_of), tuple(order), needed_waits(graph, lane_of, order))
 
 
 def slacks(graph: Graph) -> list[float]:
@@ -222,10 +232,10 @@ def _needed_by_the_longest(graph: Graph) -> set[int]:
     tasks: set[int] = set()
     left = [max(range(len(graph)), key=chains.__getitem__)] if len(graph) else []
     while left:
-        one = left.pop()
-        if one not in tasks:
-            tasks.add(one)
-            left += graph.needs[one]
+        task = left.pop()
+        if task not in tasks:
+            tasks.add(task)
+            left += graph.needs[task]
     return tasks
 
 

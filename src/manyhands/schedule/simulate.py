@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.schedule.lanes import Schedule
-from manyhands.schedule.timeline import Span, Timeline
+from manyhands.schedule.pictures.timeline import Span, Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
 from manyhands.lab.finding import Bound, Finding, Plot
-from manyhands.schedule.timeline import Span
+from manyhands.schedule.pictures.timeline import Span
 
 _REPEATS = 20
 

@@ -21,7 +21,7 @@ from typing import Any
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import experiment
 from manyhands.lab.finding import Comparison, Finding, Plot, Table, seconds
-from manyhands.schedule.timeline import Span
+from manyhands.schedule.pictures.timeline import Span
 
 _WAYS = {"printed every minibatch": "printed", "kept on the device": "kept"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import PackageMissing
-from manyhands.schedule.colours import ACCURACY, INK, LOSS
+from manyhands.schedule.pictures.colours import ACCURACY, INK, LOSS
 from manyhands.training.checkpoints import atomic_files
 
 if TYPE_CHECKING:

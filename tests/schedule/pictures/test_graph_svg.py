@@ -16,10 +16,10 @@ import pytest
 from manyhands.errors import EngineError, PackageMissing
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Planned
-from manyhands.schedule import picture
-from manyhands.schedule.colours import colour_of
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import Schedule, lanes_for, one_lane, schedule
+from manyhands.schedule.pictures import graph_svg
+from manyhands.schedule.pictures.colours import colour_of
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.task import Kind, Task
 
@@ -34,7 +34,7 @@ def program(*places: tuple[str, Kind]) -> Schedule:
 
 
 def drawn(path: Path) -> Path:
-    return picture.save(program(("cpu", "compute")), path)
+    return graph_svg.save(program(("cpu", "compute")), path)
 
 
 def timed(path: Path) -> Path:
@@ -79,7 +79,7 @@ MIXED: list[tuple[str, Kind]] = [
 
 def boxes(made: Schedule) -> list[tuple[float, float, str]]:
     """Where the boxes of tasks stand, and their colours."""
-    found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" [^>]*rx="4" fill="(#[0-9a-f]+)"', picture.svg(made))
+    found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" [^>]*rx="4" fill="(#[0-9a-f]+)"', graph_svg.svg(made))
     return [(float(x), float(y), colour) for x, y, colour in found]
 
 
@@ -103,13 +103,13 @@ def test_one_lane_of_one_device_and_several_lanes_are_named_as_lanes() -> None:
 def test_on_one_lane_columns_are_devices() -> None:
     made = program(*MIXED)
     assert len({x for x, _, _ in boxes(made)}) == 3
-    text = picture.svg(made)
+    text = graph_svg.svg(made)
     for name in (">cpu:0<", ">cpu:1<", ">cpu<", ">from one device to another<"):
         assert name in text
     assert text.count('stroke="#c00"') == 1 + 2  # the legend's; from cpu:0 to cpu:1, from there to the host
     alone = program(("cpu", "compute"), ("cpu", "compute"))
     assert len({x for x, _, _ in boxes(alone)}) == 1
-    assert ">cpu compute 0<" in picture.svg(alone)
+    assert ">cpu compute 0<" in graph_svg.svg(alone)
 
 
 def chain(*names: str, **changes: Any) -> list[Task]:
@@ -127,20 +127,20 @@ def test_views_are_left_out_and_what_needs_them_needs_their_base() -> None:
     tasks = chain("mm", "view", "relu")
     tasks[1] = replace(tasks[1], is_view=True)
     made = one_lane(graph(tasks))
-    assert picture.visible_needs(made) == {0: set(), 2: {0}}
-    assert "view" not in picture.svg(made)
+    assert graph_svg.visible_needs(made) == {0: set(), 2: {0}}
+    assert "view" not in graph_svg.svg(made)
 
 
 def test_needs_that_follow_from_others_are_left_out() -> None:
     first, second = Task("a", writes=frozenset({1})), Task("b", frozenset({1}), frozenset({2}))
     third = Task("c", frozenset({1, 2}), frozenset({3}))
-    assert picture.visible_needs(one_lane(graph([first, second, third]))) == {0: set(), 1: {0}, 2: {1}}
+    assert graph_svg.visible_needs(one_lane(graph([first, second, third]))) == {0: set(), 1: {0}, 2: {1}}
 
 
 def test_a_block_that_comes_again_is_drawn_once() -> None:
     made = one_lane(graph(chain("conv", *["mm", "relu"] * 5, "sum")))
     assert len(boxes(made)) == 4
-    assert ">x 5<" in picture.svg(made)
+    assert ">x 5<" in graph_svg.svg(made)
     assert len(boxes(one_lane(graph(chain("mm", "relu", "mm", "relu"))))) == 4  # twice is no pattern
 
 
@@ -160,8 +160,8 @@ def test_branches_on_one_lane_stand_side_by_side() -> None:
 
 def test_a_picture_is_xml_whatever_the_names_are() -> None:
     made = one_lane(graph(chain("<a & b>", "c", detail="1 < 2")))
-    assert ElementTree.fromstring(picture.svg(made)).tag.endswith("svg")
-    assert ElementTree.fromstring(picture.svg(one_lane(graph([])))).tag.endswith("svg")
+    assert ElementTree.fromstring(graph_svg.svg(made)).tag.endswith("svg")
+    assert ElementTree.fromstring(graph_svg.svg(one_lane(graph([])))).tag.endswith("svg")
 
 
 def told(made: Schedule) -> str:

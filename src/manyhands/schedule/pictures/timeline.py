@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.errors import PackageMissing
-from manyhands.schedule.colours import colour_of
-from manyhands.schedule.output_path import to_write
+from manyhands.schedule.pictures.colours import colour_of
+from manyhands.schedule.pictures.output_path import to_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Timeline:
 
     def save(self, path: str | Path) -> Path:
         """A trace for Perfetto or chrome://tracing (``.json``), or a picture (``.png``, ``.svg``)."""
-        path = place(path)
+        path = checked_path(path)
         if path.suffix.lower() == ".json":
             path.write_text(json.dumps(self.trace_events()))
         else:
@@ -66,8 +66,8 @@ class Timeline:
         return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
 
 
-def place(path: str | Path) -> Path:
-    """The path, if a timeline can be written there; else a lesson."""
+def checked_path(path: str | Path) -> Path:
+    """The path, if a timeline can be written there; an error otherwise."""
     return to_write(path, "timeline", (".svg", ".png", ".json"))
 
 

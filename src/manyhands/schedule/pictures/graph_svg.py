@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from manyhands.schedule.colours import colour_of
 from manyhands.schedule.lanes import Schedule
-from manyhands.schedule.output_path import to_write
+from manyhands.schedule.pictures.colours import colour_of
+from manyhands.schedule.pictures.output_path import to_write
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 132, 34, 30, 22, 20
 _LONGEST, _LEAST = 12, 3  # tasks of a block at most; times that it comes at least
@@ -33,13 +33,13 @@ class _Block:
     times: int
 
 
-def place(path: str | Path) -> Path:
-    """The path, if a graph can be written there; else a lesson."""
+def checked_path(path: str | Path) -> Path:
+    """The path, if a graph can be written there; an error otherwise."""
     return to_write(path, "draw", (".svg",))
 
 
 def save(schedule: Schedule, path: str | Path) -> Path:
-    path = place(path)
+    path = checked_path(path)
     path.write_text(svg(schedule))
     return path
 
