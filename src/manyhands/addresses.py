@@ -30,6 +30,21 @@ class Held:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Same:
+    """An object that equals only itself; it is kept, so that no other can come to its address."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 class Span(NamedTuple):
     """Addresses of bytes, the end excluded."""
 

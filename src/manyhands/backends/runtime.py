@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.addresses import Same
 from manyhands.errors import CannotTrace
 from manyhands.schedule.task import Kind, Task
 
@@ -120,21 +121,6 @@ class Runtime(Protocol):
 
     def lanes(self, device: str, /) -> int:
         """How many operations run at once on a device."""
-
-
-class Same:
-    """An object that equals only itself; it is kept, so that no other can come to its address."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 def call_of(

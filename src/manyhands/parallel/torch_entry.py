@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypedDict, overload
 
-from manyhands.backends.torch import planning, threads_and_modes
+from manyhands.backends.torch import planning, tasks
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
@@ -42,10 +42,10 @@ class _Open(Scope):
         super().__init__(
             threads,
             synchronous=options["synchronous"],
-            memory_of=threads_and_modes.memory_of,
-            parts_of=threads_and_modes.parts_of,
-            version_of=threads_and_modes.version_of,
-            bound=threads_and_modes.bound,
+            memory_of=tasks.memory_of,
+            parts_of=tasks.parts_of,
+            version_of=tasks.version_of,
+            bound=tasks.bound,
         )
         self._options = options
 

@@ -21,7 +21,7 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.threads import ThreadRun
-from manyhands.backends.torch.threads_and_modes import bound, memory_of
+from manyhands.backends.torch.tasks import bound, memory_of
 from manyhands.parallel import choose_cpu
 from manyhands.parallel.function import Parallel
 from manyhands.schedule.check import check
@@ -227,7 +227,7 @@ def test_workers_are_joined_before_the_interpreter_ends() -> None:
         "import atexit\n"
         "def late():\n"
         "    assert all(map(torch.equal, run.replay([x, y]), expected)); print('late')\n"
-        "import manyhands.backends.torch.threads_and_modes as w\n"
+        "import manyhands.backends.torch.run.thread_pool as w\n"
         "atexit.unregister(w._close); atexit.register(late); \n"
         "atexit.register(lambda: print(sum(t.name.startswith('manyhands') for t in threading.enumerate())))\n"
         "atexit.register(w._close)\n"

@@ -520,31 +520,6 @@ def inductor_compile(
         return cast(Callable[..., Any], compile_fx(module, inputs))
 
 
-__all__ = [
-    "SUPPORTED_NODES",
-    "DataDependentOutputException",
-    "DeviceContext",
-    "DispatchModeWithoutDynamo",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "TorchDispatchMode",
-    "device_constructors",
-    "dispatch_mode_stack",
-    "function_mode_stack",
-    "no_dispatch_modes",
-    "parallel_functions",
-    "register_pytree_node",
-    "tree_flatten",
-    "tree_iter",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-]
-
-
 # A pause of the device, behind which kernels are queued that are timed together: nothing public takes a device's time.
 def pause(cycles: int) -> None:
     """Keep the current stream busy for so many cycles of the device."""

@@ -1,4 +1,7 @@
-"""What :mod:`manyhands.parallel.function` needs of PyTorch: signatures, traces, costs, runs and their times."""
+"""What :mod:`manyhands.parallel.function` needs of PyTorch: signatures, traces, costs, runs and their times.
+
+What it imports by name is part of that, too: the module follows :class:`manyhands.backends.planning.Planning`.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,7 @@ from manyhands.backends.torch.run.streams import (
     timed_streams,
     why_no_graph,
 )
+from manyhands.backends.torch.run.thread_pool import operation_threads
 from manyhands.backends.torch.run.threads import ThreadRun
 
 name = "torch"
@@ -245,12 +249,8 @@ def with_threads(run: Run, count: int) -> Run:
     """The same with so many threads for each operation."""
 
     def limited(tensors: Sequence[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        before = torch.get_num_threads()
-        torch.set_num_threads(count)
-        try:
+        with operation_threads(count):
             return run(tensors, arguments, keywords)
-        finally:
-            torch.set_num_threads(before)
 
     return limited
 
@@ -329,59 +329,3 @@ def seconds(
 def _wait(devices: Gpus | None) -> None:
     for device in devices or ():
         torch.cuda.synchronize(device)
-
-
-__all__ = [
-    "Call",
-    "batch_hint",
-    "call",
-    "can_be_repeated",
-    "can_run_ahead",
-    "copied_bytes",
-    "copies_or_computes_on_host",
-    "cost_keys",
-    "device_memory",
-    "device_of",
-    "equal",
-    "estimated",
-    "exact",
-    "expected",
-    "footprint",
-    "fuse",
-    "fuse_whole",
-    "graph_run",
-    "guards",
-    "hardware",
-    "has_pieces",
-    "in_pieces",
-    "is_out_of_memory",
-    "let_go_at",
-    "measured",
-    "mixing",
-    "mode",
-    "name",
-    "observed",
-    "overlapping",
-    "plan_of",
-    "random_devices",
-    "random_state",
-    "rates",
-    "recogniser",
-    "seconds",
-    "set_random_state",
-    "stream_run",
-    "synchronous_run",
-    "tasks",
-    "thread_run",
-    "threads",
-    "timed",
-    "timed_call",
-    "together",
-    "trace",
-    "unsplit",
-    "untouched",
-    "verdict",
-    "why_no_graph",
-    "with_threads",
-    "with_varied_numbers",
-]

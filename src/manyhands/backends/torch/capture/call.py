@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils import _device
 
 from manyhands import tree
-from manyhands.addresses import joined
+from manyhands.addresses import Same, joined
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
 from manyhands.backends.torch.capture import trace as torch_trace
@@ -68,21 +68,6 @@ class Call:
         return self.tensors, self.arguments, self.keywords
 
 
-class _Same:
-    """An object that equals only itself; it is kept, so that no other can come to its address."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
     leaves, structure = tree.flatten((arguments, keywords))
     tensors: list[torch.Tensor] = []
@@ -117,7 +102,7 @@ def _orders(value: Any) -> tuple[Any, ...]:
 
 def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:
-        return (_Same(tensor),)
+        return (Same(tensor),)
     # A parameter is read where it is, so another one, elsewhere, is another call.
     place = tensor.data_ptr() if type(tensor) is nn.Parameter else None
     # A lazy sign: the same memory stands for other numbers.
@@ -130,7 +115,7 @@ def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _key(leaf: Any) -> Any:
     if isinstance(leaf, BY_VALUE):
         return type(leaf), repr(leaf)
-    return _Same(leaf)
+    return Same(leaf)
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> bool:

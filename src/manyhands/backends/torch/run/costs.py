@@ -22,11 +22,12 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from manyhands import machine
-from manyhands.backends.torch import compat, threads_and_modes
+from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.bindings import native, node_key
 from manyhands.backends.torch.run.streams import Gpus, let_draw_again
+from manyhands.backends.torch.run.thread_pool import operation_threads
 from manyhands.backends.torch.virtual import no_hooks
 from manyhands.schedule.task import Task
 
@@ -94,7 +95,7 @@ def _on_cpu(step: Step) -> tuple[float, float]:
     share = 1 / torch.get_num_threads()
     least, spent = float("inf"), 0.0
     given, named = _arguments(step)
-    with torch.no_grad(), threads_and_modes.operation_threads(1):
+    with torch.no_grad(), operation_threads(1):
         target(*given, **named)
         for _ in range(20):
             start = time.perf_counter()
@@ -195,7 +196,7 @@ def rates(device: Gpus | None) -> tuple[float, float]:
     """Multiplications and additions a second, and bytes a second, of one thread or of the GPU."""
     where = torch.device("cpu") if device is None else device[0]
     size, count = (256, 1 << 20) if device is None else (4096, 1 << 27)
-    with torch.no_grad(), threads_and_modes.operation_threads(1):
+    with torch.no_grad(), operation_threads(1):
         a, b = torch.rand(size, size, device=where), torch.zeros(count, device=where)
         product = _least(lambda: a @ a, device)
         copy = _least(b.clone, device)

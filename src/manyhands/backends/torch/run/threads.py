@@ -41,7 +41,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Code, Plan, Stamps, argument_text, call_text
 from manyhands.backends.torch.run.reuse_memory import Reuse
-from manyhands.backends.torch.threads_and_modes import Pool, closed_lock, pool
+from manyhands.backends.torch.run.thread_pool import Pool, closed_lock, pool
 from manyhands.generated import functions
 from manyhands.schedule.task import Task
 

@@ -46,31 +46,3 @@ from manyhands.backends.torch.virtual.names import (
     stands_in,
 )
 from manyhands.backends.torch.virtual.tensor import VirtualTensor, home, inside, observers, place
-
-__all__ = [
-    "VirtualTensor",
-    "actual",
-    "count",
-    "device",
-    "enter_thread",
-    "home",
-    "hooked",
-    "hooks",
-    "inside",
-    "instead",
-    "is_marked_pinned",
-    "is_virtual",
-    "leave_thread",
-    "mark_pinned",
-    "no_hooks",
-    "observers",
-    "of_thread",
-    "only_hooks",
-    "only_known_functions",
-    "place",
-    "shown",
-    "stands_in",
-    "start",
-    "stop",
-    "translating",
-]

@@ -1,12 +1,8 @@
-"""Threads that wait for lanes to run: hired when needed, kept from run to run, joined before the interpreter ends."""
+"""What explicit tasks need of PyTorch (:mod:`manyhands.tasks.scope`): memory, parts of objects, modes of a thread."""
 
 from __future__ import annotations
 
-import atexit
 import functools
-import itertools
-import os
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
@@ -16,116 +12,8 @@ import torch
 from manyhands.addresses import Held, content
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.addresses import span_of
+from manyhands.backends.torch.run.thread_pool import initialize_vector_math
 from manyhands.backends.torch.virtual import VirtualTensor
-
-
-class _Worker:
-    """A thread that does one job after the other; it sleeps between them."""
-
-    def __init__(self, number: int) -> None:
-        self._go, self._over = closed_lock(), closed_lock()
-        self._job: Callable[[], None] | None = None
-        self._busy = False
-        self._threads = 0
-        self._thread = threading.Thread(target=self._work, name=f"manyhands lane {number}", daemon=True)
-        self._thread.start()
-
-    def give(self, job: Callable[[], None], threads: int) -> None:
-        """Have a job done that does not raise, with so many threads for each operation."""
-        self._over, self._job, self._wanted, self._busy = closed_lock(), job, threads, True
-        self._go.release()
-
-    def wait(self) -> KeyboardInterrupt | None:
-        """Until the job is over, whoever is impatient; gives the interrupt that came meanwhile."""
-        interrupt = None
-        while self._busy:
-            try:
-                self._over.acquire(timeout=1.0)
-            except KeyboardInterrupt as error:
-                interrupt = error
-        return interrupt
-
-    def dismiss(self) -> None:
-        self._go.release()
-        self._thread.join()
-
-    def _work(self) -> None:
-        torch.set_grad_enabled(False)
-        while True:
-            self._go.acquire()
-            job, self._job = self._job, None
-            if job is None:
-                return
-            if self._threads != self._wanted:
-                torch.set_num_threads(self._wanted)
-                self._threads = self._wanted
-            job()
-            del job  # it holds tensors
-            self._busy = False
-            self._over.release()
-
-
-class Pool:
-    """The workers of one process; a run borrows as many as it needs, and more are hired when none is idle."""
-
-    def __init__(self) -> None:
-        self._idle: list[_Worker] = []
-        self._hired = itertools.count(1)
-        self.closed = False
-
-    def borrow(self, count: int) -> list[_Worker]:
-        borrowed = []
-        for _ in range(count):
-            try:
-                borrowed.append(self._idle.pop())
-            except IndexError:
-                borrowed.append(_Worker(next(self._hired)))
-        return borrowed
-
-    def give_back(self, workers: Sequence[_Worker]) -> None:
-        self._idle.extend(workers)
-
-    def close(self) -> None:
-        self.closed = True
-        while self._idle:
-            self._idle.pop().dismiss()
-
-
-# A child of os.fork has no threads but the one that forked: it gets a pool of its own.
-_pools: dict[int, Pool] = {}
-
-
-@functools.cache
-def initialize_vector_math() -> None:
-    """Call one vector function before threads do.
-
-    Intel's vector math library, which PyTorch uses for ``sin``, ``exp`` and the like, chooses its kernels in its first
-    call. Where two threads make that call at once, one of them may get a less accurate kernel for it.
-    """
-    torch.exp(torch.zeros(1, device="cpu"))
-
-
-def pool() -> Pool:
-    initialize_vector_math()
-    own = os.getpid()
-    return _pools.get(own) or _pools.setdefault(own, Pool())
-
-
-@atexit.register
-def _close() -> None:
-    """Join the workers before the interpreter goes away under them."""
-    if own := _pools.get(os.getpid()):
-        own.close()
-
-
-def closed_lock() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-# What explicit tasks need of PyTorch (manyhands.tasks.scope)
-
 
 # Bytes of a tensor that are compared whole; blocks of a larger one. PyTorch itself counts nearly all writes.
 _WHOLE, _BLOCKS = 1 << 16, 4
@@ -267,16 +155,3 @@ def _changed(there: _Modes, wanted: _Modes) -> Iterator[None]:
         if there[5] != device:
             modes.enter_context(device)
         yield
-
-
-@contextmanager
-def operation_threads(wanted: int) -> Iterator[None]:
-    """So many threads for each operation that this thread calls."""
-    before = torch.get_num_threads()
-    if before != wanted:
-        torch.set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        if before != wanted:
-            torch.set_num_threads(before)
