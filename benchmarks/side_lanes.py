@@ -92,7 +92,7 @@ class Problem:
             loss = self.loss()
             search.trace(loss)
             loss.backward()
-        self.idle = search.found()
+        self.idle = search.idle_biases()
         return self.idle.explain() if self.idle is not None else "no idle biases"
 
     def gradients(self) -> dict[str, torch.Tensor]:

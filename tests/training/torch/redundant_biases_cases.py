@@ -24,7 +24,7 @@ def searched(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of
         value = loss(net)
         search.trace(value)
         value.backward()
-    return search.found()
+    return search.idle_biases()
 
 
 def found(net: nn.Module, loss: Callable[[nn.Module], torch.Tensor] = loss_of) -> list[str]:

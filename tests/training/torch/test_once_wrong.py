@@ -20,7 +20,8 @@ from manyhands.shares import sizes
 from manyhands.training.data.order import Window
 from manyhands.training.options import Step
 from manyhands.training.settings import Settings
-from manyhands.training.torch.data.sources import Arrays, Samples, Stream, cut, source
+from manyhands.training.torch.data.batches import cut
+from manyhands.training.torch.data.sources import Arrays, Samples, Stream, source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import objective_for
 from manyhands.training.torch.preflight import checks

@@ -146,7 +146,7 @@ def test_the_faster_one_goes_on(race: Any) -> None:
     for _ in range(RACE + 10):
         made()
     assert (plan.calls, captured.calls) == (1 + 27 + 10, 27)
-    assert made.told == "the whole step is planned: 1000.000 ms, with side lanes alone 2000.000 ms"
+    assert made.outcome == "the whole step is planned: 1000.000 ms, with side lanes alone 2000.000 ms"
     assert made.explain()[1:] == ["    step: run as 2 lanes"]
 
 
@@ -155,8 +155,8 @@ def test_a_plan_that_is_not_faster_is_left(race: Any) -> None:
     for _ in range(RACE + 10):
         made()
     assert (plan.calls, captured.calls) == (1 + 27, 27 + 10)
-    assert "is not faster: 2000.000 ms, as it is 1000.000 ms" in made.told
-    assert made.explain() == [f"  {made.told}"]
+    assert "is not faster: 2000.000 ms, as it is 1000.000 ms" in made.outcome
+    assert made.explain() == [f"  {made.outcome}"]
 
 
 def test_the_loser_is_let_go(race: Any) -> None:
@@ -181,8 +181,8 @@ def test_without_a_plan_the_captured_step_goes_on(race: Any, plan: Plan, why: st
     for _ in range(5):
         made()
     assert (plan.calls, captured.calls) == (1, 4)
-    assert "no plan of the whole step" in made.told
-    assert why in made.told
+    assert "no plan of the whole step" in made.outcome
+    assert why in made.outcome
 
 
 def test_planning_that_fails_costs_no_step(race: Any) -> None:
@@ -191,7 +191,7 @@ def test_planning_that_fails_costs_no_step(race: Any) -> None:
     for _ in range(3):
         made()
     assert captured.calls == 3
-    assert "MemoryError: too much" in made.told
+    assert "MemoryError: too much" in made.outcome
 
 
 def test_a_step_that_fails_half_way_is_an_error() -> None:

@@ -35,8 +35,9 @@ from manyhands.training.learner import Take
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.running_sums import Figures, together
 from manyhands.training.torch.book.accuracy import modes_kept
-from manyhands.training.torch.data import dict_batches, feed, samples, sources
-from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
+from manyhands.training.torch.data import dict_batches, feed, samples
+from manyhands.training.torch.data.batches import Batch, rows
+from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.objective import Objective, mixes_samples
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.step import running_sums
@@ -72,7 +73,7 @@ class Evaluation:
         with _evaluating(self.model), answers or contextlib.nullcontext():
             for number, batch in enumerate(self._batches(data, whole=whole, by_name=True)):
                 objective.batch_idx = number
-                if batch is None or not (size := sources.rows(batch)):
+                if batch is None or not (size := rows(batch)):
                     outputs.add(None)
                     continue
                 laid, both = self.numbers.lay(batch), None
@@ -99,7 +100,7 @@ class Evaluation:
         outputs = _Outputs(self.world, take)
         with _evaluating(self.model):
             for batch in self._batches(data):
-                if batch is None or not (size := sources.rows(batch)):
+                if batch is None or not (size := rows(batch)):
                     outputs.add(None)
                     continue
                 laid = self.numbers.lay(batch)
@@ -116,14 +117,11 @@ class Evaluation:
         if isinstance(data, Stream):
             batches = undivided(feed.stream_windows(data, Cursor()), whole or (is_by_name if by_name else False))
             shards = feed.stream_shards(batches, self.world)
-            return (batch for _, batch in loader_batches.agreed(shards, self._all_have, data.loader))
+            return (batch for _, batch in loader_batches.agreed(shards, self.world.all_have, data.loader))
         assert data.count is not None
         size = whole_size(data, self.batch_size) if whole else batch_size_for(self.batch_size)
         every = list(windows(Cursor(), data.count, size, whole=whole))
         return feed.shards(data, np.arange(data.count), every, self.world)
-
-    def _all_have(self, number: int) -> bool:
-        return self.world.size == 1 or all(int(one) == number for one in self.world.gather(torch.tensor([number])))
 
     def _rounded(self, outputs: Any) -> Any:
         """Outputs that are in half precision only because the trainer computes in it, as float32."""

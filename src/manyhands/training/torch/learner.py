@@ -7,46 +7,42 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from manyhands import tree
 from manyhands.errors import BadSettings, ManyhandsError
 from manyhands.training.callbacks.callback import Averaging
-from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
 from manyhands.training.data.sources import bad_numbers
-from manyhands.training.learner import NO_AVERAGE, Saved, Say, Take, named_rates
+from manyhands.training.learner import Saved, Say, Take, named_rates
 from manyhands.training.loop import Loop
 from manyhands.training.running_sums import Figures
 from manyhands.training.torch.data import feed, samples
+from manyhands.training.torch.data.batches import tensors_in
 from manyhands.training.torch.data.drawn_samples import generator_of
-from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
+from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.evaluation import Evaluation
 from manyhands.training.torch.fast import capturable, capture_stream, captured_step
 from manyhands.training.torch.fast.captured_step import GraphStep, fast_step
 from manyhands.training.torch.job import Job, numbers_for
-from manyhands.training.torch.objective import Objective, OwnStep, makes_updates, placed
+from manyhands.training.torch.objective import OwnStep, makes_updates, placed
 from manyhands.training.torch.preflight import precision
 from manyhands.training.torch.ranks import global_batch_norm, measured_shares, sharding
-from manyhands.training.torch.ranks.gradient_sum import GradientSum
-from manyhands.training.torch.ranks.sharding import ShardedGradients
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.schedulers import schedulers_of
-from manyhands.training.torch.state import job_state, randomness
+from manyhands.training.torch.state import checkpoint, job_state, randomness
 from manyhands.training.torch.state.module_state import ModuleState
-from manyhands.training.torch.step import activation_checkpoints, host_heap, loss_scale, running_sums
+from manyhands.training.torch.step import activation_checkpoints, host_heap, running_sums
 from manyhands.training.torch.step.average import Average
+from manyhands.training.torch.step.build import build_step
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.loss_scale import LossScale
-from manyhands.training.torch.step.own_updates import OwnUpdates
 from manyhands.training.torch.step.running_sums import Metrics
-from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
-from manyhands.training.torch.step.skip_nan import Spared
+from manyhands.training.torch.step.several_optimizers import Several
 
 _MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
 
@@ -54,14 +50,23 @@ _MEASURE_EVERY = 20  # steps between two looks at the speed of the ranks
 def loop_of(job: Job, world: World, say: Say) -> tuple[Loop, Rank]:
     """The loop that does this rank's part of a job, and the learner that it drives."""
     rank = Rank(job, world)
-    how: Any = {
-        "schedule": job.schedule,
-        "run": job.run,
-        "resume": job.resume,
-        "callbacks": job.callbacks,
-        "metrics": job.metrics,
-    }
-    return Loop(rank, job.settings, say, **how), rank
+    loop = Loop(
+        rank,
+        job.settings,
+        say,
+        schedule=job.schedule,
+        run=job.run,
+        resume=job.resume,
+        callbacks=job.callbacks,
+        metrics=job.metrics,
+    )
+    return loop, rank
+
+
+def _first_shares(shares: Any, size: int) -> list[float] | None:
+    if shares is None:
+        return None
+    return [1 / size] * size if shares == "measured" else [float(share) for share in shares]
 
 
 class Rank:
@@ -76,51 +81,45 @@ class Rank:
         self.notes: list[str] = [*job.notes]
         self.module_state = ModuleState(job.model)
         self.metrics = Metrics(world.device)
-        self.shares = self._first_shares()
+        self.shares = _first_shares(job.settings.step.shares, world.size)
         randomness.seed_all(randomness.mixed_seed(job.settings.seed, world.rank))
         self.numbers = numbers_for(job, world.device)
         # Statistics over the whole batch need every rank in every layer, also one without samples.
         self._global_stats = job.settings.step.batch_stats == "global" and world.size > 1
         self.sharded = job.settings.step.shard and world.size > 1
-        self._makes_updates = isinstance(job.objective, OwnStep) and makes_updates(job.model)
-        if self._makes_updates and self._global_stats:
+        self.makes_updates = isinstance(job.objective, OwnStep) and makes_updates(job.model)
+        if self.makes_updates and self._global_stats:
             raise BadSettings(
                 "Step(batch_stats='global') with training_step(batch, optimizers): a device without samples makes the "
                 "same updates with a sample that it has had before, and statistics over all devices would count it. "
                 "Leave out batch_stats"
             )
-        self.all_take_part = self._global_stats or self.sharded or (self._makes_updates and world.size > 1)
+        self.all_take_part = self._global_stats or self.sharded or (self.makes_updates and world.size > 1)
         self.model = self._shard_model(job) if self.sharded else self._place_model(job.model)
         self.least = 2 if world.size > 1 and not self._global_stats and captured_step.normalises(self.model) else 1
         statistics, pick = job.settings.step.batch_stats, job.settings.step.activation_checkpointing
         self.checkpointed = activation_checkpoints.of(self.model, pick, statistics=statistics)
         self.objective = placed(job.objective, world.device, self.numbers.dtype)
-        made = job.make_optimizer(self.model)
-        self.optimizer = made.optimizer
-        job_state.settle(self.optimizer)
-        self.ways = job_state.optimizer_ways(self.optimizer)
+        configured = job.make_optimizer(self.model)
+        self.optimizer = optimizer = configured.optimizer
+        job_state.settle(optimizer)
+        self._run_options = job_state.run_options(optimizer)
         self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        one = self.optimizer
-        self.optimizer_name = one.name if isinstance(one, Several) else type(one).__name__
+        self.optimizer_name = optimizer.name if isinstance(optimizer, Several) else type(optimizer).__name__
         self.optimizer_options = job_state.optimizer_options(self.optimizer)
         self.data = feed.resident(job.train, world.device)
         self.test = feed.resident(job.test, world.device) if job.test is not None else None
         self.average: Average | None = None
-        self.scale = self._loss_scale()
-        self.plain_step = self._make_step()
+        self.scale = LossScale(world.device) if job.settings.precision == "fp16" else None
+        self.plain_step = build_step(self)
         self.graph: GraphStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self._begun = False
         self._keeps_memory = False
-        self.scheduler = schedulers_of(job.schedule, made) if job.purpose == "fit" else None
+        self.scheduler = schedulers_of(job.schedule, configured) if job.purpose == "fit" else None
         self._first_step = 0  # of the epoch
         self._factor = 1.0  # of the learning rates
-        self._unproven = False  # whether it is still to be seen that the model can compute in bfloat16
-
-    def _first_shares(self) -> list[float] | None:
-        if self.settings.step.shares is None or self.settings.step.shares == "measured":
-            return [1 / self.world.size] * self.world.size if self.settings.step.shares else None
-        return [float(share) for share in self.settings.step.shares]
+        self._unproven = False  # no step has shown yet that the model can compute in bfloat16
 
     def _place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         model = model.to(self.world.device)
@@ -141,79 +140,13 @@ class Rank:
         return model
 
     def bring_home(self) -> None:
-        """After the training, put the weights into the caller's model where another one was trained; all ranks do."""
+        """After sharded training, put the whole weights into the caller's model; all ranks take part."""
         if self.sharded:
             sharding.bring_home(self.model, self.job.model)
             self.model = self.job.model
 
-    def _gradients(
-        self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]
-    ) -> GradientSum | ShardedGradients | None:
-        if self.sharded:
-            return ShardedGradients(self.model, optimizer, self.world.device)
-        return GradientSum(parameters, self.world.sums_over) if self.world.size > 1 else None
-
-    def _loss_scale(self) -> LossScale | None:
-        if self.settings.precision != "fp16":
-            return None
-        loss_scale.check(self.world.device)
-        return LossScale(self.world.device)
-
-    def _make_step(self) -> EagerStep | EachOptimizer | OwnUpdates:
-        clock = None
-        if self.world.size > 1 and self.settings.step.shares == "measured":
-            clock = measured_shares.Clock(self.world.device)
-        if self.sharded and isinstance(self.optimizer, Several):
-            raise BadSettings("Step(shard=True) with several optimizers: parameters are gathered for all at once")
-        if not isinstance(self.optimizer, Several):
-            return self._step_of(self.optimizer, self.objective, clock, self.model.parameters())
-        assert isinstance(self.objective, OwnStep)
-        steps: list[tuple[EagerStep, int]] = []
-        for key, entry in self.optimizer.entries.items():
-            own = [parameter for group in entry.optimizer.param_groups for parameter in group["params"]]
-            objective = self.objective.of_optimizer(key)
-            steps.append((self._step_of(entry.optimizer, objective, clock, own, counts=not steps), entry.every))
-        if self._makes_updates:
-            by_key = dict(zip(self.optimizer.entries, (step for step, _ in steps), strict=True))
-            first_sample = None if isinstance(self.data, Stream) else self._first_sample
-            return OwnUpdates(by_key, self.optimizer, self.model, self.average, first_sample)
-        return EachOptimizer(steps, self.optimizer, self.model, self.average)
-
-    def _first_sample(self) -> Batch:
-        batch = samples.few_samples(self.data, 1)
-        return tree.map_leaves(
-            lambda leaf: leaf.to(self.world.device) if isinstance(leaf, torch.Tensor) else leaf, batch
-        )
-
-    def _step_of(
-        self,
-        optimizer: torch.optim.Optimizer,
-        objective: Objective,
-        clock: measured_shares.Clock | None,
-        parameters: Iterable[torch.nn.Parameter],
-        *,
-        counts: bool = True,
-    ) -> EagerStep:
-        options = self.settings.step
-        return EagerStep(
-            self.model,
-            optimizer,
-            objective,
-            self.metrics,
-            self.world.device,
-            self.numbers,
-            clip=self.settings.gradient_clip_val,
-            accumulate=options.accumulate,
-            gradients=self._gradients(optimizer, parameters),
-            clock=clock,
-            spared=Spared(self.model, optimizer) if options.on_nan == "continue" or self.scale is not None else None,
-            scale=self.scale,
-            average=None if isinstance(self.optimizer, Several) else self.average,
-            counts=counts,
-        )
-
     def _choose_precision(self) -> None:
-        """bfloat16 or float32, where the user leaves it to us; all ranks alike, and as a resumed job had it."""
+        """Choose the precision where it is "auto": the same on all ranks, and a resumed job keeps its own."""
         if self.settings.precision != "auto":
             return
         if self.numbers.dtype is torch.float64:
@@ -223,9 +156,9 @@ class Rank:
         self._note_precision(choice)
         self._unproven = choice.bf16 and self.world.size == 1
         if choice.bf16:
-            taken = precision.bf16_numbers(self.model)
-            self.numbers.autocast, self.numbers.channels_last = taken.autocast, taken.channels_last
-            if taken.channels_last:
+            numbers = precision.bf16_numbers(self.model)
+            self.numbers.autocast, self.numbers.channels_last = numbers.autocast, numbers.channels_last
+            if numbers.channels_last:
                 self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 job_state.settle(self.optimizer)
 
@@ -235,7 +168,7 @@ class Rank:
             RunFolder(self.job.run.path).record_precision(choice.precision, choice.why)
 
     def _begin(self) -> None:
-        """Before the first step, but not before the optimizer has the state of a checkpoint."""
+        """Prepare the first step; called when the optimizer has the state of its checkpoint."""
         settings, device, size = self.settings, self.world.device, self.world.size
         if device.type == "cpu":
             host_heap.keep()
@@ -244,7 +177,7 @@ class Rank:
         reason = reason or self.objective.why_not_captured(self.model)
         reason = reason or (self.scheduler.why_not_captured if self.scheduler is not None else None)
         reason = reason if settings.step.fast else "fast=False"
-        # What tries steps out does so on the stream that they will be on: cuBLAS keeps memory for every other one, too.
+        # Trials run on the stream of the capture: cuBLAS keeps memory for every stream that it has seen.
         with capture_stream.on(capture_stream.stream_of(device) if reason is None else None, device):
             self._choose_precision()
         if self.average is not None:
@@ -269,17 +202,15 @@ class Rank:
         return fast_step(self.plain_step, data, self.settings, changing_rate=changing, checkpointed=self.checkpointed)
 
     def close(self) -> None:
-        """Leave model and optimizer as plain ones, they may be the caller's own; and say what the fast step was."""
+        """Undo what the job did to the model and the optimizer, and note how the fast step ran."""
         if self._keeps_memory:
             self._keeps_memory = False
             host_heap.release()
         if self.graph is not None:
-            told = (self.graph.no_norms, self.graph.no_lanes, self.graph.not_compiled, self.graph.no_plan)
-            self.notes += [one for one in told if one is not None]
-            self.notes += [self.graph.planned.told] if self.graph.planned is not None else []
-        if self.graph is not None and self.job.run is not None:
-            with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
-                RunFolder(self.job.run.path).write_step(self.graph.explain())
+            self.notes += self.graph.notes()
+            if self.job.run is not None:
+                with contextlib.suppress(OSError):  # no disk space: not worth losing a run for
+                    RunFolder(self.job.run.path).write_step(self.graph.explain())
         if self.average is not None:
             self.average.put_into_model()
         self.notes += [] if self.scale is None else [self.scale.note()]
@@ -287,7 +218,7 @@ class Rank:
         global_batch_norm.localise(self.model)
         if self.checkpointed is not None:
             self.checkpointed.close()
-        job_state.restore_ways(self.optimizer, self.ways, self.base_rates)
+        job_state.restore_run_options(self.optimizer, self._run_options, self.base_rates)
         if self.scheduler is not None:
             self.scheduler.close()
 
@@ -307,26 +238,26 @@ class Rank:
         left = list(windows(cursor, count, self.settings.batch_size))
         if self.graph is not None:
             self.graph.begin_epoch(torch.from_numpy(order), cursor.sample, cursor.step)
-            for window in left:  # the graph takes its samples itself; where it ends they are fetched
+            for window in left:  # the graph reads its samples itself; a plain step after it fetches them
                 yield window, lambda window=window: next(feed.shards(self.data, order, [window], self.world))
             return
         chunk = _MEASURE_EVERY if self.settings.step.shares == "measured" else len(left)
         for begin in range(0, len(left), max(1, chunk)):
-            part = left[begin : begin + chunk]
-            how: Any = {"seed": self.settings.seed, "empty": self.all_take_part, "least": self.least}
-            shards = feed.shards(self.data, order, part, self.world, self.shares, **how)
+            part, seed = left[begin : begin + chunk], self.settings.seed
+            options: Any = {"seed": seed, "empty": self.all_take_part, "least": self.least}
+            shards = feed.shards(self.data, order, part, self.world, self.shares, **options)
             yield from zip(part, shards, strict=True)
             self._measure()
 
     def _stream_shards(self, stream: Stream, cursor: Cursor) -> Iterator[tuple[Window, Any]]:
         seed = randomness.mixed_seed(self.settings.seed, cursor.epoch)
-        how: Any = {"empty": self.all_take_part, "least": self.least}
         chunk = _MEASURE_EVERY if self.settings.step.shares == "measured" else None
-        whole, given = feed.stream_windows(stream, cursor, seed=seed), True
-        while given:
-            given = False
-            for shard in feed.stream_shards(itertools.islice(whole, chunk), self.world, self.shares, **how):
-                given = True
+        batches, has_more = feed.stream_windows(stream, cursor, seed=seed), True
+        while has_more:
+            has_more = False
+            part, takes_part, least = itertools.islice(batches, chunk), self.all_take_part, self.least
+            for shard in feed.stream_shards(part, self.world, self.shares, empty=takes_part, least=least):
+                has_more = True
                 yield shard
             self._measure()
 
@@ -335,12 +266,12 @@ class Rank:
         return epoch_order(self.settings.seed, epoch, source.count, shuffle=source.shuffle)
 
     def step(self, window: Window, batch: Any, factor: float | None) -> None:
-        self._sure_step(window, batch, factor)
+        self._step_in_any_precision(window, batch, factor)
         if self.scheduler is not None:
             self.scheduler.after_step()
 
-    def _sure_step(self, window: Window, batch: Any, factor: float | None) -> None:
-        """One step; the first in bfloat16 that nobody asked for is made again in float32 if it fails."""
+    def _step_in_any_precision(self, window: Window, batch: Any, factor: float | None) -> None:
+        """Make one step. If bfloat16 was our choice and its first step fails, make it again in float32."""
         if not self._unproven:
             self._step(window, batch, factor)
             return
@@ -365,27 +296,27 @@ class Rank:
         self._note_precision(choice)
 
     def _step(self, window: Window, batch: Any, factor: float | None) -> None:
-        """In the graph where there is one, else in the plain way."""
+        """Make one step: a replay of the graph, or a plain step."""
         self._set_rate(factor)
         if self.graph is None or not self._graph_step(window, factor):
-            own = batch() if callable(batch) else batch
-            self.plain_step(own, window.size, window.step, window.step - self._first_step)
+            shard = batch() if callable(batch) else batch
+            self.plain_step(shard, window.size, window.step, window.step - self._first_step)
 
     def _graph_step(self, window: Window, factor: float | None) -> bool:
-        """Make the step in the graph; False where it has to be made in the plain way, as all that come after it."""
+        """Make the step in the graph; False where this step and all later ones have to be plain."""
         assert self.graph is not None
         if self.graph(window.size):
             return True
         self.notes.append(f"plain steps: {self.graph.ended}")
         self.graph = None
         torch.cuda.synchronize(self.world.device)
-        job_state.restore_ways(self.optimizer, self.ways, self.base_rates)
+        job_state.restore_run_options(self.optimizer, self._run_options, self.base_rates)
         self._count_good_steps()
         self._set_rate(factor)
         return False
 
     def _count_good_steps(self) -> None:
-        """Where bad batches are left out on a GPU, steps are counted there: one that was none is not counted."""
+        """On a GPU, where updates may be taken back, count the steps on the device: a skipped one does not count."""
         if self.plain_step.spared is not None and self.world.device.type == "cuda":
             capturable.count_on_device(self.optimizer)
 
@@ -404,8 +335,8 @@ class Rank:
     def _measure(self) -> None:
         if self.plain_step.clock is None or self.shares is None:
             return
-        own = torch.tensor([self.plain_step.clock.per_sample()], dtype=torch.float64)
-        seconds = [float(one) for one in self.world.gather(own)]
+        per_sample = torch.tensor([self.plain_step.clock.per_sample()], dtype=torch.float64)
+        seconds = [float(figure) for figure in self.world.gather(per_sample)]
         self.shares = measured_shares.shares_from(seconds, self.shares)
         self.notes = [note for note in self.notes if not note.startswith("shares")]
         shown = ", ".join(f"{share:.2f}" for share in self.shares)
@@ -444,13 +375,11 @@ class Rank:
         return named_rates([base * self._factor for base in self.base_rates])
 
     def read(self) -> list[Figures]:
-        return self._of_all_ranks(self.metrics)
+        sums = running_sums.as_tensor(self.metrics.read())
+        return [running_sums.from_tensor(figures) for figures in self.world.gather(sums)]
 
     def reset(self) -> None:
         self.metrics.reset()
-
-    def _of_all_ranks(self, own: Metrics) -> list[Figures]:
-        return [running_sums.from_tensor(one) for one in self.world.gather(running_sums.as_tensor(own.read()))]
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
         """Loss and accuracy on the validation data, each sample counted once, whatever the number of ranks."""
@@ -469,111 +398,35 @@ class Rank:
         """Which of these samples of a dataset have NaN or infinity, in words."""
         if not isinstance(self.data, Samples):
             return None
-        leaves = tree.flatten(samples.take(self.data, numbers))[0]
-        return bad_numbers([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], numbers.tolist())
+        return bad_numbers(tensors_in(samples.take(self.data, numbers)), numbers.tolist())
 
     # Checkpoints
 
     def save(self) -> Saved | None:
         self._share_buffers()
-        generators = self.world.gather_bytes(job_state.pack(randomness.as_tensors(self.world.device)))
-        devices = self._device_types()
-        weights = job_state.model_tensors(self.model)
-        tensors, numbers = job_state.optimizer_state(self.optimizer) if self.sharded or self.world.first else ({}, {})
-        if self.sharded:
-            weights = sharding.whole_tensors(weights, keep=self.world.first)
-            tensors = sharding.whole_tensors(tensors, keep=self.world.first)
-        if not self.world.first:
-            return None
-        random = {
-            f"{number}.{name}": one
-            for number, all_ in enumerate(generators)
-            for name, one in job_state.unpack(all_).items()
-        }
-        held, held_tensors, notes = self.module_state.save()
-        self.notes += [note for note in notes if note not in self.notes]
-        return Saved(
-            state={
-                "module_state": held,
-                "world": self.world.size,
-                "devices": devices,
-                "half": self.numbers.autocast is torch.bfloat16,
-                **({} if self.scale is None else {"loss_scale": self.scale.saved()}),
-                "double": self.numbers.dtype is torch.float64,
-                "optimizer": numbers,
-                "scheduler": None if self.scheduler is None else self.scheduler.state(),
-                "optimizer_groups": job_state.optimizer_groups(self.optimizer),
-                "optimizer_parameters": job_state.parameter_names(self.optimizer, self.model),
-            },
-            blobs={
-                "model": job_state.pack(weights),
-                "optimizer": job_state.pack(tensors),
-                "random": job_state.pack(random),
-                "module_state": job_state.pack(held_tensors),
-                **({} if self.average is None else {"average": self.average.saved()}),
-            },
-        )
+        return checkpoint.save(self)
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
-        if self.settings.precision == "auto" and _was_double(saved):
-            self._become_double()
-        job_state.restore_model(self.model, blobs["model"])
-        if "module_state" in saved:
-            self.module_state.restore(saved["module_state"], job_state.unpack(blobs["module_state"]))
-        if self.scheduler is not None and saved.get("scheduler") is not None:
-            self.scheduler.restore(saved["scheduler"])
-        if "optimizer" in blobs:  # weights from another framework come alone
-            job_state.restore_optimizer(
-                self.optimizer,
-                blobs["optimizer"],
-                saved["optimizer"],
-                saved.get("optimizer_groups", ()),
-                lambda name: saving.is_kept(name, self.optimizer_options, saved),
-                (job_state.parameter_names(self.optimizer, self.model), saved.get("optimizer_parameters", ())),
-            )
-        if self.average is not None and not self.average.restore(blobs):
-            self.notes.append(NO_AVERAGE)
-        devices, before, here = self._device_types(), saved.get("devices", []), self.world
-        if before[here.rank : here.rank + 1] == [here.device.type] and saved["world"] == here.size:
-            own, generators = f"{here.rank}.", job_state.unpack(blobs["random"])
-            found = {name.removeprefix(own): one for name, one in generators.items() if name.startswith(own)}
-            randomness.restore(found, here.device)
-        else:
-            step = saved["cursor"]["step"]
-            randomness.seed_all(randomness.mixed_seed(self.settings.seed, here.rank, step))
-        self.half_before = saved.get("half")
-        if self.scale is not None and "loss_scale" in saved:
-            self.scale.restore(saved["loss_scale"])
-        if devices == before and self.settings.step.shares == "measured":
-            self.shares = saved["shares"]
-        self.metrics.restore(figures.loss_sum, figures.right, figures.count, counted=figures.counted)
+        checkpoint.restore(self, saved, blobs, figures)
 
-    def _become_double(self) -> None:
-        """As a job that was begun in float64, before it gets the state of its checkpoint."""
+    def become_double(self) -> None:
+        """Compute in float64, as the job of the checkpoint did; called before its state is restored."""
         self.numbers.dtype = torch.float64
         self.model.double()
         self.objective = placed(self.job.objective, self.world.device, self.numbers.dtype)
         job_state.settle(self.optimizer)
         self.plain_step.close()
-        self.plain_step = self._make_step()
+        self.plain_step = build_step(self)
 
     def from_first(self, data: bytes) -> bytes:
         return self.world.bytes_from_first(data)
 
     def all_have(self, number: int) -> bool:
-        return self.size == 1 or all(int(one) == number for one in self.world.gather(torch.tensor([number])))
-
-    def _device_types(self) -> list[str]:
-        """The kind of device of each rank."""
-        return [one.decode() for one in self.world.gather_bytes(self.world.device.type.encode())]
+        return self.world.all_have(number)
 
     def _share_buffers(self) -> None:
-        """Running statistics differ from device to device; those of the (first) largest share count."""
+        """Give all ranks the running statistics of the (first) rank with the largest share."""
         if self.settings.step.batch_stats == "per_device":
             largest = self.shares.index(max(self.shares)) if self.shares else 0
             averages = self.average.of_buffers if self.average is not None else []
             self.world.broadcast_([*self.model.buffers(), *averages], largest)
-
-
-def _was_double(saved: Mapping[str, Any]) -> bool:
-    return bool(saved.get("double", saved["settings"].get("precision") == "fp64"))

@@ -22,7 +22,7 @@ from manyhands.training import refusals
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
-from manyhands.training.torch.data.sources import Batch, rows
+from manyhands.training.torch.data.batches import Batch, rows
 from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.step.known_means import KnownMeans, WeightsFollow, function_and_options
 

@@ -21,7 +21,8 @@ from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream, cut, rows
+from manyhands.training.torch.data.batches import Batch, cut, rows
+from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state.randomness import mixed_seed
 

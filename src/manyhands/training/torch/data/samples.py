@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from manyhands import tree
-from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Source, Stream
+from manyhands.training.torch.data.batches import Batch
+from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.job import Job
 
 

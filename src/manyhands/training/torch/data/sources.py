@@ -8,7 +8,6 @@ own (an iterable dataset, a custom sampler): every rank reads all of it and take
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,19 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from manyhands import tree
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data.sources import check_lengths, check_numbers, is_list_of_numbers, with_arrays
+from manyhands.training.torch.data.batches import Batch, cut, rows
 from manyhands.training.torch.data.dict_batches import Named
 from manyhands.training.torch.data.drawn_samples import DrawnSamples, StartWorker, draws_nothing
 from manyhands.training.torch.state import randomness
 
-Batch = Any  # what the user's loader gives: as a rule a tuple of tensors, but a dict or a dataclass is as good
 _KINDS = "(X, y) tensors or arrays, a Dataset, or a DataLoader"
 Prepare = Callable[[Batch], Batch]
 Look = Callable[[Batch], None]
@@ -266,56 +263,3 @@ def _gives_each_once(loader: DataLoader[Any]) -> bool:
 def _plain_dict(batch: Batch) -> Batch:
     """A batch by name as a plain dict: tokenizers have a class of their own, which is no tree."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
-
-
-def rows(batch: Batch) -> int:
-    """The number of samples in a batch."""
-    for leaf in tree.flatten(batch)[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise BadBatch("there is no tensor with samples in the batch that the loader gave")
-
-
-def cut(batch: Batch, start: int, stop: int) -> Batch:
-    """Those samples of the batch: of tensors their rows, and of lists without tensors (names, say) their entries."""
-    size = rows(batch)
-    return batch if (start, stop) == (0, size) else _cut(batch, size, slice(start, stop))
-
-
-def pick(batch: Batch, numbers: list[int]) -> Batch:
-    """The samples of the batch with these numbers."""
-    return _cut(batch, rows(batch), numbers)
-
-
-def _cut(part: Any, size: int, where: slice | list[int]) -> Any:
-    if isinstance(part, PackedSequence):
-        raise BadBatch("a PackedSequence cannot be cut into shards: give padded tensors, and pack them in the model")
-    if isinstance(part, (torch.Tensor, np.ndarray)):
-        return _cut_rows(part, size, where)
-    if isinstance(part, (list, tuple)):
-        if type(part) in (list, tuple) and len(part) == size and not _has_tensors(part):
-            return part[where] if isinstance(where, slice) else type(part)(part[number] for number in where)
-        parts = [_cut(one, size, where) for one in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
-    changed: Any = copy.copy(part)
-    if isinstance(part, dict):
-        changed.update({key: _cut(value, size, where) for key, value in part.items()})
-    elif dataclasses.is_dataclass(part) and not isinstance(part, type):
-        for one in dataclasses.fields(part):
-            object.__setattr__(changed, one.name, _cut(getattr(part, one.name), size, where))
-    else:
-        return part
-    return changed
-
-
-def _cut_rows(part: Any, size: int, where: slice | list[int]) -> Any:
-    if part.ndim and part.shape[0] != size:
-        raise BadBatch(
-            f"the batch has {size} samples, and one of its tensors has the shape {tuple(part.shape)}: to be cut into "
-            "shards, every tensor must be batch-first, with one row per sample"
-        )
-    return part[where] if part.ndim else part
-
-
-def _has_tensors(part: Any) -> bool:
-    return any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in tree.flatten(part)[0])

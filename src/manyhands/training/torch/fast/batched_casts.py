@@ -1,13 +1,12 @@
-"""Small things of a step at once: casts of weights, and counts of batches.
+"""Casts of weights, and counts of batches, in one kernel each.
 
 A forward pass under autocast casts each weight when its layer comes, and each BatchNorm counts its batches: in
-ResNet-18 nearly forty kernels that have hardly anything to do, each of which the GPU has to begin and to end. A
-dispatch mode makes one of all casts, and one of all counts:
+ResNet-18 nearly forty kernels with hardly anything to do. A dispatch mode batches all casts, and all counts:
 
     step n        cast w1 ... cast w2 ... cast w3          (remembered)
-    step n + 1    cast w1, w2, w3 at once, when w1's turn comes; w2 and w3 are there already
+    step n + 1    cast w1, w2, w3 at once, when w1's turn comes; w2 and w3 are ready
 
-    count += 1    put off, until somebody asks for it, or the pass is over
+    count += 1    put off until it is read, or the pass is over
 
 The results are the same to the bit. A weight that is written to after it was cast ahead is cast anew.
 """
@@ -78,18 +77,18 @@ class AtOnce(TorchDispatchMode):
         return ready
 
     def _all_casts(self, device: torch.device, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        of_old = {
+        weights_by_memory = {
             number: weight
             for number, (weight, into) in self._before.items()
             if into is dtype and weight.device == device and memory_id(weight) == number
         }
-        if not of_old:
+        if not weights_by_memory:
             return {}
-        weights = [weight.detach() for weight in of_old.values()]
-        made = [torch.empty_like(weight, dtype=dtype) for weight in weights]
-        compat.foreach_copy_(made, weights)
-        self.told["casts of weights"] = len(made)
-        return dict(zip(of_old, made, strict=True))
+        weights = [weight.detach() for weight in weights_by_memory.values()]
+        casts = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+        compat.foreach_copy_(casts, weights)
+        self.told["casts of weights"] = len(casts)
+        return dict(zip(weights_by_memory, casts, strict=True))
 
     def _count(self) -> None:
         if self._counts:
@@ -98,8 +97,8 @@ class AtOnce(TorchDispatchMode):
         self._counts = {}
 
     def explain(self) -> str:
-        """For people."""
-        return "at once: " + ", ".join(f"{count} {what}" for what, count in self.told.items())
+        """What was batched, in words."""
+        return "at once: " + ", ".join(f"{count} {kind}" for kind, count in self.told.items())
 
 
 def _is_cast_of_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -4,18 +4,17 @@ A step of a small model is limited by the host, which issues hundreds of kernels
 and is launched at once. For that, everything a step reads must stay in its place: the data are on the device, the
 epoch's order of samples too, and the position in it is a number on the device that the step itself moves on.
 
-There is a graph for each size of batch: the usual one, and the short last one of an epoch. The first steps of a size
-run without a graph, on the stream that it is captured on (they warm up kernels, optimizer state and compiler); they are
-real steps of the training. They are watched for Python that a graph would freeze (:mod:`.python_state`), and the last
-of them for waits of the host, which cannot be captured: a capture that fails on the way leaves traces in PyTorch (in
-2.11 memory that never comes back and random numbers that cannot be drawn any more), so it is better not begun. Where
-one of them fails before its update, or the capture does, nothing has happened yet, and the step is made in the plain
-way.
+There is a graph for each batch size: the usual one, and the short last batch of an epoch. The first steps of a size
+are real training steps without a graph, on the stream of the capture; they warm up kernels, optimizer state and
+compiler. They are watched for Python state that a graph would freeze (:mod:`.python_state`), and the last of them for
+waits of the host, which cannot be captured. A capture that fails midway leaks in PyTorch (2.11 loses memory and can
+draw no more random numbers), so it is better not begun. If a warm-up step fails before its update, or if the capture
+fails, nothing has happened yet and a plain step is made instead.
 
-Where the model may have biases that change nothing (:mod:`.redundant_biases`), two steps more come before: both as they
-are written, neither compiled nor on lanes, and the second is searched for such biases. They are left out from then on.
+Where the model may have redundant biases (:mod:`.redundant_biases`), two steps as written come first, neither compiled
+nor on lanes. The second is searched for such biases, which are left out from then on.
 
-The captured step of the usual size may get a rival, a plan of the whole step (:mod:`.planned_step`); the faster stays.
+The captured step of the usual size may compete with a plan of the whole step (:mod:`.planned_step`); the faster stays.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,19 +52,20 @@ from manyhands.training.torch.step.eager import EagerStep
 _COMPILE_PAYS = 40_000  # steps: compiling takes about 20 seconds, and saves about half a millisecond a step
 _PLAN_PAYS = 20_000  # steps: planning takes 1 to 8 seconds, and saves some tenths of a millisecond a step
 _WARM_UP = 3
-_AS_WRITTEN = 2  # steps before those, where idle biases are searched for: in the last of them
+_AS_WRITTEN = 2  # steps before the warm-up where idle biases are searched for, in the last of them
+_LONGEST_REASON = 300  # characters
 
 
 @dataclass
 class _Sized:
-    """The step for one size of batch: how often it ran plainly (less than zero: as written), and its graph."""
+    """The step for one batch size, and its graph."""
 
     window: torch.Tensor
     forward: Callable[..., Any]
-    warm: int = 0
+    warm: int = 0  # warm-up steps so far; less than zero: steps as written are still to come
     idle: IdleBiases | None = None
-    replay: Callable[[], object] | None = None  # its graph's, or the step that is tried against it
-    told: list[str] = field(default_factory=list)  # what is done in other ways than the model says, in words
+    replay: Callable[[], object] | None = None  # of the graph, or of the plan that competes with it
+    notes: list[str] = field(default_factory=list)  # what our kernels replace, in words
 
 
 def fast_step(
@@ -76,9 +76,9 @@ def fast_step(
     changing_rate: bool,
     checkpointed: ActivationCheckpoints | None = None,
 ) -> GraphStep:
-    """The fast step of a job; compiled if that is asked for, or likely to pay.
+    """The fast step of a job; compiled if the user asks for it, or if it is likely to pay.
 
-    It is not where our own kernels do what a compiler would gain most by: there it was 5% slower (ResNet-18).
+    With BatchNorm it does not pay: our own kernels were 5% faster than compiled ones (ResNet-18).
     """
     batches = min(data.count // settings.batch_size, settings.limits.batches or data.count)
     steps = min(settings.max_epochs * batches, settings.limits.max_steps or sys.maxsize)
@@ -89,15 +89,24 @@ def fast_step(
     if parallel is None:
         parallel = steps >= _PLAN_PAYS and not compiled and not normalises(eager.model)
     lanes, norms = settings.step.side_lanes, settings.step.fused_norms
-    if eager.scale is not None:  # gradients may be infinite, which our own kernels would be blamed for
+    if eager.scale is not None:  # gradients may be infinite, which the search for poison would blame on our kernels
         norms = False
     tuned = steps if settings.step.tuned_convolutions else None
     if checkpointed is not None:  # the backward pass computes the forward pass again, which none of these expects
         compiled = parallel = lanes = norms = False
         tuned = None
-    how: Any = {"compiled": compiled, "changing_rate": changing_rate, "side_lanes": lanes, "fused_norms": norms}
-    how |= {"parallel": parallel, "tuned_for": tuned, "checkpointed": checkpointed}
-    return GraphStep(eager, data, settings.batch_size, **how)
+    return GraphStep(
+        eager,
+        data,
+        settings.batch_size,
+        compiled=compiled,
+        changing_rate=changing_rate,
+        side_lanes=lanes,
+        fused_norms=norms,
+        parallel=parallel,
+        tuned_for=tuned,
+        checkpointed=checkpointed,
+    )
 
 
 class _NothingDone(Exception):
@@ -125,22 +134,16 @@ class GraphStep:
         self._progress = Progress(data.count, eager.device)
         self._parallel = parallel
         self._stream = stream_of(eager.device)
-        # Two copies of the gradients beyond what one lane takes: DistributedDataParallel has one in its buckets.
-        held = 2 * sum(
-            parameter.numel() * parameter.element_size() for parameter in eager.parameters if parameter.requires_grad
-        )
-        self._held = held
-        self._beside = Beside.on_streams(eager.device, self._stream, most_held=held) if side_lanes else None
-        # Why there are none although they were asked for; and why kernels are not compiled after all.
-        self.no_lanes: str | None = None
-        self.not_compiled: str | None = None
-        self.no_norms: str | None = None
-        self.no_plan: str | None = None
-        self.planned: PlannedStep | None = None  # the usual size of batch as a plan of the whole step
+        trained = [parameter for parameter in eager.parameters if parameter.requires_grad]
+        # Side lanes may hold two copies of the gradients; DistributedDataParallel has one in its buckets.
+        self._held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        self._beside = Beside.on_streams(eager.device, self._stream, most_held=self._held) if side_lanes else None
+        # By feature ("norms", "convolutions", "lanes", "compiler", "plan"): why it is not used although it was wanted.
+        self.reasons: dict[str, str] = {}
+        self.planned: PlannedStep | None = None  # a plan of the whole step, for the usual batch size
         self._norms = self._fused_norms() if fused_norms else None
-        self.no_convolutions: str | None = None
         self._convolutions = self._tuned(tuned_for) if tuned_for is not None else None
-        # A compiler leaves what is called in a dispatch mode as it is, now and from then on.
+        # A dispatch mode would keep a compiler from compiling what is called in it, now and later.
         self._at_once = AtOnce() if not is_compiled(eager.model) and checkpointed is None else None
         self._searching = checkpointed is None and may_be_idle(eager.model, eager.optimizer)
         self._checkpointed = checkpointed
@@ -155,7 +158,7 @@ class GraphStep:
         self._progress.begin(order, sample, step)
 
     def __call__(self, size: int) -> bool:
-        """Make the step of the epoch's next batch; False where this one and all others are to be made in the plain way.
+        """Make the step of the epoch's next batch; False where it and all later steps have to be plain.
 
         ``ended`` then says why.
         """
@@ -173,14 +176,14 @@ class GraphStep:
             if why is not None:  # out here, where the error does not hold the memory of its step any more
                 if self._made_simpler(sized, why):
                     return self(size)
-                self.ended = f"the graph could not be made ({why})"[:300]
+                self.ended = f"the graph could not be made ({why})"[:_LONGEST_REASON]
                 return False
         if sized.replay is not None:
             sized.replay()
         return True
 
     def _made_simpler(self, sized: _Sized, why: str) -> bool:
-        """Leave something out that may be what fails; False where there is nothing.
+        """Leave out a feature that may have failed; False where none is left.
 
         In a step as written that is the search for idle biases; later our own kernels, the lanes, and the compiler.
         """
@@ -190,19 +193,24 @@ class GraphStep:
             del self._sized[size]  # this one alone: others may have their graphs
             return True
         if self._norms is not None and not self._is_compiled(size):  # a compiled step has none of them
-            self._norms, self.no_norms = None, f"batch normalisation as it is ({why})"[:300]
-            self._at_once = None  # a mode around the forward pass as well
-            self._convolutions = None
+            self._norms = self._at_once = self._convolutions = None  # all of them are dispatch modes
+            self._without("norms", f"batch normalisation as it is ({why})")
         elif self._convolutions is not None and not self._is_compiled(size):
-            self._convolutions, self.no_convolutions = None, f"convolutions: PyTorch's ways ({why})"[:300]
+            self._convolutions = None
+            self._without("convolutions", f"convolutions: PyTorch's ways ({why})")
         elif self._beside is not None:
-            self._beside, self.no_lanes = None, f"no side lanes ({why})"[:300]
+            self._beside = None
+            self._without("lanes", f"no side lanes ({why})")
         elif self._is_compiled(size):
-            self.compiled, self.not_compiled = False, f"kernels are not compiled ({why})"[:300]
+            self.compiled = False
+            self._without("compiler", f"kernels are not compiled ({why})")
         else:
             return False
         self._sized.clear()
         return True
+
+    def _without(self, feature: str, reason: str) -> None:
+        self.reasons[feature] = reason[:_LONGEST_REASON]
 
     def _new(self, size: int) -> _Sized:
         forward: Callable[..., Any] = self._forward
@@ -218,20 +226,18 @@ class GraphStep:
         try:
             batch_norm.ready(self._eager.device)
         except CannotCompile as error:
-            self.no_norms = f"batch normalisation as it is ({error})"[:300]
+            self._without("norms", f"batch normalisation as it is ({error})")
             return None
         return FusedNorms()
 
     def _tuned(self, steps: int) -> ChosenConvolutions | None:
-        """Convolutions in their fastest ways, for a job of so many steps."""
-        if is_compiled(self._eager.model) or not any(
-            isinstance(layer, _ConvNd) for layer in self._eager.model.modules()
-        ):
+        """The search for the fastest convolutions, for a job of so many steps."""
+        model = self._eager.model
+        if is_compiled(model) or not any(isinstance(layer, _ConvNd) for layer in model.modules()):
             return None
         if not may_choose():
-            self.no_convolutions = (
-                "convolutions: PyTorch's ways (deterministic algorithms are asked for, or cuDNN is off)"
-            )
+            why = "deterministic algorithms are asked for, or cuDNN is off"
+            self._without("convolutions", f"convolutions: PyTorch's ways ({why})")
             return None
         return ChosenConvolutions(steps)
 
@@ -239,26 +245,29 @@ class GraphStep:
         """Only the usual size is worth the half minute that compiling takes."""
         return self.compiled and size == self._size
 
-    def _lanes(self, size: int) -> AbstractContextManager[Any]:
-        """What is around the backward pass: weight gradients go beside it, where that is asked for."""
-        if self._beside is None:
-            return nullcontext()
-        return self._beside.around(size, compiled=self._is_compiled(size))
+    def notes(self) -> list[str]:
+        """For the job's result: which features are not used and why, and what became of the plan."""
+        notes = [self.reasons[feature] for feature in ("norms", "lanes", "compiler", "plan") if feature in self.reasons]
+        return notes if self.planned is None else [*notes, self.planned.outcome]
 
     def explain(self) -> str:
-        """What the step of each size of batch is: its graph, its kernels, its lanes."""
+        """The step of each batch size: its graph, its kernels, its lanes."""
         lines = []
         for size, sized in self._sized.items():
-            how = "in one CUDA graph" if sized.replay is not None else "not captured yet"
+            graph = "in one CUDA graph" if sized.replay is not None else "not captured yet"
             kernels = "compiled" if self._is_compiled(size) else "as they are"
-            lines.append(f"a batch of {size}: {how}, kernels {kernels}")
-            lines += [f"  {sized.idle.explain()}"] if sized.idle is not None else []
-            lines += [f"  {one}" for one in (*sized.told, self.no_norms, self.no_convolutions) if one is not None]
-            lines += [f"  {self.no_lanes or 'all on one lane'}"] if self._beside is None else self._beside.explain(size)
+            lines.append(f"a batch of {size}: {graph}, kernels {kernels}")
+            reasons = [self.reasons[feature] for feature in ("norms", "convolutions") if feature in self.reasons]
+            idle = [] if sized.idle is None else [sized.idle.explain()]
+            lines += [f"  {note}" for note in (*idle, *sized.notes, *reasons)]
+            if self._beside is not None:
+                lines += self._beside.explain(size)
+            else:
+                lines.append(f"  {self.reasons.get('lanes', 'all on one lane')}")
             if size == self._size and self.planned is not None:
                 lines += self.planned.explain()
-            elif size == self._size and self.no_plan is not None:
-                lines.append(f"  {self.no_plan}")
+            elif size == self._size and "plan" in self.reasons:
+                lines.append(f"  {self.reasons['plan']}")
         return "\n".join(lines)
 
     def _without_graph(self, sized: _Sized) -> None:
@@ -280,22 +289,22 @@ class GraphStep:
             if eager.versions() != before:
                 raise  # the update has begun: it cannot be made again
             with torch.no_grad():
-                for buffer, kept in zip(eager.model.buffers(), statistics, strict=True):
-                    buffer.copy_(kept)
+                for buffer, before_step in zip(eager.model.buffers(), statistics, strict=True):
+                    buffer.copy_(before_step)
             raise _NothingDone from error
         sized.warm += 1
         self.ended = self._watch.after()
         if self._checkpointed is not None and self._checkpointed.drew:
-            self.ended = self.ended or "blocks that are computed again draw random numbers, whose state a graph has not"
+            self.ended = self.ended or "checkpointed blocks draw random numbers, whose state a graph cannot restore"
 
     def _captured(self, sized: _Sized) -> torch.cuda.CUDAGraph:
         self._eager.optimizer.zero_grad(set_to_none=True)
         if self._convolutions is not None and len(sized.window) == self._size:
             try:
                 self._convolutions.choose()
-            except Exception as error:  # nothing was done yet: the step goes on as it was
-                why = f"{type(error).__name__}: {error}"
-                self._convolutions, self.no_convolutions = None, f"convolutions: PyTorch's ways ({why})"[:300]
+            except Exception as error:  # nothing was done yet: the step goes on with PyTorch's convolutions
+                self._convolutions = None
+                self._without("convolutions", f"convolutions: PyTorch's ways ({type(error).__name__}: {error})")
         graph = torch.cuda.CUDAGraph()
         try:
             # Another thread (a loader that pins memory) may call CUDA meanwhile.
@@ -307,17 +316,17 @@ class GraphStep:
         return graph
 
     def _tried(self, sized: _Sized, captured: Callable[[], object]) -> Callable[[], object]:
-        """The captured step; or, where that is asked for, the faster one of it and a plan of the whole step."""
+        """The captured step; with ``parallel`` the faster of it and a plan of the whole step."""
         if not self._parallel or len(sized.window) != self._size:
             return captured
         if self._is_compiled(self._size):
-            self.no_plan = "no plan of the whole step: kernels are compiled"
+            self._without("plan", "no plan of the whole step: kernels are compiled")
             return captured
         self.planned = PlannedStep(self._plan_of(sized, captured), captured, self._progress)
         return self.planned
 
     def _plan_of(self, sized: _Sized, captured: Callable[[], object]) -> WholeStep:
-        """A plan with the kernels that the captured step has; where that has the step's own, one of ``parallel``."""
+        """A plan of ``parallel`` where the captured step has PyTorch's kernels alone, else one with our kernels."""
         eager = self._eager
         keeps_more = eager.average is not None or eager.spared is not None or eager.scale is not None
         if self._norms is None and sized.idle is None and not keeps_more:
@@ -326,49 +335,41 @@ class GraphStep:
         return TracedStep(step, captured, eager.device, lanes=self._beside is not None, held=self._held)
 
     def _work(self, sized: _Sized, *, as_written: bool = False) -> None:
-        """The whole step; ``as_written``: without dispatch modes, as a trace is to see it."""
-        eager = self._eager
+        """The whole step; ``as_written``: without dispatch modes, for a trace."""
+        eager, size = self._eager, len(sized.window)
         if eager.spared is not None:
             eager.spared.keep(eager.average)
         eager.optimizer.zero_grad(set_to_none=True)
-        # Up to the update only: what fails behind it cannot be made in the plain way any more.
+        # Up to the update only: a step that fails after it cannot be made again.
         with waits_fail() if sized.warm == _WARM_UP - 1 else nullcontext():
             loss, right = self._as_written(sized) if as_written or sized.warm < 0 else self._passes(sized)
-            if eager.scale is not None:
-                eager.scale.unscale(eager.parameters)
-            eager.clip_gradients()
-        eager.optimizer.step()
-        if eager.average is not None:
-            eager.average.update()
-        if eager.spared is not None:
-            good = torch.isfinite(loss.detach())
-            eager.spared.put_back(good if eager.scale is None else good & eager.scale.is_good)
-        if eager.scale is not None:
-            eager.scale.update()
-            eager.metrics.mark(eager.scale.collapsed(), self._progress.step)
-        eager.metrics.add(loss, right, len(sized.window), self._progress.step)
-        self._progress.advance(len(sized.window))
+            eager.prepare_gradients()
+        eager.update([loss.detach()], self._progress.step)
+        eager.metrics.add(loss, right, size, self._progress.step)
+        self._progress.advance(size)
 
     def _passes(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Forward and backward."""
-        compiled = self._is_compiled(len(sized.window))
-        norms = self._norms if not compiled else None
-        at_once = self._at_once if not compiled else None
-        convolutions = self._convolutions if not compiled else None
+        size, lanes = len(sized.window), self._beside
+        compiled, is_usual = self._is_compiled(size), size == self._size
+        norms, at_once, convolutions = (
+            (None, None, None) if compiled else (self._norms, self._at_once, self._convolutions)
+        )
         if norms is not None:
             norms.begin(poison=sized.warm == 0)
-        if convolutions is not None:  # of the size that the job is made of; others take what is chosen for it
-            convolutions.noting = sized.warm == _WARM_UP - 1 and len(sized.window) == self._size
+        if convolutions is not None:  # chosen for the usual size; other sizes take the same
+            convolutions.noting = sized.warm == _WARM_UP - 1 and is_usual
         with sized.idle.left_out() if sized.idle is not None else nullcontext():
             with convolutions or nullcontext(), at_once or nullcontext(), norms or nullcontext():
                 loss, right = sized.forward(*self._places(sized))
-            with convolutions or nullcontext(), self._lanes(len(sized.window)), norms or nullcontext():
+            beside = nullcontext() if lanes is None else lanes.around(size, compiled=compiled)
+            with convolutions or nullcontext(), beside, norms or nullcontext():
                 self._eager.scaled(loss).backward()
         if sized.idle is not None:
             sized.idle.settle()
-        sized.told = [one.explain() for one in (at_once, norms) if one is not None and one.told]
-        if convolutions is not None and convolutions.report is not None and len(sized.window) == self._size:
-            sized.told.append(convolutions.report.explain())
+        sized.notes = [mode.explain() for mode in (at_once, norms) if mode is not None and mode.told]
+        if convolutions is not None and convolutions.report is not None and is_usual:
+            sized.notes.append(convolutions.report.explain())
         if norms is not None and sized.warm == 0:
             self._look_for_poison(loss)
         return loss, right
@@ -380,15 +381,15 @@ class GraphStep:
             raise RuntimeError(f"a loss, gradient or buffer is NaN: {why}")
 
     def _as_written(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Forward and backward as anybody would make them; the last time with a search for idle biases."""
+        """Forward and backward without dispatch modes; the last time with a search for idle biases."""
         search = Search(self._eager.model) if sized.warm == -1 else None
-        with search if search is not None else nullcontext():
+        with search or nullcontext():
             loss, right = self._forward(*self._places(sized))
             if search is not None:
                 search.trace(loss)
             self._eager.scaled(loss).backward()
         if search is not None:
-            sized.idle = search.found()
+            sized.idle = search.idle_biases()
         return loss, right
 
     def _places(self, sized: _Sized) -> tuple[torch.Tensor, torch.Tensor]:

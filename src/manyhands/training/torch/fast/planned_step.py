@@ -1,17 +1,17 @@
 """The step as a plan of ``parallel``: forward, backward, update and metrics, spread over lanes as a whole.
 
-Side lanes (:mod:`.lanes.eager`) take operations in the order of the program and put weight gradients aside. A plan
-traces the step and schedules all of its operations: branches of the forward pass run beside each other, an update
-begins when its gradient is there. That takes seconds, in which the step is tried many times; nothing of it stays. There
-are two: one of ``parallel``, whose operations are as written (:class:`PlanOfParallel`), and one with the kernels that
-the captured step has for BatchNorm (:mod:`.traced_step`).
+Side lanes (:mod:`.lanes.eager`) take operations in program order and move weight gradients aside. A plan traces the
+step and schedules all of its operations: branches of the forward pass run in parallel, and an update begins when its
+gradient is there. Planning takes seconds, in which the step is tried many times without a trace. There are two kinds:
+a plan of ``parallel`` with PyTorch's kernels (:class:`PlanOfParallel`), and one with our kernels for BatchNorm
+(:mod:`.traced_step`).
 
-Which of the two is faster is found out by training. Both compute the same bits (a plan that does not is not used), so
-it does not matter which of them makes a step. They take turns, timed by the device, and the faster one goes on:
+Plan and captured step compute the same bits (a plan that does not is not used), so either may make a step. They take
+turns in the training, timed by the device, and the faster one goes on:
 
     plan | plan x 8, captured x 8 | three times | captured, until all times are there | the faster one
 
-The host never waits for a time: it looks whether it is there.
+The host never waits for a time: it asks whether the device has it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Step = Callable[[], object]
 
 
 def as_written(eager: EagerStep, data: Arrays, progress: Progress, window: torch.Tensor) -> Step:
-    """The step of the next batch, as anybody would write it."""
+    """The step of the next batch as written, without our kernels."""
 
     def step() -> None:
         eager.optimizer.zero_grad(set_to_none=True)
@@ -119,18 +119,18 @@ class PlannedStep:
         planned = plan.replay
         times: dict[Step, list[tuple[_Mark, _Mark]]] = {planned: [], captured: []}
         for _ in range(_TURNS):
-            for way, own in times.items():
-                yield way  # a warm-up
-                yield from [functools.partial(self._timed, way, own)] * _STEPS
-        while not all(_is_over(end) for own in times.values() for _, end in own):
+            for step, marks in times.items():
+                yield step  # a warm-up
+                yield from [functools.partial(self._timed, step, marks)] * _STEPS
+        while not all(_is_over(end) for marks in times.values() for _, end in marks):
             yield captured
-        ours, theirs = (statistics.median(_seconds(*one) for one in own) for own in times.values())
+        ours, theirs = (statistics.median(_seconds(*pair) for pair in marks) for marks in times.values())
         self._seconds = ours, theirs
         yield self._win(planned if ours < theirs else captured, uses_plan=ours < theirs)
 
-    def _timed(self, way: Step, times: list[tuple[_Mark, _Mark]]) -> None:
+    def _timed(self, step: Step, times: list[tuple[_Mark, _Mark]]) -> None:
         begin = self._mark()
-        way()
+        step()
         times.append((begin, self._mark()))
 
     def _first(self, plan: WholeStep, captured: Step) -> None:
@@ -148,12 +148,12 @@ class PlannedStep:
         if self._why is not None:
             self._win(captured, uses_plan=False)
 
-    def _win(self, way: Step, *, uses_plan: bool) -> Step:
-        """This one from now on; the memory of the other goes."""
-        self._winner, self._turns = way, iter(())
+    def _win(self, step: Step, *, uses_plan: bool) -> Step:
+        """Make this step from now on, and free the memory of the other."""
+        self._winner, self._turns = step, iter(())
         if not uses_plan:
             self._plan = None
-        return way
+        return step
 
     def _mark(self) -> _Mark:
         if self._progress.position.device.type != "cuda":
@@ -163,8 +163,8 @@ class PlannedStep:
         return mark
 
     @property
-    def told(self) -> str:
-        """What has come of the plan, in a line."""
+    def outcome(self) -> str:
+        """What became of the plan, in a line."""
         if self._why is not None:
             return f"no plan of the whole step: {self._why}"[:300]
         if self._seconds is None:
@@ -175,9 +175,9 @@ class PlannedStep:
         return f"a plan of the whole step was tried and is not faster: {plan}, as it is {captured}"
 
     def explain(self) -> list[str]:
-        """What has come of it, and the plan, where it is used."""
+        """What became of the plan, and the plan itself where it is used."""
         lines = self._plan.explain().splitlines() if self._plan is not None and self._seconds is not None else []
-        return [f"  {self.told}", *(f"    {line}" for line in lines)]
+        return [f"  {self.outcome}", *(f"    {line}" for line in lines)]
 
 
 def _is_over(mark: _Mark) -> bool:

@@ -73,7 +73,7 @@ class Watch:
         )
 
     def _attributes(self) -> dict[str, Any]:
-        found = {
+        seen = {
             f"{path}.{name}": look
             for path, module in self._modules
             for name, value in vars(module).items()
@@ -81,8 +81,8 @@ class Watch:
         }
         for number, group in enumerate(self._optimizer.param_groups if self._optimizer is not None else ()):
             looks = {f"{name!r} of the optimizer's group {number}": _look(value) for name, value in group.items()}
-            found |= {name: look for name, look in looks.items() if look is not None}
-        return found
+            seen |= {name: look for name, look in looks.items() if look is not None}
+        return seen
 
 
 def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -99,8 +99,8 @@ def hooks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | Non
 
 
 def _has_hook(value: object, kinds: Sequence[str]) -> bool:
-    found = [hook for kind in kinds for hook in (getattr(value, kind, None) or {}).values()]
-    modules = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in found]
+    hooks = [hook for kind in kinds for hook in (getattr(value, kind, None) or {}).values()]
+    modules = [getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks]
     return not all(str(module).startswith("torch.") for module in modules)
 
 

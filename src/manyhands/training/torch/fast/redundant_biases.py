@@ -80,9 +80,6 @@ class IdleBiases:
         learned: list[Any] = [layer.bias for layer, _ in pairs if layer.bias.requires_grad]
         self._zeros = [(bias, torch.zeros_like(bias, requires_grad=False)) for bias in learned]
 
-    def __len__(self) -> int:
-        return len(self._bare)
-
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """Within it the layers run without their biases; these stay the parameters that they are."""
@@ -110,7 +107,7 @@ class IdleBiases:
 
     def explain(self) -> str:
         """For people: how many, and why they may be missing."""
-        return f"biases left out, as a BatchNorm takes them away again: {len(self)}"
+        return f"biases left out, as a BatchNorm takes them away again: {len(self._bare)}"
 
 
 @dataclass
@@ -133,7 +130,7 @@ class Search(TorchDispatchMode):
             loss = loss_of(model)
             search.trace(loss)
             loss.backward()
-        idle = search.found()
+        idle = search.idle_biases()
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -185,7 +182,7 @@ class Search(TorchDispatchMode):
                     seen.add(following)
                     left.append(following)
 
-    def found(self) -> IdleBiases | None:
+    def idle_biases(self) -> IdleBiases | None:
         """The idle biases of the step that is over; None where there are none."""
         pairs = [(layer, call.norm) for layer, call in self._calls.items() if self._is_idle(layer, call)]
         return IdleBiases(pairs) if pairs else None  # type: ignore[arg-type]
@@ -200,13 +197,13 @@ class Search(TorchDispatchMode):
         if call.node.name() not in _PLACES or "BatchNorm" not in call.norm_node.name():
             return False
         weight, bias = (call.node.next_functions[place][0] for place in _PLACES[call.node.name()])
-        ways = [leads_to(weight, layer.weight)]  # type: ignore[arg-type]
+        paths = [leads_to(weight, layer.weight)]  # type: ignore[arg-type]
         if layer.bias.requires_grad:
-            ways.append(leads_to(bias, layer.bias))  # type: ignore[arg-type]
-            if ways[-1] is None or any(self._edges[node] != 1 for node in ways[-1]):
+            paths.append(leads_to(bias, layer.bias))  # type: ignore[arg-type]
+            if paths[-1] is None or any(self._edges[node] != 1 for node in paths[-1]):
                 return False
         straight = call.norm_node.next_functions[0][0] is call.node and self._edges[call.node] == 1
-        return straight and None not in ways
+        return straight and None not in paths
 
     # What is seen
 
@@ -221,8 +218,8 @@ class Search(TorchDispatchMode):
         return result
 
     def _in_norm(self, norm: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given: Any = args[0] if args else kwargs.get("input")
-        calls = [call for call in self._calls.values() if call.output is not None and call.output() is given]
+        input_: Any = args[0] if args else kwargs.get("input")
+        calls = [call for call in self._calls.values() if call.output is not None and call.output() is input_]
         self._norm_calls[norm] += 1
         if not calls or calls[0].norm is not None or not norm.training:
             return self._called(norm, args, kwargs)
@@ -291,9 +288,9 @@ def _has(value: object, hooks: Sequence[str]) -> bool:
 def _bears_zeros(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a gradient of zeros is safe: PyTorch's own divide by the root of its square plus eps at most."""
     tiny = torch.finfo(torch.float32).tiny
-    own = type(optimizer).__module__.startswith("torch.optim.")
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     added = [group.get("eps", 1.0) for group in optimizer.param_groups]
-    return own and all(isinstance(eps, float) and eps >= tiny for eps in added)
+    return is_torchs and all(isinstance(eps, float) and eps >= tiny for eps in added)
 
 
 def _without_bias(layer: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What an operation of PyTorch's touches, and what it writes to: asked by all that watch a step."""
+"""Which memory an operation of PyTorch reads and writes; asked by the dispatch modes of a step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from manyhands.backends.torch.compat import memory_id, tree_leaves
 
 
 def memories_of(values: Any) -> set[int]:
-    """The numbers of the memories of all tensors in a tree."""
+    """The ids of the storages of all tensors in a tree."""
     return {memory_id(leaf) for leaf in tree_leaves(values) if has_memory(leaf)}
 
 
 def has_memory(value: Any) -> bool:
-    """Whether this is a tensor with one memory of its own: a sparse one has several, and no number."""
+    """Whether this is a tensor with one storage: a sparse one has several."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
@@ -29,8 +29,8 @@ def is_view(func: Any) -> bool:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation's schema says it writes to."""
-    found = []
+    written = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[number] if number < len(args) else kwargs.get(argument.name))
-    return found
+            written.append(args[number] if number < len(args) else kwargs.get(argument.name))
+    return written

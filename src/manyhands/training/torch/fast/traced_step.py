@@ -101,9 +101,9 @@ class TracedStep:
     def explain(self) -> str:
         """Lanes and waits, and what each pass did."""
         assert self._schedule is not None
-        made = self._schedule
-        lines = [f"{len(made.graph)} operations on {len(made.lanes)} lanes, {made.wait_count()} waits, all proved"]
-        return "\n".join([*lines, *self._passes])
+        schedule = self._schedule
+        counts = f"{len(schedule.graph)} operations on {len(schedule.lanes)} lanes, {schedule.wait_count()} waits"
+        return "\n".join([f"{counts}, all proved", *self._passes])
 
     def _observed(self, step: Callable[[], object], written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a step leaves behind; random numbers are drawn again by the next one."""
@@ -118,12 +118,12 @@ def schedule_of(trace: Trace, devices: tuple[torch.device, ...], *, lanes: bool,
     whole = graph(tasks)
     if not lanes:
         return one_lane(whole)
-    made = schedule_by_slack(whole, lanes_for(whole, _ASIDE + 1), wait_seconds=_WAIT)
+    schedule = schedule_by_slack(whole, lanes_for(whole, _ASIDE + 1), wait_seconds=_WAIT)
     footprint = Footprint(*planning.footprint(trace))
     plain = peak(tasks, footprint, one_after_the_other(range(len(tasks))))
-    made = thrifty(made, footprint, plain + held)
-    check(made)
-    return made
+    schedule = thrifty(schedule, footprint, plain + held)
+    check(schedule)
+    return schedule
 
 
 def _estimated(trace: Trace, number: int, devices: tuple[torch.device, ...]) -> Task:

@@ -17,7 +17,7 @@ from manyhands.predict.profile import Profile
 from manyhands.predict.scaling import DEVICES, Assumptions, check_devices
 from manyhands.training.settings import Settings
 from manyhands.training.torch import command
-from manyhands.training.torch.data import sources
+from manyhands.training.torch.data.batches import pick, rows
 from manyhands.training.torch.predict import measure, real_steps
 from manyhands.training.torch.predict.measured_link import measure as measured_link
 
@@ -60,7 +60,7 @@ def predict(
     """
     check_devices(devices)
     between = _link(link, per_node)
-    settings = Settings(batch_size=sources.rows(batch), lr=lr, precision=precision)
+    settings = Settings(batch_size=rows(batch), lr=lr, precision=precision)
     place = _device(device)
     together = max(devices) if between is None else min(max(devices), between.per_node)
     crowds = sorted({min(count, together, real_steps.MOST) for count in devices} - {1})
@@ -96,8 +96,8 @@ def example(name: str, batch_size: int) -> tuple[torch.nn.Module, Any]:
 
 def resized(batch: Any, batch_size: int) -> Any:
     """A batch of so many samples, made of those of another one; they repeat where they are too few."""
-    count = sources.rows(batch)
-    return sources.pick(batch, [number % count for number in range(batch_size)])
+    count = rows(batch)
+    return pick(batch, [number % count for number in range(batch_size)])
 
 
 def _link(link: str | Link | Path, per_node: int | None) -> Link | None:

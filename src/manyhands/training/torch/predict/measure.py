@@ -21,8 +21,7 @@ from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.profile import Bucket, MemoryLine, Profile, StepTime
 from manyhands.training import refusals
 from manyhands.training.settings import Settings
-from manyhands.training.torch.data import sources
-from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.data.batches import Batch, rows
 from manyhands.training.torch.predict import real_steps
 from manyhands.training.torch.predict.memory_count import MemoryCount
 from manyhands.training.torch.predict.subject import Subject, job_of, shard_of, subject_of, tensors_in
@@ -76,7 +75,7 @@ def _profile(
     model: torch.nn.Module, batch: Batch, loss: Any, optimizer: Any, settings: Settings, device: torch.device
 ) -> tuple[Profile, bool]:
     """What plain steps show, and whether they are in bfloat16."""
-    size = sources.rows(batch)
+    size = rows(batch)
     base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     subject, notes = subject_of(job_of(model, loss, optimizer, settings), device)
     cores = 0 if device.type == "cuda" else machine.usable_cores()

@@ -32,7 +32,8 @@ from manyhands.training.learner import Say
 from manyhands.training.loop import Loop
 from manyhands.training.options import Limits
 from manyhands.training.torch.data import sources
-from manyhands.training.torch.data.sources import Arrays, Batch, Source, Stream
+from manyhands.training.torch.data.batches import Batch
+from manyhands.training.torch.data.sources import Arrays, Source, Stream
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import Rank, loop_of
 from manyhands.training.torch.predict.subject import shard_of, tensors_in

@@ -15,9 +15,8 @@ from manyhands import tree
 from manyhands.errors import BadSettings
 from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
-from manyhands.training.torch.data import sources
+from manyhands.training.torch.data.batches import Batch, cut, pick, rows
 from manyhands.training.torch.data.samples import as_the_model
-from manyhands.training.torch.data.sources import Batch
 from manyhands.training.torch.job import Job, numbers_for
 from manyhands.training.torch.objective import Objective, objective_for, placed
 from manyhands.training.torch.preflight import precision
@@ -111,8 +110,8 @@ def subject_of(job: Job, device: torch.device) -> tuple[Subject, list[str]]:
 
 def shard_of(model: torch.nn.Module, batch: Batch, shard: int) -> Batch:
     """A shard where the model is, in memory of its own: a view would hold the whole batch's."""
-    size = sources.rows(batch)
-    part = sources.cut(batch, 0, shard) if shard <= size else sources.pick(batch, [n % size for n in range(shard)])
+    size = rows(batch)
+    part = cut(batch, 0, shard) if shard <= size else pick(batch, [n % size for n in range(shard)])
     own = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, part)
     return as_the_model(model, own)
 

@@ -16,8 +16,9 @@ import torch
 from manyhands.training.data.labels import OWN_STEP, why_no_classes
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
+from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.data.samples import as_the_model, few_samples, first_batches
-from manyhands.training.torch.data.sources import Arrays, Batch, Source, Stream
+from manyhands.training.torch.data.sources import Arrays, Source, Stream
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised, makes_updates, takes_optimizer
 from manyhands.training.torch.preflight import loss_trial

@@ -28,8 +28,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from manyhands import tree
 from manyhands.training import refusals
+from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.data.samples import can_be_read, few_samples
-from manyhands.training.torch.data.sources import Batch, Samples
+from manyhands.training.torch.data.sources import Samples
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Supervised, inputs_and_target, placed
 from manyhands.training.torch.state import randomness

@@ -16,7 +16,7 @@ import torch
 
 from manyhands.errors import BadLabels
 from manyhands.training.data.labels import out_of_range
-from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.data.batches import Batch
 
 
 @dataclass

@@ -23,7 +23,8 @@ from manyhands.training.data.order import spread
 from manyhands.training.data.sources import Array
 from manyhands.training.loss_trial import FEW, WIDTH, Look, Pass, Term
 from manyhands.training.torch.data import samples
-from manyhands.training.torch.data.sources import Arrays, Batch, Samples, Stream, pick, rows
+from manyhands.training.torch.data.batches import Batch, pick, rows
+from manyhands.training.torch.data.sources import Arrays, Samples, Stream
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective, OwnStep, mixes_samples
 from manyhands.training.torch.state import randomness

@@ -32,7 +32,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from manyhands import machine
 from manyhands.training.torch.data import samples
-from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.ranks import global_batch_norm

@@ -96,6 +96,10 @@ class World:
         dist.gather(staged, gathered)
         return [bytes(one[:length].cpu().numpy()) for one, length in zip(gathered or (), lengths, strict=False)]
 
+    def all_have(self, number: int) -> bool:
+        """Whether every rank has this number."""
+        return self.size == 1 or all(int(gathered) == number for gathered in self.gather(torch.tensor([number])))
+
     def _padded(self, data: bytes) -> tuple[list[int], torch.Tensor]:
         """How many bytes each rank has, and this rank's with as many behind them as the longest needs."""
         lengths = [int(one) for one in self.gather(torch.tensor([len(data)]))]

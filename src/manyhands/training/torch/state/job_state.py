@@ -15,8 +15,8 @@ from safetensors.torch import save as _save
 
 from manyhands.errors import WrongCheckpoint
 
-_WAYS = ("lr", "capturable", "fused", "foreach")
-_NOT_SAVED = ("params", "differentiable", *_WAYS)
+_RUN_OPTIONS = ("lr", "capturable", "fused", "foreach")  # what the fast step or a schedule may change
+_NOT_SAVED = ("params", "differentiable", *_RUN_OPTIONS)
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -234,15 +234,17 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["step"] = count.cpu()
 
 
-def optimizer_ways(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """How an optimizer runs, per group of parameters: what the fast step changes, and a schedule."""
-    return [{name: group[name] for name in _WAYS if name in group} for group in optimizer.param_groups]
+def run_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """How an optimizer runs, per group of parameters."""
+    return [{name: group[name] for name in _RUN_OPTIONS if name in group} for group in optimizer.param_groups]
 
 
-def restore_ways(optimizer: torch.optim.Optimizer, ways: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
-    """Let an optimizer run as it did, at the rates that it began with."""
-    for group, way, rate in zip(optimizer.param_groups, ways, rates, strict=True):
-        group.update(way)
+def restore_run_options(
+    optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]], rates: Sequence[float]
+) -> None:
+    """Undo what the fast step or a schedule changed: the options of :func:`run_options`, and the first rates."""
+    for group, saved, rate in zip(optimizer.param_groups, options, rates, strict=True):
+        group.update(saved)
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
     settle(optimizer)

@@ -1,4 +1,4 @@
-"""One training step, as everybody would write it, exact on any number of ranks.
+"""One plain training step, exact on any number of ranks.
 
 The loss of a shard is a mean over its samples. Weighted by (samples of the shard) / (samples of the batch) and
 summed over the ranks it is the mean over the batch, and so are the gradients. A loss whose divisor is not the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch.book.accuracy import modes_kept
-from manyhands.training.torch.data import dict_batches, sources
-from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.data import dict_batches
+from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows, tensors_in
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
@@ -70,7 +70,7 @@ class Numbers:
             return part
         part = part.contiguous(memory_format=torch.channels_last)
         _, channels, height, width = part.shape
-        # Of one channel both orders are the same memory: only its strides say which one a convolution shall go on with.
+        # With one channel both formats are the same memory: only the strides tell a convolution which one to choose.
         return part.as_strided(part.shape, (height * width, 1, width, 1)) if channels == 1 else part
 
 
@@ -111,7 +111,7 @@ class EagerStep:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
-        """Work off one shard of a batch of ``whole`` samples, the batch of that number in its epoch."""
+        """Process this rank's shard of a batch of ``whole`` samples; ``batch_idx`` is its number in the epoch."""
         self.objective.batch_idx = batch_idx
         in_sums = self.in_parts and self.objective.sums is True
         self._sums, self._losses = [], []
@@ -126,7 +126,7 @@ class EagerStep:
                 self.clock.start()
             self._work(batch, whole, step, in_sums=in_sums)
             if self.clock is not None:
-                self.clock.stop(sources.rows(batch))
+                self.clock.stop(rows(batch))
         if self.gradients is not None:
             if in_sums and batch is None:
                 self.gradients.sum_weight(self._no_count())
@@ -134,14 +134,24 @@ class EagerStep:
             self.metrics.mark(self.gradients.loss_mark, step)
         if in_sums:
             self._divide(whole, step)
+        self.prepare_gradients()
+        marks = self._losses if self.gradients is None else [*self._losses, self.gradients.loss_mark]
+        self.update(marks, step)
+
+    def prepare_gradients(self) -> None:
+        """Unscale the gradients, then clip them."""
         if self.scale is not None:
             self.scale.unscale(self.parameters)
         self.clip_gradients()
+
+    def update(self, losses: Sequence[torch.Tensor], step: torch.Tensor | int) -> None:
+        """Update the weights; where ``spared`` is there, take it back if a loss (in fp16 a gradient) is not finite."""
         self.optimizer.step()
         if self.average is not None:
             self.average.update()
         if self.spared is not None:
-            self.spared.put_back(self._is_good())
+            good = torch.stack([torch.isfinite(loss) for loss in losses]).all()
+            self.spared.put_back(good if self.scale is None else good & self.scale.is_good)
         if self.scale is not None:
             self.scale.update()
             self.metrics.mark(self.scale.collapsed(), step)
@@ -153,8 +163,8 @@ class EagerStep:
 
     def versions(self) -> list[int]:
         """How often each weight, and each tensor of the optimizer, was written to: PyTorch counts that on the host."""
-        kept = [value for values in self.optimizer.state.values() for value in values.values()]
-        written: list[Any] = [*self.parameters, *(value for value in kept if isinstance(value, torch.Tensor))]
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        written: list[Any] = [*self.parameters, *(value for value in state if isinstance(value, torch.Tensor))]
         return [compat.write_count(tensor) for tensor in written]
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -165,21 +175,15 @@ class EagerStep:
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
 
-    def _is_good(self) -> torch.Tensor:
-        """Whether the loss of this batch is a number, on whichever rank; known on the device."""
-        marks = self._losses if self.gradients is None else [*self._losses, self.gradients.loss_mark]
-        good = torch.stack([torch.isfinite(mark) for mark in marks]).all()
-        return good if self.scale is None else good & self.scale.is_good
-
     def _work(self, batch: Batch, whole: int, step: int, *, in_sums: bool) -> None:
-        size = sources.rows(batch)
+        size = rows(batch)
         every_rank = self.gradients is not None and self.gradients.every_rank
         parts = self.accumulate if every_rank else min(self.accumulate, size) or 1
         if every_rank and size and self._sample is None and isinstance(self.objective, OwnStep):
-            self._sample = tree.map_leaves(_copied, sources.cut(batch, 0, 1))
+            self._sample = map_tensors(torch.clone, cut(batch, 0, 1))
         for number in range(parts):
             start, stop = size * number // parts, size * (number + 1) // parts
-            part = self.numbers.lay(batch if parts == 1 else sources.cut(batch, start, stop))
+            part = self.numbers.lay(batch if parts == 1 else cut(batch, start, stop))
             if self.gradients is not None:
                 self.gradients.arm(number == parts - 1)
             if in_sums:
@@ -241,8 +245,7 @@ class EagerStep:
                 value = step.value(self.model, self.numbers.lay(self._sample))[0]
                 return (value.total if isinstance(value, LossSum) else value) * 0, None
             answer = self._empty_answer(part)
-        leaves = [leaf for leaf in tree.flatten(answer)[0] if isinstance(leaf, torch.Tensor)]
-        return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum(), None
+        return torch.stack([tensor.sum() * 0 for tensor in tensors_in(answer)]).sum(), None
 
     def _empty_answer(self, part: Batch) -> Any:
         """That of a shard without samples: only to take part in what all ranks do together."""
@@ -258,17 +261,13 @@ class EagerStep:
 
     @contextlib.contextmanager
     def _without_samples(self) -> Iterator[None]:
-        """Layers that take statistics of a batch refuse an empty one, unless these are those of all ranks."""
+        """In sharded steps evaluation mode: BatchNorm refuses an empty batch, unless its statistics are global."""
         if not isinstance(self.gradients, ShardedGradients):
             yield
             return
         with modes_kept(self.model):
             self.model.eval()
             yield
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None:

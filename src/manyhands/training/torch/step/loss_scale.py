@@ -34,6 +34,7 @@ class LossScale:
     """The scale, how many steps in a row were good, and how many updates were taken back: numbers on the device."""
 
     def __init__(self, device: torch.device) -> None:
+        _check(device)
         self.scale = torch.full((), _FIRST_SCALE, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -99,7 +100,7 @@ class LossScale:
         return f"fp16: the loss scale is {state['scale']:g}; {steps} skipped because gradients were too large for it"
 
 
-def check(device: torch.device) -> None:
+def _check(device: torch.device) -> None:
     """Refuse float16 where PyTorch cannot compute with it."""
     try:
         with torch.autocast(device.type, dtype=torch.float16):

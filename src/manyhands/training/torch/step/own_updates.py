@@ -22,12 +22,10 @@ from typing import Any
 
 import torch
 
-from manyhands import tree
 from manyhands.errors import BadSettings
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch.book.accuracy import modes_kept
-from manyhands.training.torch.data import sources
-from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows
 from manyhands.training.torch.objective import checked
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
@@ -141,10 +139,10 @@ class OwnUpdates:
         self._sample: Batch | None = None  # with which a rank without samples takes part
 
     def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
-        turn, size = self._turn, 0 if batch is None else sources.rows(batch)
+        turn, size = self._turn, 0 if batch is None else rows(batch)
         turn.size, turn.whole, turn.step, turn.counted = size, whole, step, False
         if size and self._sample is None and next(iter(self._steps.values())).gradients is not None:
-            self._sample = tree.map_leaves(_copied, sources.cut(batch, 0, 1))
+            self._sample = map_tensors(torch.clone, cut(batch, 0, 1))
         if not size and self._sample is None and self._first_sample is not None:
             self._sample = self._first_sample()
         given = batch if size else self._sample
@@ -181,7 +179,3 @@ class OwnUpdates:
     def close(self) -> None:
         for one in self._steps.values():
             one.close()
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

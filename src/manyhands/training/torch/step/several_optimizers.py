@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from manyhands.training.torch.data.sources import Batch
+from manyhands.training.torch.data.batches import Batch
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 

@@ -1,0 +1,115 @@
+"""A rank's part of a checkpoint: weights, optimizer, random numbers, attributes of modules, average, loss scale.
+
+All ranks take part in both directions. Only the first one holds what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from manyhands.training.checkpoints import saving
+from manyhands.training.learner import NO_AVERAGE, Saved
+from manyhands.training.running_sums import Figures
+from manyhands.training.torch.ranks import sharding
+from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.state import job_state, randomness
+
+if TYPE_CHECKING:
+    from manyhands.training.torch.learner import Rank
+
+
+def save(rank: Rank) -> Saved | None:
+    """The state of this moment, at the first rank."""
+    world = rank.world
+    generators = world.gather_bytes(job_state.pack(randomness.as_tensors(world.device)))
+    devices = _device_types(world)
+    weights = job_state.model_tensors(rank.model)
+    tensors, numbers = job_state.optimizer_state(rank.optimizer) if rank.sharded or world.first else ({}, {})
+    if rank.sharded:
+        weights = sharding.whole_tensors(weights, keep=world.first)
+        tensors = sharding.whole_tensors(tensors, keep=world.first)
+    if not world.first:
+        return None
+    random = {
+        f"{number}.{name}": state
+        for number, blob in enumerate(generators)
+        for name, state in job_state.unpack(blob).items()
+    }
+    attributes, attribute_tensors, notes = rank.module_state.save()
+    rank.notes += [note for note in notes if note not in rank.notes]
+    return Saved(
+        state={
+            "module_state": attributes,
+            "world": world.size,
+            "devices": devices,
+            "half": rank.numbers.autocast is torch.bfloat16,
+            **({} if rank.scale is None else {"loss_scale": rank.scale.saved()}),
+            "double": rank.numbers.dtype is torch.float64,
+            "optimizer": numbers,
+            "scheduler": None if rank.scheduler is None else rank.scheduler.state(),
+            "optimizer_groups": job_state.optimizer_groups(rank.optimizer),
+            "optimizer_parameters": job_state.parameter_names(rank.optimizer, rank.model),
+        },
+        blobs={
+            "model": job_state.pack(weights),
+            "optimizer": job_state.pack(tensors),
+            "random": job_state.pack(random),
+            "module_state": job_state.pack(attribute_tensors),
+            **({} if rank.average is None else {"average": rank.average.saved()}),
+        },
+    )
+
+
+def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
+    """Continue from a checkpoint, maybe on other devices."""
+    if rank.settings.precision == "auto" and was_double(saved):
+        rank.become_double()
+    job_state.restore_model(rank.model, blobs["model"])
+    if "module_state" in saved:
+        rank.module_state.restore(saved["module_state"], job_state.unpack(blobs["module_state"]))
+    if rank.scheduler is not None and saved.get("scheduler") is not None:
+        rank.scheduler.restore(saved["scheduler"])
+    if "optimizer" in blobs:  # weights from another framework come alone
+        job_state.restore_optimizer(
+            rank.optimizer,
+            blobs["optimizer"],
+            saved["optimizer"],
+            saved.get("optimizer_groups", ()),
+            lambda name: saving.is_kept(name, rank.optimizer_options, saved),
+            (job_state.parameter_names(rank.optimizer, rank.model), saved.get("optimizer_parameters", ())),
+        )
+    if rank.average is not None and not rank.average.restore(blobs):
+        rank.notes.append(NO_AVERAGE)
+    devices = _device_types(rank.world)
+    _restore_randomness(rank, saved, blobs)
+    rank.half_before = saved.get("half")
+    if rank.scale is not None and "loss_scale" in saved:
+        rank.scale.restore(saved["loss_scale"])
+    if devices == saved.get("devices", []) and rank.settings.step.shares == "measured":
+        rank.shares = saved["shares"]
+    rank.metrics.restore(figures.loss_sum, figures.right, figures.count, counted=figures.counted)
+
+
+def _restore_randomness(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+    """The rank's generators as they were; on other devices they begin anew, by seed, rank and step."""
+    world, devices = rank.world, saved.get("devices", [])
+    if devices[world.rank : world.rank + 1] == [world.device.type] and saved["world"] == world.size:
+        prefix, states = f"{world.rank}.", job_state.unpack(blobs["random"])
+        own_states = {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
+        randomness.restore(own_states, world.device)
+    else:
+        step = saved["cursor"]["step"]
+        randomness.seed_all(randomness.mixed_seed(rank.settings.seed, world.rank, step))
+
+
+def _device_types(world: World) -> list[str]:
+    """The kind of device of each rank."""
+    return [kind.decode() for kind in world.gather_bytes(world.device.type.encode())]
+
+
+def was_double(saved: Mapping[str, Any]) -> bool:
+    """Whether the job of the checkpoint computed in float64."""
+    return bool(saved.get("double", saved["settings"].get("precision") == "fp64"))

@@ -1,0 +1,87 @@
+"""Builds the step of a rank: for one optimizer, for several, or for a model that makes its updates itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from manyhands.errors import BadSettings
+from manyhands.training.torch.data import samples
+from manyhands.training.torch.data.batches import Batch, map_tensors
+from manyhands.training.torch.data.sources import Stream
+from manyhands.training.torch.objective import Objective, OwnStep
+from manyhands.training.torch.ranks.gradient_sum import GradientSum
+from manyhands.training.torch.ranks.measured_shares import Clock
+from manyhands.training.torch.ranks.sharding import ShardedGradients
+from manyhands.training.torch.step.eager import EagerStep
+from manyhands.training.torch.step.own_updates import OwnUpdates
+from manyhands.training.torch.step.several_optimizers import EachOptimizer, Several
+from manyhands.training.torch.step.skip_nan import Spared
+
+if TYPE_CHECKING:
+    from manyhands.training.torch.learner import Rank
+
+PlainStep = EagerStep | EachOptimizer | OwnUpdates
+
+
+def build_step(rank: Rank) -> PlainStep:
+    """The step that the rank makes where no CUDA graph does."""
+    measures = rank.size > 1 and rank.settings.step.shares == "measured"
+    clock = Clock(rank.world.device) if measures else None
+    optimizer, objective = rank.optimizer, rank.objective
+    if not isinstance(optimizer, Several):
+        return _eager_step(rank, optimizer, objective, clock, rank.model.parameters())
+    if rank.sharded:
+        raise BadSettings("Step(shard=True) with several optimizers: parameters are gathered for all at once")
+    assert isinstance(objective, OwnStep)
+    steps: dict[int | str, EagerStep] = {}
+    for key, entry in optimizer.entries.items():
+        parameters = [parameter for group in entry.optimizer.param_groups for parameter in group["params"]]
+        step_objective = objective.of_optimizer(key)
+        steps[key] = _eager_step(rank, entry.optimizer, step_objective, clock, parameters, counts=not steps)
+    if not rank.makes_updates:
+        every = [entry.every for entry in optimizer.entries.values()]
+        pairs = list(zip(steps.values(), every, strict=True))
+        return EachOptimizer(pairs, optimizer, rank.model, rank.average)
+
+    def first_sample() -> Batch:
+        return map_tensors(lambda tensor: tensor.to(rank.world.device), samples.few_samples(rank.data, 1))
+
+    can_look = not isinstance(rank.data, Stream)
+    return OwnUpdates(steps, optimizer, rank.model, rank.average, first_sample if can_look else None)
+
+
+def _eager_step(
+    rank: Rank,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+    clock: Clock | None,
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    counts: bool = True,
+) -> EagerStep:
+    options, device = rank.settings.step, rank.world.device
+    gradients: GradientSum | ShardedGradients | None = None
+    if rank.sharded:
+        gradients = ShardedGradients(rank.model, optimizer, device)
+    elif rank.size > 1:
+        gradients = GradientSum(parameters, rank.world.sums_over)
+    takes_back = options.on_nan == "continue" or rank.scale is not None
+    return EagerStep(
+        rank.model,
+        optimizer,
+        objective,
+        rank.metrics,
+        device,
+        rank.numbers,
+        clip=rank.settings.gradient_clip_val,
+        accumulate=options.accumulate,
+        gradients=gradients,
+        clock=clock,
+        spared=Spared(rank.model, optimizer) if takes_back else None,
+        scale=rank.scale,
+        average=None if isinstance(rank.optimizer, Several) else rank.average,
+        counts=counts,
+    )
