@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from manyhands.errors import BadSettings
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
-from manyhands.training.data.fashion_mnist import FashionMnist
 from manyhands.training.data.order import spread
 from manyhands.training.options import Step, Workers
 from manyhands.training.torch.book import datasets
@@ -43,8 +41,8 @@ class Nesterov:
 nesterov = Nesterov
 
 
-def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
-    return datasets.of(data, batch_size)
+data = datasets.of
+from_first = world.from_first
 
 
 def on_cpu(count: int) -> dict[str, Any]:
@@ -52,15 +50,11 @@ def on_cpu(count: int) -> dict[str, Any]:
     return {"devices": ["cpu"], "workers": Workers(per_device=count)}
 
 
-def from_first(make: Callable[[], Any]) -> Any:
-    return world.from_first(make)
-
-
 def arrays(data: Any) -> Arrays:
-    found = source(data)
-    if not isinstance(found, Arrays):
+    arrays = source(data)
+    if not isinstance(arrays, Arrays):
         raise BadSettings(f"give the data as (X, y) tensors or arrays, not a {type(data).__name__}")
-    return found
+    return arrays
 
 
 def trained(model: torch.nn.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, np.ndarray[Any, Any]]:

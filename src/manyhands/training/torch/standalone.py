@@ -107,16 +107,17 @@ def with_workers(job: Job, ranks: list[torch.device], take: Take | None) -> dict
 @contextlib.contextmanager
 def _left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
     """Afterwards the model is on its device and in its precision again."""
-    before = {name: (tensor.device, tensor.dtype) for name, tensor in _tensors(model)}
+    before = {name: (tensor.device, tensor.dtype) for name, tensor in model_tensors(model)}
     try:
         yield
     finally:
-        if any(tensor.device != before[name][0] for name, tensor in _tensors(model)):
+        if any(tensor.device != before[name][0] for name, tensor in model_tensors(model)):
             model.to(next(iter(before.values()))[0])
-        for name, tensor in _tensors(model):  # buffers are other objects after a move
+        for name, tensor in model_tensors(model):  # buffers are other objects after a move
             if tensor.dtype != before[name][1]:
                 tensor.data = tensor.data.to(before[name][1])
 
 
-def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def model_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """All tensors of a model by name, also those that it does not save."""
     return [*model.named_parameters(), *model.named_buffers()]

@@ -119,27 +119,22 @@ class Trainer(BaseTrainer):
         before = copy.deepcopy(model) if checks.is_lazy(model) else model
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan
-        try:
+        with _diagnosed(lambda error: diagnose.of(dataclasses.replace(job, model=before), error)):
             with modes_kept(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
                 checks.check_loss(model, job, launcher.size() or len(self.ranks))
             return self._fit(job, dispatcher)
-        except Exception as error:
-            lesson = diagnose.of(dataclasses.replace(job, model=before), error) if _may_be_the_data(error) else None
-            if lesson is None:
-                raise
-            raise BadBatch(lesson) from error
 
     def _fit(self, job: Job, dispatcher: Dispatcher) -> Result:
-        several = launcher.size() > 1 if launcher.is_there() else len(self.ranks) > 1
-        if job.settings.step.shard and several:
-            sharding.check(job.settings, job.optimizer, [] if launcher.is_there() else self.ranks)
+        ranks = [] if launcher.is_there() else self.ranks
+        count = launcher.size() if launcher.is_there() else len(ranks)
+        if job.settings.step.shard and count > 1:
+            sharding.check(job.settings, job.optimizer, ranks)
+        job.settings.check_devices(count)
         if launcher.is_there():
             return self._fit_as_rank(job, dispatcher)
-        ranks = self.ranks
-        job.settings.check_devices(len(ranks))
-        if len(ranks) == 1:
+        if count == 1:
             result = _fit_here(job, world.World(0, 1, ranks[0]), dispatcher)
         else:
             result = self._fit_with_workers(job, dispatcher)
@@ -187,7 +182,6 @@ class Trainer(BaseTrainer):
 
     def _fit_as_rank(self, job: Job, dispatcher: Dispatcher) -> Result:
         """This process is one rank of several, as torchrun's environment says."""
-        job.settings.check_devices(launcher.size())
         with self._as_rank(job.settings, dispatcher.event) as here:
             result = _fit_here(job, here, dispatcher)
             result.devices = launcher.device_names("gpu" if here.device.type == "cuda" else "cpu")
@@ -230,21 +224,15 @@ class Trainer(BaseTrainer):
     def _evaluate(self, model: torch.nn.Module, source: Source, settings: Settings) -> dict[str, Any]:
         job = self._other_job(model, source, settings, "evaluate")
         job.metrics = self._metrics()
-        try:
+        with _diagnosed(lambda error: diagnose.of(job, error)):
             with modes_kept(model):
                 checks.check_labels(job)
             figures = self._computed(job, None)
-        except Exception as error:
-            lesson = diagnose.of(job, error) if _may_be_the_data(error) else None
-            if lesson is None:
-                raise
-            raise BadBatch(lesson) from error
         assert figures is not None
         return figures
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
-        if not isinstance(model, torch.nn.Module):
-            raise refusals.not_a_model(model, "a torch.nn.Module")
+        _check_is_module(model)
         return inputs_of(model.forward, type(model).__name__, targets)
 
     def _list_of_batches(self, batches: list[Any]) -> Any:
@@ -263,19 +251,13 @@ class Trainer(BaseTrainer):
     def _predict(self, model: torch.nn.Module, source: Source, settings: Settings, inputs: Inputs) -> Any:
         job = self._other_job(model, source, settings, "predict")
         job.inputs = inputs
-        try:
+        with _diagnosed(lambda error: diagnose.of_prediction(job)):
             return evaluate.predicted(lambda _, take: self._computed(job, take), self._joined)
-        except Exception as error:
-            lesson = diagnose.of_prediction(job) if _may_be_the_data(error) else None
-            if lesson is None:
-                raise
-            raise BadBatch(lesson) from error
 
     def _other_job(
         self, model: torch.nn.Module, source: Source, settings: Settings, purpose: Literal["evaluate", "predict"]
     ) -> Job:
-        if not isinstance(model, torch.nn.Module):
-            raise refusals.not_a_model(model, "a torch.nn.Module")
+        _check_is_module(model)
         if checks.is_lazy(model):
             raise BadSettings("the model has layers without weights yet (lazy ones): call it on a few samples first")
         objective = objective_for(model, self._option("loss"))
@@ -318,7 +300,7 @@ def train(net: torch.nn.Module, num_gpus: int, batch_size: int, lr: float, num_e
 def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     """Train in this process; leave the model, and the caller's random numbers, where they were."""
     device = next(job.model.parameters()).device
-    dtypes = {name: tensor.dtype for name, tensor in _own_tensors(job.model)}
+    dtypes = {name: tensor.dtype for name, tensor in standalone.model_tensors(job.model)}
     try:
         with randomness.kept(here.device), modes_kept(job.model):
             loop, rank = loop_of(job, here, dispatcher.event)
@@ -328,7 +310,7 @@ def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
     finally:
         job.model.to(device)
         job.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        for name, tensor in _own_tensors(job.model):
+        for name, tensor in standalone.model_tensors(job.model):
             tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
             if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
                 tensor.grad = tensor.grad.to(tensor.dtype)
@@ -347,11 +329,6 @@ def _take_home(job: Job, home: dict[str, Any]) -> None:
         schedulers.take_home(job.schedule, job.optimizer, home["scheduler"])
 
 
-def _own_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """All tensors of a model, those that it does not save too."""
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
 def _on_host(job: Job) -> Job:
     """The job with its model and optimizer in the host's memory, to be sent."""
     if all(type(p) is torch.nn.Parameter and p.device.type == "cpu" for p in job.model.parameters()):
@@ -362,13 +339,25 @@ def _on_host(job: Job) -> Job:
     return sent
 
 
-def _may_be_the_data(error: Exception) -> bool:
-    """Whether PyTorch may have refused the samples, here or in a worker; our own errors have said it already."""
-    return isinstance(error, WorkerFailed) or not isinstance(error, (ManyhandsError, OSError))
+@contextlib.contextmanager
+def _diagnosed(diagnosis: Callable[[Exception], str | None]) -> Iterator[None]:
+    """Raises a BadBatch with the diagnosis where PyTorch, here or in a worker, may have refused the samples."""
+    try:
+        yield
+    except Exception as error:
+        ours = isinstance(error, (ManyhandsError, OSError)) and not isinstance(error, WorkerFailed)
+        lesson = None if ours else diagnosis(error)
+        if lesson is None:
+            raise
+        raise BadBatch(lesson) from error
 
 
 def _check_model(model: torch.nn.Module) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise refusals.not_a_model(model, "a torch.nn.Module")
+    _check_is_module(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+
+
+def _check_is_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise refusals.not_a_model(model, "a torch.nn.Module")

@@ -1,7 +1,7 @@
-"""What is looked at before a job begins. On one device no pass is made for it through the model or the loss.
+"""Checks before a job begins. On one device they make no pass through the model or the loss.
 
 There are two exceptions: lazy layers need a few samples to get their shapes, and on several devices, or with
-``accumulate``, a loss that we cannot look into is tried once, on a copy (:mod:`manyhands.training.loss_trial`).
+``accumulate``, an unknown loss is tried once, on a copy (:mod:`manyhands.training.loss_trial`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from manyhands.training.data.labels import OWN_STEP, why_no_classes
+from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch
@@ -38,18 +39,13 @@ def materialise(model: torch.nn.Module, data: Source) -> None:
     if not is_lazy(model):
         return
     batch = few_samples(data, _FEW)
-    modes = [(layer, layer.training) for layer in model.modules()]
-    model.eval()  # no statistics, no dropout
-    try:
-        with torch.no_grad():
-            _give(copy.deepcopy(model), batch)  # if that fails, the layers stay as they are
-            _give(model, batch)
-    finally:
-        for layer, training in modes:
-            layer.training = training
+    with torch.no_grad(), modes_kept(model):
+        model.eval()  # no statistics, no dropout
+        _call(copy.deepcopy(model), batch)  # if that fails, the layers stay as they are
+        _call(model, batch)
 
 
-def _give(model: torch.nn.Module, batch: Batch) -> None:
+def _call(model: torch.nn.Module, batch: Batch) -> None:
     if isinstance(batch, Mapping):
         dict_batches.answer(model, as_the_model(model, batch))
     else:
@@ -75,7 +71,7 @@ def why_no_accuracy(objective: Objective, model: torch.nn.Module, data: Source, 
 
 
 def check_labels(job: Job) -> None:
-    """Have labels looked at that the model may have no output for."""
+    """Have labels checked, that the model may have no output for, as soon as the number of outputs is known."""
     objective = job.objective
     if not (isinstance(objective, Supervised) and _of_classes(objective.loss)):
         return
@@ -125,8 +121,8 @@ def check_loss(model: torch.nn.Module, job: Job, ranks: int) -> None:
         objective.sums = any(_weighs(objective.loss, data) for data in (job.train, job.test) if data is not None)
     elif parts and isinstance(objective, OwnStep) and (keys := _several(model, job)):
         for key in keys:
-            own = dataclasses.replace(job, objective=objective.of_optimizer(key))
-            objective.sums_of[key], note = loss_trial.sums(model, own)
+            job_of_key = dataclasses.replace(job, objective=objective.of_optimizer(key))
+            objective.sums_of[key], note = loss_trial.sums(model, job_of_key)
             job.notes += [note] if note is not None and note not in job.notes else []
     elif parts:
         objective.sums, note = loss_trial.sums(model, job)
@@ -137,8 +133,8 @@ def _several(model: torch.nn.Module, job: Job) -> list[int | str]:
     """The optimizers of a model that has several, as its training_step knows them."""
     if isinstance(job.optimizer, torch.optim.Optimizer) or not takes_optimizer(model.training_step):  # type: ignore[arg-type]
         return []
-    made = job.make_optimizer(copy.deepcopy(model)).optimizer
-    return list(made.entries) if isinstance(made, Several) else []
+    optimizer = job.make_optimizer(copy.deepcopy(model)).optimizer
+    return list(optimizer.entries) if isinstance(optimizer, Several) else []
 
 
 def _loss_of_model(job: Job, parts: bool) -> bool:

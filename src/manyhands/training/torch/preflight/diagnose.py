@@ -1,14 +1,14 @@
-"""What was wrong with a job that failed: found by trying, and said only where it is proved.
+"""Why a job failed: found by experiment, and reported only where it is proved.
 
-PyTorch says what an operation would not take, not what the user gave. When a job has failed, its first samples go
-through the model and the loss as they are; where that fails, too, they are changed in the ways in which data are wrong
-most often, one change at a time and then several. The first with which it works is the lesson. For example samples of
-float64 (NumPy's own) and labels of int32 for a model of float32::
+PyTorch says what an operation refused, not what was wrong with the user's data. When a job has failed, its first
+samples go through the model and the loss again. If that fails too, the usual mistakes are corrected, one at a time and
+then several; the first correction that works is reported. For example samples of float64 (NumPy's default) and labels
+of int32 for a model of float32::
 
     as they are                       fails
     samples as float32                fails
     labels as int64                   fails
-    samples as float32, labels as int64   works: both are said
+    samples as float32, labels as int64   works: both are reported
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from manyhands import tree
 from manyhands.training import refusals
-from manyhands.training.torch.data.batches import Batch
+from manyhands.training.torch.data.batches import Batch, map_tensors, tensors_in
 from manyhands.training.torch.data.samples import can_be_read, few_samples
 from manyhands.training.torch.data.sources import Samples
 from manyhands.training.torch.job import Job
@@ -63,34 +62,24 @@ def of_prediction(job: Job) -> str | None:
         samples = few_samples(job.train, _FEW)
         batch = tuple(samples) if isinstance(samples, (tuple, list)) else (samples,)
         inputs = batch if job.inputs is None else job.inputs.of(batch)
-        if not _answers(job, inputs):
+        reason = _refusal(job, inputs)
+        if reason is not None:
             for words, change in _changes(job, (*inputs, None)):
-                if _answers(job, change((*inputs, None))[:-1]):
+                if _refusal(job, change((*inputs, None))[:-1]) is None:
                     return words
-            return _refusal(job, inputs)
+        return reason
     return None
 
 
-def _answers(job: Job, inputs: tuple[Any, ...]) -> bool:
-    """Whether a copy of the model takes these inputs."""
-    model, inputs = _copy(job, inputs)
-    try:
-        with torch.no_grad(), randomness.kept(next(model.parameters()).device):
-            model.eval()(*inputs)
-    except Exception:
-        return False
-    return True
-
-
 def _refusal(job: Job, inputs: tuple[Any, ...]) -> str | None:
-    """The model's own reason why it does not take these inputs."""
+    """Why a copy of the model does not take these inputs, in its own words; None where it does."""
     model, inputs = _copy(job, inputs)
-    leaves = [leaf for leaf in tree.flatten(inputs)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
     try:
         with torch.no_grad(), randomness.kept(next(model.parameters()).device):
             model.eval()(*inputs)
     except Exception as error:
-        return str(refusals.not_taken(model, [leaf.shape[1:] for leaf in leaves], error))
+        shapes = [tensor.shape[1:] for tensor in tensors_in(inputs) if tensor.dim()]
+        return str(refusals.not_taken(model, shapes, error))
     return None
 
 
@@ -194,12 +183,12 @@ def _of_kinds(job: Job) -> str | None:
 def _changes(job: Job, batch: tuple[Any, ...]) -> Iterator[tuple[str, _Change]]:
     """What may be changed about these samples, and the words for it."""
     kind = next((p.dtype for p in job.model.parameters() if p.is_floating_point()), torch.float32)
-    others = {leaf.dtype for leaf in tree.flatten(batch[:-1])[0] if isinstance(leaf, torch.Tensor)} - {kind}
+    others = {tensor.dtype for tensor in tensors_in(batch[:-1])} - {kind}
     if others:
         shown = ", ".join(sorted(map(_named, others)))
         yield (
             f"the samples are {shown}, the model's weights {_named(kind)}: give X.to(torch.{_named(kind)})",
-            lambda given: (*tree.map_leaves(lambda leaf: _as(leaf, kind), given[:-1]), given[-1]),
+            lambda batch: (*map_tensors(lambda tensor: tensor.to(kind), batch[:-1]), batch[-1]),
         )
     yield from _changes_of_axes(batch[0])
     labels = batch[-1]
@@ -208,18 +197,18 @@ def _changes(job: Job, batch: tuple[Any, ...]) -> Iterator[tuple[str, _Change]]:
     if labels.dtype != torch.int64:
         yield (
             f"the labels are {_named(labels.dtype)}, and numbers of classes must be int64: give y.long()",
-            lambda given: (*given[:-1], given[-1].long()),
+            lambda batch: (*batch[:-1], batch[-1].long()),
         )
     if labels.dtype != kind:
         yield (
             f"the targets are {_named(labels.dtype)}, what the model answers is {_named(kind)}: give "
             f"y.to(torch.{_named(kind)})",
-            lambda given: (*given[:-1], given[-1].to(kind)),
+            lambda batch: (*batch[:-1], batch[-1].to(kind)),
         )
     if labels.dim() == 2 and labels.shape[1] == 1:
         yield (
             "the labels have a second axis of length 1: give y.squeeze(1)",
-            lambda given: (*given[:-1], given[-1].squeeze(1)),
+            lambda batch: (*batch[:-1], batch[-1].squeeze(1)),
         )
 
 
@@ -230,23 +219,19 @@ def _changes_of_axes(X: Any) -> Iterator[tuple[str, _Change]]:
         yield (
             f"the samples have the shape {tuple(X.shape[1:])}, without the axis of channels that a convolution takes: "
             "give X.unsqueeze(1)",
-            lambda given: (given[0].unsqueeze(1), *given[1:]),
+            lambda batch: (batch[0].unsqueeze(1), *batch[1:]),
         )
     if X.dim() == 4 and X.shape[-1] <= _CHANNELS < X.shape[1]:
         yield (
             f"the samples have the shape {tuple(X.shape[1:])}, with the channels last, and PyTorch takes them first: "
             "give X.permute(0, 3, 1, 2)",
-            lambda given: (given[0].permute(0, 3, 1, 2), *given[1:]),
+            lambda batch: (batch[0].permute(0, 3, 1, 2), *batch[1:]),
         )
     if X.is_floating_point():
         yield (
             f"the samples are {_named(X.dtype)}, and an embedding takes whole numbers: give X.long()",
-            lambda given: (given[0].long(), *given[1:]),
+            lambda batch: (batch[0].long(), *batch[1:]),
         )
-
-
-def _as(leaf: Any, kind: torch.dtype) -> Any:
-    return leaf.to(kind) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _named(kind: torch.dtype) -> str:
@@ -265,15 +250,18 @@ def _of_answer(job: Job) -> str | None:
     if isinstance(answer, torch.Tensor) or not str(module).startswith("torch."):
         return None
     if isinstance(answer, Mapping):
-        what, part = f"a {type(answer).__name__} with {', '.join(map(repr, answer))}", f"[{next(iter(answer))!r}]"
+        kind, part = (
+            f"a {type(answer).__name__} with {', '.join(map(repr, answer))}",
+            f"[{next(iter(answer))!r}]",
+        )
     elif isinstance(answer, (tuple, list)):
         shapes = ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else "?" for part in answer)
-        what, part = f"a {type(answer).__name__} of {len(answer)} parts ({shapes})", "[0]"
+        kind, part = f"a {type(answer).__name__} of {len(answer)} parts ({shapes})", "[0]"
     else:
-        what, part = f"a {type(answer).__name__}", ".logits"
+        kind, part = f"a {type(answer).__name__}", ".logits"
     name = getattr(loss, "__name__", f"{type(loss).__name__}()")
     call = f"torch.nn.{name}" if isinstance(loss, torch.nn.Module) else f"torch.nn.functional.{name}"
-    return f"the model gives {what}, and {name} takes one tensor: give loss=lambda answer, y: {call}(answer{part}, y)"
+    return f"the model gives {kind}, and {name} takes one tensor: give loss=lambda answer, y: {call}(answer{part}, y)"
 
 
 def _of_layer(job: Job, error: Exception) -> str | None:
@@ -282,7 +270,7 @@ def _of_layer(job: Job, error: Exception) -> str | None:
     running: list[tuple[str, torch.nn.Module, Any]] = []
     for name, layer in model.named_modules():
         if not any(True for _ in layer.children()):
-            layer.register_forward_pre_hook(lambda layer, given, name=name: running.append((name, layer, given)))
+            layer.register_forward_pre_hook(lambda layer, input_, name=name: running.append((name, layer, input_)))
             layer.register_forward_hook(lambda *_: running.pop() and None)
     try:
         _loss(job, model, batch)
@@ -291,9 +279,9 @@ def _of_layer(job: Job, error: Exception) -> str | None:
             return None
         if _without_numbers(str(again).splitlines()[0]) not in _without_numbers(str(error)):
             return None
-        name, layer, (given, *_) = running[-1]
+        name, layer, (input_, *_) = running[-1]
         samples = batch[0] if isinstance(batch, (tuple, list)) else None
-        return _misfit(f"the layer {name!r}, {layer}," if name else f"{layer}", layer, given, given is samples, again)
+        return _misfit(f"the layer {name!r}, {layer}," if name else f"{layer}", layer, input_, input_ is samples, again)
     return None
 
 
@@ -302,20 +290,20 @@ def _without_numbers(text: str) -> str:
     return re.sub(r"\d+", "#", text)
 
 
-def _misfit(layer_name: str, layer: Any, given: torch.Tensor, direct: bool, error: Exception) -> str:
-    shape, gets = tuple(given.shape), "the samples have" if direct else "it gets"
+def _misfit(layer_name: str, layer: Any, input_: torch.Tensor, direct: bool, error: Exception) -> str:
+    shape, gets = tuple(input_.shape), "the samples have" if direct else "it gets"
     kind = type(layer).__name__
     if isinstance(layer, torch.nn.Linear) and shape[-1] != layer.in_features:
         says = f"{layer_name} takes {layer.in_features} numbers per sample, and {gets} {shape[-1]}"
-        if given[0].numel() == layer.in_features:
+        if input_[0].numel() == layer.in_features:
             return f"{says} on their last axis (shape {shape}): put torch.nn.Flatten() before it, or give X.flatten(1)"
         return f"{says} (shape {shape}): make it {kind}({shape[-1]}, {layer.out_features}), or give it other samples"
-    if isinstance(layer, _ConvNd) and given.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
+    if isinstance(layer, _ConvNd) and input_.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
         says = f"{layer_name} takes {layer.in_channels} channels, and {gets} {shape[1]} (shape {shape})"
         return f"{says}: make it {kind}({shape[1]}, {layer.out_channels}, ...), or give it other samples"
-    if isinstance(layer, torch.nn.Embedding) and not given.is_floating_point():
+    if isinstance(layer, torch.nn.Embedding) and not input_.is_floating_point():
         entries = layer.num_embeddings
-        low, high = int(given.min()), int(given.max())
+        low, high = int(input_.min()), int(input_.max())
         if low < 0 or high >= entries:
             return f"{layer_name} has entries 0 to {entries - 1}, and {gets} numbers from {low} to {high}"
     return f"{layer_name} does not take an input of the shape {shape}: {str(error).splitlines()[0]}"
@@ -337,8 +325,7 @@ def _copy(job: Job, batch: Batch) -> tuple[torch.nn.Module, Batch]:
     device = next(model.parameters()).device
     numbers = Numbers(dtype=torch.float64 if job.settings.precision == "fp64" else None)
     model = model.to(numbers.dtype) if numbers.dtype is not None else model
-    moved = tree.map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
-    return model, numbers.lay(moved)
+    return model, numbers.lay(map_tensors(lambda tensor: tensor.to(device), batch))
 
 
 def _loss(job: Job, model: torch.nn.Module, batch: Batch) -> torch.Tensor:

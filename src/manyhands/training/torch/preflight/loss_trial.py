@@ -16,14 +16,13 @@ import cloudpickle
 import numpy as np
 import torch
 
-from manyhands import tree
 from manyhands.errors import BadSettings
 from manyhands.training import loss_trial
 from manyhands.training.data.order import spread
 from manyhands.training.data.sources import Array
 from manyhands.training.loss_trial import FEW, WIDTH, Look, Pass, Term
 from manyhands.training.torch.data import samples
-from manyhands.training.torch.data.batches import Batch, pick, rows
+from manyhands.training.torch.data.batches import Batch, pick, rows, tensors_in
 from manyhands.training.torch.data.sources import Arrays, Samples, Stream
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective, OwnStep, mixes_samples
@@ -56,7 +55,9 @@ def sums(model: torch.nn.Module, job: Job) -> tuple[bool, str | None]:
             batches, seen = _batches(job)
             if _is_sum(tried, objective, batches[0]):
                 return True, None
-            why: str | Exception | None = _mixes_samples(tried) or _check(tried, objective, batches)
+            if mixes_samples(tried):  # parts of a batch then differ from the whole, and rightly
+                return False, loss_trial.note("a layer normalises over the batch")
+            why: str | Exception | None = _check(tried, objective, batches)
             if why is None:
                 return False, loss_trial.outcome(None, None if _is_torchs(job.objective) else seen)
     except BadSettings:
@@ -80,11 +81,6 @@ def _is_sum(model: torch.nn.Module, objective: Objective, batch: Batch) -> bool:
         return objective.as_sum(model, samples.as_the_model(model, batch))[0] is not None
 
 
-def _mixes_samples(model: torch.nn.Module) -> str | None:
-    """Parts of a batch then differ from the whole, and rightly."""
-    return "a layer normalises over the batch" if mixes_samples(model) else None
-
-
 # Samples
 
 
@@ -106,8 +102,7 @@ def _batches(job: Job) -> tuple[list[Batch], str | None]:
 def _pool_size(data: Samples) -> int:
     """How many samples are looked at: as many as may be read, fewer where they are large."""
     first = samples.few_samples(data, FEW)
-    leaves = [leaf for leaf in tree.flatten(first)[0] if isinstance(leaf, torch.Tensor)]
-    size = max(1, sum(leaf.numel() * leaf.element_size() for leaf in leaves) // rows(first))
+    size = max(1, sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first)) // rows(first))
     return min(data.count, _POOL, max(4 * FEW, _POOL_BYTES // size))
 
 
@@ -120,8 +115,8 @@ def _is_torchs(objective: Objective) -> bool:
 def _unlike(pool: Batch) -> Iterator[Batch]:
     """Samples of a pool: the most unlike ones, then some as they come."""
     size = rows(pool)
-    leaves = [leaf for leaf in tree.flatten(pool)[0] if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (size,)]
-    chosen = loss_trial.chosen_from([_look(leaf) for leaf in leaves], size)
+    tensors = [tensor for tensor in tensors_in(pool) if tensor.shape[:1] == (size,)]
+    chosen = loss_trial.chosen_from([_look(tensor) for tensor in tensors], size)
     yield from (pick(pool, numbers) for numbers in chosen.batches)
     yield pick(pool, list(range(min(FEW, size))))
 
@@ -179,9 +174,8 @@ class _Trial:
         size = rows(batch)
         with torch.enable_grad():
             loss, _ = self._objective(self._model, samples.as_the_model(self._model, batch), part=True)
-        found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        zipped = zip(found, self._parameters, strict=True)
-        gradients = [_numbers(_thin(torch.zeros_like(p) if one is None else one)) * size for one, p in zipped]
+        computed = torch.autograd.grad(loss, self._parameters, allow_unused=True, materialize_grads=True)
+        gradients = [_numbers(_thin(gradient)) * size for gradient in computed]
         return Pass([Term(float(loss.detach()) * size, size, gradients)])
 
 

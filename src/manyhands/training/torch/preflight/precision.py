@@ -38,9 +38,8 @@ from manyhands.training.torch.objective import Objective
 from manyhands.training.torch.ranks import global_batch_norm
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state, randomness
-from manyhands.training.torch.step.eager import EagerStep, Numbers
-from manyhands.training.torch.step.own_updates import OwnUpdates
-from manyhands.training.torch.step.several_optimizers import EachOptimizer
+from manyhands.training.torch.step.build import PlainStep
+from manyhands.training.torch.step.eager import Numbers
 
 CONTINUED = "as in the checkpoint that this job continues"
 _TWO = 2
@@ -69,11 +68,11 @@ def choose(job: Job, model: torch.nn.Module, objective: Objective, world: World,
     """
     if before is not None:
         return Choice("bf16" if before else _of_weights(model), CONTINUED)
-    own = _of_this_rank(job, model, world.device)
-    if own.bf16 and world.size > 1:
-        own = _refusal(job, model, objective, world.device) or own
-    sent = world.gather_bytes(json.dumps(asdict(own)).encode())
-    return agreed([Choice(**json.loads(one)) for one in sent])
+    choice = _of_this_rank(job, model, world.device)
+    if choice.bf16 and world.size > 1:
+        choice = _refusal(job, model, objective, world.device) or choice
+    choices = world.gather_bytes(json.dumps(asdict(choice)).encode())
+    return agreed([Choice(**json.loads(each)) for each in choices])
 
 
 def agreed(choices: Sequence[Choice]) -> Choice:
@@ -107,11 +106,9 @@ def on_cpu(model: torch.nn.Module, features: Collection[str]) -> Choice:
 def _of_weights(model: torch.nn.Module) -> str:
     """What a model computes in by itself."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return (
-        "fp32"
-        if dtypes <= {torch.float32}
-        else " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    )
+    if dtypes <= {torch.float32}:
+        return "fp32"
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _channels(layer: torch.nn.Module) -> tuple[int, int] | None:
@@ -155,10 +152,10 @@ def refused(model: torch.nn.Module, error: Exception) -> Choice:
 class BeforeStep:
     """What a step changes before its update: statistics, metrics and random numbers, to be put back if it fails."""
 
-    def __init__(self, step: EagerStep | EachOptimizer | OwnUpdates) -> None:
+    def __init__(self, step: PlainStep) -> None:
         self._step = step
         self._versions = step.versions()
-        self._kept = [tensor.clone() for tensor in self._tensors()]
+        self._copies = [tensor.clone() for tensor in self._tensors()]
         self._random = randomness.as_tensors(step.device)
 
     def put_back(self) -> bool:
@@ -166,8 +163,8 @@ class BeforeStep:
         if self._step.versions() != self._versions:
             return False
         with torch.no_grad():
-            for tensor, kept in zip(self._tensors(), self._kept, strict=True):
-                job_state.write(tensor, kept)
+            for tensor, before in zip(self._tensors(), self._copies, strict=True):
+                job_state.write(tensor, before)
         randomness.restore(self._random, self._step.device)
         self._step.optimizer.zero_grad(set_to_none=True)
         return True

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import IO, Any
 
@@ -33,6 +34,31 @@ _MESSAGE_BYTES = 1 << 16
 _LOST = 255  # the status of a worker whose server is gone
 # pytest sets it anew for each test; no library reads it.
 _IGNORED = ("PYTEST_CURRENT_TEST",)
+
+
+class CodeFiles:
+    """The files of some loaded modules. A process that has loaded them does not load them again when they change."""
+
+    def __init__(self, counts: Callable[[str, str], bool]) -> None:
+        """``counts``: whether a module of this name and file is one of them."""
+        self._counts = counts
+        self._times = self._times_now()
+
+    def changed(self) -> bool:
+        """Whether a file has changed since it was first seen."""
+        now = self._times_now()
+        changed = any(self._times.get(path, when) != when for path, when in now.items())
+        self._times = {**now, **self._times}
+        return changed
+
+    def _times_now(self) -> dict[str, int]:
+        times = {}
+        for name, module in list(sys.modules.items()):
+            path = getattr(module, "__file__", None)
+            if isinstance(path, str) and self._counts(name, path):
+                with contextlib.suppress(OSError):
+                    times[path] = os.stat(path).st_mtime_ns
+        return times
 
 
 class Forked:
@@ -72,7 +98,7 @@ class ForkServer:
     """The server, as its caller sees it."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self.environment, self.code = environment, _code()
+        self.environment, self._code = environment, CodeFiles(_is_ours)
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(1)
@@ -88,10 +114,7 @@ class ForkServer:
 
     def fits(self, environment: dict[str, str]) -> bool:
         """Whether it is alive, and a new process would load the same code in the same environment."""
-        code = _code()
-        same = all(self.code.get(path, when) == when for path, when in code.items())
-        self.code = {**code, **self.code}
-        return same and environment == self.environment and self.process.poll() is None
+        return not self._code.changed() and environment == self.environment and self.process.poll() is None
 
     def fork(self, address: str, rank: int, key: bytes, output: int, log: int) -> Forked:
         """A new worker, as ``worker.main(address, rank)``; it writes to the two file descriptors."""
@@ -174,15 +197,9 @@ def forget() -> ForkServer | None:
     return server
 
 
-def _code() -> dict[str, int]:
-    """The files of this library that are loaded, and when they were changed: the server has loaded them too."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if name.partition(".")[0] == "manyhands" and isinstance(path, str):
-            with contextlib.suppress(OSError):
-                found[path] = os.stat(path).st_mtime_ns
-    return found
+def _is_ours(name: str, path: str) -> bool:
+    """Whether a module is one of this library's: the server has loaded them too."""
+    return name.partition(".")[0] == "manyhands"
 
 
 # In the server

@@ -1,4 +1,4 @@
-"""Worker processes, one per rank, that stay for the next job; and what is done when one of them does not.
+"""Worker processes, one per rank, that stay for the next job; and what happens when one of them fails.
 
 A worker that dies or raises ends the job within a second: the others are stopped, and the error names the rank and
 carries its traceback. A worker that hangs makes no step while the others wait for it; it is found by its silence, asked
@@ -77,8 +77,8 @@ class Pool:
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-manyhands"))
     workers: list[_Worker] = field(default_factory=list)
     jobs: int = 0
-    # The user's modules, and when each was last changed.
-    files: dict[str, int] = field(default_factory=dict)
+    # Workers do not import the user's modules again.
+    users_code: fork_server.CodeFiles = field(default_factory=lambda: fork_server.CodeFiles(_is_users))
 
     def start(self) -> None:
         """Start all workers, or none: an interruption leaves no process behind."""
@@ -141,15 +141,8 @@ class Pool:
     def alive(self) -> bool:
         return bool(self.workers) and all(worker.process.poll() is None for worker in self.workers)
 
-    def is_stale(self) -> bool:
-        """Whether a file of the user's code has changed since it was first seen: workers do not import it again."""
-        files = _user_files()
-        changed = any(self.files.get(path, when) != when for path, when in files.items())
-        self.files = {**files, **self.files}
-        return changed
-
     def run(self, job: Job, say: Say) -> dict[str, Any]:
-        """Do a job; gives what the first rank sends home: its result, the weights, and the state of the optimizer."""
+        """Run a job; returns what the first rank sends home: its result, the weights, and the optimizer's state."""
         self.jobs += 1
         job_bytes = sending.pickled(job)
         now = time.monotonic()
@@ -157,7 +150,7 @@ class Pool:
             worker.heard, worker.longest, worker.step, worker.spoke, worker.answer = now, 0.0, -1, False, None
         try:
             for worker in self.workers:
-                self._send(worker, sending.with_place(job_bytes, self._place(worker, job)))
+                self._send(worker, pickle.dumps((job_bytes, self._place(worker, job))))
             asked = None
             while any(worker.answer is None for worker in self.workers):
                 self._listen(say)
@@ -178,7 +171,7 @@ class Pool:
         return first
 
     def _ask_home(self, job: Job) -> dict[str, Any] | None:
-        """The weights of the rank whose statistics count, after the step that it is in; None if it does not answer.
+        """The weights of the rank with the largest share, after its current step; None if it does not answer.
 
         The other ranks go on meanwhile, so that it can end its step. A second interruption ends the waiting.
         """
@@ -210,7 +203,7 @@ class Pool:
             "backend": world.backend_for(self.devices),
             "address": f"file://{self.folder.name}/store-{self.jobs}",
             "threads": self.threads,
-            "path": [os.path.abspath(one) for one in sys.path],
+            "path": [os.path.abspath(folder) for folder in sys.path],
             "torch": torch_settings(),
             "seconds": world.PATIENCE_IN_POOL * job.settings.workers.hang_seconds,
         }
@@ -242,8 +235,8 @@ class Pool:
             self._send(worker, sending.ANSWER + json.dumps(answer).encode())
         elif answer is not None and answer.get("stop") is not None:
             self._send(worker, sending.WISH + json.dumps(answer).encode())
-        for one in self.workers:
-            one.heard += time.monotonic() - begun
+        for each in self.workers:
+            each.heard += time.monotonic() - begun
 
     def _check(self, hang_seconds: float) -> None:
         for worker in self.workers:
@@ -269,7 +262,7 @@ class Pool:
     def _blame_another(self, worker: _Worker) -> None:
         """A rank lost its connection: give the others a moment to say, or show, what happened to them."""
         until = time.monotonic() + 3
-        others = [one for one in self.workers if one is not worker and one.answer is None]
+        others = [other for other in self.workers if other is not worker and other.answer is None]
         while time.monotonic() < until:
             for other in others:
                 if other.connection.poll():
@@ -322,16 +315,16 @@ _pools: dict[tuple[str, ...], Pool] = {}
 def pool_for(devices: list[torch.device]) -> Pool:
     """The pool of those devices: the one of the job before, if all its workers are still there."""
     key = tuple(map(str, devices))
-    if key not in _pools or not _pools[key].alive() or _pools[key].is_stale():
+    pool = _pools.get(key)
+    if pool is None or not pool.alive() or pool.users_code.changed():
         _stop_pools()  # idle workers of other devices would keep memory and cores
         pool = Pool(devices)
         pool.start()
-        pool.is_stale()
         _pools[key] = pool
-    return _pools[key]
+    return pool
 
 
-_inherited: list[Any] = []  # in a fork: the parent's, kept, for their finalizers would delete its folders
+_inherited: list[Any] = []  # in a fork: the parent's pools, kept alive because finalizers would delete their folders
 
 
 def _forget_in_fork() -> None:
@@ -365,19 +358,13 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-def _user_files() -> dict[str, int]:
-    """The files of all modules that are neither Python's nor installed, and when they were changed."""
-    installed = tuple(
-        os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    )
-    found = {}
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        # The main module travels with each job.
-        if name != "__main__" and isinstance(path, str) and path.endswith(".py") and not path.startswith(installed):
-            with contextlib.suppress(OSError):
-                found[path] = os.stat(path).st_mtime_ns
-    return found
+_FOLDERS = ("stdlib", "platstdlib", "purelib", "platlib")
+_INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in _FOLDERS)
+
+
+def _is_users(name: str, path: str) -> bool:
+    """Whether a module is neither Python's nor installed. The main module travels with each job."""
+    return name != "__main__" and path.endswith(".py") and not path.startswith(_INSTALLED)
 
 
 def _waits_for_others(stack: str) -> bool:

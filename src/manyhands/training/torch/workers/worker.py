@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -38,7 +39,7 @@ _ANSWER_SECONDS = 0.5  # between two looks whether the caller was interrupted wh
 
 
 def main(address: str, rank: int) -> None:
-    # Asked by the caller when this rank makes no step any more: where is it?
+    # The caller asks a rank that makes no more steps for its stack.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its workers
     signal.signal(signal.SIGTERM, stop_signals.current().handle)  # a scheduler may signal every process of a job
@@ -79,7 +80,7 @@ def _listen(
 
 def _do(message: bytes, connection: Connection, answers: queue.Queue[bytes], asked_home: threading.Event) -> None:
     def say(event: dict[str, Any]) -> dict[str, Any] | None:
-        # Things are said between steps only: model and optimizer are those after a whole step.
+        # Events come between steps only: model and optimizer are those after a whole step.
         connection.send(event)
         answer = None
         while event.get("asks") and answer is None and not asked_home.is_set():
@@ -90,8 +91,9 @@ def _do(message: bytes, connection: Connection, answers: queue.Queue[bytes], ask
         return None if answer is None else json.loads(answer)
 
     try:
-        job, place = cloudpickle.loads(message)
-        connection.send(_run(job, place, say))
+        job_bytes, place = pickle.loads(message)
+        sys.path[:] = place["path"]  # modules beside the caller's script are found on the caller's path alone
+        connection.send(_run(cloudpickle.loads(job_bytes), place, say))
     except BaseException as error:
         connection.send(
             {
@@ -145,10 +147,8 @@ def _luggage(job: Job, worker: Rank) -> dict[str, Any]:
     home["scheduler"] = None if worker.scheduler is None else worker.scheduler.state()
     if isinstance(job.optimizer, torch.optim.Optimizer):
         tensors, home["optimizer_numbers"] = job_state.optimizer_state(worker.optimizer)
-        home["optimizer"], home["optimizer_groups"] = (
-            job_state.pack(tensors),
-            job_state.optimizer_groups(worker.optimizer),
-        )
+        home["optimizer"] = job_state.pack(tensors)
+        home["optimizer_groups"] = job_state.optimizer_groups(worker.optimizer)
     return home
 
 
