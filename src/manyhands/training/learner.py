@@ -21,11 +21,6 @@ AVERAGE_DROPPED = (
     "the checkpoint has an average of the weights (EMA), and this job keeps none: it goes on with the weights, and "
     "evaluates them; give callbacks=[mh.EMA(...)] to go on with the average"
 )
-NAN_HINT = (
-    "If the loss is divided by a count (mh.LossSum, or a mean over the labels that are not ignored), the count of this "
-    "batch may be 0: give at least 1. Else a smaller learning rate or gradient_clip_val may help; "
-    "step=mh.Step(on_nan='continue') goes on without the batch"
-)
 # Takes the events of a job; gives the callbacks' answer to one that asks for it.
 Say = Callable[[dict[str, Any]], dict[str, Any] | None]
 Take = Callable[[Any, Any], None]  # takes the outputs and targets of the next samples: trees of arrays on the host

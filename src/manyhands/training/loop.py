@@ -14,21 +14,18 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from manyhands.errors import LossIsNotANumber
-from manyhands.training import schedules
+from manyhands.training import nan_losses, schedules
 from manyhands.training.callbacks.plan import NO_CALLBACKS, CallbackPlan
 from manyhands.training.callbacks.reporter import Reporter
 from manyhands.training.callbacks.step_means import named
 from manyhands.training.checkpoints import saving
 from manyhands.training.checkpoints.run_folder import RunFolder, RunPlan
 from manyhands.training.data import loader_batches
-from manyhands.training.data.order import Cursor, Window, epoch_order
+from manyhands.training.data.order import Cursor, Window
 from manyhands.training.display.unit import unit_of
 from manyhands.training.evaluation import evaluate
 from manyhands.training.evaluation.metrics import Metrics
-from manyhands.training.learner import NAN_HINT, Data, Learner, Say
+from manyhands.training.learner import Data, Learner, Say
 from manyhands.training.limits.ending import ENDLESS, Ending, StopNow
 from manyhands.training.result import Result
 from manyhands.training.running_sums import Figures, or_none, together
@@ -36,7 +33,6 @@ from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
 
 _SHOW_EVERY = 0.2  # seconds between looks at figures that have arrived
-_NAMED = 8  # samples of a batch that an error lists
 
 # Called after each step of any job of this process: the auditor counts by them.
 step_listeners: list[Callable[[], None]] = []
@@ -63,18 +59,17 @@ class Loop:
         self.result = Result()
         self.report = Reporter(self, callbacks)
         self.cursor = Cursor()
-        self.batches_before: int | None = None  # that a loader gave in the epoch before
+        self.batches_before: int | None = None  # the batches of a loader in the epoch before
         self.last_row = 0  # the step of the newest row of figures
-        # Of the checkpoint: the end that its job came to, with the evaluation there; {}: not known (an older one).
+        # From the checkpoint: where its job ended and was evaluated; None: it did not end, {}: not known.
         self.end_before: dict[str, Any] | None = {}
-        self._owes_evaluation = False  # of an end that the job before had come to
+        self._owes_evaluation = False  # the job before ended here, but was not evaluated
         self.ending = Ending(learner, settings.limits)
         self.keeps_checkpoints = run is not None
         self.run = RunFolder(run.path) if run is not None and self.first else None
-        self._begun: tuple[Cursor, int] | None = None  # where the job begins, its last row; None after the first step
-        self._saved: tuple[Cursor, int] | None = None  # where the newest checkpoint stands, and its last row
+        self._begun: tuple[Cursor, int] | None = None  # cursor and last row at the start; None after the first step
+        self._saved: tuple[Cursor, int] | None = None  # cursor and last row of the newest checkpoint
         self._row_began, self._row_is_epoch = time.perf_counter(), False
-        self._unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._shown = time.perf_counter()
         self._unit: str | None = None  # what samples are called
         self._evaluated = 0  # batches of this evaluation
@@ -85,9 +80,9 @@ class Loop:
             raise
 
     def _begin(self, run: RunPlan | None, resume: Path | None) -> None:
-        """Restore, and only then begin a run: a job that is refused leaves its folder as it was."""
+        """Restore, and only then begin the run: a job that is refused leaves its folder as it was."""
         if self.run is not None and self.run.path.is_dir():
-            self.run.lock()  # also for reading: nobody shall write meanwhile
+            self.run.lock()  # also for reading, so that no other job writes meanwhile
         if self.report.plan.average is not None:
             self.learner.keep_average(self.report.plan.average)
         self.report.resumed = resumed = saving.restore(self, resume, run.announced if run is not None else ())
@@ -99,16 +94,16 @@ class Loop:
             note = self.run.begin(run, self.settings.as_dict())
             if note is not None:
                 self.say({"kind": "warning", "text": note})
-            # A job that is at its end has a row that one that goes on does not count (_add_last_row).
+            # Only a job that is at its end counts the row of that end (_add_last_row).
             self.result.rows = saving.rows_before(self.run, self.cursor.step if self._is_over() else self.last_row)
             self._begun = self.cursor, self.last_row
         if resumed:
             saving.share_rows(self)
 
     def _settle_end(self, *, same_run: bool) -> None:
-        """The job before may have come to this job's end: find out whether its evaluation is still to be made.
+        """If the job before had reached this job's end: find out whether that end must still be evaluated.
 
-        It is where that job was killed meanwhile, and where the figures are in another run.
+        It must where that job was killed meanwhile, and where its figures are in another run.
         """
         end = self.end_before
         if end is None or (end and not same_run):
@@ -117,7 +112,7 @@ class Loop:
             self.cursor = self.cursor.next_epoch()
 
     def _commit(self) -> None:
-        """Write to a run that is there already, now that the job's first step (or its evaluation) was made."""
+        """Take over the existing run, now that the first step (or an evaluation) has succeeded."""
         if self.run is not None and self._begun is not None:
             self.run.commit()
             saving.rewind(self.run, *self._begun)
@@ -162,7 +157,7 @@ class Loop:
             self._close()
 
     def _say_end(self, ended: str) -> None:
-        """Why the training ends, which is a note where it is before its last epoch."""
+        """Record why the training ends; a note reports an end before the last epoch."""
         self.result.ended = ended
         if ended == "max_epochs":
             return
@@ -173,7 +168,7 @@ class Loop:
         self.say({"kind": "note", "text": f"ended after {where}: {ended}"})
 
     def _ended(self) -> str | None:
-        """Why there are no more steps, as ``Result.ended`` has it; None where there are."""
+        """Why the training ends here, for ``Result.ended``; None where it goes on."""
         if self.ending.signal is not None:
             return f"signal {self.ending.signal}"
         if self.report.stop is not None:
@@ -187,7 +182,7 @@ class Loop:
         return None
 
     def _is_over(self) -> bool:
-        """Whether a limit was reached, and the end evaluated if the job before had not come to that."""
+        """Whether a limit is reached and no evaluation of that end is missing."""
         if self.cursor.epoch >= self.settings.max_epochs:
             return True
         return self.ending.is_reached(self.cursor.step) and not self._owes_evaluation
@@ -204,11 +199,11 @@ class Loop:
             self.save_once()
 
     def _make_steps(self) -> bool:
-        """The steps that are left of the epoch; False where the job ends before it does."""
+        """Make the remaining steps of the epoch; False where the job ends before the epoch."""
         first, window, most = self.cursor.step, None, self.settings.limits.batches
         with contextlib.closing(self._batches_left()) as batches:
             for window, batch in batches:
-                if self.ending.reached:  # before the first step: only the evaluation of the end is missing
+                if self.ending.reached:  # no step is left, only the evaluation of the end
                     break
                 if self._evaluation_is_due():
                     self._commit()
@@ -251,7 +246,7 @@ class Loop:
         return getattr(self.learner.data, "loader", None)
 
     def batches_of_epoch(self) -> int | None:
-        """The batches of an epoch; of a loader those of the epoch before, or what its ``len`` says; None: not known."""
+        """The batches of an epoch; for a loader as in the epoch before, or its ``len``; None where unknown."""
         count, most = self.learner.data.count, self.settings.limits.batches
         if count is not None:
             batches: int | None = -(-count // self.settings.batch_size)
@@ -265,14 +260,14 @@ class Loop:
             self._warn(f"epoch {window.epoch + 1} has not ended after {batches} batches. {loader_batches.END_IT}")
 
     def save_once(self, folders: Sequence[str] = ("checkpoints",)) -> None:
-        """Write a checkpoint of this moment into these folders of the run; a regular one only if there is none yet."""
+        """Write a checkpoint into these folders of the run; into ``checkpoints`` only if this moment has none yet."""
         now = self.cursor, self.last_row
         saving.save(self, [folder for folder in folders if folder != "checkpoints" or self._saved != now])
         if "checkpoints" in folders:
             self._saved = now
 
     def _check_repeats(self) -> None:
-        """Say so where a job goes on at the start of an epoch and its loader is in another order than before."""
+        """Warn if a job resumes at the start of an epoch and its loader gives another order than before."""
         before, loader = self.cursor.first_batch, self._loader
         if self.cursor.batch or not self.cursor.epoch or before is None or isinstance(loader, Iterator):
             return
@@ -288,7 +283,7 @@ class Loop:
         self.say({"kind": "warning", "text": text})
 
     def _look(self, window: Window, batch: Any) -> None:
-        """Now and then: say how far this process is, with the figures that have already arrived."""
+        """Every 0.2 seconds: report progress, with the figures that have already arrived."""
         now = time.perf_counter()
         if now - self._shown < _SHOW_EVERY:
             return
@@ -296,7 +291,7 @@ class Loop:
         self._unit = self._unit or unit_of(self.learner.data, batch)
         figures = self.learner.peek()
         if figures is not None:
-            self.check_numbers(figures)
+            nan_losses.check(self, figures)
         answer = self.say(
             {
                 "kind": "progress",
@@ -328,44 +323,6 @@ class Loop:
         if time.perf_counter() - self._shown > _SHOW_EVERY:
             self.say_alive()
 
-    # Losses that are NaN
-
-    def check_numbers(self, figures: Figures) -> None:
-        if figures.bad_step is None or self.settings.step.on_nan == "continue":
-            return
-        why: str | None = getattr(self.learner, "why_no_numbers", lambda: None)()  # PyTorch's, with fp16
-        if why is not None:
-            raise LossIsNotANumber(f"{why}. It is step {figures.bad_step}")
-        raise LossIsNotANumber(
-            f"{self._bad_step_in_words(figures.bad_step)}. {self._bad_samples(figures.bad_step) or NAN_HINT}"
-        )
-
-    def _bad_samples(self, step: int) -> str | None:
-        """What is NaN in the samples of a step, where the learner can look at them again."""
-        look, numbers = getattr(self.learner, "bad_samples", None), self._samples_of(step)
-        if look is None or numbers is None:
-            return None
-        with contextlib.suppress(Exception):  # the loss is what counts
-            words: str | None = look(numbers)
-            return words
-        return None
-
-    def _samples_of(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        size, data = self.settings.batch_size, self.learner.data
-        if data.count is None:
-            return None
-        batch = self.cursor.batch - (self.cursor.step - step)
-        epoch = 0 if self.settings.limits.overfit_batches is not None else self.cursor.epoch
-        order = epoch_order(self.settings.seed, epoch, data.count, shuffle=data.shuffle)
-        return order[batch * size : (batch + 1) * size]
-
-    def _bad_step_in_words(self, step: int) -> str:
-        epoch, numbers = self.cursor.epoch, self._samples_of(step)
-        which = f"batch {self.cursor.batch - (self.cursor.step - step)} of the loader"
-        if numbers is not None:
-            which = f"samples {', '.join(map(str, numbers[:_NAMED]))}{', ...' if len(numbers) > _NAMED else ''}"
-        return f"the loss or a gradient of step {step} is not a number (epoch {epoch + 1}, {which})"
-
     # The end of an epoch
 
     def _count_batches(self) -> None:
@@ -381,9 +338,9 @@ class Loop:
         """The epoch's figures over all processes; waits."""
         figures = together(self.learner.read())
         self.report.hand_on(wait=True)
-        self.check_numbers(figures)
+        nan_losses.check(self, figures)
         if figures.bad_step is not None and self.first:
-            self._warn(f"{self._bad_step_in_words(figures.bad_step)}; going on, as asked")
+            self._warn(f"{nan_losses.describe(self, figures.bad_step)}; going on, as asked")
         return figures
 
     def _end_epoch(self, *, over: bool) -> None:
@@ -414,10 +371,10 @@ class Loop:
         schedules.after_epoch(self)
 
     def _add_last_row(self, figures: Figures, *, over: bool) -> None:
-        """Add the row, with an evaluation, of a job that ends where one with larger limits would have none.
+        """Add an evaluated row at an end where a job with larger limits would have no row.
 
-        The checkpoint is of the moment before, as after a signal: schedulers and callbacks have not seen this row when
-        the job is resumed, so that it goes on as one that never ended here.
+        The checkpoint is from before that row: when the job is resumed, schedulers and callbacks have not seen it, and
+        the job goes on as if it had never ended here.
         """
         before = saving.captured(self)
         if self._saved != (self.cursor, self.last_row):
@@ -437,7 +394,7 @@ class Loop:
         return every is not None and self.cursor.step % every == 0 and self.cursor.step > self.last_row
 
     def _add_row(self, figures: Figures, *, evaluates: bool, ends_epoch: bool = False, counts: bool = True) -> None:
-        """Add a row with the figures since the row before; ``counts``: schedulers follow it."""
+        """Add a row with the figures since the row before; ``counts``: schedulers see it."""
         seconds = time.perf_counter() - self._row_began
         self.say_alive()
         tested, metrics = self._evaluate(self.cursor.epoch + 1) if evaluates else (None, {})
@@ -460,8 +417,8 @@ class Loop:
         if counts:
             schedules.after_row(self, row)
         self.result.rows.append(row)
-        if self.run is not None:
-            self._write_row(self.run, row)
+        if self.run is not None and (warning := self.run.add_row(row)) is not None:
+            self._warn(warning)
         if ends_epoch:
             self.report.epoch_end(row, figures)
         else:
@@ -478,27 +435,11 @@ class Loop:
             self.report.evaluated({**named(tested, "val"), **known}, epoch)
         return tested, metrics
 
-    def _write_row(self, run: RunFolder, row: dict[str, Any]) -> None:
-        """Append to metrics.jsonl. Rows that a full disk refuses are tried again at the end of the next epoch."""
-        self._unwritten.append(row)
-        try:
-            while self._unwritten:
-                run.append_metrics(self._unwritten[0])
-                del self._unwritten[0]
-        except OSError as error:
-            self.say(
-                {
-                    "kind": "warning",
-                    "text": f"the figures of epoch {row['epoch']} could not be written to {run.metrics_path}: "
-                    f"{error.strerror or error}. The training goes on",
-                }
-            )
-
     def _unsaved(self) -> list[str]:
         """What the run's folder lacks at the end of the job."""
         if self.run is None:
             return []
-        rows = ", ".join(str(row["epoch"]) for row in self._unwritten)
+        rows = ", ".join(str(row["epoch"]) for row in self.run.unwritten)
         figures = [f"{self.run.metrics_path.name} lacks the figures of epoch {rows}"] if rows else []
         return figures + saving.unsaved_weights(self.run, self.cursor.step)
 

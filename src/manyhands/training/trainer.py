@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-import copy
 import dataclasses
 import inspect
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -30,10 +28,11 @@ from manyhands.training.data import fit_arguments, loader_batches
 from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of
 from manyhands.training.evaluation.standalone import Evaluating
-from manyhands.training.learner import NAN_HINT
-from manyhands.training.limits import stop_signals, units
+from manyhands.training.limits import stop_signals
 from manyhands.training.limits.ending import ENDLESS
+from manyhands.training.limits.finding_batch_size import FindingBatchSize
 from manyhands.training.limits.first_batches import as_number, first_batches
+from manyhands.training.nan_losses import NAN_HINT
 from manyhands.training.options import BatchStats, Checkpoints, Limits, Step, Workers
 from manyhands.training.result import Result
 from manyhands.training.schedules import Schedule
@@ -42,7 +41,7 @@ from manyhands.training.settings import Precision, Settings
 _DEFAULT_BATCH = 256
 
 
-class BaseTrainer(HyperParameters, Evaluating):
+class BaseTrainer(HyperParameters, Evaluating, FindingBatchSize):
     """Trains a model on one or more devices; the update is the one that a single device would make.
 
     ``Trainer(max_epochs=10, num_gpus=2, lr=0.1).fit(model, data)``. The book's three arguments may be given by
@@ -94,7 +93,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         limits: Where training ends, and when to evaluate: ``mh.Limits(max_steps=1000)``. See ``help(mh.Limits)``.
     """
 
-    # Of each framework: its adapter, and the options of topics (or one value of them) that it cannot do, and why.
+    # Each framework sets its adapter, and the options (or values of them) that it does not support, with the reason.
     backend: ClassVar[Any]
     refused: ClassVar[dict[str, str]] = {}
     takes_schedulers: ClassVar[bool] = False  # PyTorch's, as mh.PerStep(...)
@@ -148,7 +147,7 @@ class BaseTrainer(HyperParameters, Evaluating):
             raise BadSettings(f"num_gpus={num_gpus} and devices={devices!r}: give one of the two options")
 
     def _choose_devices(self, devices: Any) -> None:
-        """From what the user means by ``devices`` to a list of them, and to the options that make them so."""
+        """Turn ``devices`` into a list of devices, and into the options that create them."""
         choice = device_choice.meant(devices, self.backend, self._made_of_cpu)
         vars(self).update(choice.options, devices=choice.devices)
         self._device_note = choice.note
@@ -173,7 +172,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         return 10 if epochs is None and not (isinstance(limits, Limits) and limits.ends_training) else epochs
 
     def _meant_loss(self, loss: Any) -> Any:
-        """The loss that is meant by a function, an object, a class or a name."""
+        """The loss for a function, an object, a class or a name."""
         if isinstance(loss, str) and (function := self.losses_by_name.get(loss.lower())) is not None:
             return function
         if loss is None or isinstance(loss, self.loss_kinds):
@@ -203,7 +202,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         return np.concatenate(arrays)
 
     def _check_topics(self) -> None:
-        """Refuse what is no option object, and options that the framework does not have."""
+        """Refuse values that are not option objects, and options that the framework does not have."""
         for topic in options.TOPICS:
             chosen = self._option(topic)
             options.check_topic(topic, chosen)
@@ -214,7 +213,7 @@ class BaseTrainer(HyperParameters, Evaluating):
                     raise BadSettings(f"{options.given(chosen, field.name)}: {reason}")
 
     def _check_settings(self) -> None:
-        """Refuse what no job can have, whatever its model and data."""
+        """Refuse settings that are wrong for any model and data."""
         self._settings_with(self._option("batch_size"))
         plan.plan_of(self._callbacks(), has_run=self._option("run") is not None)
         for name in ("run", "resume"):
@@ -228,10 +227,10 @@ class BaseTrainer(HyperParameters, Evaluating):
             raise BadSettings(f"{every} without a folder for the checkpoints: give run=, as run='runs/mine'")
 
     def _check_options(self) -> None:
-        """Refuse what a framework cannot take; called when a trainer is made."""
+        """Refuse options that a framework cannot take; called by ``__init__``."""
 
     def _option(self, name: str) -> Any:
-        """What the user gave, or the default."""
+        """The user's value of an option, or the default."""
         return vars(self).get(name, _DEFAULTS[name])
 
     def _natives(self) -> list[Any]:
@@ -260,7 +259,7 @@ class BaseTrainer(HyperParameters, Evaluating):
         return Placement(self.backend).to_leaf(model, self.gpus[0]) if self.gpus else model
 
     def prepare_data(self, data: Any) -> None:
-        """Find the training and the validation part of what the user has."""
+        """Split the user's data into training and validation data."""
         self.train_source, self.test_source = self._sources(data)
 
     # Training
@@ -316,7 +315,9 @@ class BaseTrainer(HyperParameters, Evaluating):
 
     def _check_monitors(self, model: Any) -> None:
         callbacks, schedule = self._callbacks(), self._option("schedule")
-        followed = {f"{type(one).__name__}({one.monitored!r})": one.monitored for one in callbacks if one.monitored}
+        followed = {
+            f"{type(each).__name__}({each.monitored!r})": each.monitored for each in callbacks if each.monitored
+        }
         if isinstance(schedule, schedules.PerEpoch) and schedule.monitor.endswith("_acc"):
             followed[f"PerEpoch(monitor={schedule.monitor!r})"] = schedule.monitor
         rates = any(callback.wants_rates for callback in callbacks)
@@ -334,18 +335,18 @@ class BaseTrainer(HyperParameters, Evaluating):
         return None
 
     def _callbacks(self) -> list[Callback]:
-        """The user's callbacks and loggers; refuse what is none."""
+        """The user's callbacks and loggers, checked."""
         return [
             *plan.checked("callbacks", self._meant_callbacks(self._option("callbacks")), Callback),
             *plan.checked("loggers", self._option("loggers"), Logger),
         ]
 
     def _meant_callbacks(self, callbacks: Any) -> Any:
-        """The same, with a framework's own callbacks as ours."""
+        """The callbacks, with the framework's own kinds turned into ours."""
         return callbacks
 
     def _limit_data(self, settings: Settings) -> None:
-        """Refuse data that cannot be gone through as often as the job wants to; cut what is to be validated with."""
+        """Refuse data that cannot be read once per epoch; limit the validation data."""
         epochs = 1 if self._option("resume") is not None else settings.max_epochs
         limits = settings.limits
         endless = limits.ends_training and limits.limit_batches is None and limits.overfit_batches is None
@@ -353,62 +354,6 @@ class BaseTrainer(HyperParameters, Evaluating):
         loader_batches.check(self.test_source, epochs, may_be_endless=limits.limit_val_batches is not None)
         option = "Limits(limit_val_batches)"
         self.test_source = first_batches(self.test_source, limits.limit_val_batches, settings.batch_size, option)
-
-    @option_names.explained(too_many="find_batch_size takes a model and its training data; all others by name")
-    def find_batch_size(
-        self,
-        model: Any,
-        data: Any,
-        *,
-        maximum: int | None = None,
-        memory: str | int | None = None,
-        of: Literal["batch", "micro_batch"] = "batch",
-    ) -> int:
-        """The largest ``batch_size`` that fits into memory, over all of the trainer's devices; within an eighth of it.
-
-        A few steps are made with larger and larger batches, on copies: the model, its optimizer and random numbers stay
-        as they are. (MXNet's own random numbers begin anew, as in ``fit``: MXNet cannot save where it is in them.)
-
-        Args:
-            model: As for ``fit``.
-            data: As for ``fit``, but no loader with batches of its own.
-            maximum: No batch is larger than that. Default: None, all samples.
-            memory: The memory that steps may take on each device, as ``"8GB"``. Default: None, all of a GPU; on a CPU
-                half of what is free, divided over the processes: a host that is full takes other programs with it.
-            of: ``"micro_batch"`` finds the largest ``Step(micro_batch_size=...)`` for the trainer's ``batch_size``.
-        """
-        if of not in ("batch", "micro_batch"):
-            raise BadSettings(f"find_batch_size(of={of!r}): choose one of batch, micro_batch")
-        bound = None if memory is None else units.memory(memory)
-        if memory is not None and bound is None:
-            raise BadSettings(f"find_batch_size(memory={memory!r}): give '8GB' or a number of bytes")
-        if maximum is not None and (isinstance(maximum, bool) or not isinstance(maximum, Integral) or maximum < 1):
-            raise BadSettings(f"find_batch_size(maximum={maximum!r}): give a whole number of at least 1")
-        self.train_source, self.test_source = self._sources(data)
-        return self._find_batch_size(model, None if maximum is None else int(maximum), bound, micro=of != "batch")
-
-    def _find_batch_size(self, model: Any, maximum: int | None, memory: int | None, *, micro: bool) -> int:
-        from manyhands.training.limits.batch_size_search import Search
-
-        return Search(self, model, memory, micro=micro).largest(maximum)
-
-    @contextlib.contextmanager
-    def _trial(self, model: Any, optimizer: Any) -> Iterator[tuple[Any, Any]]:
-        """A model and an optimizer to try steps with; the caller's own stay as they are."""
-        yield self._copied(model, optimizer)
-
-    def _copied(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        try:
-            return copy.deepcopy((model, optimizer))
-        except Exception as error:
-            raise BadSettings(
-                f"find_batch_size makes steps on a copy, and {type(model).__name__} cannot be copied "
-                f"({type(error).__name__}: {error}): give batch_size="
-            ) from error
-
-    def _is_out_of_memory(self, error: Exception) -> bool:
-        """Whether a framework's error says that a device has no memory left."""
-        return False
 
     def _check_step(self, model: Any) -> None:
         """A training_step of the user's own computes its loss itself; the book's Module has one that does not count."""
@@ -433,13 +378,13 @@ class BaseTrainer(HyperParameters, Evaluating):
         return RunPlan(path, resumes, dict(self.run_config), self.announced)
 
     def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]:
-        """The training and the validation part (or None) of what the user has, as the framework's sources."""
+        """The training data and the validation data (or None), as the framework's sources."""
         train, test = fit_arguments.two_parts(data, validation, self._is_array)
         return self._source(train, shuffle=True), None if test is None else self._source(test, shuffle=False)
 
     @abc.abstractmethod
     def _source(self, data: Any, *, shuffle: bool) -> Any:
-        """The framework's source of what the user has."""
+        """The framework's source for the user's data."""
 
     @staticmethod
     def _is_array(part: Any) -> bool:
@@ -481,7 +426,7 @@ class BaseTrainer(HyperParameters, Evaluating):
 
 
 # As written here: a reader of the book may put in another __init__.
-_DEFAULTS = {name: one.default for name, one in inspect.signature(BaseTrainer.__init__).parameters.items()}
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(BaseTrainer.__init__).parameters.items()}
 
 
 def _path(text: str | Path) -> Path:

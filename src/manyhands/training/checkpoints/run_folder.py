@@ -55,6 +55,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._may_be_torn = True
+        self.unwritten: list[dict[str, Any]] = []  # rows that the disk has refused so far
         self._lock: RunLock | None = None
         self._is_new = False  # whether this job began the run
         self._config_before: bytes | None = None  # of a run that this job goes on with
@@ -224,6 +225,20 @@ class RunFolder:
     def config(self, value: Mapping[str, Any]) -> None:
         text = atomic_files.exact_json(dict(value), "config", indent=2) + "\n"
         atomic_files.replace(self.config_path, text.encode())
+
+    def add_row(self, row: dict[str, Any]) -> str | None:
+        """Append a row to metrics.jsonl. If a full disk refuses it: the warning. The next call tries it again."""
+        self.unwritten.append(row)
+        try:
+            while self.unwritten:
+                self.append_metrics(self.unwritten[0])
+                del self.unwritten[0]
+        except OSError as error:
+            return (
+                f"the figures of epoch {row['epoch']} could not be written to {self.metrics_path}: "
+                f"{error.strerror or error}. The training goes on"
+            )
+        return None
 
     def append_metrics(self, row: Mapping[str, float | int | str | None]) -> None:
         """Add one row and hand it to the system, so that a kill does not lose it. NaN and infinity become null."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import CheckpointNotWritten, WrongCheckpoint
+from manyhands.training import nan_losses
 from manyhands.training.checkpoints import folder, store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor
@@ -55,7 +56,7 @@ def captured(loop: Loop) -> Captured | None:
         return None
     learner = loop.learner
     figures = learner.read()
-    loop.check_numbers(together(figures))
+    nan_losses.check(loop, together(figures))
     loop.report.hand_on(wait=True)
     saved = learner.save()
     if loop.run is None or saved is None:
