@@ -25,7 +25,7 @@ from manyhands.training.schedules import PerEpoch, PerStep
 from manyhands.training.torch.step.several_optimizers import Entry, Key, Several
 
 _WHO = "configure_optimizers"
-_WHAT = "give a list of optimizers, or a dict as {'d': optimizer, 'g': {'optimizer': optimizer, 'every': 5}}"
+_FORMS = "give a list of optimizers, or a dict as {'d': optimizer, 'g': {'optimizer': optimizer, 'every': 5}}"
 _OF_OPTIMIZER = ("optimizer", "lr_scheduler", "monitor", "every")
 _OF_SCHEDULER = ("scheduler", "interval", "frequency", "monitor", "strict", "name")
 
@@ -38,60 +38,62 @@ class Configured:
     schedules: list[tuple[str, torch.optim.Optimizer, PerStep | PerEpoch]] = field(default_factory=list)
 
 
-def configured(made: Any) -> Configured:
-    """What is meant by that which ``configure_optimizers``, or a function for the optimizer, gave."""
-    if isinstance(made, torch.optim.Optimizer):
-        return Configured(made)
+def configured(value: Any) -> Configured:
+    """The optimizers and schedulers in the value of ``configure_optimizers``, or of a function for the optimizer."""
+    if isinstance(value, torch.optim.Optimizer):
+        return Configured(value)
     apart: Iterable[Any] = ()
-    if _is_pair_of_lists(made):
-        made, apart = made
-    if isinstance(made, Mapping):
-        given: dict[Any, Any] = {None: made} if "optimizer" in made else dict(made)
-    elif isinstance(made, (list, tuple)) and made:
-        given = dict(enumerate(made)) if len(made) > 1 else {None: made[0]}
+    if _is_pair_of_lists(value):
+        value, apart = value
+    if isinstance(value, Mapping):
+        optimizers: dict[Any, Any] = {None: value} if "optimizer" in value else dict(value)
+    elif isinstance(value, (list, tuple)) and value:
+        optimizers = dict(enumerate(value)) if len(value) > 1 else {None: value[0]}
     else:
         raise BadSettings(
-            f"the function for the optimizer (or the model's {_WHO}) gave a {type(made).__name__}: it must give a "
+            f"the function for the optimizer (or the model's {_WHO}) gave a {type(value).__name__}: it must give a "
             "torch.optim.Optimizer, or a list or dict of them, as Lightning's does. Schedulers may be given with them, "
             "or to the trainer: schedule=mh.PerEpoch(make) or mh.PerStep(make)"
         )
     entries, schedules = {}, {}
-    for key, one in given.items():
-        entries[key], schedules[key] = _entry(one)
+    for key, optimizer in optimizers.items():
+        entries[key], schedules[key] = _entry(optimizer)
     _check_distinct(entries)
     for config in apart:
         key, schedule = _with_owner(config, entries)
         if schedules[key] is not None:
             raise BadSettings(f"{_WHO} gave two schedulers for one optimizer: put them together in a ChainedScheduler")
         schedules[key] = schedule
-    found = [
+    by_optimizer = [
         ("" if key is None else str(key), entries[key].optimizer, schedule)
         for key, schedule in schedules.items()
         if schedule is not None
     ]
     if None in entries and entries[None].every != 1:
         raise BadSettings(f"{_WHO} gave 'every' with its only optimizer: use Step(accumulate=...), or leave it out")
-    return Configured(entries[None].optimizer if None in entries else Several(entries), found)
+    return Configured(entries[None].optimizer if None in entries else Several(entries), by_optimizer)
 
 
-def _is_pair_of_lists(made: Any) -> bool:
+def _is_pair_of_lists(value: Any) -> bool:
     """Whether it is Lightning's ``[optimizer, ...], [scheduler, ...]``."""
-    return isinstance(made, (list, tuple)) and len(made) == 2 and all(isinstance(one, (list, tuple)) for one in made)
+    return (
+        isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(part, (list, tuple)) for part in value)
+    )
 
 
-def _entry(one: Any) -> tuple[Entry, PerStep | PerEpoch | None]:
+def _entry(entry: Any) -> tuple[Entry, PerStep | PerEpoch | None]:
     """One of the optimizers, and its scheduler."""
-    if isinstance(one, torch.optim.Optimizer):
-        return Entry(one), None
-    if not isinstance(one, Mapping) or not isinstance(one.get("optimizer"), torch.optim.Optimizer):
-        raise BadSettings(f"{_WHO} gave a {type(one).__name__} among its optimizers: {_WHAT}")
-    _check_keys(one, _OF_OPTIMIZER, "beside an optimizer")
-    every = one.get("every", 1)
+    if isinstance(entry, torch.optim.Optimizer):
+        return Entry(entry), None
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("optimizer"), torch.optim.Optimizer):
+        raise BadSettings(f"{_WHO} gave a {type(entry).__name__} among its optimizers: {_FORMS}")
+    _check_keys(entry, _OF_OPTIMIZER, "beside an optimizer")
+    every = entry.get("every", 1)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise BadSettings(f"{_WHO} gave 'every': {every!r}: give a whole number of at least 1")
-    config = one.get("lr_scheduler")
-    schedule = None if config is None else _schedule(config, one.get("monitor"))
-    return Entry(one["optimizer"], every), schedule
+    config = entry.get("lr_scheduler")
+    schedule = None if config is None else _schedule(config, entry.get("monitor"))
+    return Entry(entry["optimizer"], every), schedule
 
 
 def _with_owner(config: Any, entries: Mapping[Any, Entry]) -> tuple[Any, PerStep | PerEpoch]:
@@ -139,7 +141,7 @@ def _check_keys(config: Mapping[str, Any], known: tuple[str, ...], where: str) -
 def _check_distinct(entries: Mapping[Key | None, Entry]) -> None:
     seen: set[int] = set()
     for key, entry in entries.items():
-        own = {id(parameter) for group in entry.optimizer.param_groups for parameter in group["params"]}
-        if own & seen:
+        parameters = {id(parameter) for group in entry.optimizer.param_groups for parameter in group["params"]}
+        if parameters & seen:
             raise BadSettings(f"optimizer {key!r} of {_WHO} has parameters that another one has, too")
-        seen |= own
+        seen |= parameters

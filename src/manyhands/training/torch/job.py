@@ -46,19 +46,19 @@ class Job:
 
     def make_optimizer(self, model: torch.nn.Module) -> Configured:
         """The optimizer of this model, the one that the user has or a new one, and schedulers that come with it."""
-        made = configured(
+        result = configured(
             self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(model)
         )
-        if not isinstance(made.optimizer, Several) and makes_updates(model) and isinstance(self.objective, OwnStep):
-            made.optimizer = Several({0: Entry(made.optimizer)})
-        if isinstance(made.optimizer, Several):
-            self._check_several(made.optimizer)
-        if made.schedules and self.schedule is not None:
+        if not isinstance(result.optimizer, Several) and makes_updates(model) and isinstance(self.objective, OwnStep):
+            result.optimizer = Several({0: Entry(result.optimizer)})
+        if isinstance(result.optimizer, Several):
+            self._check_several(result.optimizer)
+        if result.schedules and self.schedule is not None:
             raise BadSettings(
                 f"configure_optimizers of {type(model).__name__} gave a scheduler, and the trainer has schedule=: "
                 "leave out one of them"
             )
-        return made
+        return result
 
     def _check_several(self, several: Several) -> None:
         model: Any = self.model

@@ -38,8 +38,8 @@ OPTIMIZERS = Optimizers(
 def optimizer_for(model: Any, optimizer: Any, lr: float | None) -> torch.optim.Optimizer | MakeOptimizer:
     """The optimizer that the user has, or what makes one of a model (a job that is sent away makes it there)."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        own = {id(parameter) for parameter in model.parameters()}
-        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        of_model = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in of_model for group in optimizer.param_groups for parameter in group["params"]):
             raise BadSettings("the optimizer has parameters that are not of this model: make it of model.parameters()")
         return optimizer
     if optimizer is None and OPTIMIZERS.configured_by(model, lr):

@@ -1,8 +1,8 @@
 """PyTorch's own schedulers: ``Trainer(schedule=mh.PerStep(functools.partial(StepLR, step_size=100)))``.
 
-A scheduler writes learning rates into an optimizer. Here it gets a stand-in that has the optimizer's groups and options
-and nothing to train; what it writes there is copied into the optimizer before each step. So rates stay numbers of the
-host, whatever the fast step has made of the optimizer's own, and no step waits for a device.
+A scheduler writes learning rates into an optimizer. Here it gets a stand-in with the optimizer's groups and options
+and nothing to train; the rates are copied into the optimizer before each step. So they stay numbers on the host, also
+where the fast step keeps the optimizer's own on the device, and no step waits for a device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Scheduler:
         self.base_rates = [float(group["lr"]) for group in self.stand_in.param_groups]
         self.per_step = isinstance(schedule, PerStep)
         self.is_finished = isinstance(schedule.make, LRScheduler)  # the caller's own
-        self.scheduler = self._finished(schedule.make) if self.is_finished else self._made(schedule)
+        self.scheduler = self._finished(schedule.make) if self.is_finished else self._created(schedule)
         self._check_plateau()
 
     def _finished(self, scheduler: Any) -> Any:
@@ -61,17 +61,17 @@ class Scheduler:
             part.optimizer = self.stand_in
         return scheduler
 
-    def _made(self, schedule: PerStep | PerEpoch) -> Any:
-        made = schedule.make(self.stand_in)
-        if not isinstance(made, LRScheduler):
+    def _created(self, schedule: PerStep | PerEpoch) -> Any:
+        scheduler = schedule.make(self.stand_in)
+        if not isinstance(scheduler, LRScheduler):
             raise BadSettings(
-                f"{type(schedule).__name__}: the function gave a {type(made).__name__}, and a scheduler of "
+                f"{type(schedule).__name__}: the function gave a {type(scheduler).__name__}, and a scheduler of "
                 "torch.optim.lr_scheduler is needed"
             )
-        return made
+        return scheduler
 
     def _check_plateau(self) -> None:
-        """A scheduler that follows a figure is stepped when there is a new one, and by nobody else."""
+        """Refuse a ReduceLROnPlateau that would not be stepped with its figure."""
         plateaus = [isinstance(part, ReduceLROnPlateau) for part in _parts(self.scheduler)]
         if any(plateaus[1:]):
             raise BadSettings(
@@ -104,7 +104,7 @@ class Scheduler:
 
     @property
     def why_not_captured(self) -> str | None:
-        """The reason why its steps cannot go into a CUDA graph, which takes a new rate and nothing else."""
+        """Why steps with this scheduler cannot be captured: a CUDA graph takes a new learning rate and nothing else."""
         for part in _parts(self.scheduler):
             if getattr(part, "cycle_momentum", False):
                 return f"{type(part).__name__} changes the momentum from step to step (cycle_momentum=False does not)"
@@ -118,8 +118,8 @@ class Scheduler:
 
     def apply(self) -> None:
         """Give the optimizer the options of the next step."""
-        for group, own in zip(self.optimizer.param_groups, self.stand_in.param_groups, strict=True):
-            for name, value in own.items():
+        for group, scheduled in zip(self.optimizer.param_groups, self.stand_in.param_groups, strict=True):
+            for name, value in scheduled.items():
                 if name == "params" or name not in group:
                     continue
                 if isinstance(group[name], torch.Tensor):
@@ -142,28 +142,26 @@ class Scheduler:
     def state(self) -> dict[str, Any]:
         groups = [_plain(group) for group in self.stand_in.param_groups]
         saved = {"scheduler": _plain(self.scheduler.state_dict()), "groups": groups, "base": self.base_rates}
-        return {
-            "name": type(self.scheduler).__name__,
-            **{key: plain_json.encode(one, {}) for key, one in saved.items()},
-        }
+        encoded = {key: plain_json.encode(value, {}) for key, value in saved.items()}
+        return {"name": type(self.scheduler).__name__, **encoded}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state` gave; where the job has other rates than the saved one, in proportion."""
         name = type(self.scheduler).__name__
         if saved["name"] != name:
             raise BadSettings(f"the run was begun with the scheduler {saved['name']}, this job has {name}: keep it")
-        kept = {key: plain_json.decode(saved[key], {}, torch.device("cpu")) for key in ("scheduler", "groups", "base")}
-        self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), kept["scheduler"]))
-        for number, (group, before) in enumerate(zip(self.stand_in.param_groups, kept["groups"], strict=True)):
-            own, then = self.base_rates[number], kept["base"][number]
+        state = {key: plain_json.decode(saved[key], {}, torch.device("cpu")) for key in ("scheduler", "groups", "base")}
+        self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), state["scheduler"]))
+        for number, (group, before) in enumerate(zip(self.stand_in.param_groups, state["groups"], strict=True)):
+            rate, saved_rate = self.base_rates[number], state["base"][number]
             group.update(_merged({name: group.get(name) for name in before}, before))
-            if own != then and then:
+            if rate != saved_rate and saved_rate:
                 for key in ("lr", "initial_lr"):
                     if key in group:
-                        group[key] *= own / then
+                        group[key] *= rate / saved_rate
                 for part in _parts(self.scheduler):
                     if number < len(getattr(part, "base_lrs", ())):
-                        part.base_lrs[number] *= own / then
+                        part.base_lrs[number] *= rate / saved_rate
 
     def close(self) -> None:
         """A scheduler of the caller's own goes on with the caller's optimizer."""
@@ -190,12 +188,13 @@ class Schedulers:
 
     def rates(self, optimizer: torch.optim.Optimizer) -> list[float]:
         """Of each group of the job's optimizer, as the host set it."""
-        own = {
+        scheduled = {
             id(group): rate
             for part in self.parts.values()
             for group, rate in zip(part.optimizer.param_groups, part.rates, strict=True)
         }
-        return [own[id(group)] if id(group) in own else float(group["lr"]) for group in optimizer.param_groups]
+        groups = optimizer.param_groups
+        return [scheduled[id(group)] if id(group) in scheduled else float(group["lr"]) for group in groups]
 
     def check_steps(self, steps: int | None, epochs: int | None) -> None:
         """``steps`` and ``epochs`` that are left, where that is known."""
@@ -224,62 +223,62 @@ class Schedulers:
     def state(self) -> dict[str, Any]:
         if list(self.parts) == [""]:
             return self.parts[""].state()
-        return {"parts": {name: one.state() for name, one in self.parts.items()}}
+        return {"parts": {name: part.state() for name, part in self.parts.items()}}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         before = saved.get("parts", {"": saved})
         if before.keys() != self.parts.keys():
             then, now = (", ".join(map(repr, names)) or "none" for names in (before, self.parts))
             raise BadSettings(f"the run was begun with schedulers for {then}, this job has some for {now}: keep them")
-        for name, one in self.parts.items():
-            one.restore(before[name])
+        for name, part in self.parts.items():
+            part.restore(before[name])
 
     def close(self) -> None:
         for part in self.parts.values():
             part.close()
 
 
-def schedulers_of(schedule: Any, made: Configured) -> Schedulers | None:
+def schedulers_of(schedule: Any, configured: Configured) -> Schedulers | None:
     """Those of the trainer's ``schedule``, or those that came with the optimizers."""
     if isinstance(schedule, PerStep | PerEpoch):
-        return Schedulers({"": Scheduler(schedule, made.optimizer)})
-    parts = {name: Scheduler(own, optimizer) for name, optimizer, own in made.schedules}
+        return Schedulers({"": Scheduler(schedule, configured.optimizer)})
+    parts = {name: Scheduler(part, optimizer) for name, optimizer, part in configured.schedules}
     return Schedulers(parts) if parts else None
 
 
 def take_home(schedule: Any, optimizer: Any, saved: Mapping[str, Any] | None) -> None:
     """Bring the caller's own scheduler to where the one in a worker is."""
     if saved is not None and isinstance(getattr(schedule, "make", None), LRScheduler):
-        own = Scheduler(schedule, optimizer)
-        own.restore(saved)
-        own.close()
+        scheduler = Scheduler(schedule, optimizer)
+        scheduler.restore(saved)
+        scheduler.close()
 
 
 def _parts(scheduler: Any) -> list[Any]:
     """The scheduler and those that it is made of (SequentialLR, ChainedScheduler)."""
     inner: Sequence[Any] = vars(scheduler).get("_schedulers", ())
-    return [scheduler, *(part for one in inner for part in _parts(one))]
+    return [scheduler, *(part for scheduler in inner for part in _parts(scheduler))]
 
 
 def _plain(value: Any) -> Any:
     """The part of a state that has a form in JSON; functions stay the job's own."""
     if isinstance(value, Mapping):
-        parts = {key: _plain(one) for key, one in value.items() if key != "params"}
-        return {key: one for key, one in parts.items() if one is not _NOT_PLAIN}
+        parts = {key: _plain(part) for key, part in value.items() if key != "params"}
+        return {key: part for key, part in parts.items() if part is not _NOT_PLAIN}
     if isinstance(value, (list, tuple)):
-        parts_of_list = [_plain(one) for one in value]
-        return _NOT_PLAIN if any(one is _NOT_PLAIN for one in parts_of_list) else type(value)(parts_of_list)
+        parts_of_list = [_plain(part) for part in value]
+        return _NOT_PLAIN if any(part is _NOT_PLAIN for part in parts_of_list) else type(value)(parts_of_list)
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else _NOT_PLAIN
     return value if type(value) in (bool, int, float, str, type(None)) else _NOT_PLAIN
 
 
-def _merged(own: Any, saved: Any) -> Any:
+def _merged(current: Any, saved: Any) -> Any:
     """What was saved, in the kinds that the scheduler has; what was not, as it is."""
-    if isinstance(own, Counter):
+    if isinstance(current, Counter):
         return Counter(saved)
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        return {**own, **{key: _merged(own.get(key), one) for key, one in saved.items()}}
-    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
-        return [_merged(one, other) for one, other in zip(own, saved, strict=True)]
+    if isinstance(current, Mapping) and isinstance(saved, Mapping):
+        return {**current, **{key: _merged(current.get(key), part) for key, part in saved.items()}}
+    if isinstance(current, list) and isinstance(saved, list) and len(current) == len(saved):
+        return [_merged(part, saved_part) for part, saved_part in zip(current, saved, strict=True)]
     return saved

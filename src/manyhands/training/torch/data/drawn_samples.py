@@ -104,4 +104,4 @@ def _search(value: Any, name: str, depth: int) -> str | None:
         parts = [(f"{name}[{number}]", part) for number, part in enumerate(value[:64])]
     else:
         parts = [(f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items()]
-    return next((found for key, part in parts if (found := _search(part, key, depth - 1)) is not None), None)
+    return next((path for key, part in parts if (path := _search(part, key, depth - 1)) is not None), None)

@@ -104,7 +104,7 @@ def _pieces(batch: Batch) -> Iterator[bytes]:
 
 
 def stream_shards(
-    given: Iterable[tuple[Window, Batch]],
+    batches: Iterable[tuple[Window, Batch]],
     world: World,
     shares: Sequence[float] | None = None,
     *,
@@ -114,7 +114,7 @@ def stream_shards(
     """Those batches of a stream, cut for this rank."""
 
     def parts() -> Iterator[tuple[Window, Batch | None]]:
-        for window, batch in given:
+        for window, batch in batches:
             begin, end = window.part(world.rank, world.size, shares, least=least)
             yield window, cut(batch, begin - window.start, end - window.start) if end > begin or empty else None
 
@@ -192,7 +192,7 @@ def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
     def finish(started: Any) -> Any:
         moving, structure = started
-        return structure.unflatten(one.result() if isinstance(one, Arrival) else one for one in moving)
+        return structure.unflatten(leaf.result() if isinstance(leaf, Arrival) else leaf for leaf in moving)
 
     coming = None
     for value in values:

@@ -129,21 +129,21 @@ class Samples:
         )
         loaded = iter(loader)
         # Samples that are read in this process leave its random numbers as they are.
-        own = nullcontext() if plain or self.workers else randomness.Own(draws)
+        stream = nullcontext() if plain or self.workers else randomness.OwnStream(draws)
         for part in parts:
             if not len(part) and not empty:
                 yield None
                 continue
-            with own:
+            with stream:
                 batch = next(loaded)
             yield self._looked_at(batch, len(part)) if len(part) else cut(self._looked_at(batch, 1), 0, 0)
 
     def _looked_at(self, batch: Batch, asked: int) -> Batch:
         batch = _plain_dict(batch)
-        if (given := rows(batch)) != asked:
+        if (count := rows(batch)) != asked:
             raise BadBatch(
                 f"{asked} samples were asked for, and the first tensor of the batch that the collate function made has "
-                f"{given} rows: a batch must be batch-first, with one row per sample. Put the samples on the first "
+                f"{count} rows: a batch must be batch-first, with one row per sample. Put the samples on the first "
                 "axis, and leave samples out in the dataset, not in the collate function"
             )
         if self.look is not None:
@@ -164,11 +164,11 @@ class Stream:
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """All batches of an epoch; the loader draws the same random numbers on every rank."""
-        own = randomness.Own(seed, getattr(self.loader, "generator", None))
-        with own:
+        stream = randomness.OwnStream(seed, getattr(self.loader, "generator", None))
+        with stream:
             loaded = iter(self.loader)
         while True:
-            with own:
+            with stream:
                 batch = next(loaded, None)
             if batch is None:
                 return
@@ -243,8 +243,8 @@ def _of_loader(loader: DataLoader[Any]) -> Source:
 
 def _worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """How the loader wants its workers. Not persistent: there is a loader for each epoch, and they end with it."""
-    given: Any = loader.multiprocessing_context
-    method = given.get_start_method() if hasattr(given, "get_start_method") else given  # a context cannot be sent
+    context: Any = loader.multiprocessing_context
+    method = context.get_start_method() if hasattr(context, "get_start_method") else context  # a context cannot be sent
     return {"multiprocessing_context": method, "prefetch_factor": loader.prefetch_factor, "timeout": loader.timeout}
 
 

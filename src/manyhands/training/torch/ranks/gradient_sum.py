@@ -47,7 +47,26 @@ class _Bucket:
         return len(self.arrived) == len(self.parameters)
 
 
-class GradientSum:
+class LossAndWeight:
+    """What is summed over the ranks beside gradients: whether each loss is a number, and what the labels weigh."""
+
+    loss_mark: torch.Tensor  # zero, or NaN where the loss of a rank is not finite
+    _group: dist.ProcessGroup | None = None
+    _weight: torch.Tensor
+    _weight_work: Any
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Let all ranks know whether this loss is a number; to be called before its backward pass."""
+        loss = loss.detach()
+        self.loss_mark += (loss - loss).to(self.loss_mark.dtype)  # zero for a number, NaN for anything else
+
+    def sum_weight(self, weight: torch.Tensor) -> None:
+        """Sum what the labels of all shards weigh; to be called once, before the (last) backward pass of the step."""
+        self._weight = weight
+        self._weight_work = dist.all_reduce(weight, group=self._group, async_op=True)
+
+
+class GradientSum(LossAndWeight):
     """The gradients of a model's parameters, summed over a process group; None: over all ranks."""
 
     every_rank = False  # one without samples makes no pass
@@ -57,8 +76,6 @@ class GradientSum:
         self._buckets = _buckets([p for p in parameters if p.requires_grad])
         self._next = 0
         self._armed = False
-        self._weight: torch.Tensor | None = None
-        self._weight_work: Any = None
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._arrived(bucket, number))
             for bucket in self._buckets
@@ -85,19 +102,8 @@ class GradientSum:
         """Whether the backward pass that comes is the last of this step: only then sums may start."""
         self._armed = armed
 
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Let all ranks know whether this loss is a number; to be called before its backward pass."""
-        loss = loss.detach()
-        self.loss_mark += (loss - loss).to(self.loss_mark.dtype)  # zero for a number, NaN for anything else
-
-    def sum_weight(self, own: torch.Tensor) -> None:
-        """Sum what the labels of all shards weigh; to be called once, before the (last) backward pass of the step."""
-        self._weight = own
-        self._weight_work = dist.all_reduce(own, group=self._group, async_op=True)
-
     def divide(self) -> torch.Tensor:
         """Divide the sums of gradients by what all labels weigh; gives that. To be called after :meth:`finish`."""
-        assert self._weight is not None
         self._weight_work.wait()
         for bucket in self._buckets:
             bucket.flat[: bucket.elements] /= self._weight

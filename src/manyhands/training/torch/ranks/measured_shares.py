@@ -52,12 +52,12 @@ def shares_from(seconds_per_sample: Sequence[float], before: Sequence[float]) ->
     A rank that computed nothing keeps the share it had. Shares move half the way, so that one odd measurement does
     not throw them about, and stay above a hundredth, so that a rank that was slow once is measured again.
     """
-    speed = [1 / seconds if seconds > 0 else 0.0 for seconds in seconds_per_sample]
-    known = sum(speed)
+    speeds = [1 / seconds if seconds > 0 else 0.0 for seconds in seconds_per_sample]
+    known = sum(speeds)
     if not known:
         return list(before)
-    kept = sum(share for share, one in zip(before, speed, strict=True) if not one)
-    aim = [one / known * (1 - kept) if one else share for one, share in zip(speed, before, strict=True)]
+    unmeasured = sum(share for share, rate in zip(before, speeds, strict=True) if not rate)
+    aim = [rate / known * (1 - unmeasured) if rate else share for rate, share in zip(speeds, before, strict=True)]
     moved = [max((a + b) / 2, 0.01) for a, b in zip(aim, before, strict=True)]
     return [share / sum(moved) for share in moved]
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from manyhands.errors import BadSettings
 from manyhands.training import launcher
 from manyhands.training.settings import Settings
+from manyhands.training.torch.ranks.gradient_sum import LossAndWeight
 from manyhands.training.torch.ranks.world import World, backend_for
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.step.activation_checkpoints import blocks_of
@@ -104,29 +105,29 @@ def gathered(model: torch.nn.Module) -> Iterator[None]:
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
     """Sharded tensors, gathered one after the other into the host's memory; all ranks take part, some keep them."""
-    found: dict[str, torch.Tensor] = {}
+    gathered_tensors: dict[str, torch.Tensor] = {}
     part: Any
     for name, part in sorted(tensors.items()):  # as they lie in a restored optimizer differs from rank to rank
         whole: torch.Tensor = part.full_tensor() if job_state.is_sharded(part) else part
         if keep:
-            found[name] = whole.detach().cpu()
-    return found
+            gathered_tensors[name] = whole.detach().cpu()
+    return gathered_tensors
 
 
 def bring_home(model: torch.nn.Module, caller: torch.nn.Module) -> None:
     """Put the whole weights into the caller's model; all ranks take part."""
     whole = whole_tensors(job_state.model_tensors(model), keep=True)
-    own = caller.state_dict(keep_vars=True)
+    weights = caller.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in whole.items():
-            if own[name].shape == tensor.shape:
-                own[name].data.copy_(tensor)
+            if weights[name].shape == tensor.shape:
+                weights[name].data.copy_(tensor)
             else:
-                own[name].data = tensor
+                weights[name].data = tensor
 
 
-class ShardedGradients:
-    """What :class:`~.gradient_sum.GradientSum` is, where FSDP2 sums the gradients itself."""
+class ShardedGradients(LossAndWeight):
+    """The counterpart of :class:`~.gradient_sum.GradientSum` where FSDP2 sums the gradients itself."""
 
     every_rank = True  # has to make every pass
 
@@ -134,8 +135,6 @@ class ShardedGradients:
         self._model: Any = model
         self._optimizer = optimizer
         self.loss_mark = torch.zeros((), device=device)
-        self._weight: torch.Tensor | None = None
-        self._weight_work: Any = None
 
     def begin(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -146,15 +145,7 @@ class ShardedGradients:
         self._model.set_requires_gradient_sync(armed)
         self._model.set_is_last_backward(armed)
 
-    def note_loss(self, loss: torch.Tensor) -> None:
-        loss = loss.detach()
-        self.loss_mark += (loss - loss).to(self.loss_mark.dtype)
-
-    def sum_weight(self, own: torch.Tensor) -> None:
-        self._weight, self._weight_work = own, dist.all_reduce(own, async_op=True)
-
     def divide(self) -> torch.Tensor:
-        assert self._weight is not None
         self._weight_work.wait()
         for parameter in self._model.parameters():
             if parameter.grad is not None:

@@ -79,12 +79,12 @@ class World:
         staged = tensor.to(self.device)
         gathered = [torch.empty_like(staged) for _ in range(self.size)]
         dist.all_gather(gathered, staged)
-        return [one.cpu() for one in gathered]
+        return [part.cpu() for part in gathered]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of each rank, of any length."""
         lengths, padded = self._padded(data)
-        return [bytes(one[:length].numpy()) for one, length in zip(self.gather(padded), lengths, strict=True)]
+        return [bytes(part[:length].numpy()) for part, length in zip(self.gather(padded), lengths, strict=True)]
 
     def bytes_to_first(self, data: bytes) -> list[bytes]:
         """The bytes of each rank, of any length, at the first; an empty list elsewhere."""
@@ -94,15 +94,15 @@ class World:
         staged = padded if dist.get_backend() == "gloo" else padded.to(self.device)
         gathered = [torch.empty_like(staged) for _ in range(self.size)] if self.first else None
         dist.gather(staged, gathered)
-        return [bytes(one[:length].cpu().numpy()) for one, length in zip(gathered or (), lengths, strict=False)]
+        return [bytes(part[:length].cpu().numpy()) for part, length in zip(gathered or (), lengths, strict=False)]
 
     def all_have(self, number: int) -> bool:
         """Whether every rank has this number."""
         return self.size == 1 or all(int(gathered) == number for gathered in self.gather(torch.tensor([number])))
 
     def _padded(self, data: bytes) -> tuple[list[int], torch.Tensor]:
-        """How many bytes each rank has, and this rank's with as many behind them as the longest needs."""
-        lengths = [int(one) for one in self.gather(torch.tensor([len(data)]))]
+        """How many bytes each rank has, and this rank's bytes padded to the longest."""
+        lengths = [int(length) for length in self.gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return lengths, padded

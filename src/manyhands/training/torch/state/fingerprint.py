@@ -1,4 +1,4 @@
-"""Has a Python value changed? Told by a short digest of it, without a copy of what may be large.
+"""Has a Python value changed? A short digest answers that, without a copy of a large value.
 
 Tensors count by their identity and by how often they were written to, which PyTorch counts on the host: a digest of
 their numbers would make the host wait for a GPU. Parameters, buffers and modules of the model itself count by name, and
@@ -26,15 +26,15 @@ NameOf = Callable[[object], str | None]
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
 
 
-def digest(value: Any, name_of: NameOf, kept: list[object]) -> bytes | None:
+def digest(value: Any, name_of: NameOf, alive: list[object]) -> bytes | None:
     """The digest of a value; None where there is none (it cannot be pickled, or is very large).
 
-    ``name_of`` names what counts by name. What counts by identity is added to ``kept``: while it is alive, no other
+    ``name_of`` names what counts by name. What counts by identity is added to ``alive``: while it is alive, no other
     object has its identity.
     """
     file = _Hashing()
     try:
-        _Pickler(file, name_of, kept).dump(value)
+        _Pickler(file, name_of, alive).dump(value)
     except Exception:
         return None
     return file.hash.digest()
@@ -60,17 +60,17 @@ class _Hashing(io.RawIOBase):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: Any, name_of: NameOf, kept: list[object]) -> None:
+    def __init__(self, file: Any, name_of: NameOf, alive: list[object]) -> None:
         super().__init__(file, protocol=5)
-        self._name_of, self._kept = name_of, kept
+        self._name_of, self._alive = name_of, alive
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, (torch.Tensor, torch.nn.Module)) and (name := self._name_of(value)) is not None:
             return name
         if isinstance(value, torch.Tensor):
-            self._kept.append(value)
+            self._alive.append(value)
             return id(value), compat.write_count(value)
         if isinstance(value, FUNCTIONS):
-            self._kept.append(value)
+            self._alive.append(value)
             return id(value)
         return None

@@ -36,20 +36,20 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def restore_model(model: torch.nn.Module, blob: bytes) -> None:
     """Put weights into a model; a checkpoint of another model is refused, with the differences named."""
     # The model's own tensors, not views of them: one that cannot be written to is given other memory.
-    own = {n: value for n, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    current = {n: value for n, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     saved = unpack(blob)
-    differences = [f"{name} is missing" for name in own.keys() - saved.keys()]
-    differences += [f"{name} is not in the model" for name in saved.keys() - own.keys()]
+    differences = [f"{name} is missing" for name in current.keys() - saved.keys()]
+    differences += [f"{name} is not in the model" for name in saved.keys() - current.keys()]
     differences += [
-        f"{name} is {tuple(saved[name].shape)}, the model's is {tuple(own[name].shape)}"
-        for name in own.keys() & saved.keys()
-        if saved[name].shape != own[name].shape
+        f"{name} is {tuple(saved[name].shape)}, the model's is {tuple(current[name].shape)}"
+        for name in current.keys() & saved.keys()
+        if saved[name].shape != current[name].shape
     ]
     if differences:
         shown = "; ".join(sorted(differences)[:5]) + ("; ..." if len(differences) > 5 else "")
         raise WrongCheckpoint(f"these are weights of another model: {shown}")
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             write(tensor, saved[name])
 
 
@@ -107,8 +107,8 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer was made with, by name; with the group's name before it where there are several groups."""
     groups = optimizer_groups(optimizer)
-    for group, own in zip(groups, optimizer.param_groups, strict=True):
-        group["lr"] = float(own["lr"])
+    for group, live in zip(groups, optimizer.param_groups, strict=True):
+        group["lr"] = float(live["lr"])
     prefixes = _prefixes(optimizer)
     return {
         prefix + name: value for prefix, group in zip(prefixes, groups, strict=True) for name, value in group.items()
@@ -151,7 +151,7 @@ def _same_parameters(
 
 def _listed(value: Any) -> Any:
     """Tuples (Adam's betas) as lists: JSON knows no tuples."""
-    return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
+    return [_listed(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: object) -> bool:
@@ -181,17 +181,17 @@ def restore_optimizer(
     known = sum(len(group["params"]) for group in optimizer.param_groups)
     if state and max(state) >= known:
         raise WrongCheckpoint(f"the optimizer's state is of {max(state) + 1} parameters, the model has {known}")
-    own = optimizer.state_dict()["param_groups"]
-    for prefix, group, saved in zip(_prefixes(optimizer), own, groups, strict=False):
+    own_groups = optimizer.state_dict()["param_groups"]
+    for prefix, group, saved in zip(_prefixes(optimizer), own_groups, groups, strict=False):
         for name, value in saved.items():
             if not kept(prefix + name):
                 group[name] = _as_it_was(value, group.get(name))
-    _load_state(optimizer, {"state": state, "param_groups": own})
+    _load_state(optimizer, {"state": state, "param_groups": own_groups})
     settle(optimizer)
 
 
-def _as_it_was(value: Any, own: Any) -> Any:
-    return tuple(value) if isinstance(own, tuple) and isinstance(value, list) else value
+def _as_it_was(value: Any, current: Any) -> Any:
+    return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
 
 
 def _load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -41,8 +41,8 @@ class ModuleState:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._kept: list[object] = []
-        self._before = self._looks(self._kept)
+        self._alive: list[object] = []
+        self._before = self._looks(self._alive)
 
     def changed(self) -> dict[Place, Any]:
         """What has another value than at the beginning; what could not be looked at then is left out."""
@@ -62,9 +62,9 @@ class ModuleState:
                 if not isinstance(value, FUNCTIONS):
                     yield (path, name), value
 
-    def _looks(self, kept: list[object]) -> dict[Place, Any]:
+    def _looks(self, alive: list[object]) -> dict[Place, Any]:
         names = Names(self._model)
-        return {place: _look(value, names, kept) for place, value in self._attributes()}
+        return {place: _look(value, names, alive) for place, value in self._attributes()}
 
     # The way home from a worker
 
@@ -112,10 +112,10 @@ class ModuleState:
                 modules[path].set_extra_state(plain_json.decode(value, tensors, device))
 
 
-def _look(value: Any, names: Names, kept: list[object]) -> Any:
+def _look(value: Any, names: Names, alive: list[object]) -> Any:
     if isinstance(value, _SCALARS):
         return type(value), value if value == value else "nan"
-    return digest(value, names.get_name, kept)
+    return digest(value, names.get_name, alive)
 
 
 def take_home(model: torch.nn.Module, luggage: Mapping[str, Any]) -> None:
@@ -156,7 +156,7 @@ class Names:
             f"tensor {name}": tensor for name, tensor in tensors
         }
         self._names = {id(value): name for name, value in self._by_name.items()}
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
 
     def get_name(self, value: object) -> str | None:
         return self._names.get(id(value))
@@ -173,9 +173,6 @@ class Names:
 
     def find(self, name: str) -> Any:
         return self._by_name[name]
-
-    def placed(self, tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
-        return tensor if on_host else tensor.to(self._device)
 
 
 class _Pickler(job_bytes.Pickler):
@@ -204,7 +201,7 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(name, str):
             return self._known.find(name)
         number, on_host, is_parameter, requires_grad = name
-        tensor = self._known.placed(self._tensors[number], on_host=on_host)
+        tensor = self._tensors[number] if on_host else self._tensors[number].to(self._known.device)
         return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
 
 

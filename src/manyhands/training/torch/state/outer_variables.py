@@ -24,8 +24,8 @@ class Outside:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._kept: list[object] = []
-        self._before = self._looks(self._kept)
+        self._alive: list[object] = []
+        self._before = self._looks(self._alive)
 
     def notes(self) -> list[str]:
         """A note for each variable that has changed."""
@@ -37,29 +37,29 @@ class Outside:
             for name in changed
         ]
 
-    def _looks(self, kept: list[object]) -> dict[str, bytes | None]:
-        names, found = Names(self._job.model), dict[str, bytes | None]()
+    def _looks(self, alive: list[object]) -> dict[str, bytes | None]:
+        names, digests = Names(self._job.model), dict[str, bytes | None]()
         for function in _functions(self._job):
             for name, value in _variables(function):
                 if (
                     not isinstance(value, FUNCTIONS)
                     and value is not self._job.model
                     and value is not self._job.optimizer
-                    and name not in found
+                    and name not in digests
                 ):
-                    found[name] = digest(value, names.get_name, kept)
-        return found
+                    digests[name] = digest(value, names.get_name, alive)
+        return digests
 
 
 def _functions(job: Job) -> Iterator[types.FunctionType]:
     """The functions of a job that are the user's own."""
-    given = [getattr(job.objective, "loss", None), job.schedule]
-    kinds = {type(module) for module in job.model.modules()} | {type(one) for one in given}
+    values = [getattr(job.objective, "loss", None), job.schedule]
+    kinds = {type(module) for module in job.model.modules()} | {type(value) for value in values}
     for kind in kinds:
         for base in kind.__mro__:
             if base.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "functools"):
-                given += vars(base).values()
-    for value in given:
+                values += vars(base).values()
+    for value in values:
         while isinstance(value, functools.partial):
             value = value.func
         function = getattr(value, "__func__", value)

@@ -31,11 +31,11 @@ def encode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if (numbers := _as_numbers(value)) is not None:
         return {"numbers": _added(numbers, tensors)}
     if type(value) in _KINDS and not (type(value) is deque and value.maxlen is not None):
-        return {_KINDS[type(value)]: [encode(one, tensors) for one in value]}
+        return {_KINDS[type(value)]: [encode(entry, tensors) for entry in value]}
     if type(value) is deque:
-        return {"bounded": [value.maxlen, [encode(one, tensors) for one in value]]}
+        return {"bounded": [value.maxlen, [encode(entry, tensors) for entry in value]]}
     if type(value) is dict:
-        return {"dict": [[encode(key, tensors), encode(one, tensors)] for key, one in value.items()]}
+        return {"dict": [[encode(key, tensors), encode(entry, tensors)] for key, entry in value.items()]}
     if type(value) in (torch.Tensor, np.ndarray):
         tensor = torch.as_tensor(value)  # NumPy's own kinds of numbers that PyTorch does not have are a TypeError
         name = _added(tensor, tensors)
@@ -53,9 +53,9 @@ def _as_numbers(value: Any) -> torch.Tensor | None:
     """A long list of numbers as a tensor: a history of losses grows and grows."""
     if type(value) is not list or len(value) < _LONG:
         return None
-    if all(type(one) is float for one in value):
+    if all(type(entry) is float for entry in value):
         return torch.tensor(value, dtype=torch.float64)
-    return torch.tensor(value) if all(type(one) is int and abs(one) < 2**62 for one in value) else None
+    return torch.tensor(value) if all(type(entry) is int and abs(entry) < 2**62 for entry in value) else None
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
@@ -66,13 +66,13 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device
     if kind == "float":
         return float(content)
     if kind == "dict":
-        return {decode(key, tensors, device): decode(one, tensors, device) for key, one in content}
+        return {decode(key, tensors, device): decode(entry, tensors, device) for key, entry in content}
     if kind == "bounded":
-        return deque([decode(one, tensors, device) for one in content[1]], content[0])
+        return deque([decode(entry, tensors, device) for entry in content[1]], content[0])
     if kind == "numbers":
         return tensors[content].tolist()
     if kind == "array":
         return tensors[content].numpy()
     if kind == "tensor":
         return tensors[content[0]] if content[1] else tensors[content[0]].to(device)
-    return _COLLECTIONS[kind](decode(one, tensors, device) for one in content)
+    return _COLLECTIONS[kind](decode(entry, tensors, device) for entry in content)

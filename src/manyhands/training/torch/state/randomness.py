@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 
-class Own:
+class OwnStream:
     """Within it, PyTorch, NumPy and Python draw from a stream of their own, which the next ``with`` goes on with.
 
     A loader that shuffles by itself draws from the process's random numbers. Those differ from rank to rank, for
@@ -61,18 +61,18 @@ def kept(device: torch.device) -> Iterator[None]:
 def as_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     """The state of every generator, as tensors by name: nothing has to be pickled."""
     _, words, spare = random.getstate()
-    found = {
+    states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words),
         "python_spare": torch.tensor(math.nan if spare is None else spare, dtype=torch.float64),
     }
     array: Any = np.random.get_state()
     if isinstance(array, tuple) and array[0] == "MT19937":  # a caller may have put in another one
-        found["numpy"] = torch.tensor([*map(int, array[1]), array[2], array[3]])
-        found["numpy_spare"] = torch.tensor(array[4], dtype=torch.float64)
+        states["numpy"] = torch.tensor([*map(int, array[1]), array[2], array[3]])
+        states["numpy_spare"] = torch.tensor(array[4], dtype=torch.float64)
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def restore(saved: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -11,7 +11,7 @@ its running statistics, which PyTorch alone would do. What a block's own Python 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -63,10 +63,10 @@ class ActivationCheckpoints:
                 block.forward = forward
 
     def _wrapped(self, block: torch.nn.Module) -> Callable[..., Any]:
-        own = block.__dict__.get("forward")
+        replaced = block.__dict__.get("forward")
 
         def forward(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
-            call = own if own is not None else MethodType(type(module).forward, module)
+            call = replaced if replaced is not None else MethodType(type(module).forward, module)
             if not torch.is_grad_enabled():
                 return call(*args, **options)
 
@@ -99,7 +99,7 @@ def _statistics_kept(block: torch.nn.Module) -> Iterator[None]:
     layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm) and layer.training]
     before = [dict(layer._buffers) for layer in layers]
     for layer, buffers in zip(layers, before, strict=True):
-        layer._buffers.update({name: None if one is None else one.clone() for name, one in buffers.items()})
+        layer._buffers.update({name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()})
     try:
         yield
     finally:
@@ -111,7 +111,7 @@ def _picked(model: torch.nn.Module, pick: Callable[[torch.nn.Module], bool]) -> 
     """The outermost modules that the function picks."""
     if pick(model):
         return [model]
-    return list({id(one): one for child in model.children() for one in _picked(child, pick)}.values())
+    return _distinct(block for child in model.children() for block in _picked(child, pick))
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -119,5 +119,9 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     if isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential)):
         large = [child for child in model.children() if sum(1 for _ in child.modules()) > 2]
         if large:
-            return list({id(one): one for one in large}.values())
-    return list({id(one): one for child in model.children() for one in blocks_of(child)}.values())
+            return _distinct(large)
+    return _distinct(block for child in model.children() for block in blocks_of(child))
+
+
+def _distinct(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    return list({id(module): module for module in modules}.values())

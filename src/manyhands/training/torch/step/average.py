@@ -34,7 +34,8 @@ class Average:
 
     def settle(self) -> None:
         """Lie in memory as the weights do now: their dtype or memory format may have changed."""
-        self.tensors = [_copy(one, like=value) for one, value in zip(self.tensors, self._values(), strict=True)]
+        pairs = zip(self.tensors, self._values(), strict=True)
+        self.tensors = [_copy(average, like=value) for average, value in pairs]
 
     def _values(self) -> list[torch.Tensor]:
         """What is averaged. Buffers are looked up: a layer may put another tensor there in each step."""
@@ -48,37 +49,38 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """A step was made; nothing waits."""
-        values = [value.detach().to(one.dtype) for one, value in zip(self.tensors, self._values(), strict=True)]
+        pairs = zip(self.tensors, self._values(), strict=True)
+        values = [value.detach().to(average.dtype) for average, value in pairs]
         if values:
             self._move(self.tensors, values, 0)
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
         """Within it the model's weights are the average."""
-        kept = [value.detach().clone() for value in self._values()]
+        weights = [value.detach().clone() for value in self._values()]
         self.put_into_model()
         try:
             yield
         finally:
-            self._write(kept)
+            self._write(weights)
 
     def put_into_model(self) -> None:
         self._write(self.tensors)
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
-        for own, value in zip(self._values(), values, strict=True):
-            own.copy_(value)
+        for current, value in zip(self._values(), values, strict=True):
+            current.copy_(value)
 
     def saved(self) -> bytes:
         """As weights of the model, with the rest of what it holds."""
-        by_value = {id(value): one for value, one in zip(self._values(), self.tensors, strict=True)}
+        by_value = {id(value): average for value, average in zip(self._values(), self.tensors, strict=True)}
         names = itertools.chain(
             self._model.named_parameters(remove_duplicate=False), self._model.named_buffers(remove_duplicate=False)
         )
         averaged = {name: by_value[id(value)] for name, value in names if id(value) in by_value}
-        own = job_state.model_tensors(self._model)
-        return job_state.pack({name: averaged.get(name, tensor) for name, tensor in own.items()})
+        tensors = job_state.model_tensors(self._model)
+        return job_state.pack({name: averaged.get(name, tensor) for name, tensor in tensors.items()})
 
     def restore(self, blobs: Mapping[str, bytes]) -> bool:
         """Continue from a checkpoint; False where it has no average: then this one begins with the weights."""
@@ -89,8 +91,8 @@ class Average:
         by_id = {id(weight): name for name, weight in self._model.named_parameters()}
         names = [*(by_id[id(weight)] for weight in self._parameters), *self._buffers]
         with torch.no_grad():
-            for one, name in zip(self.tensors, names, strict=True):
-                one.copy_(saved[name])
+            for average, name in zip(self.tensors, names, strict=True):
+                average.copy_(saved[name])
         return True
 
 

@@ -42,9 +42,7 @@ def build_step(rank: Rank) -> PlainStep:
         step_objective = objective.of_optimizer(key)
         steps[key] = _eager_step(rank, entry.optimizer, step_objective, clock, parameters, counts=not steps)
     if not rank.makes_updates:
-        every = [entry.every for entry in optimizer.entries.values()]
-        pairs = list(zip(steps.values(), every, strict=True))
-        return EachOptimizer(pairs, optimizer, rank.model, rank.average)
+        return EachOptimizer(steps, optimizer, rank.model, rank.average)
 
     def first_sample() -> Batch:
         return map_tensors(lambda tensor: tensor.to(rank.world.device), samples.few_samples(rank.data, 1))

@@ -78,9 +78,9 @@ def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     """The arguments of a mean by name; None for another reduction, or for one given in PyTorch's older words."""
     bound = inspect.signature(func).bind(*args, **kwargs)  # not kept: a step that reaches it could not be planned
     bound.apply_defaults()
-    given = dict(bound.arguments)
-    older = given.pop("size_average"), given.pop("reduce")
-    return given if older == (None, None) and given["reduction"] == "mean" else None
+    arguments = dict(bound.arguments)
+    older = arguments.pop("size_average"), arguments.pop("reduce")
+    return arguments if older == (None, None) and arguments["reduction"] == "mean" else None
 
 
 def _weight(scores: torch.Tensor, target: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:

@@ -29,7 +29,7 @@ from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows
 from manyhands.training.torch.objective import checked
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
-from manyhands.training.torch.step.several_optimizers import Key, Several
+from manyhands.training.torch.step.several_optimizers import Key, Several, SeveralSteps
 
 
 class Updates:
@@ -60,10 +60,10 @@ class Updates:
         torch.clear_autocast_cache()
 
     def _update(self, total: torch.Tensor, count: torch.Tensor | None, retain_graph: bool) -> None:
-        own, turn = self._step, self._turn
-        gradients, shard = own.gradients, turn.size / turn.whole
+        step, turn = self._step, self._turn
+        gradients, shard = step.gradients, turn.size / turn.whole
         if gradients is None:
-            own.optimizer.zero_grad(set_to_none=True)
+            step.optimizer.zero_grad(set_to_none=True)
         else:
             gradients.begin()
             gradients.arm(True)
@@ -76,11 +76,11 @@ class Updates:
         torch.autograd.backward(start, inputs=self._trained, retain_graph=retain_graph)
         if gradients is not None:
             gradients.finish()
-            own.metrics.mark(gradients.loss_mark, turn.step)
+            step.metrics.mark(gradients.loss_mark, turn.step)
         if count is not None:
             count = self._divided(count)
-        own.clip_gradients()
-        own.optimizer.step()
+        step.clip_gradients()
+        step.optimizer.step()
         self._count(total, count)
 
     def _divided(self, count: torch.Tensor) -> torch.Tensor:
@@ -103,9 +103,9 @@ class Updates:
 
     def _check(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise BadSettings(
-                f"optimizers[{self._key!r}].minimize({what}): give the loss, a tensor of one number that depends on "
+                f"optimizers[{self._key!r}].minimize({kind}): give the loss, a tensor of one number that depends on "
                 "the parameters of this optimizer, or mh.LossSum(total, count)"
             )
 
@@ -116,10 +116,8 @@ class _Turn:
     size, whole, step, counted = 0, 1, 0, False
 
 
-class OwnUpdates:
-    """The step of a batch: what the model's ``training_step(batch, optimizers)`` makes of it."""
-
-    spared = None  # a batch that is skipped would have to take back all updates: refused
+class OwnUpdates(SeveralSteps):
+    """The step of a batch: a call of the model's ``training_step(batch, optimizers)``."""
 
     def __init__(
         self,
@@ -130,10 +128,8 @@ class OwnUpdates:
         first_sample: Callable[[], Batch] | None = None,
     ) -> None:
         """``first_sample``: of the data, on the device; for a rank that has none of the batch a job is resumed at."""
+        super().__init__(steps, optimizer, model, average)
         self._first_sample = first_sample
-        self._steps, self.optimizer, self.model, self.average = dict(steps), optimizer, model, average
-        first = next(iter(self._steps.values()))
-        self.device, self.metrics, self.clock, self.numbers = first.device, first.metrics, first.clock, first.numbers
         self._turn = _Turn()
         self._updates = {key: Updates(key, step, self._turn) for key, step in self._steps.items()}
         self._sample: Batch | None = None  # with which a rank without samples takes part
@@ -141,12 +137,12 @@ class OwnUpdates:
     def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
         turn, size = self._turn, 0 if batch is None else rows(batch)
         turn.size, turn.whole, turn.step, turn.counted = size, whole, step, False
-        if size and self._sample is None and next(iter(self._steps.values())).gradients is not None:
+        if size and self._sample is None and self._first.gradients is not None:
             self._sample = map_tensors(torch.clone, cut(batch, 0, 1))
         if not size and self._sample is None and self._first_sample is not None:
             self._sample = self._first_sample()
-        given = batch if size else self._sample
-        if given is None:
+        shard = batch if size else self._sample
+        if shard is None:
             raise BadSettings(
                 f"the first batch has {whole} samples, and a rank has none of them: training_step(batch, optimizers) "
                 "needs a sample on every device. Give larger batches, or fewer devices"
@@ -155,7 +151,7 @@ class OwnUpdates:
             self.clock.start()
         with self.numbers.scope(self.device), self._mode(size):
             user: Any = self.model
-            user.training_step(self.numbers.lay(given), self._updates)
+            user.training_step(self.numbers.lay(shard), self._updates)
         if self.clock is not None:
             self.clock.stop(size)
         if size and not turn.counted:
@@ -172,10 +168,3 @@ class OwnUpdates:
         with modes_kept(self.model):
             self.model.eval()
             yield
-
-    def versions(self) -> list[int]:
-        return [version for one in self._steps.values() for version in one.versions()]
-
-    def close(self) -> None:
-        for one in self._steps.values():
-            one.close()

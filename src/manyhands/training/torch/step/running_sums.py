@@ -80,12 +80,12 @@ class Metrics:
 
     def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
         """What was sent and is on the host, with its step; ``wait``: all of it."""
-        found = []
+        figures = []
         while self._sent and (wait or self._sent[0].is_there()):
             sent = self._sent.popleft()
             loss, right, count = sent.sums()
-            found.append((sent.step, Figures(loss, right, count, None, self.counts_right)))
-        return found
+            figures.append((sent.step, Figures(loss, right, count, None, self.counts_right)))
+        return figures
 
     def read(self) -> Figures:
         return self._figures(self.sums.cpu())
@@ -125,9 +125,9 @@ class _Sent:
         return arrival.result().tolist()
 
 
-def as_tensor(own: Figures) -> torch.Tensor:
-    bad = math.inf if own.bad_step is None else own.bad_step
-    return torch.tensor([own.loss_sum, own.right, own.count, bad, own.counted], dtype=torch.float64)
+def as_tensor(figures: Figures) -> torch.Tensor:
+    bad = math.inf if figures.bad_step is None else figures.bad_step
+    return torch.tensor([figures.loss_sum, figures.right, figures.count, bad, figures.counted], dtype=torch.float64)
 
 
 def from_tensor(values: torch.Tensor) -> Figures:

@@ -83,91 +83,95 @@ class Several(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [group for one in self.optimizers for group in one.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return _States(*(one.state for one in self.optimizers))
+        return _States(*(optimizer.state for optimizer in self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
         """As of one optimizer of all parameters."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         first = 0
-        for one in self.optimizers:
-            own = one.state_dict()
-            state |= {first + number: value for number, value in own["state"].items()}
-            for group in own["param_groups"]:
+        for optimizer in self.optimizers:
+            part = optimizer.state_dict()
+            state |= {first + number: value for number, value in part["state"].items()}
+            for group in part["param_groups"]:
                 groups.append(group | {"params": [first + number for number in group["params"]]})
-            first += _count(one)
+            first += _count(optimizer)
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups, first = list(state_dict["param_groups"]), 0
-        for one in self.optimizers:
-            last = first + _count(one)
-            own, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
-            one.load_state_dict(
+        for optimizer in self.optimizers:
+            last = first + _count(optimizer)
+            own_groups, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+            optimizer.load_state_dict(
                 {
                     "state": {n - first: value for n, value in state_dict["state"].items() if first <= n < last},
-                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in own],
+                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in own_groups],
                 }
             )
             first = last
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for one in self.optimizers:
-            one.zero_grad(set_to_none=set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for one in self.optimizers:
-            one.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def __repr__(self) -> str:
-        return f"Several({', '.join(f'{key}: {type(one.optimizer).__name__}' for key, one in self.entries.items())})"
+        return f"Several({self.name})"
 
 
 def _count(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-class EachOptimizer:
-    """The step of a batch: that of each optimizer, in order."""
+class SeveralSteps:
+    """The steps of several optimizers, as one step of the rank."""
 
     spared = None  # a batch that is skipped would have to take back all updates: refused
 
     def __init__(
         self,
-        steps: Sequence[tuple[EagerStep, int]],
+        steps: Mapping[Key, EagerStep],
         optimizer: Several,
         model: torch.nn.Module,
         average: Average | None = None,
     ) -> None:
-        self._steps, self.optimizer, self.model, self.average = list(steps), optimizer, model, average
-        first = self._steps[0][0]
-        self.device, self.metrics, self.clock = first.device, first.metrics, first.clock
-
-    def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
-        for one, every in self._steps:
-            if step % every == 0:
-                with _only(one.parameters, self.model):
-                    one(batch, whole, step, batch_idx)
-        if self.average is not None:
-            self.average.update()
+        self._steps, self.optimizer, self.model, self.average = dict(steps), optimizer, model, average
+        self._first = first = next(iter(self._steps.values()))
+        self.device, self.metrics, self.clock, self.numbers = first.device, first.metrics, first.clock, first.numbers
 
     def versions(self) -> list[int]:
-        return [version for one, _ in self._steps for version in one.versions()]
+        return [version for step in self._steps.values() for version in step.versions()]
 
     def close(self) -> None:
-        for one, _ in self._steps:
-            one.close()
+        for step in self._steps.values():
+            step.close()
+
+
+class EachOptimizer(SeveralSteps):
+    """The step of a batch: that of each optimizer, in order."""
+
+    def __call__(self, batch: Batch | None, whole: int, step: int, batch_idx: int = 0) -> None:
+        for key, eager in self._steps.items():
+            if step % self.optimizer.entries[key].every == 0:
+                with _only(eager.parameters, self.model):
+                    eager(batch, whole, step, batch_idx)
+        if self.average is not None:
+            self.average.update()
 
 
 @contextlib.contextmanager
 def _only(parameters: Sequence[torch.Tensor], model: torch.nn.Module) -> Iterator[None]:
     """Only these parameters get gradients."""
-    own = {id(parameter) for parameter in parameters}
-    others = [one for one in model.parameters() if one.requires_grad and id(one) not in own]
+    chosen = {id(parameter) for parameter in parameters}
+    others = [other for other in model.parameters() if other.requires_grad and id(other) not in chosen]
     for parameter in others:
         parameter.requires_grad_(False)
     try:

@@ -31,7 +31,7 @@ class Spared:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._kept: dict[Key, torch.Tensor] = {}
+        self._copies: dict[Key, torch.Tensor] = {}
         self._average: Average | None = None
 
     @torch.no_grad()
@@ -39,11 +39,11 @@ class Spared:
         """To be called before a step; an average of the weights is part of what it changes."""
         self._average = average
         live = dict(self._tensors())
-        if [_place(one) for one in live.values()] == [_place(one) for one in self._kept.values()]:
-            self._kept = dict(zip(live, self._kept.values(), strict=True))  # the same memory as in the step before
-            compat.foreach_copy_(list(self._kept.values()), list(live.values()))
+        if list(map(_place, live.values())) == list(map(_place, self._copies.values())):
+            self._copies = dict(zip(live, self._copies.values(), strict=True))  # the same memory as in the step before
+            compat.foreach_copy_(list(self._copies.values()), list(live.values()))
         else:
-            self._kept = {key: tensor.detach().clone() for key, tensor in live.items()}
+            self._copies = {key: tensor.detach().clone() for key, tensor in live.items()}
 
     @torch.no_grad()
     def put_back(self, good: torch.Tensor) -> None:
@@ -51,9 +51,9 @@ class Spared:
         live = dict(self._tensors())
         for key, tensor in live.items():
             # A count of steps on the host cannot follow the device: see Rank, which has it counted there.
-            if key in self._kept and tensor.device == good.device:
-                tensor.copy_(torch.where(good, tensor, self._kept[key]))
-        created = {key[1] for key in live if key[0] == "state" and key not in self._kept}
+            if key in self._copies and tensor.device == good.device:
+                tensor.copy_(torch.where(good, tensor, self._copies[key]))
+        created = {key[1] for key in live if key[0] == "state" and key not in self._copies}
         if created and not bool(good):
             for parameter in created:
                 del self._optimizer.state[parameter]
