@@ -45,6 +45,6 @@ def test_steps_reuse_the_memory_of_the_one_before() -> None:
 
 
 def test_jobs_within_jobs_release_once() -> None:
-    with host_heap.kept(), host_heap.kept():
+    with host_heap.retained(), host_heap.retained():
         assert host_heap._jobs == 2
     assert host_heap._jobs == 0

@@ -36,9 +36,9 @@ from manyhands.training.loss_sum import LossSum
 from manyhands.training.running_sums import Figures, together
 from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data import dict_batches, feed, samples
-from manyhands.training.torch.data.batches import Batch, rows
+from manyhands.training.torch.data.batches import Batch, map_tensors, rows
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
-from manyhands.training.torch.objective import Objective, mixes_samples
+from manyhands.training.torch.objective import Objective, mixes_samples, widened
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.step import running_sums
 from manyhands.training.torch.step.eager import Numbers
@@ -127,7 +127,7 @@ class Evaluation:
         """Outputs that are in half precision only because the trainer computes in it, as float32."""
         if self.numbers.autocast is None:
             return outputs
-        return tree.map_leaves(lambda leaf: leaf.float() if _is_half(leaf) else leaf, outputs)
+        return map_tensors(widened, outputs)
 
 
 def is_by_name(batch: Batch) -> bool:
@@ -149,7 +149,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _Answers:
-    """What the model answers while an objective calls it; a model that is called several times is called once more."""
+    """The model's answer while an objective calls it. A model that is called several times is called once more."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self._seen = model, list[Any]()
@@ -163,9 +163,9 @@ class _Answers:
     def take(self, batch: Batch) -> Any:
         """The answer to the batch that the objective has just seen."""
         seen = list(self._seen)
-        found = _without_loss(seen[0]) if len(seen) == 1 else answer(self.model, batch)
+        output = _without_loss(seen[0]) if len(seen) == 1 else answer(self.model, batch)
         self._seen.clear()
-        return found
+        return output
 
 
 class _Outputs:
@@ -189,9 +189,9 @@ class _Outputs:
 
     def _arrive(self, coming: tuple[list[Any], Any]) -> None:
         moving, structure = coming
-        pair = structure.unflatten(one.result() if isinstance(one, Arrival) else one for one in moving)
+        pair = structure.unflatten(leaf.result() if isinstance(leaf, Arrival) else leaf for leaf in moving)
         if self.world.size > 1:
-            parts = self.world.bytes_to_first(job_bytes.dumps(tree.map_leaves(_compact, pair)))
+            parts = self.world.bytes_to_first(job_bytes.dumps(map_tensors(_compact, pair)))
             pair = _joined([pickle.loads(part) for part in parts]) if self.world.first else None
         if pair is not None and self.take_pair is not None:
             self.take_pair(*pair)
@@ -203,10 +203,10 @@ def _started(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _compact(leaf: Any) -> Any:
-    """A tensor that does not take along memory that it only shows a part of."""
-    whole = isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() > leaf.numel() * leaf.element_size()
-    return leaf.clone() if whole else leaf
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the rest of the memory that it is a view of."""
+    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if is_part else tensor
 
 
 def _joined(parts: list[tuple[Any, Any] | None]) -> Any:
@@ -233,10 +233,6 @@ def _without_loss(output: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.dim()
-
-
-def _is_half(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
 
 
 # Batches

@@ -16,13 +16,12 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from manyhands import tree
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
-from manyhands.training.torch.data.batches import Batch, rows
+from manyhands.training.torch.data.batches import Batch, map_tensors, rows, tensors_in
 from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.step.known_means import KnownMeans, WeightsFollow, function_and_options
 
@@ -77,17 +76,17 @@ class Objective(abc.ABC):
 
     def in_parts(self, model: torch.nn.Module, part: Batch) -> tuple[LossSum, torch.Tensor | None]:
         """The loss of a part of a batch as a sum and its count; for an objective with ``sums``."""
-        found, _, right = self.as_sum(model, part)
-        if found is None:
+        loss_sum, _, right = self.as_sum(model, part)
+        if loss_sum is None:
             raise BadSettings(_TWO_KINDS)
-        return found, right
+        return loss_sum, right
 
     def as_sum(self, model: torch.nn.Module, batch: Batch) -> tuple[LossSum | None, Any, torch.Tensor | None]:
         """The loss as a sum and its count, where these are known; the loss itself; and the right answers."""
         known = KnownMeans()
         value, right = self.value(model, batch, known)
-        found = value if isinstance(value, LossSum) else known.sum_of(value)
-        return None if found is None else checked(found), value, right
+        loss_sum = value if isinstance(value, LossSum) else known.sum_of(value)
+        return None if loss_sum is None else checked(loss_sum), value, right
 
 
 _TWO_KINDS = (
@@ -96,13 +95,13 @@ _TWO_KINDS = (
 )
 
 
-def checked(given: LossSum) -> LossSum:
+def checked(loss_sum: LossSum) -> LossSum:
     """The same with tensors of no dimensions: the count in float64, without a gradient."""
-    total, count = given.total, given.count
+    total, count = loss_sum.total, loss_sum.count
     if not isinstance(total, torch.Tensor) or total.dim():
         shape = f" and shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else ""
-        what = f"of type {type(total).__name__}{shape}"
-        raise BadSettings(f"the total of a LossSum is {what}: give a tensor with one number")
+        kind = f"of type {type(total).__name__}{shape}"
+        raise BadSettings(f"the total of a LossSum is {kind}: give a tensor with one number")
     if isinstance(count, torch.Tensor):
         if count.numel() != 1:
             raise BadSettings(f"the count of a LossSum has the shape {tuple(count.shape)}: give one number, as .sum()")
@@ -202,8 +201,10 @@ class OwnStep(Objective):
             with known or nullcontext():
                 return in_full(user.loss, answer, target), right_answers(answer, target)
         with known or nullcontext():
-            given = self._called(getattr(user, name), batch)
-        value = given["loss"] if isinstance(given, Mapping) and "loss" in given else given  # as Lightning has it
+            returned = self._called(getattr(user, name), batch)
+        value = (
+            returned["loss"] if isinstance(returned, Mapping) and "loss" in returned else returned
+        )  # as Lightning has it
         who = f"{name} of {type(model).__name__}"
         if isinstance(value, torch.Tensor) and value.dim():
             raise BadSettings(
@@ -246,7 +247,7 @@ def _takes(step: Callable[..., Any], name: str, number: int) -> bool:
     if any(parameter.name == name for parameter in parameters):
         return True
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in positional and one.default is one.empty for one in parameters) >= number
+    return sum(each.kind in positional and each.default is each.empty for each in parameters) >= number
 
 
 def _loss_from(value: Any, who: str) -> torch.Tensor:
@@ -290,7 +291,7 @@ def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None
             return objective
         loss = copy.deepcopy(loss).to(device, dtype)
     elif isinstance(loss, functools.partial):
-        keywords = {n: moved(one) if isinstance(one, torch.Tensor) else one for n, one in loss.keywords.items()}
+        keywords = {n: moved(value) if isinstance(value, torch.Tensor) else value for n, value in loss.keywords.items()}
         loss = functools.partial(loss.func, *loss.args, **keywords)
     return dataclasses.replace(objective, loss=loss)
 
@@ -309,16 +310,17 @@ def inputs_and_target(batch: Batch) -> tuple[Sequence[Any], Any]:
 
 def in_full(loss: Callable[[Any, Any], Any], answer: Any, target: Any) -> Any:
     """The loss in full precision: autocast is for the model (some losses refuse it, all lose by it)."""
-    leaves = [answer] if isinstance(answer, torch.Tensor) else tree.flatten(answer)[0]
-    kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
+    tensors = [answer] if isinstance(answer, torch.Tensor) else tensors_in(answer)
+    kind = next((tensor.device.type for tensor in tensors), "cpu")
     if not torch.is_autocast_enabled(kind):
         return loss(answer, target)
     with torch.autocast(kind, enabled=False):
-        return loss(_widened(answer) if isinstance(answer, torch.Tensor) else tree.map_leaves(_widened, answer), target)
+        return loss(widened(answer) if isinstance(answer, torch.Tensor) else map_tensors(widened, answer), target)
 
 
-def _widened(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Half precision as float32."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def is_torchs_mean(loss: Any) -> bool:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from manyhands import tree
-from manyhands.training.torch.data.batches import Batch
+from manyhands.training.torch.data.batches import Batch, map_tensors
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.job import Job
 
@@ -72,10 +71,4 @@ def _plain(loader: Any) -> Any:
 def as_the_model(model: torch.nn.Module, batch: Batch) -> Batch:
     """The batch where the model is, in its kind of floating-point numbers."""
     first = next(model.parameters())
-
-    def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.to(first.device, first.dtype if leaf.is_floating_point() else None)
-
-    return tree.map_leaves(moved, batch)
+    return map_tensors(lambda leaf: leaf.to(first.device, first.dtype if leaf.is_floating_point() else None), batch)

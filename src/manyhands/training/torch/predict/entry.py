@@ -1,4 +1,4 @@
-"""``mh.predict``: what N devices would give, before they are bought, rented or waited for."""
+"""``mh.predict``: time and memory of a step on N devices, before they are bought, rented or waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from manyhands.predict import prediction
 from manyhands.predict.link import Link
 from manyhands.predict.link import link as known_link
 from manyhands.predict.prediction import Prediction
-from manyhands.predict.profile import Profile
 from manyhands.predict.scaling import DEVICES, Assumptions, check_devices
 from manyhands.training.settings import Settings
 from manyhands.training.torch import command
@@ -59,7 +58,7 @@ def predict(
         assumptions: What is taken for granted where nothing was measured.
     """
     check_devices(devices)
-    between = _link(link, per_node)
+    between = None if link == "measured" else known_link(link, per_node)
     settings = Settings(batch_size=rows(batch), lr=lr, precision=precision)
     place = _device(device)
     together = max(devices) if between is None else min(max(devices), between.per_node)
@@ -67,21 +66,8 @@ def predict(
     profile = measure.profile(
         model, batch, loss=loss, optimizer=optimizer, settings=settings, device=place, crowds=crowds
     )
-    return from_profile(profile, between, devices, per_device=per_device, assumptions=assumptions)
-
-
-def from_profile(
-    profile: Profile,
-    link: Link | None,
-    devices: Sequence[int],
-    batch: int | None = None,
-    *,
-    per_device: bool = False,
-    assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
-) -> Prediction:
-    """A prediction from a profile; a link of None is measured here."""
-    between = link or measured_link(profile.kind, max(devices))
-    return prediction.predict(profile, between, devices, batch, per_device=per_device, assumptions=assumptions)
+    between = between or measured_link(profile.kind, max(devices))
+    return prediction.predict(profile, between, devices, per_device=per_device, assumptions=assumptions)
 
 
 def has_gpu() -> bool:
@@ -98,10 +84,6 @@ def resized(batch: Any, batch_size: int) -> Any:
     """A batch of so many samples, made of those of another one; they repeat where they are too few."""
     count = rows(batch)
     return pick(batch, [number % count for number in range(batch_size)])
-
-
-def _link(link: str | Link | Path, per_node: int | None) -> Link | None:
-    return None if link == "measured" else known_link(link, per_node)
 
 
 def _device(device: Any) -> torch.device | None:

@@ -21,10 +21,10 @@ from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.profile import Bucket, MemoryLine, Profile, StepTime
 from manyhands.training import refusals
 from manyhands.training.settings import Settings
-from manyhands.training.torch.data.batches import Batch, rows
+from manyhands.training.torch.data.batches import Batch, rows, tensors_in
 from manyhands.training.torch.predict import real_steps
 from manyhands.training.torch.predict.memory_count import MemoryCount
-from manyhands.training.torch.predict.subject import Subject, job_of, shard_of, subject_of, tensors_in
+from manyhands.training.torch.predict.subject import Subject, job_of, shard_of, subject_of
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.step import host_heap
 
@@ -55,7 +55,7 @@ def profile(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = settings or Settings()
     try:
-        with randomness.kept(device), host_heap.kept() if device.type == "cpu" else contextlib.nullcontext():
+        with randomness.kept(device), host_heap.retained() if device.type == "cpu" else contextlib.nullcontext():
             measured, half = _profile(model, batch, loss, optimizer, settings, device)
             if device.type != "cpu":
                 return measured
@@ -75,10 +75,10 @@ def _profile(
     model: torch.nn.Module, batch: Batch, loss: Any, optimizer: Any, settings: Settings, device: torch.device
 ) -> tuple[Profile, bool]:
     """What plain steps show, and whether they are in bfloat16."""
-    size = rows(batch)
-    base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    size, on_gpu = rows(batch), device.type == "cuda"
+    base = torch.cuda.memory_allocated(device) if on_gpu else 0
     subject, notes = subject_of(job_of(model, loss, optimizer, settings), device)
-    cores = 0 if device.type == "cuda" else machine.usable_cores()
+    cores = 0 if on_gpu else machine.usable_cores()
     times: dict[tuple[int, int], StepTime] = {}
     memory: list[MemoryLine] = []
     buckets: tuple[Bucket, ...] = ()
@@ -102,17 +102,18 @@ def _profile(
         raise BadSettings(
             f"a part of the batch, {-(-size // 16)} samples, does not fit into memory: give a smaller one"
         )
+    capacity = torch.cuda.get_device_properties(device).total_memory if on_gpu else machine.host_memory().total
     measured = Profile(
         type(model).__name__,
-        torch.cuda.get_device_name(device) if device.type == "cuda" else machine.host_name(),
+        torch.cuda.get_device_name(device) if on_gpu else machine.host_name(),
         size,
         tuple(times.values()),
         buckets,
-        kind="gpu" if device.type == "cuda" else "cpu",
+        kind="gpu" if on_gpu else "cpu",
         cores=cores,
         input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch)) / size,
         memory=tuple(memory),
-        capacity=_capacity(device),
+        capacity=int(capacity),
         notes=tuple(notes),
     )
     return measured, subject.numbers.autocast is torch.bfloat16
@@ -150,16 +151,16 @@ def _memory(subject: Subject, several: bool, runs: list[_Run]) -> list[MemoryLin
         return []
     lines = memory_lines(several, *(run.history for run in runs))
     if several:  # all gradients are there all the time, and the buckets have a few numbers more
-        own = sum(p.numel() * p.element_size() for p in subject.model.parameters() if p.requires_grad)
+        gradients = sum(p.numel() * p.element_size() for p in subject.model.parameters() if p.requires_grad)
         lines = [
-            replace(line, fixed=replace(line.fixed, gradients=own, buckets=line.fixed.gradients - own))
+            replace(line, fixed=replace(line.fixed, gradients=gradients, buckets=line.fixed.gradients - gradients))
             for line in lines
         ]
-    # What the allocator had beyond all that was counted stays from step to step, as the memory that cuBLAS keeps.
-    kept = max((run.allocated - run.history.peak() for run in runs if run.allocated is not None), default=0.0)
-    if kept <= 0:
+    # What the allocator held beyond the count stays from step to step, as the memory that cuBLAS keeps.
+    uncounted = max((run.allocated - run.history.peak() for run in runs if run.allocated is not None), default=0.0)
+    if uncounted <= 0:
         return lines
-    return [replace(line, fixed=replace(line.fixed, workspace=line.fixed.workspace + kept)) for line in lines]
+    return [replace(line, fixed=replace(line.fixed, workspace=line.fixed.workspace + uncounted)) for line in lines]
 
 
 @contextlib.contextmanager
@@ -222,7 +223,7 @@ def _arrivals(subject: Subject, part: Batch) -> tuple[Bucket, ...]:
     begin, end = start(), stop()
     buckets = []
     for size, parameters in subject.gradients.contents():
-        last = max((arrived[id(one)]() for one in parameters if id(one) in arrived), default=end)
+        last = max((arrived[id(each)]() for each in parameters if id(each) in arrived), default=end)
         buckets.append(Bucket(size, min(1.0, max(0.0, (last - begin) / max(end - begin, 1e-12)))))
     return tuple(buckets)
 
@@ -271,21 +272,10 @@ def _counted(subject: Subject, part: Batch, shard: int) -> History:
     count = MemoryCount(subject.device)
     with count:
         count.hold("weights", [*subject.model.parameters(), *subject.model.buffers()])
-        count.hold("optimizer", _optimizer_tensors(subject.optimizer))
+        count.hold("optimizer", (value for state in subject.optimizer.state.values() for value in state.values()))
         count.hold("batch", tensors_in(part))
         if subject.gradients is not None:
             count.hold("gradients", [parameter.grad for parameter in subject.model.parameters()])
         subject.step(part)
         count.hold("gradients", [parameter.grad for parameter in subject.model.parameters()])
     return count.history(shard)
-
-
-def _capacity(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return machine.host_memory().total
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    kept = [value for values in optimizer.state.values() for value in values.values()]
-    return [value for value in kept if isinstance(value, torch.Tensor)]

@@ -85,8 +85,8 @@ class MemoryCount(compat.TorchDispatchMode):
         self._allocator.reset()
         result = func(*args, **(kwargs or {}))
         most = self._allocator.peak() - before
-        made = sum(self._sizes[serial] for serial in self._see_all(result))
-        self._note_workspace(max(0, most - made))
+        results = sum(self._sizes[serial] for serial in self._see_all(result))
+        self._note_workspace(max(0, most - results))
         return result
 
     def _note_workspace(self, size: int) -> None:
@@ -99,7 +99,11 @@ class MemoryCount(compat.TorchDispatchMode):
         """The numbers of the storages that are new."""
         first = len(self._sizes)
         seen = [self._see(leaf) for leaf in compat.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        return [] if len(self._sizes) == first else sorted({one for one in seen if one is not None and one >= first})
+        return (
+            []
+            if len(self._sizes) == first
+            else sorted({serial for serial in seen if serial is not None and serial >= first})
+        )
 
     def _see(self, tensor: torch.Tensor) -> int | None:
         if tensor.device.type != self._device.type or tensor.layout is not torch.strided:

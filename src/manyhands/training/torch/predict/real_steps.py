@@ -32,11 +32,11 @@ from manyhands.training.learner import Say
 from manyhands.training.loop import Loop
 from manyhands.training.options import Limits
 from manyhands.training.torch.data import sources
-from manyhands.training.torch.data.batches import Batch
+from manyhands.training.torch.data.batches import Batch, tensors_in
 from manyhands.training.torch.data.sources import Arrays, Source, Stream
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import Rank, loop_of
-from manyhands.training.torch.predict.subject import shard_of, tensors_in
+from manyhands.training.torch.predict.subject import shard_of
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.workers.pool import Pool
 
@@ -51,11 +51,11 @@ def as_in_a_job(profile: Profile, batch: Batch, make: Callable[[], Job], crowds:
     """The profile of a CPU with the times that a job's steps take, alone and beside others; ``make`` gives the job."""
 
     def job(shard: int, seconds: float) -> Job:
-        made, steps = make(), _WARM_UP + min(_STEPS[1], max(_STEPS[0], math.ceil(_LONG_ENOUGH / seconds)))
+        template, steps = make(), _WARM_UP + min(_STEPS[1], max(_STEPS[0], math.ceil(_LONG_ENOUGH / seconds)))
         limits = Limits(max_steps=steps)
-        settings = dataclasses.replace(made.settings, batch_size=shard, max_epochs=steps, limits=limits)
-        data = _data(shard_of(made.model, batch, shard), steps)
-        return dataclasses.replace(made, train=data, settings=settings)
+        settings = dataclasses.replace(template.settings, batch_size=shard, max_epochs=steps, limits=limits)
+        data = _data(shard_of(template.model, batch, shard), steps)
+        return dataclasses.replace(template, train=data, settings=settings)
 
     times = [
         point.times(alone(job(point.batch, point.total)) / point.total) if point.threads == profile.cores else point
@@ -88,11 +88,11 @@ def _data(batch: Batch, steps: int) -> Source:
     size = sum(leaf.numel() * leaf.element_size() for leaf in tensors_in(batch))
     count = max(_WARM_UP, min(steps, _BYTES // max(1, size)))
     plain = isinstance(batch, (tuple, list, dict)) and len(tensors_in(batch)) == len(batch)
-    made = sources.source(batch) if plain else None
-    if not isinstance(made, Arrays):
+    source = sources.source(batch) if plain else None
+    if not isinstance(source, Arrays):
         return Stream([batch] * count)
-    repeated = tuple(tensor.repeat(count, *[1] * (tensor.dim() - 1)) for tensor in made.tensors)
-    return dataclasses.replace(made, tensors=repeated)
+    repeated = tuple(tensor.repeat(count, *[1] * (tensor.dim() - 1)) for tensor in source.tensors)
+    return dataclasses.replace(source, tensors=repeated)
 
 
 def alone(job: Job) -> float:
@@ -125,7 +125,7 @@ def in_worker(job: Job, here: World, say: Say) -> dict[str, Any]:
     clock = _Clock(dist.barrier)
     clock.run(loop, rank)
     spans = here.gather(torch.tensor(clock.spans, dtype=torch.float64))
-    return {"kind": "done", "step": len(clock.spans), "spans": [one.tolist() for one in spans]}
+    return {"kind": "done", "step": len(clock.spans), "spans": [span.tolist() for span in spans]}
 
 
 @dataclass
@@ -149,7 +149,7 @@ class _Clock:
             self.together()
             started = time.perf_counter()
 
-        _learn_nothing(rank)
+        _set_rate_to_zero(rank)
         loops.step_listeners.append(ended)
         try:
             loop.fit()
@@ -158,8 +158,8 @@ class _Clock:
                 loops.step_listeners.remove(ended)
 
 
-def _learn_nothing(rank: Rank) -> None:
-    """With a rate of zero the weights stay, whatever the samples are: no step becomes NaN, and none is cheaper."""
+def _set_rate_to_zero(rank: Rank) -> None:
+    """The weights stay as they are, so that no step becomes NaN, and each costs the same."""
     rank.base_rates = [0.0] * len(rank.base_rates)
     for group in rank.optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from manyhands import tree
 from manyhands.errors import BadSettings
 from manyhands.training.settings import Settings
 from manyhands.training.torch import optimizers
-from manyhands.training.torch.data.batches import Batch, cut, pick, rows
+from manyhands.training.torch.data.batches import Batch, cut, map_tensors, pick, rows
 from manyhands.training.torch.data.samples import as_the_model
 from manyhands.training.torch.job import Job, numbers_for
 from manyhands.training.torch.objective import Objective, objective_for, placed
@@ -98,23 +97,18 @@ def subject_of(job: Job, device: torch.device) -> tuple[Subject, list[str]]:
         numbers = precision.bf16_numbers(model) if choice.bf16 else numbers
     if numbers.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    own = job.make_optimizer(model).optimizer
-    if isinstance(own, Several):
+    own_optimizer = job.make_optimizer(model).optimizer
+    if isinstance(own_optimizer, Several):
         raise BadSettings(
             f"{type(model).__name__} has several optimizers, so a step is several passes: predict each model with its "
             "own optimizer"
         )
-    job_state.settle(own)
-    return Subject(model, placed(objective, device, numbers.dtype), own, numbers, device), notes
+    job_state.settle(own_optimizer)
+    return Subject(model, placed(objective, device, numbers.dtype), own_optimizer, numbers, device), notes
 
 
 def shard_of(model: torch.nn.Module, batch: Batch, shard: int) -> Batch:
     """A shard where the model is, in memory of its own: a view would hold the whole batch's."""
     size = rows(batch)
     part = cut(batch, 0, shard) if shard <= size else pick(batch, [n % size for n in range(shard)])
-    own = tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, part)
-    return as_the_model(model, own)
-
-
-def tensors_in(batch: Batch) -> list[torch.Tensor]:
-    return [leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+    return as_the_model(model, map_tensors(torch.clone, part))

@@ -60,7 +60,7 @@ class Search:
             devices = [here.device] * here.size
 
             def on_all(fits: bool) -> bool:
-                return all(bool(one) for one in here.gather(torch.tensor([fits])))
+                return all(bool(each) for each in here.gather(torch.tensor([fits])))
 
             return self._search(devices, maximum, on_all)
 
@@ -80,7 +80,7 @@ class Search:
         def fits(size: int) -> bool:
             sizes = _shares.sizes(size, len(devices), fractions)
             largest = {
-                device: max(n for one, n in zip(devices, sizes, strict=True) if one == device) for device in devices
+                device: max(n for other, n in zip(devices, sizes, strict=True) if other == device) for device in devices
             }
             return bool(on_all(self._fit_on(largest, None)))
 
@@ -119,11 +119,11 @@ class Search:
             torch.cuda.empty_cache()
             bound = self.memory + torch.cuda.memory_reserved(device)  # what the caller has there is not the job's
             torch.cuda.set_per_process_memory_fraction(min(1.0, bound / total), device)
-        kept = torch.empty(_FOR_OTHERS if several else 0, dtype=torch.uint8, device=device)
+        reserve = torch.empty(_FOR_OTHERS if several else 0, dtype=torch.uint8, device=device)
         try:
             yield
         finally:
-            del kept
+            del reserve
             torch.cuda.empty_cache()
             if self.memory is not None:
                 torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -166,10 +166,10 @@ def restore_optimizer(
     blob: bytes,
     numbers: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = (),
-    kept: Callable[[str], bool] = lambda name: False,
+    stays: Callable[[str], bool] = lambda name: False,
     names: tuple[Sequence[Sequence[str | None]], Sequence[Sequence[str | None]]] = ((), ()),
 ) -> None:
-    """Give an optimizer its state; ``kept`` says which of its options stay as they are.
+    """Give an optimizer its state; ``stays`` says which of its options do not change.
 
     ``names``: those of the optimizer's parameters (:func:`parameter_names`), now and in the checkpoint.
     """
@@ -184,7 +184,7 @@ def restore_optimizer(
     own_groups = optimizer.state_dict()["param_groups"]
     for prefix, group, saved in zip(_prefixes(optimizer), own_groups, groups, strict=False):
         for name, value in saved.items():
-            if not kept(prefix + name):
+            if not stays(prefix + name):
                 group[name] = _as_it_was(value, group.get(name))
     _load_state(optimizer, {"state": state, "param_groups": own_groups})
     settle(optimizer)

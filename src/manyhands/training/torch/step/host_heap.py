@@ -29,7 +29,7 @@ _jobs = 0
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def retained() -> Iterator[None]:
     """Meanwhile freed memory stays with the process; may be nested, and used by several threads."""
     keep()
     try:

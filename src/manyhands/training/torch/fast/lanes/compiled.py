@@ -1,7 +1,7 @@
 """Side lanes for a compiled step: weight gradients of a compiled backward pass beside it.
 
-A dispatch mode sees nothing of what a compiler fuses, and a compiler uses memory again as it sees fit. So the lanes are
-put into the graph that is compiled, by a pass over it:
+A dispatch mode does not see what a compiler fuses, and a compiler reuses memory as it sees fit. So a pass puts the
+lanes into the graph that is compiled:
 
     main chain                                      after the pass
 
@@ -11,13 +11,13 @@ put into the graph that is compiled, by a pass over it:
                                                     join_lanes([dw, ...], [g, x, w, ...])
                                                     return dw, ...
 
-The pass is in :mod:`.inductor_pass`; what it puts into the graph is here. ``convolution_aside`` forks its lane off
-where it stands. ``join_lanes`` says that it writes to all results, so that the compiler lets nobody read them before
-it; and that it reads all that the lanes read, so that the compiler does not use that memory again before it. Nothing of
-this is taken on trust: at a join every storage that a lane was given must be among those that the join got, everything
-must be joined at the end, and what was issued goes through the checker.
+The pass is in :mod:`.inductor_pass`, the operations that it inserts are here. ``convolution_aside`` forks its lane off
+where it stands. ``join_lanes`` declares that it writes to all results, so that nothing reads them earlier, and that it
+reads all inputs of the lanes, so that their memory is not reused earlier. All of this is verified: at a join every
+storage that a lane has read must be among the inputs of the join, everything must be joined at the end, and the checker
+proves what was issued.
 
-Outside of ``with CompiledLanes(...)`` the operations are computed where they stand.
+Outside of ``with CompiledLanes(...)`` the operations are computed in program order.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _current: CompiledLanes | None = None
 
 @dataclass
 class _Call:
-    """Work that was given to a side lane, and where that lane is through with it: as noted, and the mark."""
+    """Work on a side lane, and the marks after it: in the journal, and on the lane."""
 
-    given: _Memories
-    made: _Memories
+    read: _Memories
+    created: _Memories
     lane: int
-    noted: int
+    recorded_mark: int
     mark: Any
 
 
@@ -67,7 +67,7 @@ class CompiledLanes:
     def _begin(self) -> None:
         self.aside: list[str] = []
         self._journal = Journal(self._described)
-        self._calls: list[_Call] = []  # that are not joined; what they were given is held until then
+        self._calls: list[_Call] = []  # not joined yet; what they read is held until then
 
     def __enter__(self) -> CompiledLanes:
         global _current
@@ -89,28 +89,28 @@ class CompiledLanes:
     def call(self, lane: int, name: str, function: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Compute on a side lane, behind all that the main one has been given."""
         lane = (lane - 1) % self._count + 1
-        given = _memories(inputs)
-        self._journal.task(0, Task("main chain", writes=frozenset(given.keys() - self._read(self._calls))))
+        read = _memories(inputs)
+        self._journal.task(0, Task("main chain", writes=frozenset(read.keys() - self._read(self._calls))))
         self._journal.wait(lane, self._journal.mark(0))
         self._lanes.wait(lane, self._lanes.mark(0))
         with self._lanes.on(lane):
             results: list[torch.Tensor] = function()
-        made = _memories(results)
-        self._journal.task(lane, Task(name, frozenset(given), frozenset(made)))
+        created = _memories(results)
+        self._journal.task(lane, Task(name, frozenset(read), frozenset(created)))
         self.aside.append(name)
-        self._calls.append(_Call(given, made, lane, self._journal.mark(lane), self._lanes.mark(lane)))
+        self._calls.append(_Call(read, created, lane, self._journal.mark(lane), self._lanes.mark(lane)))
         return results
 
-    def join(self, results: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> None:
-        """The main lane comes behind the work that made these results, and behind no other.
+    def join(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """The main lane waits for the work that computed these results, and for no other.
 
-        ``kept``: what must have kept its memory until here.
+        ``inputs``: what that work read; it must not have been freed before.
         """
         there = _memories(results).keys()
-        joined = [call for call in self._calls if call.made.keys() & there]
-        unread = {memory for call in joined for memory in call.made} - there
+        joined = [call for call in self._calls if call.created.keys() & there]
+        unread = {memory for call in joined for memory in call.created} - there
         read = self._read(joined)
-        lost = read - _memories(kept).keys()
+        lost = read - _memories(inputs).keys()
         self._join(joined)
         if unread:
             raise UnsafeSchedule(_UNREAD)
@@ -122,17 +122,17 @@ class CompiledLanes:
 
     def _join(self, joined: Sequence[_Call]) -> None:
         for call in {call.lane: call for call in joined}.values():  # of each lane the last
-            self._journal.wait(0, call.noted)
+            self._journal.wait(0, call.recorded_mark)
             self._lanes.wait(0, call.mark)
         self._calls = [call for call in self._calls if call not in joined]
         # From here on everybody may read the results, and use the memory of what was given, if nobody else reads it.
-        made = {memory for call in joined for memory in call.made}
+        created = {memory for call in joined for memory in call.created}
         free = self._read(joined) - self._read(self._calls)
-        self._journal.task(0, Task("join", writes=frozenset(made | free)))
+        self._journal.task(0, Task("join", writes=frozenset(created | free)))
 
     @staticmethod
     def _read(calls: Sequence[_Call]) -> set[int]:
-        return {memory for call in calls for memory in call.given}
+        return {memory for call in calls for memory in call.read}
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> _Memories:
@@ -153,44 +153,46 @@ _library.define(
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.define(
-    "join_lanes(Tensor(a!)[] results, Tensor[] kept) -> ()",
+    "join_lanes(Tensor(a!)[] results, Tensor[] inputs) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
 
-def _weight_gradient(dtype: torch.dtype | None, *given: Any) -> list[torch.Tensor]:
-    *arguments, for_bias = given
-    found = _aten.convolution_backward.default(*arguments, [False, True, for_bias])[1 : 3 if for_bias else 2]
-    return [one if dtype is None else one.to(dtype) for one in found]
+def _weight_gradient(dtype: torch.dtype | None, *arguments: Any) -> list[torch.Tensor]:
+    *convolution, for_bias = arguments
+    gradients = _aten.convolution_backward.default(*convolution, [False, True, for_bias])[1 : 3 if for_bias else 2]
+    return [gradient if dtype is None else gradient.to(dtype) for gradient in gradients]
 
 
 def _product(dtype: torch.dtype | None, tensor: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
-    found = torch.mm(tensor, other)
-    return [found if dtype is None else found.to(dtype)]
+    product = torch.mm(tensor, other)
+    return [product if dtype is None else product.to(dtype)]
 
 
-def _convolution_aside(lane: int, dtype: torch.dtype | None, *given: Any) -> list[torch.Tensor]:
+def _convolution_aside(lane: int, dtype: torch.dtype | None, *arguments: Any) -> list[torch.Tensor]:
     if _current is None:
-        return _weight_gradient(dtype, *given)
-    name = "convolution, weight and bias" if given[-1] else "convolution, weight"
-    return _current.call(lane, name, lambda: _weight_gradient(dtype, *given), given[:3])
+        return _weight_gradient(dtype, *arguments)
+    name = "convolution, weight and bias" if arguments[-1] else "convolution, weight"
+    return _current.call(lane, name, lambda: _weight_gradient(dtype, *arguments), arguments[:3])
 
 
-def _product_aside(lane: int, dtype: torch.dtype | None, *given: torch.Tensor) -> list[torch.Tensor]:
+def _product_aside(lane: int, dtype: torch.dtype | None, *factors: torch.Tensor) -> list[torch.Tensor]:
     if _current is None:
-        return _product(dtype, *given)
-    return _current.call(lane, "product, weight", lambda: _product(dtype, *given), given)
+        return _product(dtype, *factors)
+    return _current.call(lane, "product, weight", lambda: _product(dtype, *factors), factors)
 
 
-def _join_lanes(results: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
+def _join_lanes(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
     if _current is not None:
-        _current.join(results, kept)
+        _current.join(results, inputs)
 
 
 _library.impl("convolution_aside", _convolution_aside, "CompositeExplicitAutograd")
 _library.impl("product_aside", _product_aside, "CompositeExplicitAutograd")
 _library.impl("join_lanes", _join_lanes, "CompositeExplicitAutograd")
-torch.library.register_fake("manyhands::convolution_aside", lambda lane, *given: _weight_gradient(*given), lib=_library)
-torch.library.register_fake("manyhands::product_aside", lambda lane, *given: _product(*given), lib=_library)
-torch.library.register_fake("manyhands::join_lanes", lambda results, kept: None, lib=_library)
+torch.library.register_fake(
+    "manyhands::convolution_aside", lambda lane, *arguments: _weight_gradient(*arguments), lib=_library
+)
+torch.library.register_fake("manyhands::product_aside", lambda lane, *arguments: _product(*arguments), lib=_library)
+torch.library.register_fake("manyhands::join_lanes", lambda results, inputs: None, lib=_library)
 _ops = torch.ops.manyhands

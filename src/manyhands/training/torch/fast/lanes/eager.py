@@ -1,27 +1,25 @@
-"""Gradients of weights beside the backward pass: on lanes of their own, joined before anybody reads them.
+"""Weight gradients beside the backward pass: on lanes of their own, joined before they are read.
 
-A backward pass is a chain: each layer needs the gradient of the layer behind it. The gradients of the weights hang off
-that chain, nobody in it waits for them. PyTorch issues all on one stream, so they stand in the chain all the same.
-Here a dispatch mode is active during the backward pass. A ``convolution_backward`` that gives both becomes two calls
-with complementary masks, for its input on the main lane, for weight and bias on a side lane; of the two products of a
-linear layer's backward the one for the weight goes aside. Each operation computes what it would have computed, so the
-results are equal to the bit.
+A backward pass is a chain: each layer needs the gradient of the layer behind it. Nothing in the chain needs the
+gradients of the weights, but PyTorch issues all on one stream. Here a dispatch mode is active during the backward pass.
+A ``convolution_backward`` becomes two calls with complementary masks, for the input on the main lane, for weight and
+bias on a side lane; of the two products of a linear layer's backward the one for the weight goes aside. The operations
+are the same, so the results are equal to the bit.
 
     main lane     gradient of x3 ──┬── gradient of x2 ──┬── gradient of x1 ─────── join ── update
     side lane 1                    └── gradient of w3 ──│──────────────────────────┤
     side lane 2                                         └── gradient of w2 ────────┘
 
-What goes aside: a gradient that goes straight to a parameter (through a cast or a transposition at most) on which there
-are no hooks. What touches such a gradient later follows it (the cast, the sum of two uses, the addition to an older
-gradient); any other operation on it makes the main lane wait first.
+A gradient goes aside if it goes straight to a parameter without hooks (through a cast or a transposition at most).
+Casts, sums of two uses and additions to an older gradient follow it to its lane; before any other operation on it the
+main lane waits.
 
-Memory belongs to the lane that it was allocated on, whose later work may use it again as soon as the host lets it go.
-So what a side lane touches is held until the main lane is behind that lane: at the join, or, where more than
-``most_held`` bytes are held, earlier. Storages are held, not tensors: a gradient that somebody else holds is copied
-into ``.grad`` instead of being taken over.
+Memory belongs to the lane that allocated it, whose later work may reuse it as soon as it is freed. So what a side lane
+touches is held until the main lane has waited for that lane: at the join, or earlier where more than ``most_held``
+bytes are held. Storages are held, not tensors: autograd copies a gradient that is referred to elsewhere into ``.grad``.
 
-Nothing is believed: every operation, mark and wait is noted, what came before and what comes after the backward pass
-too, and at the join the checker proves every conflicting pair ordered, the letting go of memory included.
+Every operation, mark and wait is recorded, also what comes before and after the backward pass, and at the join the
+checker proves that every conflicting pair, the freeing of memory included, is ordered.
 """
 
 from __future__ import annotations
@@ -109,10 +107,10 @@ class SideLanes(TorchDispatchMode):
         self._main_count = 1  # tasks of the main lane
         self._main_mark: tuple[int, int, Any] | None = None  # the main lane's tasks before it; as noted; the mark
         self._behind_count = [0] * (self._count + 1)  # how many of the main lane's tasks each lane is behind
-        self._numbers: dict[int, StorageWeakRef] = {}  # while it is referred to, no other storage gets its number
-        self._made: set[int] = set()
-        self._made_aside: set[int] = set()
-        self._own: list[set[int]] = [set() for _ in self._described]  # made on a lane and touched by no other
+        self._numbers: dict[int, StorageWeakRef] = {}  # while it lives, no other storage gets its number
+        self._created: set[int] = set()
+        self._created_aside: set[int] = set()
+        self._exclusive: list[set[int]] = [set() for _ in self._described]  # created on a lane and touched by no other
         # For each memory the lanes that touched it since the main lane was last behind them: did they write?
         self._touched: dict[int, dict[int, bool]] = {}
         self._held = _Held()
@@ -124,48 +122,48 @@ class SideLanes(TorchDispatchMode):
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
-        made = self._join()
+        schedule = self._join()
         if kind is None:
-            check(made)
+            check(schedule)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        what = weight_gradients.goes_aside(func, args)
-        if what is None or (func is _aten.mm.default and weight_gradients.multiplications(*args) < self._least_product):
+        kind = weight_gradients.goes_aside(func, args)
+        if kind is None or (func is _aten.mm.default and weight_gradients.multiplications(*args) < self._least_product):
             return self._as_it_comes(func, args, kwargs)
         lane = len(self.aside) % self._count + 1
-        self.aside.append(what)
+        self.aside.append(kind)
         # The lane forks off here, before the gradient of a convolution's input: it need not wait for that.
         self._behind_main(lane)
         if func is not _aten.convolution_backward.default:
             return self._issue(lane, func, args, kwargs)
-        *given, (for_input, _, for_bias) = args
-        first = self._as_it_comes(func, (*given, [True, False, False]), kwargs)[0] if for_input else None
-        rest = self._issue(lane, func, (*given, [False, True, for_bias]), kwargs)
+        *arguments, (for_input, _, for_bias) = args
+        first = self._as_it_comes(func, (*arguments, [True, False, False]), kwargs)[0] if for_input else None
+        rest = self._issue(lane, func, (*arguments, [False, True, for_bias]), kwargs)
         return (first, *rest[1:])
 
     def _as_it_comes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """On the main lane, behind what it needs of others; or on the lane of the gradient that it goes on with."""
+        """On the main lane, after the side lanes that it depends on; or on the lane of the gradient that it follows."""
         if is_view(func):
             return func(*args, **kwargs)
         lane = _MAIN
         if func in _FOLLOWERS:
-            given = self._memories((args, kwargs))
-            makers = (lane for one in given for lane, wrote in self._touched.get(one, {}).items() if wrote)
+            memories = self._memories((args, kwargs))
+            makers = (lane for memory in memories for lane, wrote in self._touched.get(memory, {}).items() if wrote)
             lane = next(makers, _MAIN)
-            if lane and not given.keys() <= self._own[lane]:
+            if lane and not memories.keys() <= self._exclusive[lane]:
                 self._behind_main(lane)
         return self._issue(lane, func, args, kwargs)
 
     def _issue(self, lane: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operation on a lane, behind what other side lanes have to do with its memory."""
-        given = self._memories((args, kwargs))
+        """Call an operation on a lane, after the side lanes that touched its memory."""
+        read = self._memories((args, kwargs))
         written = self._memories(written_by(func, args, kwargs))
-        for one in given:
-            for other, wrote in list(self._touched.get(one, {}).items()):
-                if other != lane and (wrote or one in written):
+        for memory in read:
+            for other, wrote in list(self._touched.get(memory, {}).items()):
+                if other != lane and (wrote or memory in written):
                     self._behind(lane, other)
         if lane == _MAIN:
             result = func(*args, **kwargs)
@@ -173,34 +171,34 @@ class SideLanes(TorchDispatchMode):
         else:
             with self._lanes.on(lane):
                 result = func(*args, **kwargs)
-        made = self._memories(result).keys() - given.keys()
-        writes = frozenset(made | written.keys())
-        self._journal.task(lane, Task(_named(func), frozenset(given), writes, self._described[lane].device))
-        self._note(lane, given, made, writes)
+        created = self._memories(result).keys() - read.keys()
+        writes = frozenset(created | written.keys())
+        self._journal.task(lane, Task(_named(func), frozenset(read), writes, self._described[lane].device))
+        self._note(lane, read, created, writes)
         return result
 
-    def _note(self, lane: int, given: _Memories, made: set[int], writes: frozenset[int]) -> None:
-        """Remember which lane touched what; hold what the host must not let go yet."""
-        self._made |= made
-        for other, own in enumerate(self._own):
+    def _note(self, lane: int, read: _Memories, created: set[int], writes: frozenset[int]) -> None:
+        """Record which lane touched which memory; hold storages that must not be freed yet."""
+        self._created |= created
+        for other, exclusive in enumerate(self._exclusive):
             if other != lane:
-                own.difference_update(given)
+                exclusive.difference_update(read)
         if lane == _MAIN:
-            self._held.to_the_end += [storage for one, storage in given.items() if one in self._made_aside]
+            self._held.to_the_end += [storage for memory, storage in read.items() if memory in self._created_aside]
             return
-        self._made_aside |= made
-        self._own[lane] |= made
-        for one in given.keys() | made:
-            lanes = self._touched.setdefault(one, {})
-            lanes[lane] = lanes.get(lane, False) or one in writes
-        self._held.to_the_end += [storage for one, storage in given.items() if one in self._made_aside]
+        self._created_aside |= created
+        self._exclusive[lane] |= created
+        for memory in read.keys() | created:
+            lanes = self._touched.setdefault(memory, {})
+            lanes[lane] = lanes.get(lane, False) or memory in writes
+        self._held.to_the_end += [storage for memory, storage in read.items() if memory in self._created_aside]
         mark = None if self._most_held is None else (lane, self._journal.mark(lane), self._lanes.mark(lane))
-        self._held.add({one: storage for one, storage in given.items() if one not in self._made_aside}, mark)
+        self._held.add({memory: storage for memory, storage in read.items() if memory not in self._created_aside}, mark)
         if self._most_held is not None:
             self._let_go(self._most_held)
 
     def _let_go(self, most: int) -> None:
-        """Where too much is held, the main lane waits for the oldest work aside; what that touched can then go."""
+        """Where too much is held, the main lane waits for the oldest work aside; its memory can then be freed."""
         gone: set[int] = set()
         last: dict[int, tuple[int, Any]] = {}
         while self._held.bytes > most:
@@ -239,25 +237,25 @@ class SideLanes(TorchDispatchMode):
         self._held = _Held()
         everything = frozenset(self._numbers)
         self._journal.task(_MAIN, Task("all after", everything, everything))
-        self._journal.rewrite(0, Task("all before", writes=everything - self._made))
+        self._journal.rewrite(0, Task("all before", writes=everything - self._created))
         self._numbers = {}
         self.schedule = self._journal.schedule()
         return self.schedule
 
     def _memories(self, values: Any) -> _Memories:
         """The storages of all tensors in a tree, by their numbers."""
-        found: _Memories = {}
+        memories: _Memories = {}
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
-                found[compat.storage_id(storage)] = storage
+                memories[compat.storage_id(storage)] = storage
                 if compat.storage_id(storage) not in self._numbers:
                     self._numbers[compat.storage_id(storage)] = StorageWeakRef(storage)
-        return found
+        return memories
 
 
 class _Held:
-    """Storages that the host must not let go yet: some until the join, the others in the order they were taken."""
+    """Storages that must not be freed yet: some until the join, the others in the order in which they were taken."""
 
     def __init__(self) -> None:
         self.to_the_end: list[torch.UntypedStorage] = []
@@ -268,19 +266,19 @@ class _Held:
     def add(self, memories: _Memories, mark: Any) -> None:
         """``mark``: the lane that touches them is through with them there."""
         self._entries.append((mark, memories))
-        for one, storage in memories.items():
-            self._holders[one] = self._holders.get(one, 0) + 1
-            self.bytes += storage.nbytes() if self._holders[one] == 1 else 0
+        for memory, storage in memories.items():
+            self._holders[memory] = self._holders.get(memory, 0) + 1
+            self.bytes += storage.nbytes() if self._holders[memory] == 1 else 0
 
     def drop_oldest(self) -> tuple[Any, set[int]]:
-        """The mark of the oldest, and which memories nobody holds any more."""
+        """The mark of the oldest entry, and the memories that are no longer held."""
         mark, memories = self._entries.popleft()
         free: set[int] = set()
-        for one, storage in memories.items():
-            self._holders[one] -= 1
-            if not self._holders[one]:
+        for memory, storage in memories.items():
+            self._holders[memory] -= 1
+            if not self._holders[memory]:
                 self.bytes -= storage.nbytes()
-                free.add(one)
+                free.add(memory)
         return mark, free
 
 

@@ -64,13 +64,13 @@ def _take_aside(graph: Graph, most_held: int | None, least_product: int) -> None
     groups: list[_Group] = [_Group()]
     for node in list(graph.nodes):
         if node.target is _aten.convolution_backward.default and node.args[-1][1]:
-            made, last = _convolution(graph, node, len(results) + 1)
+            gradients, last = _convolution(graph, node, len(results) + 1)
         elif node.target is _aten.mm.default and _multiplications(node) >= least_product:
-            made, last = _product_of(graph, node, len(results) + 1)
+            gradients, last = _product_of(graph, node, len(results) + 1)
         else:
             continue
-        results += made
-        groups[-1].add(made)
+        results += gradients
+        groups[-1].add(gradients)
         if most_held is not None and groups[-1].bytes > most_held / 2:
             # The group before this one is joined only now: its lanes had all of this one's time to get through with it.
             if len(groups) > 1:
@@ -91,22 +91,22 @@ class _Group:
 
     def __init__(self) -> None:
         self.results: list[Node] = []
-        self._kept: dict[Node, None] = {}
+        self._inputs: dict[Node, None] = {}
         self.bytes = 0
 
-    def add(self, made: list[Node]) -> None:
-        self.results += made
-        for node in made:
+    def add(self, gradients: list[Node]) -> None:
+        self.results += gradients
+        for node in gradients:
             for source in node.args[0].all_input_nodes:  # type: ignore[union-attr]
-                if source not in self._kept:
-                    self._kept[source] = None
+                if source not in self._inputs:
+                    self._inputs[source] = None
                     value = source.meta["val"]
                     self.bytes += value.numel() * value.element_size()
 
     def join(self, graph: Graph, before: Node) -> None:
         if self.results:
             with graph.inserting_before(before):
-                graph.call_function(_ops.join_lanes.default, (self.results, list(self._kept)))
+                graph.call_function(_ops.join_lanes.default, (self.results, list(self._inputs)))
 
 
 def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
@@ -116,46 +116,46 @@ def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]
     input: it need not wait for that.
     """
     arguments: Any = node.args
-    *given, (for_input, _, for_bias) = arguments
+    *arguments_before, (for_input, _, for_bias) = arguments
     parts: dict[Any, Node] = {user.args[1]: user for user in node.users}
     wanted = [parts[number] for number in (1, 2) if number in parts]
-    if 1 not in parts or not all(one.target in _LIGHT for one in _after(wanted)):
+    if 1 not in parts or not all(node_after.target in _LIGHT for node_after in _after(wanted)):
         return [], node
-    dtype = _one_cast(wanted)
+    dtype = _common_cast(wanted)
     with graph.inserting_before(node):
         last = aside = graph.call_function(
-            _ops.convolution_aside.default, (lane, dtype, *given, for_bias and 2 in parts)
+            _ops.convolution_aside.default, (lane, dtype, *arguments_before, for_bias and 2 in parts)
         )
         if for_input and 0 in parts:
-            last = graph.call_function(_aten.convolution_backward.default, (*given, [True, False, False]))
+            last = graph.call_function(_aten.convolution_backward.default, (*arguments_before, [True, False, False]))
             last.meta["val"] = (node.meta["val"][0], None, None)
             parts[0].replace_input_with(node, last)
-    made = _put_in(graph, wanted, aside, dtype)
+    gradients = _put_in(graph, wanted, aside, dtype)
     graph.erase_node(node)
-    return made, made[-1] if last is aside else last
+    return gradients, gradients[-1] if last is aside else last
 
 
 def _multiplications(node: Node) -> int:
-    one, other = (factor.meta["val"] for factor in node.all_input_nodes[:2])
-    return multiplications(one, other)
+    left, right = (factor.meta["val"] for factor in node.all_input_nodes[:2])
+    return multiplications(left, right)
 
 
 def _product_of(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
     """A product on a lane, where nobody waits for it."""
-    if not all(one.target in _LIGHT for one in _after([node])):
+    if not all(after.target in _LIGHT for after in _after([node])):
         return [], node
-    dtype = _one_cast([node])
+    dtype = _common_cast([node])
     with graph.inserting_before(node):
         aside = graph.call_function(_ops.product_aside.default, (lane, dtype, *node.args))
-    made = _put_in(graph, [node], aside, dtype)
-    return made, made[-1]
+    gradients = _put_in(graph, [node], aside, dtype)
+    return gradients, gradients[-1]
 
 
 def _put_in(graph: Graph, wanted: list[Node], aside: Node, dtype: torch.dtype | None) -> list[Node]:
     """Give the results of the call aside to those that took the old ones, and take those out."""
-    values = [one.meta["val"] for one in wanted]
+    values = [node.meta["val"] for node in wanted]
     aside.meta["val"] = [value if dtype is None else value.to(dtype) for value in values]
-    made = []
+    parts = []
     for number, old in enumerate(wanted):
         with graph.inserting_after(aside):
             part = graph.call_function(operator.getitem, (aside, number))
@@ -165,13 +165,13 @@ def _put_in(graph: Graph, wanted: list[Node], aside: Node, dtype: torch.dtype | 
             graph.erase_node(cast)
         old.replace_all_uses_with(part)
         graph.erase_node(old)
-        made.append(part)
-    return made
+        parts.append(part)
+    return parts
 
 
-def _one_cast(wanted: list[Node]) -> torch.dtype | None:
+def _common_cast(wanted: list[Node]) -> torch.dtype | None:
     """The number type that all of them are cast to, and taken in no other: the lane can do that too."""
-    users = [user for one in wanted for user in one.users]
+    users = [user for node in wanted for user in node.users]
     if not all(user.target is _prims.convert_element_type.default for user in users):
         return None
     dtypes = {user.args[1] for user in users}
@@ -180,11 +180,11 @@ def _one_cast(wanted: list[Node]) -> torch.dtype | None:
 
 def _after(nodes: list[Node]) -> set[Node]:
     """All that is made of these, the output apart."""
-    found: set[Node] = set()
+    following: set[Node] = set()
     left = list(nodes)
     while left:
         for user in left.pop().users:
-            if user.op != "output" and user not in found:
-                found.add(user)
+            if user.op != "output" and user not in following:
+                following.add(user)
                 left.append(user)
-    return found
+    return following

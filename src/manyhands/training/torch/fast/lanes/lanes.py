@@ -1,8 +1,7 @@
-"""The lanes of a fast step: what is put around its backward passes, and what there is to tell about it.
+"""The side lanes of a fast step, for each batch size, and their description.
 
-A step whose kernels are as they are is watched by a dispatch mode (:mod:`.eager`); a compiled one carries its
-lanes in its graph (:mod:`.compiled`). Both are proved each time that a step is issued, which is while it warms up
-and while it is captured; replays of the captured graph repeat that order.
+In a step that is not compiled a dispatch mode assigns the lanes (:mod:`.eager`); a compiled one has them in its graph
+(:mod:`.compiled`). Each issue of a step is checked, in the warm-up and in the capture; replays repeat that order.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from manyhands.schedule.lanes import Schedule
 from manyhands.training.torch.fast.lanes.eager import Lanes, SideLanes, StreamLanes
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ _LEAST_PRODUCT = 1 << 22
 
 
 class Beside:
-    """Side lanes for the steps of one device, each size of batch told apart."""
+    """Side lanes for the steps of one device; each batch size has its own."""
 
     def __init__(
         self, lanes: Lanes, device: str = "cpu", *, most_held: int | None = None, least_product: int = 0
@@ -51,35 +49,29 @@ class Beside:
 
     def around(self, size: int, *, compiled: bool) -> AbstractContextManager[Any]:
         """``with beside.around(256, compiled=False): loss.backward()``."""
-        if size not in self._of:
-            self._of[size] = self._for_compiled() if compiled else self._for_kernels()
+        if size not in self._of and compiled:
+            # Here and not above: it imports the compiler, which takes time.
+            from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
+
+            self._of[size] = CompiledLanes(self._lanes, COUNT, device=self._device)
+        elif size not in self._of:
+            limits: dict[str, Any] = {"most_held": self._most_held, "least_product": self._least_product}
+            self._of[size] = SideLanes(self._lanes, COUNT, device=self._device, **limits)
         return self._of[size]
-
-    def _for_kernels(self) -> SideLanes:
-        limits: dict[str, Any] = {"most_held": self._most_held, "least_product": self._least_product}
-        return SideLanes(self._lanes, COUNT, device=self._device, **limits)
-
-    def _for_compiled(self) -> CompiledLanes:
-        # Here and not above: it brings the compiler with it, which takes its time.
-        from manyhands.training.torch.fast.lanes.compiled import CompiledLanes
-
-        return CompiledLanes(self._lanes, COUNT, device=self._device)
 
     def explain(self, size: int) -> list[str]:
         """Lanes, tasks and waits of a backward pass, and what goes aside."""
-        made = self._of.get(size)
-        if made is None or made.schedule is None:
+        lanes = self._of.get(size)
+        if lanes is None or lanes.schedule is None:
             return ["  no backward pass on lanes yet"]
-        if not made.aside:
+        if not lanes.aside:
             return ["  nothing goes aside: no gradient goes straight to a parameter"]
-        lines = [_of_schedule(made.schedule)]
-        for number, (lane, tasks) in enumerate(zip(made.schedule.lanes, made.schedule.per_lane(), strict=True)):
-            names = Counter(made.schedule.graph.tasks[task].name for task in tasks)
+        schedule = lanes.schedule
+        counts = f"{len(schedule.graph)} tasks on {len(schedule.lanes)} lanes, {schedule.wait_count()} waits"
+        lines = [f"  backward: {counts}, all proved"]
+        for number, (lane, tasks) in enumerate(zip(schedule.lanes, schedule.per_lane(), strict=True)):
+            names = Counter(schedule.graph.tasks[task].name for task in tasks)
             most = ", ".join(f"{count} {name}" for name, count in names.most_common(4))
             lines.append(f"    {lane} ({'side' if number else 'main'}): {len(tasks)} tasks ({most})")
         lines.append("  beside the backward pass:")
-        return lines + [f"    {count} x {what}" for what, count in Counter(made.aside).items()]
-
-
-def _of_schedule(made: Schedule) -> str:
-    return f"  backward: {len(made.graph)} tasks on {len(made.lanes)} lanes, {made.wait_count()} waits, all proved"
+        return lines + [f"    {count} x {kind}" for kind, count in Counter(lanes.aside).items()]

@@ -59,12 +59,16 @@ def _of_product(args: tuple[Any, ...]) -> str | None:
     if not _is_straight(node, weight):
         return None
     try:
-        source, own = getattr(node, saved), node._saved_mat2
+        source, weight_saved = getattr(node, saved), node._saved_mat2
     except RuntimeError:  # saved in another way (checkpointing), and given out only once
         return None
     memories = {memory_id(argument) for argument in args}
     # The node has not saved what it does not need: without its input it cannot compute the weight's gradient.
-    if source is None or memory_id(source) not in memories or (own is not None and memory_id(own) in memories):
+    if (
+        source is None
+        or memory_id(source) not in memories
+        or (weight_saved is not None and memory_id(weight_saved) in memories)
+    ):
         return None
     return "product, weight"
 
