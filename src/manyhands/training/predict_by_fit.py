@@ -32,12 +32,32 @@ Trial = Callable[[Any, Any], AbstractContextManager[Any]]
 class PredictByFit:
     """``mh.predict`` of a framework, given its trainer.
 
-    ``trial(model, inputs)`` gives a model to train that may be spoiled; ``gradient_bytes`` the size of its gradients.
+    ``trial(model, inputs)`` gives a model to train that may be spoiled; ``gradient_bytes`` the size of its gradients;
+    ``built_in(name, seed)`` makes a model of ``manyhands train``, which takes images of ``image_shape``.
     """
 
-    def __init__(self, framework: str, trainer: type[Any], trial: Trial, gradient_bytes: Callable[[Any], int]) -> None:
+    def __init__(
+        self,
+        framework: str,
+        trainer: type[Any],
+        trial: Trial,
+        gradient_bytes: Callable[[Any], int],
+        built_in: Callable[[str, int], Any],
+        image_shape: tuple[int, ...],
+    ) -> None:
         self._framework, self._trainer, self._trial = framework, trainer, trial
-        self._gradient_bytes = gradient_bytes
+        self._gradient_bytes, self._built_in, self._image_shape = gradient_bytes, built_in, image_shape
+
+    def example(self, name: str, batch_size: int) -> tuple[Any, tuple[Any, Any]]:
+        """One of the models of ``manyhands train``, and a batch of noise for it: only shapes count."""
+        random = np.random.default_rng(0)
+        images = random.random((batch_size, *self._image_shape), np.float32)
+        return self._built_in(name, 0), (images, random.integers(0, 10, batch_size, dtype=np.int32))
+
+    def has_gpu(self) -> bool:
+        """Whether there is a real GPU; virtual devices stand in for GPUs, and are as fast as the CPU."""
+        backend = self._trainer.backend
+        return bool(backend.num_gpus() > 0 and backend.neutral(backend.gpu(0)).kind == "gpu")
 
     def __call__(
         self,
@@ -68,7 +88,7 @@ class PredictByFit:
         return prediction.predict(profile, between, devices, per_device=per_device, assumptions=assumptions)
 
     def _profile(self, model: Any, batch: tuple[Any, Any], options: dict[str, Any]) -> Profile:
-        size, on_gpu = len(batch[0]), has_gpu(self._trainer.backend)
+        size, on_gpu = len(batch[0]), self.has_gpu()
         options |= {"devices": ["gpu:0" if on_gpu else "cpu"], "quiet": True}
         times = []
         try:
@@ -97,11 +117,6 @@ class PredictByFit:
         )
 
 
-def has_gpu(backend: Any) -> bool:
-    """Whether there is a real GPU; virtual devices stand in for GPUs, and are as fast as the CPU."""
-    return bool(backend.num_gpus() > 0 and backend.neutral(backend.gpu(0)).kind == "gpu")
-
-
 def _arrays(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise BadSettings(f"a batch of type {type(batch).__name__} cannot be timed here: give arrays (X, y)")
@@ -109,12 +124,6 @@ def _arrays(batch: Any) -> tuple[Any, Any]:
     if not inputs.ndim or not len(inputs) or len(inputs) != len(target.reshape(-1, 1) if not target.ndim else target):
         raise BadSettings(f"a batch of shapes {inputs.shape} and {target.shape}: give as many labels as samples")
     return inputs, target
-
-
-def noise(batch_size: int, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """A batch of noise and labels of ten classes: only shapes count."""
-    random = np.random.default_rng(0)
-    return random.random((batch_size, *shape), np.float32), random.integers(0, 10, batch_size, dtype=np.int32)
 
 
 def resized(batch: Any, batch_size: int) -> Any:

@@ -1,9 +1,9 @@
 """Weights of the built-in models, between a framework's names and layouts and the common ones, which are PyTorch's.
 
-The models are the same layer by layer, so names differ by rule: in the last part (``kernel`` is ``weight``), and in some
-frameworks in the path before it. Where kernels have their channels last, a convolution's is (height, width, in, out)
-and a dense layer's (in, out); PyTorch's are (out, in, height, width) and (out, in). NumPy only: weights can be converted
-where the framework is not installed.
+The models are the same layer by layer, so names differ by rule: in the last part (``kernel`` is ``weight``), and in
+some frameworks in the path before it. Where kernels have their channels last, a convolution's is (height, width, in,
+out) and a dense layer's (in, out); PyTorch's are (out, in, height, width) and (out, in). NumPy only: weights can be
+converted where the framework is not installed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _unchanged(path: Path, model: str) -> Path:
 class WeightNames:
     """How a framework names and lays out the weights of a layer, and of a batch normalisation.
 
-    ``layer`` and ``norm`` map the last part of a name to PyTorch's; ``path_to_common`` and ``path_from_common`` turn the
-    path before it, given the name of the model.
+    ``layer`` and ``norm`` map the last part of a name to PyTorch's; ``path_to_common`` and ``path_from_common`` convert
+    the path before it, given the name of the model.
     """
 
     layer: Mapping[str, str]

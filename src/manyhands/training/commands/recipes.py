@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from manyhands.errors import BadRunFolder, WrongCheckpoint
+from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
 from manyhands.placement import moves
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.commands.parity import Way
 from manyhands.training.data.fashion_mnist import FashionMnist
+from manyhands.training.data.sources import Arrays, source
 
 MODELS = ("resnet18", "lenet", "small-resnet", "mlp")
 
 
 class Recipes(Protocol):
-    """What the command needs of a framework: the functions of ``manyhands.training.<framework>.recipes``."""
+    """What the command needs of a framework: the functions of ``manyhands.training.<framework>.command``."""
 
     def model(self, name: str, seed: int) -> Any:
         """One of :data:`MODELS` for images of 28 by 28 and ten classes, with weights drawn by the seed."""
@@ -57,6 +58,14 @@ def of(framework: str) -> Recipes:
     moves.require(framework)
     module: Any = importlib.import_module(f"manyhands.training.{framework}.command")
     return cast(Recipes, module)
+
+
+def arrays(data: Any) -> Arrays:
+    """:meth:`Recipes.arrays` of the frameworks whose sources are NumPy's arrays."""
+    arrays_or_loader = source(data)
+    if not isinstance(arrays_or_loader, Arrays):
+        raise BadSettings(f"give the data as (X, y) arrays, not a {type(data).__name__}")
+    return arrays_or_loader
 
 
 def model_and_weights(run: str | Path, framework: str) -> tuple[str, bytes]:

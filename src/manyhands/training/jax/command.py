@@ -18,13 +18,11 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from manyhands.backends.jax import devices as backend
-from manyhands.errors import BadSettings
 from manyhands.training import device_choice
 from manyhands.training.checkpoints import tensors
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
-from manyhands.training.data.fashion_mnist import FashionMnist
-from manyhands.training.data.sources import Arrays, source
+from manyhands.training.data.sources import Arrays
 from manyhands.training.jax import world
 from manyhands.training.jax.book import datasets
 from manyhands.training.jax.book.models import MODELS
@@ -41,8 +39,7 @@ def nesterov(rate: float) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.9, nesterov=True))
 
 
-def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
-    return datasets.of(data, batch_size)
+data, arrays = datasets.of, recipes.arrays
 
 
 def on_cpu(count: int) -> dict[str, Any]:
@@ -53,13 +50,6 @@ def from_first(make: Callable[[], Any]) -> Any:
     world.check()
     made = json.dumps(make()).encode() if jax.process_index() == 0 else b""
     return json.loads(world.from_first(made))
-
-
-def arrays(data: Any) -> Arrays:
-    found = source(data)
-    if not isinstance(found, Arrays):
-        raise BadSettings(f"give the data as (X, y) arrays, not a {type(data).__name__}")
-    return found
 
 
 def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, NDArray[Any]]:

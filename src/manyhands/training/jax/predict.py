@@ -10,10 +10,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from manyhands.training import predict_by_fit
 from manyhands.training.jax import command
 from manyhands.training.jax.trainer import Trainer
-from manyhands.training.predict_by_fit import PredictByFit, noise
+from manyhands.training.predict_by_fit import PredictByFit
 from manyhands.training.predict_by_fit import resized as resized
 
 
@@ -26,13 +25,5 @@ def _gradient_bytes(model: nnx.Module) -> int:
     return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-predict = PredictByFit("jax", Trainer, _trial, _gradient_bytes)
-
-
-def example(name: str, batch_size: int) -> tuple[nnx.Module, Any]:
-    """One of the models of ``manyhands train`` and a batch of noise."""
-    return command.model(name, 0), noise(batch_size, (28, 28, 1))
-
-
-def has_gpu() -> bool:
-    return predict_by_fit.has_gpu(Trainer.backend)
+predict = PredictByFit("jax", Trainer, _trial, _gradient_bytes, command.model, (28, 28, 1))
+example, has_gpu = predict.example, predict.has_gpu

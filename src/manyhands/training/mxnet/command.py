@@ -10,13 +10,10 @@ import mxnet as mx
 import numpy as np
 
 from manyhands.backends.mxnet import devices as backend
-from manyhands.errors import BadSettings
 from manyhands.training import device_choice
 from manyhands.training.checkpoints import tensors
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
-from manyhands.training.data import sources
-from manyhands.training.data.fashion_mnist import FashionMnist
 from manyhands.training.data.sources import Arrays
 from manyhands.training.mxnet import checks, modes, state
 from manyhands.training.mxnet.book import datasets
@@ -41,8 +38,7 @@ def nesterov(rate: float) -> Any:
     return mx.optimizer.NAG(learning_rate=rate, momentum=0.9, wd=5e-4)
 
 
-def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
-    return datasets.of(data, batch_size)
+data, arrays = datasets.of, recipes.arrays
 
 
 def on_cpu(count: int) -> dict[str, Any]:
@@ -53,13 +49,6 @@ def from_first(make: Callable[[], Any]) -> Any:
     """There is one process: a launcher's several are refused, before they make folders."""
     checks.refuse_launcher()
     return make()
-
-
-def arrays(data: Any) -> Arrays:
-    found = sources.source(data)
-    if not isinstance(found, Arrays):
-        raise BadSettings(f"give the data as (X, y) arrays, not a {type(data).__name__}")
-    return found
 
 
 def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, np.ndarray[Any, Any]]:

@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from manyhands.training import predict_by_fit
 from manyhands.training.checkpoints import tensors
 from manyhands.training.mxnet import checks, command, modes, state
 from manyhands.training.mxnet.trainer import Trainer
-from manyhands.training.predict_by_fit import PredictByFit, noise
+from manyhands.training.predict_by_fit import PredictByFit
 from manyhands.training.predict_by_fit import resized as resized
 
 
@@ -31,13 +30,5 @@ def _gradient_bytes(model: Any) -> int:
     return sum(one.data(one.list_ctx()[0]).asnumpy().nbytes for one in trained)
 
 
-predict = PredictByFit("mxnet", Trainer, _trial, _gradient_bytes)
-
-
-def example(name: str, batch_size: int) -> tuple[Any, Any]:
-    """One of the models of ``manyhands train`` and a batch of noise."""
-    return command.model(name, 0), noise(batch_size, (1, 28, 28))
-
-
-def has_gpu() -> bool:
-    return predict_by_fit.has_gpu(Trainer.backend)
+predict = PredictByFit("mxnet", Trainer, _trial, _gradient_bytes, command.model, (1, 28, 28))
+example, has_gpu = predict.example, predict.has_gpu

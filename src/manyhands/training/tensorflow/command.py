@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from manyhands.training import device_choice
 from manyhands.training.checkpoints import tensors
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
-from manyhands.training.data.fashion_mnist import FashionMnist
-from manyhands.training.data.sources import Array, Arrays, source
+from manyhands.training.data.sources import Array, Arrays
 from manyhands.training.options import Step
 from manyhands.training.tensorflow import checks, naming
 from manyhands.training.tensorflow.book import datasets
@@ -32,27 +30,11 @@ def model(name: str, seed: int) -> Any:
     return initialise(MODELS[name](num_classes=10), seed)
 
 
-def nesterov(rate: float) -> Any:
-    return Nesterov(rate)
-
-
-def data(data: FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
-    return datasets.of(data, batch_size)
+nesterov, data, arrays, from_first = Nesterov, datasets.of, recipes.arrays, world.from_first
 
 
 def on_cpu(count: int) -> dict[str, Any]:
     return device_choice.on_virtual_devices(backend, count)
-
-
-def from_first(make: Callable[[], Any]) -> Any:
-    return world.from_first(make)
-
-
-def arrays(data: Any) -> Arrays:
-    found = source(data)
-    if not isinstance(found, Arrays):
-        raise BadSettings(f"give the data as (X, y) tensors or arrays, not a {type(data).__name__}")
-    return found
 
 
 def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, Array]:
@@ -61,13 +43,9 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, A
     net.set_weights([nudged(weight, way.nudge) for weight in net.get_weights()])
     step = Step(shares=way.shares, batch_stats="global")
     how: dict[str, Any] = {"step": step, "loss": loss, "batch_size": way.batch_size}
-    Trainer(way.epochs, optimizer=_momentum(), quiet=True, **on_cpu(way.devices), **how).fit(net, part)
+    momentum = keras.optimizers.SGD(0.02, momentum=0.9)  # has a memory, so that differences of early steps show
+    Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **how).fit(net, part)
     return dict(zip(naming.names(net), net.get_weights(), strict=True))
-
-
-def _momentum() -> Any:
-    """An optimizer with a memory, so that differences of early steps would show."""
-    return keras.optimizers.SGD(0.02, momentum=0.9)
 
 
 def layers(model: Any) -> list[Any]:

@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from manyhands.training import predict_by_fit
-from manyhands.training.predict_by_fit import PredictByFit, noise
+from manyhands.training.predict_by_fit import PredictByFit
 from manyhands.training.predict_by_fit import resized as resized
 from manyhands.training.tensorflow import command
 from manyhands.training.tensorflow.trainer import Trainer
@@ -29,13 +28,5 @@ def _gradient_bytes(model: Any) -> int:
     return sum(int(weight.numpy().nbytes) for weight in model.trainable_weights)
 
 
-predict = PredictByFit("tensorflow", Trainer, _trial, _gradient_bytes)
-
-
-def example(name: str, batch_size: int) -> tuple[Any, Any]:
-    """One of the models of ``manyhands train`` and a batch of noise."""
-    return command.model(name, 0), noise(batch_size, (28, 28, 1))
-
-
-def has_gpu() -> bool:
-    return predict_by_fit.has_gpu(Trainer.backend)
+predict = PredictByFit("tensorflow", Trainer, _trial, _gradient_bytes, command.model, (28, 28, 1))
+example, has_gpu = predict.example, predict.has_gpu

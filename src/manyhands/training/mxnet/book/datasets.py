@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from manyhands.training.book.datasets import fashion_mnist_arrays
 from manyhands.training.data import fashion_mnist
 from manyhands.training.data.sources import Arrays, Batch
 from manyhands.training.mxnet.modes import native
@@ -15,10 +16,7 @@ def load_data_fashion_mnist(batch_size: int, path: str | Path | None = None) -> 
 
 
 def of(data: fashion_mnist.FashionMnist, batch_size: int | None) -> tuple[Arrays, Arrays]:
-    def arrays(part: fashion_mnist.Images, *, shuffle: bool) -> Arrays:
-        return Arrays((part.images, part.labels), scale_images, native, batch_size, shuffle)
-
-    return arrays(data.train, shuffle=True), arrays(data.test, shuffle=False)
+    return fashion_mnist_arrays(data, scale_images, native, batch_size)
 
 
 def scale_images(batch: Batch) -> Batch:
