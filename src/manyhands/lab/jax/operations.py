@@ -17,20 +17,7 @@ def tensor(values: Any) -> jax.Array:
     return jax.device_put(values, jax.devices("cpu")[0])
 
 
-def numpy(value: Any) -> Any:
-    return jax.device_get(value)
-
-
-def norm(x: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(x)
-
-
-def relu(x: jax.Array) -> jax.Array:
-    return jax.nn.relu(x)
-
-
-def transpose(x: jax.Array) -> jax.Array:
-    return x.T
+numpy, norm, relu, transpose = jax.device_get, jnp.linalg.norm, jax.nn.relu, jnp.transpose
 
 
 def join(tensors: Sequence[jax.Array]) -> jax.Array:

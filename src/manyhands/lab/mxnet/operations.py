@@ -20,16 +20,7 @@ def numpy(value: Any) -> Any:
     return value.asnumpy() if isinstance(value, mx.nd.NDArray) else value
 
 
-def norm(x: Any) -> Any:
-    return mx.nd.norm(x)
-
-
-def relu(x: Any) -> Any:
-    return mx.nd.relu(x)
-
-
-def transpose(x: Any) -> Any:
-    return x.T
+norm, relu, transpose = mx.nd.norm, mx.nd.relu, mx.nd.transpose
 
 
 def join(tensors: Sequence[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,9 +20,17 @@ def _where(x: Any) -> AbstractContextManager[Any]:
     return tf.device(device_of(x)) if tf.executing_eagerly() else nullcontext()
 
 
-def matmul(x: Any, y: Any) -> Any:
-    with _where(x):
-        return tf.matmul(x, y)
+def _there(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, computed where its first argument is."""
+
+    def compute(x: Any, *others: Any) -> Any:
+        with _where(x):
+            return function(x, *others)
+
+    return compute
+
+
+matmul, norm, relu, transpose = map(_there, (tf.matmul, tf.norm, tf.nn.relu, tf.transpose))
 
 
 def tensor(values: Any) -> Any:
@@ -32,21 +40,6 @@ def tensor(values: Any) -> Any:
 
 def numpy(value: Any) -> Any:
     return value.numpy() if isinstance(value, (tf.Tensor, tf.Variable)) else value
-
-
-def norm(x: Any) -> Any:
-    with _where(x):
-        return tf.norm(x)
-
-
-def relu(x: Any) -> Any:
-    with _where(x):
-        return tf.nn.relu(x)
-
-
-def transpose(x: Any) -> Any:
-    with _where(x):
-        return tf.transpose(x)
 
 
 def join(tensors: Sequence[Any]) -> Any:

@@ -19,16 +19,7 @@ def numpy(value: Any) -> Any:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
-def norm(x: torch.Tensor) -> Any:
-    return torch.linalg.vector_norm(x)
-
-
-def relu(x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x)
-
-
-def transpose(x: torch.Tensor) -> torch.Tensor:
-    return x.T
+norm, relu, transpose = torch.linalg.vector_norm, torch.relu, torch.t
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
