@@ -178,38 +178,15 @@ def _operator(function: Callable[..., Any], *, swapped: bool = False) -> Callabl
     return apply
 
 
-for _name in ("and", "or", "xor"):
-    _function = getattr(operator, f"{_name}_" if _name != "xor" else _name)
-    setattr(Deferred, f"__{_name}__", _operator(_function))
-    setattr(Deferred, f"__r{_name}__", _operator(_function, swapped=True))
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "lshift",
-    "rshift",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-):
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")
+_BITS = ("lshift", "rshift", "and_", "or_", "xor")
+_OF_ONE = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "round": round, "invert": operator.invert}
+for _name in (*_COMPARISONS, *_ARITHMETIC, *_BITS):
     _function = getattr(operator, _name)
-    setattr(Deferred, f"__{_name}__", _operator(_function))
-    if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(Deferred, f"__r{_name}__", _operator(_function, swapped=True))
-for _name, _function in (
-    ("neg", operator.neg),
-    ("pos", operator.pos),
-    ("abs", abs),
-    ("round", round),
-    ("invert", operator.invert),
-):
+    setattr(Deferred, f"__{_name.rstrip('_')}__", _operator(_function))
+    if _name not in _COMPARISONS:
+        setattr(Deferred, f"__r{_name.rstrip('_')}__", _operator(_function, swapped=True))
+for _name, _function in _OF_ONE.items():
     setattr(Deferred, f"__{_name}__", _operator(_function))
 numbers.Number.register(Deferred)
