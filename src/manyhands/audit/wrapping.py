@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -38,28 +39,62 @@ class Steps:
             listener(who, loop)
 
 
-def wrap(
-    owner: Any, name: str, call: str, kind: Kind, on_device: IsOnDevice, framework: str, *, whole: bool = False
-) -> None:
-    """Replace a function of a class or module by one that announces its wait.
+class Installation:
+    """The hooks of a framework: installed once, and whether the CPU stands in for a GPU."""
 
-    It waits if its first argument is on a device; ``whole``: if any argument, or a part of one, is.
-    """
-    original = getattr(owner, name, None)
-    if original is None or hasattr(original, "manyhands_audit"):
-        return
+    def __init__(self, framework: str, on_device: IsOnDevice, virtual_count: Callable[[], int]) -> None:
+        self._framework, self._on_device, self._virtual_count = framework, on_device, virtual_count
+        self.stands_in = False
+        self._installed = False
+        self._lock = threading.Lock()
 
-    def waits(*args: Any, **kwargs: Any) -> Any:
-        if not watch.listening or not _concerns(args, on_device, whole):
-            return original(*args, **kwargs)
-        nbytes = getattr(args[0], "nbytes", 0) if args else 0
-        with watch.Waiting(kind, call, nbytes if isinstance(nbytes, int) else 0, framework=framework):
-            return original(*args, **kwargs)
+    def stand_in(self) -> None:
+        """Let the CPU stand in for a GPU."""
+        self.stands_in = True
 
-    names = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__qualname__"]  # of C++ methods it is no text
-    functools.update_wrapper(waits, original, names)
-    waits.manyhands_audit = True  # type: ignore[attr-defined]
-    setattr(owner, name, waits)
+    @property
+    def on_cpu(self) -> bool:
+        """Whether arrays in the memory of the CPU count as a device's."""
+        return self.stands_in or self._virtual_count() > 0
+
+    def begins(self) -> bool:
+        """Whether this is the first time, so that everything has to be wrapped; it stays wrapped."""
+        with self._lock:
+            first, self._installed = not self._installed, True
+        return first
+
+    def wrap(self, owner: Any, name: str, call: str, kind: Kind, *, whole: bool = False) -> None:
+        """Replace a function of a class or module by one that announces its wait.
+
+        It waits if its first argument is on a device; ``whole``: if any argument, or a part of one, is.
+        """
+        original = getattr(owner, name, None)
+        if original is None or hasattr(original, "manyhands_audit"):
+            return
+
+        def waits(*args: Any, **kwargs: Any) -> Any:
+            if not watch.listening or not _concerns(args, self._on_device, whole):
+                return original(*args, **kwargs)
+            nbytes = getattr(args[0], "nbytes", 0) if args else 0
+            with watch.Waiting(kind, call, nbytes if isinstance(nbytes, int) else 0, framework=self._framework):
+                return original(*args, **kwargs)
+
+        names = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__qualname__"]  # no text in C++ methods
+        functools.update_wrapper(waits, original, names)
+        waits.manyhands_audit = True  # type: ignore[attr-defined]
+        setattr(owner, name, waits)
+
+    def wrap_numpy(self) -> None:
+        """``np.asarray`` reads memory of the CPU without asking the array: only where that stands in for a device."""
+        for name in ("asarray", "array") if self.on_cpu else ():
+            self.wrap(sys.modules["numpy"], name, f"numpy.{name}", Kind.TO_HOST)
+
+    def wrap_values(self, owner: Any, name: str) -> None:
+        """The methods by which Python reads, decides on and prints a value."""
+        for kind, methods in ((Kind.READ, READS), (Kind.CONTROL_FLOW, DECISIONS), (Kind.PRINT, PRINTS)):
+            for method in methods:
+                if method in vars(owner):
+                    self.wrap(owner, method, f"{name}.{method}", kind)
 
 
 def _concerns(args: tuple[Any, ...], on_device: IsOnDevice, whole: bool) -> bool:
@@ -74,21 +109,6 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [leaf for part in value for leaf in _leaves(part)]
     return [value]
-
-
-def wrap_values(owner: Any, name: str, on_device: IsOnDevice, framework: str) -> None:
-    """The methods by which Python reads, decides on and prints a value."""
-    for kind, methods in ((Kind.READ, READS), (Kind.CONTROL_FLOW, DECISIONS), (Kind.PRINT, PRINTS)):
-        for method in methods:
-            if method in vars(owner):
-                wrap(owner, method, f"{name}.{method}", kind, on_device, framework)
-
-
-def wrap_numpy(on_device: IsOnDevice, framework: str) -> None:
-    """``np.asarray`` reads memory of the CPU without asking the array: only where that stands in for a device."""
-    numpy = sys.modules["numpy"]
-    for name in ("asarray", "array"):
-        wrap(numpy, name, f"numpy.{name}", Kind.TO_HOST, on_device, framework)
 
 
 class Counted:

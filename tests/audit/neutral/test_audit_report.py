@@ -168,7 +168,7 @@ def test_a_wrapped_call_warns_at_the_callers_line() -> None:
         warnings.warn("look", UserWarning, stacklevel=1)
 
     owner = type("Owner", (), {"warns": staticmethod(warns)})
-    wrapping.wrap(owner, "warns", "warns", Kind.READ, lambda value: True, "jax")
+    wrapping.Installation("jax", lambda value: True, lambda: 0).wrap(owner, "warns", "warns", Kind.READ)
     warns.__code__ = warns.__code__.replace(co_filename=wrapping.__file__)  # as C++ does it, which has no frame
     sites.name_callers_in_warnings()
     with warnings.catch_warnings(record=True) as seen:

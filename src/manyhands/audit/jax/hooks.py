@@ -7,7 +7,6 @@ it forbids copies that nobody waits for, and does not see ``float(x)``.
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import jax
@@ -15,52 +14,43 @@ from jax._src.array import ArrayImpl  # found without making an array, which wou
 from jax._src.xla_bridge import backends_are_initialized
 
 from manyhands.audit.kinds import Kind
-from manyhands.audit.wrapping import Steps, wrap, wrap_numpy, wrap_values
+from manyhands.audit.wrapping import Installation, Steps
 from manyhands.backends.jax import devices
 
-stands_in = False  # whether the CPU stands in for a GPU
 steps = Steps()
-_lock = threading.Lock()
-_installed = False
 
 
 def on_device(value: Any) -> bool:
     """Whether it is an array (not a tracer) on a GPU, or on what stands in for one."""
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return False
-    if stands_in or devices.virtual_count():
+    if installation.on_cpu:
         return True
     return any(device.platform != "cpu" for device in value.devices())
 
 
-def stand_in() -> None:
-    """Let the CPU stand in for a GPU."""
-    global stands_in
-    stands_in = True
+installation = Installation("jax", on_device, devices.virtual_count)
+stand_in = installation.stand_in
 
 
 def used_device() -> bool:
     """Whether the program could use a GPU, or what stands in for one."""
     if not backends_are_initialized():  # asking JAX for its devices would start it
         return False
-    return stands_in or any(device.platform != "cpu" for device in jax.devices())
+    return installation.stands_in or any(device.platform != "cpu" for device in jax.devices())
 
 
 def install() -> None:
     """Wrap everything, once; it stays, and does nothing while nobody listens."""
-    global _installed
-    with _lock:
-        first, _installed = not _installed, True
-    if stands_in or devices.virtual_count():
-        wrap_numpy(on_device, "jax")
-    if not first:
+    installation.wrap_numpy()
+    if not installation.begins():
         return
     array = ArrayImpl
-    wrap_values(array, "Array", on_device, "jax")
-    wrap(array, "__array__", "Array.__array__", Kind.TO_HOST, on_device, "jax")
-    wrap(array, "block_until_ready", "Array.block_until_ready", Kind.SYNCHRONIZE, on_device, "jax")
-    wrap(jax, "block_until_ready", "jax.block_until_ready", Kind.SYNCHRONIZE, on_device, "jax", whole=True)
-    wrap(jax, "device_get", "jax.device_get", Kind.TO_HOST, on_device, "jax", whole=True)
+    installation.wrap_values(array, "Array")
+    installation.wrap(array, "__array__", "Array.__array__", Kind.TO_HOST)
+    installation.wrap(array, "block_until_ready", "Array.block_until_ready", Kind.SYNCHRONIZE)
+    installation.wrap(jax, "block_until_ready", "jax.block_until_ready", Kind.SYNCHRONIZE, whole=True)
+    installation.wrap(jax, "device_get", "jax.device_get", Kind.TO_HOST, whole=True)
     _wrap_annotations()
 
 

@@ -11,9 +11,6 @@ from manyhands.audit.prove.values import Values
 
 
 class _JaxValues(Values):
-    def on_device(self, value: Any) -> bool:
-        return hooks.on_device(value)
-
     def snapshot(self, value: Any) -> Any:
         """Copied: an array may be donated to the next step."""
         return jax.tree.map(lambda leaf: leaf.copy() if hooks.on_device(leaf) else leaf, value)
@@ -30,4 +27,4 @@ class _JaxValues(Values):
         return super().read_by(name, owner, args, kwargs)
 
 
-VALUES = _JaxValues()
+VALUES = _JaxValues(hooks.on_device)

@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import mxnet as mx
 
 from manyhands.audit.kinds import Kind
-from manyhands.audit.wrapping import Steps, wrap, wrap_values
+from manyhands.audit.wrapping import Installation, Steps
 from manyhands.backends.mxnet import devices
 
-stands_in = False  # whether the CPU stands in for a GPU
 steps = Steps()
-_lock = threading.Lock()
-_installed = False
 
 
 def on_device(value: Any) -> bool:
     """Whether it is an array on a GPU, or on what stands in for one."""
     if not isinstance(value, mx.nd.NDArray):
         return False
-    return stands_in or devices.virtual_count() > 0 or value.context.device_type == "gpu"
+    return installation.on_cpu or value.context.device_type == "gpu"
 
 
-def stand_in() -> None:
-    """Let the CPU stand in for a GPU."""
-    global stands_in
-    stands_in = True
+installation = Installation("mxnet", on_device, devices.virtual_count)
+stand_in = installation.stand_in
 
 
 def used_device() -> bool:
     """Whether the program could use a GPU, or what stands in for one."""
-    return stands_in or mx.context.num_gpus() > 0
+    return installation.stands_in or mx.context.num_gpus() > 0
 
 
 def install() -> None:
     """Wrap everything, once; it stays, and does nothing while nobody listens."""
-    global _installed
-    with _lock:
-        if _installed:
-            return
-        _installed = True
+    if not installation.begins():
+        return
     for owner, name in ((mx.nd.NDArray, "NDArray"), (mx.np.ndarray, "ndarray")):
-        wrap_values(owner, name, on_device, "mxnet")
+        installation.wrap_values(owner, name)
         if "asnumpy" in vars(owner):
-            wrap(owner, "asnumpy", f"{name}.asnumpy", Kind.TO_HOST, on_device, "mxnet")
+            installation.wrap(owner, "asnumpy", f"{name}.asnumpy", Kind.TO_HOST)
         if "wait_to_read" in vars(owner):
-            wrap(owner, "wait_to_read", f"{name}.wait_to_read", Kind.SYNCHRONIZE, on_device, "mxnet")
+            installation.wrap(owner, "wait_to_read", f"{name}.wait_to_read", Kind.SYNCHRONIZE)
     for module in (mx.nd, mx.ndarray.ndarray, mx.npx):
-        wrap(module, "waitall", "waitall", Kind.SYNCHRONIZE, on_device, "mxnet", whole=True)
+        installation.wrap(module, "waitall", "waitall", Kind.SYNCHRONIZE, whole=True)
     _wrap_steps()
 
 

@@ -11,9 +11,6 @@ from manyhands.audit.prove.values import Values
 
 
 class _MXNetValues(Values):
-    def on_device(self, value: Any) -> bool:
-        return hooks.on_device(value)
-
     def snapshot(self, value: Any) -> Any:
         return value.copy()
 
@@ -24,4 +21,4 @@ class _MXNetValues(Values):
         return [parameter.data().asnumpy() for parameter in optimizer._params if parameter.grad_req != "null"]
 
 
-VALUES = _MXNetValues()
+VALUES = _MXNetValues(hooks.on_device)

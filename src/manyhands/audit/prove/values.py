@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+from collections.abc import Callable
 from typing import Any, cast
 
 _NUMBERS = {"item", "asscalar", "float", "int", "complex", "str", "repr", "format"}
@@ -14,9 +15,9 @@ class Values(abc.ABC):
 
     copies = False  # whether copies from the host are found, so that they can be cured
 
-    @abc.abstractmethod
-    def on_device(self, value: Any) -> bool:
-        """Whether it is on a GPU, or on what stands in for one."""
+    def __init__(self, on_device: Callable[[Any], bool]) -> None:
+        """``on_device``: whether a value is on a GPU, or on what stands in for one."""
+        self.on_device = on_device
 
     @abc.abstractmethod
     def snapshot(self, value: Any) -> Any:

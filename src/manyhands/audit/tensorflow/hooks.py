@@ -11,13 +11,10 @@ import tensorflow as tf
 
 from manyhands.audit import sites
 from manyhands.audit.kinds import Kind
-from manyhands.audit.wrapping import Counted, Steps, wrap, wrap_numpy, wrap_values
+from manyhands.audit.wrapping import Counted, Installation, Steps
 from manyhands.backends.tensorflow import devices
 
-stands_in = False  # whether the CPU stands in for a GPU
 steps = Steps()
-_lock = threading.Lock()
-_installed = False
 _calls = threading.local()
 _step_functions: set[int] = set()
 
@@ -26,35 +23,29 @@ def on_device(value: Any) -> bool:
     """Whether it is an eager tensor on a GPU, or on what stands in for one."""
     if not isinstance(value, tf.Tensor) or not hasattr(value, "numpy"):
         return False
-    if stands_in or devices.virtual_count():
+    if installation.on_cpu:
         return bool(value.dtype != tf.int32)  # TensorFlow keeps those in the memory of the host
     return "GPU" in value.device
 
 
-def stand_in() -> None:
-    """Let the CPU stand in for a GPU."""
-    global stands_in
-    stands_in = True
+installation = Installation("tensorflow", on_device, devices.virtual_count)
+stand_in = installation.stand_in
 
 
 def used_device() -> bool:
     """Whether the program could use a GPU, or what stands in for one."""
-    return stands_in or bool(tf.config.list_physical_devices("GPU"))
+    return installation.stands_in or bool(tf.config.list_physical_devices("GPU"))
 
 
 def install() -> None:
     """Wrap everything, once; it stays, and does nothing while nobody listens."""
-    global _installed
-    with _lock:
-        first, _installed = not _installed, True
-    if stands_in or devices.virtual_count():
-        wrap_numpy(on_device, "tensorflow")
-    if not first:
+    installation.wrap_numpy()
+    if not installation.begins():
         return
     tensor = _eager_tensor()
-    wrap_values(tensor, "Tensor", on_device, "tensorflow")
+    installation.wrap_values(tensor, "Tensor")
     for name in ("numpy", "__array__"):
-        wrap(tensor, name, f"Tensor.{name}", Kind.TO_HOST, on_device, "tensorflow")
+        installation.wrap(tensor, name, f"Tensor.{name}", Kind.TO_HOST)
     _wrap_python_functions()
     if hasattr(sys.modules.get("keras"), "optimizers"):
         wrap_steps()

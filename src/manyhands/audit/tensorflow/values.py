@@ -11,9 +11,6 @@ from manyhands.audit.tensorflow import hooks
 
 
 class _TensorFlowValues(Values):
-    def on_device(self, value: Any) -> bool:
-        return hooks.on_device(value)
-
     def snapshot(self, value: Any) -> Any:
         """Itself: an eager tensor never changes."""
         return value
@@ -29,4 +26,4 @@ class _TensorFlowValues(Values):
         return super().is_number(name, value) or (name == "numpy" and value.shape.rank == 0)
 
 
-VALUES = _TensorFlowValues()
+VALUES = _TensorFlowValues(hooks.on_device)

@@ -15,9 +15,6 @@ from manyhands.audit.torch import calls
 class _TorchValues(Values):
     copies = True
 
-    def on_device(self, value: Any) -> bool:
-        return calls.on_device(value)
-
     def snapshot(self, value: Any) -> Any:
         return value.detach().clone()
 
@@ -65,4 +62,4 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if calls.is_pinned(tensor) else tensor.pin_memory()
 
 
-VALUES = _TorchValues()
+VALUES = _TorchValues(calls.on_device)
