@@ -98,7 +98,8 @@ def check_numbers(parts: Sequence[Array]) -> None:
             )
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def as_it_is(batch: Batch) -> Batch:
+    """What prepares a batch that is ready for the model."""
     return batch
 
 
@@ -112,7 +113,7 @@ class Arrays:
     """
 
     arrays: tuple[Array, ...]
-    prepare: Callable[[Batch], Batch] = _as_it_is
+    prepare: Callable[[Batch], Batch] = as_it_is
     native: Callable[[Array], Any] = np.asarray
     batch_size: int | None = None
     shuffle: bool = True

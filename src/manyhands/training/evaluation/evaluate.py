@@ -39,6 +39,13 @@ def figures_of(
     return figures, json.loads(learner.from_first(json.dumps(values).encode()))
 
 
+def evaluated(learner: Evaluates, metrics: Metrics, alive: Callable[[], None] | None = None) -> dict[str, Any]:
+    """What ``Trainer.evaluate`` gives of a model that is ready on its devices."""
+    figures, values = figures_of(learner, metrics, alive or nothing)
+    assert figures is not None
+    return as_dict(figures, values)
+
+
 def as_dict(figures: Figures, values: dict[str, Any]) -> dict[str, Any]:
     """What ``Trainer.evaluate`` gives: no accuracy where right answers have no meaning."""
     accuracy = {"acc": or_none(figures.accuracy)} if figures.counted else {}

@@ -34,19 +34,25 @@ Join = Callable[[list[Any]], Any]  # the framework's concatenation along the fir
 
 
 class Late:
-    """What is still on its way to the host, handed on in order; the newest ``ahead`` are not waited for."""
+    """What is still on its way to the host, handed on in order; the newest ``ahead`` are not waited for.
 
-    def __init__(self, hand_on: Callable[[Any], None], ahead: int = 1) -> None:
+    ``hand_on=None``: nobody wants it.
+    """
+
+    def __init__(self, hand_on: Callable[[Any], None] | None, ahead: int = 1) -> None:
         self._hand_on, self._ahead = hand_on, ahead
         self._coming: deque[Any] = deque()
 
     def add(self, coming: Any) -> None:
-        self._coming.append(coming)
-        while len(self._coming) > self._ahead:
-            self._hand_on(self._coming.popleft())
+        if self._hand_on is not None:
+            self._coming.append(coming)
+            self._hand_over(self._ahead)
 
     def finish(self) -> None:
-        while self._coming:
+        self._hand_over(0)
+
+    def _hand_over(self, ahead: int) -> None:
+        while self._hand_on is not None and len(self._coming) > ahead:
             self._hand_on(self._coming.popleft())
 
 

@@ -21,7 +21,7 @@ from flax import nnx
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
-from manyhands.training.data.sources import Arrays, Source, Stream
+from manyhands.training.data.sources import Arrays, Source, Stream, as_it_is
 from manyhands.training.evaluation.inputs import Inputs
 from manyhands.training.evaluation.pieces import Late, batch_size_for, check_rows, whole_size
 from manyhands.training.jax import feed
@@ -56,28 +56,27 @@ class Evaluation:
         take: Take | None = None,
     ) -> Figures:
         """Loss and accuracy; ``arrays`` are the data on the devices, where they live there."""
-        total, outputs = self.world.put_anew(running_sums.from_figures(Figures())), _Outputs(take)
-        prepare = prepared_by(data)
-        for window, rows, how in self._batches(data, arrays):
+        total, outputs = self.world.put_anew(running_sums.from_figures(Figures())), _outputs(take)
+        prepare, answers = prepared_by(data), take is not None
+        for window, rows, divided in self._batches(data, arrays):
             if rows is None:
-                found = self.steps.test(state, total, arrays, window.start, how, prepare, answers=take is not None)
+                total, pair = self.steps.test(state, total, arrays, window.start, divided, prepare, answers=answers)
             else:
-                found = self.steps.test_on(state, total, rows, how, prepare, answers=take is not None)
-            total, pair = found if take is not None else (found, None)
+                total, pair = self.steps.test_on(state, total, rows, divided, prepare, answers=answers)
             self._wait_for_an_old_one(total)
-            outputs.add(pair, window.size)
+            outputs.add((pair, window.size))
             alive()
         outputs.finish()
         return running_sums.mean_of(total, counted=self.steps.tests_right)
 
     def predict(self, state: State, data: Source, inputs: Inputs, alive: Callable[[], None], take: Take) -> None:
         """What the model answers to all samples."""
-        outputs, prepare = _Outputs(take), inputs.after(prepared_by(data))
-        for window, rows, how in self._batches(data, None):
+        outputs, prepare = _outputs(take), inputs.after(prepared_by(data))
+        for window, rows, divided in self._batches(data, None):
             assert rows is not None
-            found = self.steps.predict_on(state, rows, how, prepare)
-            self._wait_for_an_old_one(found)
-            outputs.add((found, None), window.size)
+            answer = self.steps.predict_on(state, rows, divided, prepare)
+            self._wait_for_an_old_one(answer)
+            outputs.add(((answer, None), window.size))
             alive()
         outputs.finish()
 
@@ -157,33 +156,22 @@ def _doubled(leaf: Any) -> Any:
     return np.asarray(leaf).astype(np.float64) if floating else leaf
 
 
-class _Outputs:
-    """Outputs and targets on their way to ``take``, as NumPy's arrays; those of the newest batch are not waited for."""
+def _outputs(take: Take | None) -> Late:
+    """Outputs and targets of batches, with their sizes, on their way to ``take`` in the first process."""
 
-    def __init__(self, take: Take | None) -> None:
-        self.take_pair = take if jax.process_index() == 0 else None
-        self._late = Late(self._arrive)
+    def hand_on(coming: tuple[Any, int]) -> None:
+        pair, size = coming
+        outputs, targets = jax.tree.map(np.asarray, pair)
+        check_rows(outputs, size)
+        assert take is not None
+        take(outputs, targets)
 
-    def add(self, pair: Any, size: int) -> None:
-        if self.take_pair is None:
-            return
-        check_rows(pair[0], size)
-        self._late.add(pair)
-
-    def finish(self) -> None:
-        self._late.finish()
-
-    def _arrive(self, pair: Any) -> None:
-        assert self.take_pair is not None
-        self.take_pair(*jax.tree.map(np.asarray, pair))
+    return Late(None if take is None or jax.process_index() else hand_on)
 
 
 def prepared_by(source: Source) -> Callable[[Any], Any]:
-    return source.prepare if isinstance(source, Arrays) else _as_it_is
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+    """What prepares a batch, as a function by which programs can be told apart."""
+    return source.prepare if isinstance(source, Arrays) else as_it_is
 
 
 def _even(count: int, size: int) -> int:

@@ -148,9 +148,7 @@ class Trainer(BaseTrainer):
         objective, metrics = objective_for(model, self._option("loss")), self._metrics()
         checks.check_labels(model, objective, source, None)
         with self._evaluating(model, objective, source, settings) as evaluator:
-            figures, values = evaluate.figures_of(evaluator, metrics, evaluate.nothing)
-        assert figures is not None
-        return evaluate.as_dict(figures, values)
+            return evaluate.evaluated(evaluator, metrics)
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         call: Any = call_of(model) if callable(model) else None

@@ -24,35 +24,27 @@ from manyhands.training.settings import Settings
 _AHEAD = 2  # batches whose outputs may be on their way: MXNet would queue copies without end
 
 
-class Outputs:
-    """Outputs and targets of every batch, as MXNet's arrays in the host's memory, in the order of the samples."""
+def _outputs(take: Take | None) -> Late:
+    """Outputs and targets of every batch, as MXNet's arrays in the host's memory, on their way to ``take``."""
 
-    def __init__(self, model: Any, take: Take | None) -> None:
-        self.model, self.take_pair = model, take
-        self._late = Late(self._arrive, _AHEAD)
-
-    def add(self, shards: Sequence[Batch | None], answers: Sequence[Any] | None = None) -> None:
-        """The next batch: its shards, and what the model has answered to them (where that is known)."""
-        if self.take_pair is None:
-            return
-        present = [shard for shard in shards if shard is not None]
-        pieces = Pieces(joined)
-        for number, shard in enumerate(present):
-            answer = answers[number] if answers is not None else None
-            outputs = predicted(self.model, shard) if answer is None else answer
-            check_rows(outputs, len(shard[0]))
-            pieces.add(tree.map_leaves(_to_host, (outputs, target_of(self.model, shard))))
-        self._late.add(pieces)
-
-    def finish(self) -> None:
-        self._late.finish()
-
-    def _arrive(self, pieces: Pieces) -> None:
-        assert self.take_pair is not None
+    def hand_on(pieces: Pieces) -> None:
         pair = pieces.whole()
         for leaf in tree.flatten(pair)[0]:
             leaf.wait_to_read()
-        self.take_pair(*pair)
+        assert take is not None
+        take(*pair)
+
+    return Late(None if take is None else hand_on, _AHEAD)
+
+
+def _pieces(model: Any, shards: Sequence[Batch], answers: Sequence[Any]) -> Pieces:
+    """The answers to a batch and its targets, in the order of the samples; where an answer is None it is computed."""
+    pieces = Pieces(joined)
+    for shard, answer in zip(shards, answers, strict=True):
+        outputs = predicted(model, shard) if answer is None else answer
+        check_rows(outputs, len(shard[0]))
+        pieces.add(tree.map_leaves(_to_host, (outputs, target_of(model, shard))))
+    return pieces
 
 
 def figures(
@@ -64,10 +56,12 @@ def figures(
     take: Take | None = None,
 ) -> Figures:
     """Loss and accuracy on all devices, each sample counted once; the model is on them already."""
-    sums, outputs = Metrics(feed.devices[0], over_all=True), Outputs(objective.model, take)
+    sums, outputs = Metrics(feed.devices[0], over_all=True), _outputs(take)
     for shards in _batches(feed, settings, whole=not objective.is_gluons):
         answers = evaluate(objective, shards, sums, attributes)
-        outputs.add([None if shard is None else objective.without_weights(shard) for shard in shards], answers)
+        if take is not None:
+            present = [objective.without_weights(shard) for shard in shards if shard is not None]
+            outputs.add(_pieces(objective.model, present, answers))
         alive()
     outputs.finish()
     return sums.read()
@@ -75,10 +69,11 @@ def figures(
 
 def predict(model: Any, inputs: Inputs, feed: Feed, settings: Settings, alive: Callable[[], None], take: Take) -> None:
     """What the model answers to all samples, on all devices."""
-    outputs = Outputs(model, take)
+    outputs = _outputs(take)
     for shards in _batches(feed, settings):
-        given = [inputs.of(shard) for shard in shards if shard is not None]
-        outputs.add([part[:1] for part in given], [checked_answer(model, part) for part in given])
+        present = [inputs.of(shard) for shard in shards if shard is not None]
+        answers = [checked_answer(model, shard) for shard in present]
+        outputs.add(_pieces(model, [shard[:1] for shard in present], answers))
         alive()
     outputs.finish()
 

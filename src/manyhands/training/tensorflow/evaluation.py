@@ -45,14 +45,14 @@ class Evaluation:
         whole, size = not self.objective.is_mean, pieces.batch_size_for(self.batch_size)
         if whole or (isinstance(self.objective, Supervised) and self.objective.is_sum):  # a sum grows with the batch
             size = pieces.whole_size(feed.source, self.batch_size)
-        self._run(self._programs[answers], feed, alive, Outputs(self.world, take), size, whole=whole)
+        self._run(self._programs[answers], feed, alive, _outputs(self.world, take), size, whole=whole)
         return self._tested(counted=counted)
 
     def predict(self, feed: Feed, alive: Callable[[], None], take: Take) -> None:
         """What the model answers to all samples."""
         how: Any = {"on_host": feed.on_host, "gathered": self.world.size > 1}
         program = self.step.predictor(prepared_by(feed.source), **how)
-        outputs = Outputs(self.world, take)
+        outputs = _outputs(self.world, take)
         self._run(lambda *given: (program(*given), ()), feed, alive, outputs, pieces.batch_size_for(self.batch_size))
 
     def _run(
@@ -60,7 +60,7 @@ class Evaluation:
         program: Any,
         feed: Feed,
         alive: Callable[[], None],
-        outputs: Outputs,
+        outputs: pieces.Late,
         size: int,
         *,
         whole: bool = False,
@@ -68,7 +68,7 @@ class Evaluation:
         batches = feed.batches(Cursor(), size, 0, None, 1, whole=whole)
         loader = getattr(feed.source, "loader", None)
         for window, batch in loader_batches.agreed(batches, self._all_have, loader):
-            outputs.add(program(batch.data, batch.order, batch.bounds), window.size)
+            outputs.add((program(batch.data, batch.order, batch.bounds), window.size))
             alive()
         outputs.finish()
 
@@ -119,35 +119,24 @@ def prepared_by(source: Source) -> Any:
     return lambda batch: source.nested(source.prepare(batch))
 
 
-class Outputs:
-    """What each step of an evaluation or prediction gives, as NumPy's arrays; read one batch late.
+def _outputs(world: World, take: Take | None) -> pieces.Late:
+    """Outputs and targets of each replica, with the size of their batch, on their way to ``take``.
 
-    ``take`` gets outputs and targets, in the first process only. With several processes every replica has all rows.
+    It gets NumPy's arrays, in the first process only. With several processes every replica has all rows.
     """
 
-    def __init__(self, world: World, take: Take | None) -> None:
-        self.world, self.take_pair = world, take if world.first else None
-        self._late = pieces.Late(self._arrive)
+    def whole(rows: Any) -> Any:
+        parts = [part.numpy() for part in world.strategy.experimental_local_results(rows)]
+        return parts[0] if world.size > 1 or len(parts) == 1 else _joined(parts)
 
-    def add(self, pair: Any, size: int) -> None:
-        """Outputs and targets of the next batch, of each replica."""
-        if self.take_pair is None:
-            return
-        self._late.add((pair, size))
-
-    def finish(self) -> None:
-        self._late.finish()
-
-    def _arrive(self, coming: tuple[Any, int]) -> None:
-        assert self.take_pair is not None
+    def hand_on(coming: tuple[Any, int]) -> None:
         pair, size = coming
-        outputs, targets = tf.nest.map_structure(self._whole, pair)
+        outputs, targets = tf.nest.map_structure(whole, pair)
         check_rows(outputs, size)
-        self.take_pair(outputs, None if isinstance(targets, tuple) and not targets else targets)
+        assert take is not None
+        take(outputs, None if isinstance(targets, tuple) and not targets else targets)
 
-    def _whole(self, rows: Any) -> Any:
-        parts = [part.numpy() for part in self.world.strategy.experimental_local_results(rows)]
-        return parts[0] if self.world.size > 1 or len(parts) == 1 else _joined(parts)
+    return pieces.Late(hand_on if take is not None and world.first else None)
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -145,10 +145,7 @@ class Trainer(BaseTrainer):
 
     def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
         compiled_settings.check(model, loss=self._option("loss"), tests=True)
-        metrics, evaluator = self._metrics(), self._evaluator(model, source, settings, tests=True)
-        figures, values = evaluate.figures_of(evaluator, metrics, evaluate.nothing)
-        assert figures is not None
-        return evaluate.as_dict(figures, values)
+        return evaluate.evaluated(self._evaluator(model, source, settings, tests=True), self._metrics())
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
         checks.check_model(model)

@@ -66,39 +66,39 @@ class Steps:
 
     def train(self, state: State, so_far: Sums, factor: Any, data: Any, division: Division, prepare: Any) -> Any:
         """The next batch of data that live on the devices: ``data`` are the arrays, and the epoch's order."""
-        program = self._program("train", division, prepare, donated=True)
-        return program(state, so_far, factor, data)
+        return self._program(self._train, division, prepare, donated=True)(state, so_far, factor, data)
 
     def train_on(self, state: State, so_far: Sums, factor: Any, rows: Batch, division: Division, prepare: Any) -> Any:
         """A batch whose rows were sent to the devices."""
-        program = self._program("train_on", division, prepare, donated=True)
-        return program(state, so_far, factor, rows)
+        return self._program(self._train_on, division, prepare, donated=True)(state, so_far, factor, rows)
 
     def test(
         self, state: State, so_far: Sums, data: Any, start: int, division: Division, prepare: Any, *, answers: bool
-    ) -> Any:
+    ) -> tuple[Sums, Any]:
         """The sums with the figures of some samples of a test set that lives on the devices.
 
-        With ``answers`` also what the model answered, and the targets.
+        With ``answers`` also what the model answered, and the targets; else None.
         """
-        place = self.world.number(start, np.int32)
-        name = "test_with_answers" if answers else "test"
-        return self._program(name, division, prepare)(_numbers(state), so_far, place, data)
+        program = self._program(self._test, division, prepare, answers=answers)
+        return program(_numbers(state), so_far, self.world.number(start, np.int32), data)  # type: ignore[no-any-return]
 
     def test_on(
         self, state: State, so_far: Sums, rows: Batch, division: Division, prepare: Any, *, answers: bool
-    ) -> Any:
-        name = "test_on_with_answers" if answers else "test_on"
-        return self._program(name, division, prepare)(_numbers(state), so_far, rows)
+    ) -> tuple[Sums, Any]:
+        """The same of rows that were sent to the devices."""
+        program = self._program(self._test_on, division, prepare, answers=answers)
+        return program(_numbers(state), so_far, rows)  # type: ignore[no-any-return]
 
     def predict_on(self, state: State, rows: Batch, division: Division, prepare: Any) -> Any:
         """What the model answers to rows that were sent to the devices; ``prepare`` gives its inputs alone."""
-        return self._program("predict_on", division, prepare)(_numbers(state), rows)
+        return self._program(self._predict_on, division, prepare)(_numbers(state), rows)
 
-    def _program(self, name: str, division: Division, prepare: Any, *, donated: bool = False) -> Callable[..., Any]:
-        key = (name, division.size, len(division.places), prepare)
+    def _program(
+        self, method: Callable[..., Any], division: Division, prepare: Any, *, donated: bool = False, **options: bool
+    ) -> Callable[..., Any]:
+        key = (method.__name__, division.size, len(division.places), prepare, *options.values())
         if key not in self._programs:
-            function = functools.partial(getattr(self, f"_{name}"), division=division, prepare=prepare)
+            function = functools.partial(method, division=division, prepare=prepare, **options)
             self._programs[key] = jax.jit(
                 function, donate_argnums=0 if donated else (), out_shardings=self.world.everywhere
             )
@@ -125,30 +125,22 @@ class Steps:
 
         return self._update(state, so_far, factor, self._real(rows, division), batch_of, division)
 
-    def _test(self, numbers: Any, so_far: Sums, start: Any, data: Any, *, division: Division, prepare: Any) -> Sums:
-        return self._tested(numbers, so_far, self._slice(data, start, division, prepare), division)[0]
+    def _test(
+        self, numbers: Any, so_far: Sums, start: Any, data: Any, *, division: Division, prepare: Any, answers: bool
+    ) -> tuple[Sums, Any]:
+        rows = tuple(jax.lax.dynamic_slice_in_dim(array, start, division.size) for array in data)
+        return self._tested(numbers, so_far, prepare(self.world.divided(rows)), division, answers=answers)
 
-    def _test_with_answers(
-        self, numbers: Any, so_far: Sums, start: Any, data: Any, *, division: Division, prepare: Any
-    ) -> Any:
-        return self._answered(numbers, so_far, self._slice(data, start, division, prepare), division)
-
-    def _test_on(self, numbers: Any, so_far: Sums, rows: Any, *, division: Division, prepare: Any) -> Sums:
-        return self._tested(numbers, so_far, prepare(self._real(rows, division)), division)[0]
-
-    def _test_on_with_answers(self, numbers: Any, so_far: Sums, rows: Any, *, division: Division, prepare: Any) -> Any:
-        return self._answered(numbers, so_far, prepare(self._real(rows, division)), division)
+    def _test_on(
+        self, numbers: Any, so_far: Sums, rows: Any, *, division: Division, prepare: Any, answers: bool
+    ) -> tuple[Sums, Any]:
+        return self._tested(numbers, so_far, prepare(self._real(rows, division)), division, answers=answers)
 
     def _predict_on(self, numbers: Any, rows: Any, *, division: Division, prepare: Any) -> Any:
         batch = _as_parameters(prepare(self._real(rows, division)), numbers["parameters"])
         model = self._evaluating(numbers)
         with self._watched(model):
             return answered(model, batch)
-
-    def _slice(self, data: Any, start: Any, division: Division, prepare: Any) -> Batch:
-        rows = tuple(jax.lax.dynamic_slice_in_dim(array, start, division.size) for array in data)
-        batch: Batch = prepare(self.world.divided(rows))
-        return batch
 
     def _real(self, rows: Batch, division: Division) -> Batch:
         """Without the rows at the end that only fill up the last device's part."""
@@ -238,21 +230,20 @@ class Steps:
         yield
         self.changed |= set(attributes.rewritten())
 
-    def _tested(self, numbers: Any, so_far: Sums, batch: Batch, division: Division) -> tuple[Sums, Any]:
-        """The sums with this batch's figures, and the model's answer where the objective has it."""
+    def _tested(
+        self, numbers: Any, so_far: Sums, batch: Batch, division: Division, *, answers: bool
+    ) -> tuple[Sums, Any]:
+        """The sums with this batch's figures; and the model's answer with the targets, where ``answers`` are wanted."""
         model = self._evaluating(numbers)
         batch = _as_parameters(batch, numbers["parameters"])
         with self._watched(model):
             value = self.objective(model, batch, None, training=False)
         self.tests_right = value.right is not None
-        return running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count), value.answer
-
-    def _answered(self, numbers: Any, so_far: Sums, batch: Batch, division: Division) -> Any:
-        """The sums, and the model's answer with the targets; a step of the model's own keeps its answer to itself."""
-        so_far, answer = self._tested(numbers, so_far, batch, division)
-        batch = _as_parameters(batch, numbers["parameters"])
-        if answer is None:
-            answer = predicted(self._evaluating(numbers), batch)
+        so_far = running_sums.add(so_far, value.loss, value.right, division.size, divisor=value.count)
+        if not answers:
+            return so_far, None
+        # A step of the model's own keeps its answer to itself.
+        answer = predicted(self._evaluating(numbers), batch) if value.answer is None else value.answer
         return so_far, (answer, batch[-1] if len(batch) > 1 else None)
 
     def _evaluating(self, numbers: Any) -> Any:
