@@ -181,7 +181,8 @@ def _operator(function: Callable[..., Any], *, swapped: bool = False) -> Callabl
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")
 _BITS = ("lshift", "rshift", "and_", "or_", "xor")
-_OF_ONE = {"neg": operator.neg, "pos": operator.pos, "abs": abs, "round": round, "invert": operator.invert}
+_OF_ONE: dict[str, Callable[..., Any]] = {"abs": abs, "round": round}
+_OF_ONE |= {"neg": operator.neg, "pos": operator.pos, "invert": operator.invert}
 for _name in (*_COMPARISONS, *_ARITHMETIC, *_BITS):
     _function = getattr(operator, _name)
     setattr(Deferred, f"__{_name.rstrip('_')}__", _operator(_function))
