@@ -16,11 +16,11 @@ import pytest
 from support import run_python
 
 from manyhands.errors import PackageMissing
+from manyhands.training.callbacks import progress
 from manyhands.training.callbacks.callback import Training
 from manyhands.training.callbacks.picture import Picture
-from manyhands.training.display import display
 from manyhands.training.display.curves import _nice, curves
-from manyhands.training.display.progress_bar import Progress
+from manyhands.training.display.progress_bar import ProgressBar
 from manyhands.training.display.unit import unit_of
 from manyhands.training.result import Result
 
@@ -136,13 +136,13 @@ def test_round_numbers(least: float, expected: float) -> None:
 
 def test_a_log_gets_one_line_per_epoch() -> None:
     log = io.StringIO()
-    with Progress(epochs=3, stream=log) as progress:
+    with ProgressBar(epochs=3, stream=log) as bar:
         for epoch in (1, 2):
             for step in range(1, 6):
-                progress.update(step, 5, epoch=epoch, images_per_second=12345.6, loss=1 / step, accuracy=0.5)
-            progress.update(5, 5, epoch=epoch, loss=0.1)
-        progress.line("a [bold] line")
-        progress.update(2, 5, epoch=3, loss=0.25, learning_rate=0.1, accuracy=None)
+                bar.update(step, 5, epoch=epoch, images_per_second=12345.6, loss=1 / step, accuracy=0.5)
+            bar.update(5, 5, epoch=epoch, loss=0.1)
+        bar.line("a [bold] line")
+        bar.update(2, 5, epoch=3, loss=0.25, learning_rate=0.1, accuracy=None)
     assert log.getvalue().splitlines() == [
         "epoch 1/3  12,346 images/s  loss 0.2000  accuracy 0.5000",
         "epoch 2/3  12,346 images/s  loss 0.2000  accuracy 0.5000",
@@ -153,22 +153,22 @@ def test_a_log_gets_one_line_per_epoch() -> None:
 
 def test_quiet_shows_nothing() -> None:
     log = io.StringIO()
-    with Progress(epochs=1, stream=log, quiet=True) as progress:
-        progress.update(1, 1, epoch=1, loss=0.5)
-        progress.line("text")
+    with ProgressBar(epochs=1, stream=log, quiet=True) as bar:
+        bar.update(1, 1, epoch=1, loss=0.5)
+        bar.line("text")
     assert log.getvalue() == ""
 
 
 def test_nothing_to_show_shows_nothing() -> None:
     log = io.StringIO()
-    with Progress(epochs=1, stream=log):
+    with ProgressBar(epochs=1, stream=log):
         pass
     assert log.getvalue() == ""
 
 
 def test_it_writes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(epochs=1) as progress:
-        progress.update(1, 1, epoch=1, loss=0.5)
+    with ProgressBar(epochs=1) as bar:
+        bar.update(1, 1, epoch=1, loss=0.5)
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == "epoch 1/1  loss 0.5000\n"
@@ -176,28 +176,28 @@ def test_it_writes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_closed_log_does_not_stop_the_training() -> None:
     log = io.StringIO()
-    with Progress(epochs=2, stream=log) as progress:
+    with ProgressBar(epochs=2, stream=log) as bar:
         log.close()
-        progress.update(1, 1, epoch=1)
-        progress.line("text")
+        bar.update(1, 1, epoch=1)
+        bar.line("text")
 
 
 def test_a_program_without_a_console_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    with Progress(epochs=2) as progress:
-        progress.update(1, 1, epoch=1)
+    with ProgressBar(epochs=2) as bar:
+        bar.update(1, 1, epoch=1)
 
 
 ON_A_TERMINAL = """
 import sys, time
-from manyhands.training.display.progress_bar import Progress
+from manyhands.training.display.progress_bar import ProgressBar
 from manyhands.training.display.unit import unit_of
 
-with Progress(epochs=10) as progress:
+with ProgressBar(epochs=10) as bar:
     for step in range(1, 2001):
-        progress.update(step, 2000, epoch=3, images_per_second=51234.0, loss=0.25, accuracy=0.875)
+        bar.update(step, 2000, epoch=3, images_per_second=51234.0, loss=0.25, accuracy=0.875)
     print("printed by the program")
-    progress.line("a [bold] line")
+    bar.line("a [bold] line")
 """
 
 
@@ -260,20 +260,20 @@ class Counted(Terminal):
 def test_an_update_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Counted()
-    with Progress(epochs=1, stream=terminal) as progress:
+    with ProgressBar(epochs=1, stream=terminal) as bar:
         for step in range(1, 20_001):
-            progress.update(step, 10**6, epoch=1, loss=0.5)
+            bar.update(step, 10**6, epoch=1, loss=0.5)
     assert 0 < len(terminal.written) < 1000  # it is drawn a few times a second
 
 
 def test_an_error_in_the_training_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
-    progress = Progress(epochs=1, stream=terminal)
+    bar = ProgressBar(epochs=1, stream=terminal)
 
     def train() -> None:
-        with progress:
-            progress.update(1, 10, epoch=1, loss=0.5)
+        with bar:
+            bar.update(1, 10, epoch=1, loss=0.5)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -284,17 +284,24 @@ def test_an_error_in_the_training_ends_the_bar(monkeypatch: pytest.MonkeyPatch) 
 # Events of a job
 
 
+def started(max_epochs: int) -> tuple[progress.Progress, Training]:
+    shown, training = progress.Progress(), Training(max_epochs)
+    shown.on_fit_start(training)
+    training.epoch, training.batches = 1, 25
+    return shown, training
+
+
 def test_the_estimate_is_of_the_first_steps_after_the_warm_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert doctest.testmod(display).failed == 0
+    assert doctest.testmod(progress).failed == 0
     now = [0.0]
-    monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
-    with display.Display(epochs=4, quiet=False) as shown:
-        for seconds, step in [(20.0, 1), (20.5, 2), (21.0, 3), (30.0, 21)]:  # the first step takes 20 seconds
-            now[0] = seconds
-            event = {"epoch": 0, "step": step, "batch": step, "batches": 25, "samples": step}
-            shown.event({"kind": "progress", "loss": None, "accuracy": None, **event})
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    shown, training = started(4)
+    for seconds, step in [(20.0, 1), (20.5, 2), (21.0, 3), (30.0, 21)]:  # the first step takes 20 seconds
+        now[0], training.step = seconds, step
+        shown.on_progress(training, {"batch": step, "samples": step})
+    shown.on_fit_end(training)
     assert capsys.readouterr().err == "about 50 seconds to go\n"  # 97 steps of half a second
 
 
@@ -312,9 +319,10 @@ def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:
 
 def test_an_epochs_line_has_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"epoch": 1, "train_loss": 0.5, "train_acc": 0.75, "val_loss": 0.4, "val_acc": 0.8, "seconds": 1.5}
-    with display.Display(2, quiet=False) as shown:
-        shown.event({"kind": "epoch", **row, "val_f1": 0.7, "val_matrix": [[1, 2], [3, 4]]})
-        shown.event({"kind": "epoch", **row, "epoch": 2, "train_acc": None, "val_acc": None})
+    shown, training = started(2)
+    shown.on_epoch_end(training, {**row, "val_f1": 0.7, "val_matrix": [[1, 2], [3, 4]]})
+    shown.on_epoch_end(training, {**row, "epoch": 2, "train_acc": None, "val_acc": None})
+    shown.on_fit_end(training)
     assert capsys.readouterr().err.splitlines() == [
         "epoch 1: loss 0.500, accuracy 0.750, val loss 0.400, val acc 0.800, val f1 0.700, seconds 1.500",
         "epoch 2: loss 0.500, val loss 0.400, seconds 1.500",
@@ -323,12 +331,12 @@ def test_an_epochs_line_has_what_is_known(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_bar_shows_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    shown = display.Display(2, quiet=True)
+    shown, training = started(2)
+    training.unit = "images"
     figures: dict[str, Any] = {}
-    monkeypatch.setattr(shown._progress, "update", lambda *place, **given: figures.update(given))
-    progress = {"kind": "progress", "epoch": 1, "step": 5, "batch": 5, "batches": 10, "loss": 0.5, "accuracy": None}
-    shown.event({"kind": "evaluation", "val_loss": 0.4, "val_f1": 0.7})
-    shown.event({**progress, "samples": 50, "unit": "images"})
+    monkeypatch.setattr(shown._bar, "update", lambda *place, **named: figures.update(named))
+    shown.on_evaluation(training, {"val_loss": 0.4, "val_f1": 0.7})
+    shown.on_progress(training, {"batch": 5, "samples": 50, "loss": 0.5})
     assert figures["val_loss"] == 0.4
     assert {name for name in figures if "per_second" in name} == {"images_per_second"}
 

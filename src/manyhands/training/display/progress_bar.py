@@ -26,10 +26,10 @@ _WORDS = {
 }
 
 
-class Progress:
+class ProgressBar:
     """A context manager; `update` may be called every step, and costs about a microsecond when nothing is drawn.
 
-    >>> with Progress(epochs=10) as progress:
+    >>> with ProgressBar(epochs=10) as progress:
     ...     progress.update(5, 235, epoch=1, images_per_second=51234.0, loss=0.71, accuracy=0.74)
     """
 
