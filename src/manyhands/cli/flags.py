@@ -64,7 +64,7 @@ def refuse(top: argparse.ArgumentParser, command: str | None, unknown: Sequence[
 
 
 def _near(wrong: str, known: Sequence[str]) -> str | None:
-    from manyhands.training import option_names
+    from manyhands.training.choices import option_names
 
     option = option_names.option_called(wrong.lstrip("-").replace("-", "_"))
     if option is not None and of(option) in known:

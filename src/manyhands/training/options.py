@@ -18,7 +18,7 @@ import numpy as np
 
 from manyhands import shares as _shares
 from manyhands.errors import BadSettings
-from manyhands.training import option_names
+from manyhands.training.choices import option_names
 from manyhands.training.limits import units
 
 BatchStats = Literal["per_device", "global"]

@@ -16,7 +16,7 @@ import numpy as np
 
 from manyhands.errors import BadSettings, LossIsNotANumber, NoCheckpoint
 from manyhands.placement.moves import Placement
-from manyhands.training import device_choice, launcher, option_names, options, schedules
+from manyhands.training import launcher, options, schedules
 from manyhands.training.book.vocabulary import HyperParameters
 from manyhands.training.callbacks import monitor, plan
 from manyhands.training.callbacks.callback import Callback
@@ -24,6 +24,8 @@ from manyhands.training.callbacks.dispatcher import Dispatcher, dispatcher_for
 from manyhands.training.callbacks.loggers.logger import Logger
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunPlan
+from manyhands.training.choices import devices as device_choice
+from manyhands.training.choices import option_names
 from manyhands.training.data import fit_arguments, loader_batches
 from manyhands.training.data.sources import is_array, not_finite
 from manyhands.training.evaluation.metrics import Meter, Metrics, metrics_of

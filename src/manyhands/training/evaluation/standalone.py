@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training import option_names, options
+from manyhands.training import options
+from manyhands.training.choices import option_names
 from manyhands.training.data import loader_batches
 from manyhands.training.data.sources import as_numpy
 from manyhands.training.evaluation.inputs import Inputs

@@ -18,8 +18,8 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from manyhands.backends.jax import devices as backend
-from manyhands.training import device_choice
 from manyhands.training.checkpoints import tensors
+from manyhands.training.choices import devices as device_choice
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.sources import Arrays

@@ -1,4 +1,4 @@
-"""Which optimizer a job has: see :mod:`manyhands.training.optimizer_choice` for whose learning rate counts."""
+"""Which optimizer a job has: see :mod:`manyhands.training.choices.optimizers` for whose learning rate counts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 
 from manyhands.errors import BadSettings
+from manyhands.training.choices.optimizers import Optimizers
 from manyhands.training.jax.book.module import Module
-from manyhands.training.optimizer_choice import Optimizers
 
 
 def _by_name() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from manyhands.errors import BadSettings
-from manyhands.training import option_names
+from manyhands.training.choices import option_names
 from manyhands.training.limits import units
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import mxnet as mx
 import numpy as np
 
 from manyhands.backends.mxnet import devices as backend
-from manyhands.training import device_choice
 from manyhands.training.checkpoints import tensors
+from manyhands.training.choices import devices as device_choice
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.sources import Arrays

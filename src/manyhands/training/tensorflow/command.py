@@ -9,8 +9,8 @@ import keras
 
 from manyhands.backends.tensorflow import devices as backend
 from manyhands.errors import BadSettings
-from manyhands.training import device_choice
 from manyhands.training.checkpoints import tensors
+from manyhands.training.choices import devices as device_choice
 from manyhands.training.commands import recipes
 from manyhands.training.commands.parity import Way, nudged
 from manyhands.training.data.sources import Array, Arrays

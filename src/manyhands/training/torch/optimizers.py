@@ -1,4 +1,4 @@
-"""Which optimizer a job has: see :mod:`manyhands.training.optimizer_choice` for whose learning rate counts."""
+"""Which optimizer a job has: see :mod:`manyhands.training.choices.optimizers` for whose learning rate counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import BadSettings
-from manyhands.training.optimizer_choice import Optimizers
+from manyhands.training.choices.optimizers import Optimizers
 from manyhands.training.torch.book.module import Module
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
