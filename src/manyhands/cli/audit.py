@@ -99,12 +99,13 @@ def _percent(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     from manyhands.audit.reports import report as reports
+    from manyhands.schedule.output_path import check_writable
 
     program, is_module = _program(options.program)
     baseline = _baseline(options.baseline) if options.baseline is not None else None
     for path in (options.json, options.sarif, options.html):
         if path is not None:
-            _check_writable(path)
+            check_writable(path, BadSettings)
     with tempfile.TemporaryDirectory(prefix="manyhands-audit-") as folder:
         result = Path(folder) / "result.json"
         settings = _settings(options, program[0], is_module, result)
@@ -133,17 +134,6 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return _same_end(code)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a report's file before the program runs, not after it."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise BadSettings(f"{path} cannot be written: there is no folder {path.parent}")
-    if path.is_dir():
-        raise BadSettings(f"{path} cannot be written: it is a folder")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise BadSettings(f"{path} cannot be written: permission denied")
 
 
 def _program(arguments: Sequence[str]) -> tuple[list[str], bool]:

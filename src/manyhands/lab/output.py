@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from manyhands.errors import BadSettings
 from manyhands.lab import html, plots
 from manyhands.lab.finding import Table
 from manyhands.lab.result import Report, Result
+from manyhands.schedule.output_path import check_writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Output:
                 (self.folder / "plots").mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise BadSettings(f"the folder {str(self.folder)!r} cannot be made: {error.strerror}") from error
-            _check(self.folder / "plots" / "plot.svg")
+            check_writable(self.folder / "plots" / "plot.svg", BadSettings)
         for path in self.pages():
-            _check(path)
+            check_writable(path, BadSettings)
 
     def pages(self) -> list[Path]:
         inside = [] if self.folder is None else [self.folder / "report.html", self.folder / "report.json"]
@@ -41,12 +41,12 @@ class Output:
 
     def write(self, report: Report) -> list[Path]:
         """Write everything anew; the paths of the page and the trials."""
-        texts = {".json": lambda: json.dumps(_finite(report.as_data()), indent=1, allow_nan=False) + "\n"}
         path = self.folder
         try:
             for path in self.pages():
                 is_json = path == self.json or (self.folder is not None and path.suffix == ".json")
-                path.write_text(texts[".json"]() if is_json else html.page(report), encoding="utf-8")
+                trials = json.dumps(_finite(report.as_data()), indent=1, allow_nan=False)
+                path.write_text(f"{trials}\n" if is_json else html.page(report), encoding="utf-8")
             if self.folder is not None and report.results:
                 _draw(report.results[-1], self.folder / "plots")
         except OSError as error:
@@ -62,15 +62,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _check(path: Path) -> None:
-    if path.is_dir():
-        raise BadSettings(f"{str(path)!r} cannot be written: it is a folder")
-    if not path.absolute().parent.is_dir():
-        raise BadSettings(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise BadSettings(f"{str(path)!r} cannot be written: you have no permission to write there")
 
 
 def _draw(result: Result, folder: Path) -> None:

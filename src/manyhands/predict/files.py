@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,6 @@ def read(path: Path, what: str) -> dict[str, Any]:
             f"the {what} {str(path)!r} is of version {schema!r}, this manyhands reads version {SCHEMA}: measure it anew"
         )
     return fields
-
-
-def check_folder(path: Path) -> None:
-    """Refuse a file that could not be written; asked before anything is measured for it."""
-    if not path.parent.is_dir():
-        raise BadProfile(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "it is a folder" if path.is_dir() else "you have no permission to write there"
-        raise BadProfile(f"{str(path)!r} cannot be written: {why}")
 
 
 def write(path: Path, fields: dict[str, Any], what: str) -> Path:

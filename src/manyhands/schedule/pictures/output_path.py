@@ -1,11 +1,23 @@
-"""Whether a picture or a trace can be written to a path: checked before anything is run for it."""
+"""Whether a file can be written: checked before anything is run for it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from manyhands.errors import EngineError
+from manyhands.errors import EngineError, ManyhandsError
+
+
+def check_writable(path: Path, error: type[ManyhandsError]) -> None:
+    """Raise that error where a file could not be written."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise error(f"{str(path)!r} cannot be written: it is a folder")
+    if not folder.is_dir():
+        raise error(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise error(f"{str(path)!r} cannot be written: you have no permission to write there")
 
 
 def to_write(path: str | Path, verb: str, suffixes: Sequence[str]) -> Path:
