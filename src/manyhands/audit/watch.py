@@ -121,11 +121,10 @@ class Waiting:
         *,
         predicted: bool = False,
         framework: str = "torch",
-        depth: int = 2,
     ) -> None:
         self.kind, self.call, self.nbytes, self.predicted, self.framework = kind, call, nbytes, predicted, framework
         self.sinks = sinks()
-        self.site = sites.current(depth + 1) if self.sinks else None
+        self.site = sites.current(3) if self.sinks else None
         self.begin = 0.0
 
     def __enter__(self) -> Waiting:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 from manyhands.audit.kinds import Kind
 from manyhands.audit.reports.report import Finding
@@ -25,25 +23,21 @@ class Way(Enum):
 
 
 # Kinds that no rewriting of the line itself can cure, and why; the table of docs/audit.md, held by a test.
-KEPT: Mapping[Kind, str] = MappingProxyType(
-    {
-        Kind.CONTROL_FLOW: "a decision in Python needs the value at once",
-        Kind.SHAPE: "the size of the result is needed at once",
-        Kind.IMPLICIT: "where the operand comes from is not written in this line",
-        Kind.COLLECTIVE: "other processes take part in it",
-        Kind.LOADER: "how many workers this machine can feed is not written in this line",
-        Kind.LAUNCHES: "the loop has to be written anew",
-        Kind.HOST_OPERATION: "the function has to be written anew",
-    }
-)
-CURED: Mapping[Way, str] = MappingProxyType(
-    {
-        Way.LATE: "read when the steps are over",
-        Way.COPY: "copied from pinned memory, without waiting",
-        Way.REMOVED: "left out",
-        Way.REWRITTEN: "replaced by its cure",
-    }
-)
+KEPT = {
+    Kind.CONTROL_FLOW: "a decision in Python needs the value at once",
+    Kind.SHAPE: "the size of the result is needed at once",
+    Kind.IMPLICIT: "where the operand comes from is not written in this line",
+    Kind.COLLECTIVE: "other processes take part in it",
+    Kind.LOADER: "how many workers this machine can feed is not written in this line",
+    Kind.LAUNCHES: "the loop has to be written anew",
+    Kind.HOST_OPERATION: "the function has to be written anew",
+}
+CURED = {
+    Way.LATE: "read when the steps are over",
+    Way.COPY: "copied from pinned memory, without waiting",
+    Way.REMOVED: "left out",
+    Way.REWRITTEN: "replaced by its cure",
+}
 _LATE = {Kind.READ, Kind.PRINT, Kind.TO_HOST}
 _COPIES = {Kind.TO_DEVICE, Kind.BLOCKING}
 _DECISION = re.compile(r"^(if|elif|while|assert)\b")
