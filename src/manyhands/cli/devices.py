@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from manyhands.device import FRAMEWORKS
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -38,7 +40,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--framework",
         action="append",
-        choices=["torch", "jax", "tensorflow", "mxnet"],
+        choices=FRAMEWORKS,
         help="ask only this framework (may be given several times); default: all that are installed",
     )
     parser.set_defaults(run_command=run)

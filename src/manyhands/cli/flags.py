@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from manyhands.device import FRAMEWORKS
+
 # Where a flag has another name than the library's option.
 _FLAGS = {"max_epochs": "--epochs", "every": "--checkpoint-every", "keep": "--keep-checkpoints"}
 _LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
@@ -92,6 +94,12 @@ def in_command_words(text: str) -> str:
         return f"{of(name)} {'RUN' if value == 'auto' and name == 'resume' else value}"
 
     return _NAMED.sub(lambda match: of(match[1]), _GIVEN.sub(flag, _TOPIC.sub(r"\1", text)))
+
+
+def add_framework(option: Callable[..., Any], words: str = "") -> None:
+    """``--framework``, by default the first of all; ``words`` say what it is of."""
+    first = FRAMEWORKS[0]
+    option("--framework", choices=FRAMEWORKS, default=first, help=f"{words}{'; ' * bool(words)}default: {first}")
 
 
 def whole_number(least: int) -> Callable[[str], int]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cli import flags, script
-from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
 
 
@@ -22,12 +21,7 @@ def add(commands: Any) -> None:
         "dict of arguments by name; none: no arguments), runs it, and prints what was chosen and why.",
     )
     parser.add_argument("function", metavar="SCRIPT:FUNCTION", help="a file and a function in it, as script.py:step")
-    parser.add_argument(
-        "--framework",
-        choices=FRAMEWORKS,
-        default=FRAMEWORKS[0],
-        help=f"that the function is written in; default: {FRAMEWORKS[0]}",
-    )
+    flags.add_framework(parser.add_argument, "that the function is written in")
     parser.add_argument("--draw", type=Path, metavar="SVG", help="write the graph, coloured by lane; default: no file")
     parser.add_argument(
         "--timeline",

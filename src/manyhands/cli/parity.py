@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import flags, script
-from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings
 
 if TYPE_CHECKING:
@@ -25,12 +24,7 @@ def add(commands: Any) -> None:
         metavar="MODEL_OR_SCRIPT",
         help="resnet18, lenet, small-resnet, mlp, or script.py:function, which gives (model, (X, y)) or (.., .., loss)",
     )
-    parser.add_argument(
-        "--framework",
-        choices=FRAMEWORKS,
-        default=FRAMEWORKS[0],
-        help=f"that the model is written in; default: {FRAMEWORKS[0]}",
-    )
+    flags.add_framework(parser.add_argument, "that the model is written in")
     parser.add_argument(
         "--devices",
         type=flags.whole_number(2),

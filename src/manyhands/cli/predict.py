@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.cli import flags, script
-from manyhands.device import FRAMEWORKS
-from manyhands.errors import BadSettings
+from manyhands.errors import BadProfile, BadSettings
 from manyhands.predict.scaling import DEVICES
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def add(commands: Any) -> None:
         help="a file and a function in it that gives (model, (X, y)) or (model, (X, y), loss)",
     )
     option("--model", choices=_MODELS, help="one of manyhands train, on noise; default: resnet18 on a GPU, else lenet")
-    option("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help=f"default: {FRAMEWORKS[0]}")
+    flags.add_framework(option)
     option(
         "--batch-size",
         type=flags.whole_number(1),
@@ -83,15 +82,16 @@ def _counts(text: str) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    from manyhands.predict import files, plot
     from manyhands.predict import link as links
+    from manyhands.predict import plot
+    from manyhands.schedule.output_path import check_writable
 
     # What can be refused is refused first: measuring takes a while.
     if options.plot is not None:
         plot.place(options.plot)
     for path in (options.plot, options.save_profile):
         if path is not None:
-            files.check_folder(path)
+            check_writable(path, BadProfile)
     between = None if options.link == "measured" else links.link(options.link, options.per_node)
     made = _stored(options, between) if options.profile is not None else _measured(options, between)
     if options.save_profile is not None:

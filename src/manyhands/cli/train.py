@@ -389,13 +389,11 @@ def _say_nothing(*_: object) -> None:
 
 def _how_long(chosen: dict[str, Any]) -> str:
     """When the training ends, in words."""
-    epochs = [_counted(chosen["epochs"], "epoch")] if chosen["epochs"] else []
-    steps = [_counted(chosen["max_steps"], "step")] if chosen["max_steps"] else []
+    from manyhands.audit.reports.seconds import counted
+
+    epochs = [counted(chosen["epochs"], "epoch")] if chosen["epochs"] else []
+    steps = [counted(chosen["max_steps"], "step")] if chosen["max_steps"] else []
     return " or ".join([*epochs, *steps, *([str(chosen["max_time"])] if chosen["max_time"] else [])])
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 # What options mean
