@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from manyhands.errors import BadSettings
 from manyhands.training.data import loader_randomness
 from manyhands.training.data.order import spread
-from manyhands.training.data.sources import Array, Arrays
+from manyhands.training.data.sources import Array, Arrays, Source
 
 FEW = 8  # samples of a batch that is tried
 WIDTH = 4096  # numbers of a sample that are looked at
@@ -119,6 +119,9 @@ def _check(compute: Compute, size: int, close: tuple[float, float], own_step: bo
     return why
 
 
+READ_ONCE = "the loader can be read only once"
+
+
 def note(why: str | Exception | None) -> str | None:
     """What a user reads where the trial came to no answer; an error will be raised again by the first step."""
     if why is None:
@@ -185,6 +188,16 @@ class Chosen:
 
     batches: list[list[int]]
     seen: str | None
+
+
+def arrays_of(data: Source) -> Arrays:
+    """What samples are chosen from: the data, or the first batch of a loader."""
+    return data if isinstance(data, Arrays) else Arrays(data.first_batch, structure=data.structure)
+
+
+def seen_of(data: Source, chosen: Chosen) -> str | None:
+    """What the chosen samples stand for, where that is not all of the data."""
+    return chosen.seen if isinstance(data, Arrays) else "the first batch of the loader"
 
 
 def looked_at(count: int, width: int) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,6 +127,8 @@ class Arrays:
     def count(self) -> int:
         return len(self.arrays[0])
 
+    is_read_once: ClassVar[bool] = False
+
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
@@ -178,6 +180,11 @@ class Stream:
     def prepare(self, batch: Batch) -> Batch:
         """A loader's batches are ready for the model."""
         return batch
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether a look at the first samples would take them away."""
+        return isinstance(self.loader, Iterator)
 
     def nested(self, batch: Batch) -> Batch:
         """A batch in the structure that the loader gave it."""

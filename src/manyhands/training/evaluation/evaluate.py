@@ -39,9 +39,9 @@ def figures_of(
     return figures, json.loads(learner.from_first(json.dumps(values).encode()))
 
 
-def evaluated(learner: Evaluates, metrics: Metrics, alive: Callable[[], None] | None = None) -> dict[str, Any]:
+def evaluated(learner: Evaluates, metrics: Metrics) -> dict[str, Any]:
     """What ``Trainer.evaluate`` gives of a model that is ready on its devices."""
-    figures, values = figures_of(learner, metrics, alive or nothing)
+    figures, values = figures_of(learner, metrics, nothing)
     assert figures is not None
     return as_dict(figures, values)
 

@@ -6,7 +6,7 @@ parts, and a loss that we do not know is tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 
 from manyhands.errors import BadSettings
 from manyhands.training import loss_trial
-from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes_in
+from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes_in
 from manyhands.training.data.sources import Arrays, Source
 from manyhands.training.jax import skeleton as models
 from manyhands.training.jax.book.module import cross_entropy
@@ -42,8 +42,7 @@ def check_labels(model: nnx.Module, objective: Objective, train: Source, test: S
 def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> str | None:
     """Why right answers will not be counted, where that is known before the first step; None: they may be."""
     if not isinstance(objective_for(model, loss), Supervised):
-        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
-        return OWN_STEP.format(name)
+        return OWN_STEP.format(own_step(model, training=training))
     return why_no_classes_in(data.arrays) if isinstance(data, Arrays) else None
 
 
@@ -51,7 +50,7 @@ def first_inputs(data: Source) -> tuple[Any, ...]:
     """The inputs of the first sample, for a model that gets its shapes from them."""
     if isinstance(data, Arrays):
         return data.prepare(tuple(map(data.native, data.rows(slice(1)))))[:-1]
-    if isinstance(data.loader, Iterator):
+    if data.is_read_once:
         raise BadSettings(
             "a Linen module needs a sample to get its shapes, and the loader can be read only once: give "
             "module.bind(module.init(jax.random.key(0), X[:1]))"
@@ -66,9 +65,9 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
     """
     if isinstance(objective, Supervised) and objective.loss_of(model) is cross_entropy:
         return None
-    if not isinstance(data, Arrays) and isinstance(data.loader, Iterator):
-        return loss_trial.note("the loader can be read only once")
-    arrays = data if isinstance(data, Arrays) else Arrays(data.first_batch)
+    if data.is_read_once:
+        return loss_trial.note(loss_trial.READ_ONCE)
+    arrays = loss_trial.arrays_of(data)
     chosen, numbers = loss_trial.choose(arrays), skeleton.numbers(model)
 
     def total_of(parameters: Any, batch: Any) -> tuple[Any, Any]:
@@ -87,7 +86,5 @@ def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data
         return Pass([Term(float(total), float(count), arrays_of)])
 
     precisions = {str(leaf.dtype) for leaf in jax.tree.leaves(numbers["parameters"])}
-    own_step, seen = not isinstance(objective, Supervised), chosen.seen
-    if not isinstance(data, Arrays):
-        seen = "the first batch of the loader"
-    return loss_trial.note_of(compute, chosen, seen, precisions=precisions, own_step=own_step)
+    seen, is_own_step = loss_trial.seen_of(data, chosen), not isinstance(objective, Supervised)
+    return loss_trial.note_of(compute, chosen, seen, precisions=precisions, own_step=is_own_step)

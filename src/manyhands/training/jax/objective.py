@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError
 from manyhands.training import refusals
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.evaluation.inputs import input_count
 from manyhands.training.jax.book.module import Module, cross_entropy
 from manyhands.training.loss_sum import LossSum
@@ -95,15 +95,14 @@ class OwnStep:
         return False
 
     def __call__(self, model: nnx.Module, batch: Batch, samples: Rows | None, *, training: bool) -> Value:
-        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
+        name = own_step(model, training=training)
         return _value(getattr(model, name)(batch), f"{name} of {type(model).__name__}", None)
 
 
 def objective_for(model: nnx.Module, loss: Loss | None) -> Objective:
-    own_step = (
-        hasattr(model, "training_step") and getattr(type(model), "training_step", None) is not Module.training_step
-    )
-    return OwnStep() if loss is None and own_step else Supervised(loss)
+    has_step = hasattr(model, "training_step")
+    is_own = has_step and getattr(type(model), "training_step", None) is not Module.training_step
+    return OwnStep() if loss is None and is_own else Supervised(loss)
 
 
 def has_default_loss(model: nnx.Module) -> bool:

@@ -6,7 +6,7 @@ first batch to get their shapes, and on several devices, or with ``accumulate``,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from mxnet import autograd, gluon
 from manyhands.backends.mxnet import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.training import launcher, loss_trial, refusals
-from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes, why_no_classes_in
-from manyhands.training.data.sources import Arrays, Batch, Source, Stream
+from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes, why_no_classes_in
+from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.loss_trial import Pass, Term
 from manyhands.training.mxnet import modes
 from manyhands.training.mxnet.book.models import initialise
@@ -70,7 +70,7 @@ def make_parameters(model: Any, data: Source, seed: int, objective: Objective | 
     missing = [one for one in replicas.distinct(model) if one._data is None and not one._deferred_init]
     for parameter in missing:
         parameter.initialize()
-    if any(one._deferred_init for one in replicas.distinct(model)) and can_be_read(data):
+    if any(one._deferred_init for one in replicas.distinct(model)) and not data.is_read_once:
         with autograd.pause():
             few = laid_for(model, few_samples(data, _FEW))
             checked_answer(model, (few if objective is None else objective.without_weights(few))[:-1])
@@ -101,8 +101,7 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
     """Why right answers will not be counted, where that is known before the first step; None: they may be."""
     objective = objective_for(model, loss)
     if objective.loss is None:
-        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
-        return OWN_STEP.format(name)
+        return OWN_STEP.format(own_step(model, training=training))
     if not isinstance(data, Arrays):
         return None
     arrays = objective.without_weights(data.arrays)
@@ -119,11 +118,11 @@ def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> st
     """
     if parts == 1 or objective.is_gluons:
         return None
-    if not can_be_read(data):
-        return loss_trial.note("the loader can be read only once")
-    arrays = data if isinstance(data, Arrays) else Arrays(data.first_batch)
+    if data.is_read_once:
+        return loss_trial.note(loss_trial.READ_ONCE)
+    arrays = loss_trial.arrays_of(data)
     chosen, attributes = loss_trial.choose(arrays), replicas.attributes(model)
-    seen = chosen.seen if isinstance(data, Arrays) else "the first batch of the loader"
+    seen = loss_trial.seen_of(data, chosen)
     trained = [one.list_data()[0] for one in replicas.distinct(model) if one.grad_req != "null"]
 
     def compute(numbers: Sequence[int], rows: Sequence[int]) -> Pass:
@@ -145,11 +144,6 @@ def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:
     gradients = [array.asnumpy().astype(np.float64) for array in autograd.grad(head, trained, train_mode=False)]
     count = len(batch[0]) if loss.count is None else float(loss.count.asnumpy().reshape(()))
     return Pass([Term(float(loss.total.asnumpy().reshape(())), count, gradients)])
-
-
-def can_be_read(data: Source) -> bool:
-    """Whether a look at the first samples takes none away, as it does where samples can be gone through only once."""
-    return not (isinstance(data, Stream) and isinstance(data.loader, Iterator))
 
 
 def few_samples(data: Source, count: int) -> Batch:

@@ -14,7 +14,7 @@ from mxnet import autograd, gluon
 
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import refusals
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.mxnet.book.accuracy import right_answers
 from manyhands.training.mxnet.book.module import Module
@@ -53,7 +53,7 @@ class Objective:
     def __call__(self, batch: Batch, *, training: bool) -> Loss:
         size = len(batch[0])
         if self.loss is None:
-            name = "training_step" if training or not hasattr(self.model, "validation_step") else "validation_step"
+            name = own_step(self.model, training=training)
             return _loss(getattr(self.model, name)(batch), size, f"{name} of {type(self.model).__name__}")
         inputs, target, weight = sample_weights.parts_of(self.model, self.loss, batch)
         answer = checked_answer(self.model, inputs)

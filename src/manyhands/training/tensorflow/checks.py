@@ -6,7 +6,7 @@ with ``accumulate``, the loss is tried once (:mod:`.loss_trial`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,9 @@ import keras
 import tensorflow as tf
 
 from manyhands.errors import BadSettings
-from manyhands.training import refusals
-from manyhands.training.data.labels import OWN_STEP, ClassLabels, why_no_classes_in
-from manyhands.training.data.sources import Array, Arrays, Batch, Source, Stream
-from manyhands.training.loss_trial import note, outcome
+from manyhands.training import loss_trial, refusals
+from manyhands.training.data.labels import OWN_STEP, ClassLabels, own_step, why_no_classes_in
+from manyhands.training.data.sources import Arrays, Batch, Source
 from manyhands.training.tensorflow.loss import keras_losses, trial
 from manyhands.training.tensorflow.loss.batch_parts import checked_answer, parts_of
 from manyhands.training.tensorflow.objective import ClassScores, Objective, OwnStep, Supervised, objective_for
@@ -93,8 +92,7 @@ def why_no_accuracy(model: Any, loss: Any, data: Source, *, training: bool) -> s
     check_model(model)
     objective = objective_for(model, loss)
     if isinstance(objective, OwnStep):
-        name = "training_step" if training or not hasattr(model, "validation_step") else "validation_step"
-        return OWN_STEP.format(name)
+        return OWN_STEP.format(own_step(model, training=training))
     if getattr(objective, "accuracy", None) is not None or not isinstance(data, Arrays) or data.structure is not None:
         return None
     return why_no_classes_in(data.arrays)
@@ -116,14 +114,11 @@ def _of_classes(objective: Objective) -> bool:
 
 def check_loss(model: Any, objective: Objective, train: Source) -> str | None:
     """Refuse a loss whose parts do not add up, where batches are processed in parts; or a note that it is not known."""
-    samples = train if isinstance(train, Arrays) else _first_batch(train)
-    if samples is None:
-        return note("the loader can be read only once")
-    data = samples if isinstance(samples, Arrays) else Arrays(samples, structure=train.structure)
+    if train.is_read_once:
+        return loss_trial.note(loss_trial.READ_ONCE)
     try:
-        why, seen = trial.check(Function(model, objective, 0), data)
-        seen = seen if isinstance(train, Arrays) else "the first batch of the loader"
-        return outcome(why, None if _is_of_keras(objective) else seen)
+        why, chosen = trial.check(Function(model, objective, 0), loss_trial.arrays_of(train))
+        return loss_trial.outcome(why, None if _is_of_keras(objective) else loss_trial.seen_of(train, chosen))
     except BadSettings as error:
         if isinstance(objective, Supervised) and (name := keras_losses.of_whole_batch(objective.loss.loss)):
             raise BadSettings(
@@ -149,9 +144,6 @@ def few_samples(data: Source, count: int) -> Batch | None:
     """The first samples; None for an iterator, from which a look would take them away."""
     if isinstance(data, Arrays):
         return data.nested(data.prepare(tuple(tf.convert_to_tensor(row) for row in data.rows(slice(count)))))
-    first = _first_batch(data)
-    return None if first is None else data.nested(tuple(tf.convert_to_tensor(one[:count]) for one in first))
-
-
-def _first_batch(data: Stream) -> tuple[Array, ...] | None:
-    return None if isinstance(data.loader, Iterator) else data.first_batch
+    if data.is_read_once:
+        return None
+    return data.nested(tuple(tf.convert_to_tensor(part[:count]) for part in data.first_batch))

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from manyhands.errors import BadBatch, BadSettings
-from manyhands.training.data.labels import ClassLabels
+from manyhands.training.data.labels import ClassLabels, own_step
 from manyhands.training.data.sources import Batch
 from manyhands.training.tensorflow.book.module import Module, cross_entropy
 from manyhands.training.tensorflow.loss.batch_parts import Parts, checked_answer, parts_of
@@ -99,8 +99,7 @@ class OwnStep:
     is_mean: bool = False
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
-        has_test = not training and hasattr(model, "validation_step")
-        name = "validation_step" if has_test else "training_step"
+        name = own_step(model, training=training)
         return reduced(getattr(model, name)(batch), name=f"{name} of {type(model).__name__}")
 
 

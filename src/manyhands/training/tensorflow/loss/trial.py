@@ -24,8 +24,8 @@ from manyhands.training.tensorflow.objective import OwnStep
 from manyhands.training.tensorflow.step.function import Function
 
 
-def check(function: Function, data: Arrays) -> tuple[str | None, str | None]:
-    """Refuse a loss whose parts do not add up; or say why that could not be tried, and on what it was."""
+def check(function: Function, data: Arrays) -> tuple[str | None, loss_trial.Chosen]:
+    """Refuse a loss whose parts do not add up; or say why that could not be tried, and on which samples it was."""
     chosen, seeds = loss_trial.choose(data), itertools.count()
     with _quiet(function.model), _kept(function), loader_randomness.kept(), tf.device("/device:CPU:0"):
         graph = _graph(function, data)
@@ -38,7 +38,7 @@ def check(function: Function, data: Arrays) -> tuple[str | None, str | None]:
         precisions = {str(layer.compute_dtype) for layer in function.model._flatten_layers()}
         own_step = isinstance(function.objective, OwnStep)
         batches = [(functools.partial(compute, batch), len(batch)) for batch in chosen.batches]
-        return loss_trial.check(batches, precisions=precisions, own_step=own_step), chosen.seen
+        return loss_trial.check(batches, precisions=precisions, own_step=own_step), chosen
 
 
 def _graph(function: Function, data: Arrays) -> Any:
