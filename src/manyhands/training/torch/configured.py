@@ -8,7 +8,7 @@ Lightning's forms are taken as they are::
 
 Beside them several optimizers may have names: ``{"critic": optimizer, "generator": {"optimizer": optimizer,
 "every": 5}}``. A scheduler is stepped at the end of every epoch, as in Lightning; ``"interval": "step"`` steps it after
-every step. A key that means something which the trainer does not do is refused by its name.
+every step. A key that the trainer does not support is an error that names it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _with_owner(config: Any, entries: Mapping[Any, Entry]) -> tuple[Any, PerStep
 
 
 def _schedule(config: Any, monitor: str | None = None) -> PerStep | PerEpoch:
-    """The scheduler that is meant by Lightning's ``lr_scheduler``: a scheduler, or a dict with one."""
+    """The scheduler in Lightning's ``lr_scheduler``: a scheduler, or a dict with one."""
     if not isinstance(config, Mapping):
         config = {"scheduler": config}
     _check_keys(config, _OF_SCHEDULER, "with a scheduler")

@@ -1,11 +1,10 @@
 """Evaluation and prediction: what one rank computes of data that are not trained on.
 
-Each rank works on its shard of every batch, in evaluation mode. Where nobody knows that the loss is a mean over samples
-(:meth:`.objective.Objective.is_mean`), the ranks take turns with whole batches instead, so that it is the same on any
-number of them. Losses are summed on the device and read at the end.
-Outputs, where somebody wants them (:data:`~manyhands.training.learner.Take`), set out for the host as soon as they are
-computed and are waited for one batch later. The first rank puts the shards of a batch together, so that it has every
-sample once and in order::
+Each rank works on its shard of every batch, in evaluation mode. Unless the loss is known to be a mean over samples
+(:meth:`.objective.Objective.is_mean`), the ranks take turns with whole batches instead, so that the loss is the same on
+any number of them. Losses are summed on the device and read at the end. Outputs, where they are wanted
+(:data:`~manyhands.training.learner.Take`), are copied to the host asynchronously and waited for one batch later. The
+first rank joins the shards of a batch, so that it has every sample once and in order::
 
     batch 0   rank 0: rows 0-255   rank 1: rows 256-511   ->  take(outputs of 0-511, targets of 0-511)
     batch 1   rank 0: rows 512-600 rank 1: rows 601-689   ->  take(outputs of 512-689, ...)
@@ -80,7 +79,7 @@ class Evaluation:
                 with self.numbers.scope(device):
                     if watched:
                         both, loss, right = objective.as_sum(self.model, laid)
-                        watched = both is not None  # a loss that is not known now will not be later
+                        watched = both is not None  # a loss that is unknown once stays unknown
                     else:
                         loss, right = objective(self.model, laid)
                     if answers is not None:
@@ -96,7 +95,7 @@ class Evaluation:
 
     @torch.no_grad()
     def predict(self, data: Source, inputs: Inputs | None, alive: Callable[[], None], take: Take) -> None:
-        """The model's outputs for all samples; of targets that the data may have nothing is used."""
+        """The model's outputs for all samples; targets in the data are not used."""
         outputs = _Outputs(self.world, take)
         with _evaluating(self.model):
             for batch in self._batches(data):
@@ -135,7 +134,7 @@ def is_by_name(batch: Batch) -> bool:
 
 
 def _are_dicts(data: Source) -> bool:
-    """Whether batches are dicts; of a loader each batch is looked at when it comes."""
+    """Whether the batches of these data are dicts; False for a loader, whose batches are checked one by one."""
     if isinstance(data, Arrays):
         return isinstance(data.prepare, dict_batches.Named)
     return isinstance(data, Samples) and is_by_name(samples.few_samples(data, 1))
@@ -169,7 +168,7 @@ class _Answers:
 
 
 class _Outputs:
-    """Outputs and targets of every batch, on their way to ``take`` of the first rank (None: nobody wants them)."""
+    """Outputs and targets of every batch, on their way to ``take`` of the first rank (None: they are not wanted)."""
 
     def __init__(self, world: World, take: Take | None) -> None:
         self.world, self.take_pair = world, take
@@ -223,7 +222,7 @@ def joined(arrays: list[Any]) -> Any:
 
 
 def _without_loss(output: Any) -> Any:
-    """An output in which the model has put the loss of the batch, as Hugging Face's do, without it."""
+    """The output without the loss of the batch, which Hugging Face's models put there."""
     if isinstance(output, Mapping) and _is_number(output.get("loss")):
         return {name: part for name, part in output.items() if name != "loss"}
     if dataclasses.is_dataclass(output) and not isinstance(output, type) and _is_number(getattr(output, "loss", None)):
@@ -239,7 +238,7 @@ def _is_number(value: Any) -> bool:
 
 
 def answer(model: torch.nn.Module, batch: Batch, inputs: Inputs | None = None) -> Any:
-    """What the model says to a batch: ``model(*inputs)``, or ``model(**inputs)`` for a dict.
+    """The model's output for a batch: ``model(*inputs)``, or ``model(**inputs)`` for a dict.
 
     ``inputs``: which parts of a tuple these are; None: all but the target.
     """

@@ -88,7 +88,7 @@ class Job:
             )
 
     def _check_updates(self, several: Several) -> None:
-        """Of a training_step that makes the updates itself nobody else can divide the work."""
+        """Refuse options that divide the work of a training_step which makes the updates itself."""
         if self.settings.step.accumulate > 1:
             raise BadSettings(
                 "Step(accumulate=...) with training_step(batch, optimizers): it makes updates of all samples that it "
@@ -113,7 +113,7 @@ def numbers_for(job: Job, device: torch.device) -> Numbers:
 
 
 def torch_settings() -> dict[str, Any]:
-    """How PyTorch computes in this process: a worker shall compute in the same way."""
+    """How PyTorch computes in this process, for workers to do the same."""
     products = torch.backends
     return {
         "dtype": torch.get_default_dtype(),

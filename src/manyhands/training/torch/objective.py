@@ -26,20 +26,20 @@ from manyhands.training.torch.preflight.label_range import LabelRange
 from manyhands.training.torch.step.known_means import KnownMeans, WeightsFollow, function_and_options
 
 
+@dataclass(kw_only=True)
 class Objective(abc.ABC):
     """What a step minimises.
 
-    ``sums`` says how the parts of a batch are put together, on several ranks or with ``accumulate``. True: each part
-    gives a sum and its count (:class:`LossSum`), and all sums are divided by all counts, once. False: the loss is a
-    mean over samples. None: not known, because no batch is processed in parts.
+    ``sums`` says how the parts of a batch add up, on several ranks or with ``accumulate``. True: each part has a sum
+    and its count (:class:`LossSum`), and all sums are divided by all counts, once. False: the loss is a mean over
+    samples. None: not known, because no batch is processed in parts.
 
     ``dtype``: that of the model, where the trainer has changed it; class weights of a loss are then cast to it.
     """
 
     sums: bool | None = None
     dtype: torch.dtype | None = None
-    # The number of the batch in its epoch, for a step that takes it.
-    batch_idx: int = 0
+    batch_idx: int = 0  # the number of the batch in its epoch, for a step that takes it
 
     @abc.abstractmethod
     def value(
@@ -63,10 +63,10 @@ class Objective(abc.ABC):
         return whole.total / whole.count.to(whole.total.dtype), right
 
     def is_mean(self, model: torch.nn.Module) -> bool:
-        """Whether the loss that evaluations compute is known to be a mean over samples, or a sum with its count.
+        """Whether the loss in evaluations is known to be a mean over samples, or a sum with its count.
 
-        One that is not known may be anything: evaluations give it whole batches, of a size that does not depend on the
-        devices. A trial would not do, because its answer depends on the samples.
+        An unknown loss gets whole batches, of a size that does not depend on the devices. A trial would not do, because
+        its answer depends on the samples.
         """
         return False
 
@@ -118,11 +118,8 @@ class Supervised(Objective):
     """
 
     loss: Callable[[Any, Any], Any]
-    sums: bool | None = None
-    dtype: torch.dtype | None = None
-    batch_idx: int = 0
-    is_default: bool = False  # nobody has chosen this loss
-    # Learns from the first answer how many classes there are, before the loss sees a label that it has no output for.
+    is_default: bool = False  # the user has not chosen this loss
+    # Learns the number of classes from the first output, before the loss sees a label that has none.
     labels: LabelRange | None = None
 
     def is_mean(self, model: torch.nn.Module) -> bool:
@@ -169,14 +166,10 @@ class OwnStep(Objective):
     optimizer whose loss is wanted, where there are several.
     """
 
-    sums: bool | None = None
-    dtype: torch.dtype | None = None
-    batch_idx: int = 0
-    # Of several optimizers, the one whose loss this is: its number or its name. And how each one's parts are put
-    # together, as ``sums`` says it of one.
+    # Of several optimizers, the one whose loss this is: its number or its name. And ``sums`` of each of them.
     optimizer: int | str = 0
     sums_of: dict[int | str, bool] = dataclasses.field(default_factory=dict)
-    # Whether it is to be training_step, or validation_step; None: as the model's mode says.
+    # Whether to call training_step or validation_step; None: by the model's mode.
     training: bool | None = None
 
     def is_mean(self, model: torch.nn.Module) -> bool:
@@ -251,7 +244,7 @@ def _takes(step: Callable[..., Any], name: str, number: int) -> bool:
 
 
 def _loss_from(value: Any, who: str) -> torch.Tensor:
-    """The same, if there are gradients to be had from it."""
+    """The value, if it is a tensor."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):
@@ -264,7 +257,7 @@ _PAIRING = tuple(getattr(torch.nn.functional, name) for name in ("mse_loss", "l1
 
 
 def _check_shapes(loss: Any, answer: Any, target: Any) -> None:
-    """Refuse to pair every answer with every target, as PyTorch does with shapes (n, 1) and (n,)."""
+    """Refuse shapes (n, 1) and (n,), which PyTorch would broadcast to n * n pairs."""
     if not (type(loss) in _OF_PAIRS or any(loss is function for function in _PAIRING)):
         return
     if not (isinstance(answer, torch.Tensor) and isinstance(target, torch.Tensor)) or answer.shape == target.shape:
@@ -278,7 +271,7 @@ def placed(objective: Objective, device: torch.device, dtype: torch.dtype | None
     ``dtype``: that of the model, where the trainer has changed it. The caller's own loss stays as it is.
     """
     if dtype is not None:
-        objective = dataclasses.replace(objective, dtype=dtype)  # type: ignore[type-var]
+        objective = dataclasses.replace(objective, dtype=dtype)
     if not isinstance(objective, Supervised):
         return objective
 

@@ -26,7 +26,7 @@ _NOT_PLAIN = object()
 
 
 class StandIn(torch.optim.Optimizer):
-    """The groups and options of an optimizer, over parameters that nobody trains."""
+    """The groups and options of an optimizer, over parameters that are not trained."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups = []
@@ -255,7 +255,7 @@ def take_home(schedule: Any, optimizer: Any, saved: Mapping[str, Any] | None) ->
 
 
 def _parts(scheduler: Any) -> list[Any]:
-    """The scheduler and those that it is made of (SequentialLR, ChainedScheduler)."""
+    """The scheduler and those inside it (SequentialLR, ChainedScheduler)."""
     inner: Sequence[Any] = vars(scheduler).get("_schedulers", ())
     return [scheduler, *(part for scheduler in inner for part in _parts(scheduler))]
 

@@ -79,7 +79,7 @@ class Trainer(BaseTrainer):
 
     @property
     def device_names(self) -> list[str]:
-        """One name per rank. Several ranks on the CPU are as many virtual devices: each is a device made of it."""
+        """One name per rank. Several ranks on the CPU are printed as virtual devices."""
         ranks = self._option("workers").per_device
         names = [name for name in super().device_names for _ in range(ranks)]
         if ranks == 1:
@@ -89,7 +89,7 @@ class Trainer(BaseTrainer):
 
     @functools.cached_property
     def ranks(self) -> list[torch.device]:
-        """The device of each rank. Virtual ones are made of the CPU; a rank is a process, so plain CPU tensors do."""
+        """The device of each rank. On a virtual device a rank uses plain CPU tensors: it is a process of its own."""
         return [
             torch.device("cpu") if virtual.stands_in() or device.type != "cuda" else device
             for device in self._natives()

@@ -20,7 +20,7 @@ def to_common(tensors: Mapping[str, NDArray[Any]], model: str) -> dict[str, NDAr
 
 
 def from_common(tensors: Mapping[str, NDArray[Any]], model: str) -> dict[str, NDArray[Any]]:
-    """The count begins anew: it is only looked at by layers without a momentum, which these models do not have."""
+    """The count of batches starts at zero: only layers without a momentum read it, and these models have none."""
     counts = {
         name.replace("running_mean", _COUNT): np.array(0, dtype=np.int64)
         for name in tensors

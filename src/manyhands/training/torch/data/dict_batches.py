@@ -1,7 +1,7 @@
 """Batches that are dicts: ``model(**batch)``, and an output that has the loss, as Hugging Face's models do it.
 
-The loss is ``output.loss``, or ``output["loss"]``. With ``loss=`` it is ``loss(output, batch)``. What of a batch the
-model's ``forward`` has no argument for (names of files, say) is not given to it.
+The loss is ``output.loss``, or ``output["loss"]``. With ``loss=`` it is ``loss(output, batch)``. Parts of a batch that
+``forward`` has no argument for (names of files, say) are not passed to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manyhands.training.evaluation.inputs import LABELS
 
 
 def answer(model: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
-    """What the model makes of a batch, each part given by name."""
+    """The model's output for a batch, each part of which is passed by name."""
     taken = _taken(model, batch)
     try:
         return model(**taken)

@@ -1,15 +1,14 @@
 """Datasets that draw random numbers (augmentation): the same ones for a sample, wherever and whenever it is read.
 
-PyTorch seeds each worker process of a loader once, so that what a sample draws depends on which worker reads it and on
-all that this one has read before. A job that is resumed within an epoch would go on with other numbers, and so would
-one with another number of workers or devices. Here the random numbers of PyTorch, NumPy and Python begin anew for every
-sample, from (seed, epoch, number of the sample). For example with two workers, where "n:e" is what sample n draws in
-epoch e::
+PyTorch seeds each worker process of a loader once, so the random numbers of a sample depend on the worker that reads it
+and on all that this worker has read before. A job that is resumed within an epoch would draw other numbers, and so
+would one with another number of workers or devices. Here PyTorch, NumPy and Python are seeded for every sample, from
+(seed, epoch, number of the sample). For example with two workers, where "n:e" are the draws of sample n in epoch e::
 
     from the start     worker 0: 7:0 1:0, 3:0 4:0     worker 1: 5:0 2:0
     resumed at batch 2 worker 0: 5:0 2:0              worker 1: 3:0 4:0
 
-Generators that a dataset holds itself are its own business; :func:`generator_of` finds them, to say so.
+Generators that a dataset holds itself are not seeded; :func:`generator_of` finds them for a note.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class StartWorker:
 
 
 def generator_of(dataset: Any) -> str | None:
-    """The name of a random generator that a dataset, or what it is made of, holds itself."""
+    """The path of a random generator that a dataset, its transforms or its inner datasets hold; None without one."""
     return _search(dataset, "dataset", _DEPTH)
 
 

@@ -1,8 +1,7 @@
 """Brings each batch to the device before it is needed.
 
-Arrays that fit live on the device: a batch is a gather there. Everything else is read ahead in a thread, copied
-from pinned memory beside the computation, and handed out when the device is ready for it. The host waits only
-where the loader is slower than the device.
+Arrays that fit live on the device: a batch is a gather there. Everything else is read ahead in a thread and copied from
+pinned memory while the device computes. The host waits only where the loader is slower than the device.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.torch.data.batches import Batch, cut, rows
+from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state.randomness import mixed_seed
@@ -89,7 +88,7 @@ def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator
 
 
 def _pieces(batch: Batch) -> Iterator[bytes]:
-    """What the digest of a batch is made of; of tensors on a GPU only their form, for reading them would wait."""
+    """The input of a batch's digest; of tensors on a GPU only dtype and shape, because reading them would wait."""
     for leaf in tree.flatten(batch)[0]:
         if isinstance(leaf, torch.Tensor):
             yield f"{leaf.dtype} {tuple(leaf.shape)}".encode()
@@ -142,11 +141,9 @@ def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
     def work() -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(
-                    device
-                )  # else a thread of a rank on another GPU would make itself at home on the first
+                torch.cuda.set_device(device)  # else the thread would create a context on the first GPU
             for value in values:
-                if not put((True, tree.map_leaves(_pinned, value) if device.type == "cuda" else value)):
+                if not put((True, map_tensors(_pinned, value) if device.type == "cuda" else value)):
                     return
             put((False, None))
         except BaseException as error:  # handed over, whatever it is
@@ -168,16 +165,11 @@ def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
         thread.join()
 
 
-def _pinned(leaf: Any) -> Any:
-    """A tensor in pinned memory; one that a dataset keeps on the GPU already, or in pieces, stays as it is."""
-    if (
-        not isinstance(leaf, torch.Tensor)
-        or leaf.device.type != "cpu"
-        or leaf.layout != torch.strided
-        or leaf.is_nested
-    ):
-        return leaf
-    return leaf if leaf.is_pinned() else leaf.pin_memory()
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in pinned memory; sparse and nested ones, and those on a GPU, stay as they are."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
+        return tensor
+    return tensor if tensor.is_pinned() else tensor.pin_memory()
 
 
 def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A look at a few samples before a job begins; none is taken away, and random numbers stay as they are."""
+"""Reads a few samples before a job begins. None is consumed, and random numbers stay as they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manyhands.training.torch.job import Job
 
 
 def can_be_read(data: Source) -> bool:
-    """Whether a look at the first samples takes none away, as it does where samples can be gone through only once."""
+    """Whether the first samples can be read without consuming them: not from an iterator, which can be read once."""
     return not (isinstance(data, Stream) and isinstance(data.loader, Iterator))
 
 
@@ -40,7 +40,7 @@ def take(data: Arrays | Samples, numbers: np.ndarray[Any, np.dtype[np.int64]]) -
 
 
 def first_batches(job: Job) -> Iterator[Batch]:
-    """The first batches of a job's stream. Of one that can be gone through only once, the first: it is put back."""
+    """The first batches of a job's stream. Of an iterator, which can be read once, the first batch: it is put back."""
     stream = job.train
     assert isinstance(stream, Stream)
     if can_be_read(stream):
@@ -57,7 +57,7 @@ def _again(stream: Stream) -> Stream:
 
 
 def _plain(loader: Any) -> Any:
-    """A loader like this one, without worker processes: what its sampler remembers stays as it is."""
+    """A copy of the loader without worker processes; the state of its sampler does not change."""
     if not isinstance(loader, DataLoader):
         return loader
     try:

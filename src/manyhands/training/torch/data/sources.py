@@ -1,4 +1,4 @@
-"""Where samples come from: arrays in memory, a dataset, or a loader that gives batches as it likes.
+"""Where samples come from: arrays in memory, a dataset, or a loader with an order of its own.
 
 A source gives a rank its shards, batch by batch. ``Arrays`` can live on the device as a whole; a batch is then a
 gather there and the host has nothing to do. ``Samples`` are fetched from a dataset by number, with the worker
@@ -123,7 +123,7 @@ class Samples:
             num_workers=self.workers,
             pin_memory=pin,
             worker_init_fn=self.start_worker if plain or self.start_worker is None else StartWorker(self.start_worker),
-            # Its own, or it would draw from the numbers that dropout uses, and a job that was resumed once more.
+            # Without it the loader would draw from the numbers that dropout uses, and a resumed job once more.
             generator=torch.Generator().manual_seed(seed),
             **(self.options if self.workers else {}),
         )
@@ -184,7 +184,7 @@ Source = Arrays | Samples | Stream
 
 
 def source(data: Any, *, shuffle: bool = True) -> Source:
-    """The source that fits what the user has: arrays, a dataset, a loader, or a source already."""
+    """The source for a user's data: arrays, a dataset, a loader, or a source already."""
     if isinstance(data, (Arrays, Samples, Stream)):
         return data
     data = with_arrays(data)

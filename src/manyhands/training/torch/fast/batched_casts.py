@@ -8,7 +8,7 @@ ResNet-18 nearly forty kernels with hardly anything to do. A dispatch mode batch
 
     count += 1    put off until it is read, or the pass is over
 
-The results are the same to the bit. A weight that is written to after it was cast ahead is cast anew.
+The results are the same to the bit. A weight that is written to after its early cast is cast again.
 """
 
 from __future__ import annotations

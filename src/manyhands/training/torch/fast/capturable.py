@@ -1,4 +1,4 @@
-"""What may go into a CUDA graph, and how an optimizer is made fit for one."""
+"""Which steps can be captured in a CUDA graph, and how an optimizer is prepared for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manyhands.training.torch.step.several_optimizers import Several
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, changing_rate: bool) -> None:
-    """Make an optimizer fit for a graph: what changes from step to step is a tensor on the device."""
+    """Prepare an optimizer for capture: values that change from step to step become tensors on the device."""
     for group in optimizer.param_groups:
         if _is_sgd(optimizer):
             group["fused"], group["foreach"] = True, False
@@ -36,7 +36,7 @@ def why_not(
     if world > 1:
         return "several ranks: gradients cross processes during the step"
     if accumulate > 1:
-        return "the batch is worked off in parts"
+        return "gradient accumulation"
     if not isinstance(data, Arrays) or data.tensors[0].device != device:
         return "the data do not live on the GPU, they come from a loader or do not fit"
     if isinstance(optimizer, Several):
@@ -47,7 +47,7 @@ def why_not(
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether the caller has compiled it, or a part of it: what is in it is not what runs."""
+    """Whether the caller has compiled the model or a part of it: then its modules are not what runs."""
     return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
 
 

@@ -1,7 +1,7 @@
 """The stream of a device that steps are tried out, warmed up and captured on.
 
 There is one for all trainers, as cuBLAS keeps memory for each stream that it has seen. Trainers in several threads take
-turns on it: what another thread gave it while a step is captured would be captured with that step.
+turns on it: work that another thread issues during a capture would be captured, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def on(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
-    """Within it work goes to the stream, behind what was issued before and before what comes after; None: as it is."""
+    """Within it work goes to the stream, ordered with the current one before and after; None: no change."""
     if stream is None:
         yield
         return
@@ -45,7 +45,7 @@ def waits_fail() -> Iterator[None]:
     """Within it an operation that makes the host wait for the GPU is an error, as it would be in a capture."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch tells everybody who sets it that it does not see all of them
+        warnings.simplefilter("ignore")  # PyTorch warns that this mode does not detect every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

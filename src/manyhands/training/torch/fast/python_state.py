@@ -1,18 +1,17 @@
 """Finds the Python in a step that a CUDA graph would freeze.
 
-A graph repeats the kernels of the step that was captured. Python does not run again: a counter that a forward pass
-reads stays at the number it had, a coin that was tossed falls the same way for ever, a list is appended to once. So the
-steps before the capture, which run plainly, are watched: what changed from one to the next on the Python side of the
-model would stand still in a graph. The first step apart: many models fill a cache in it.
+A graph repeats the kernels of the captured step, and Python does not run again: a counter keeps its value, a random
+choice repeats, a list is appended to once. So the warm-up steps are watched: Python state of the model that changes
+from step to step would be frozen in a graph. The first step does not count: many models fill a cache in it.
 
-Looked at are the attributes of every module (numbers, texts, the lengths of collections, and tensors that are neither
-parameters nor buffers), what the optimizer keeps per group of parameters (a rate that a model's own step changes, say),
-random numbers of Python, of NumPy and of PyTorch's CPU (those of the GPU go on in a graph), and hooks. For example a
-model with ``self.calls += 1`` in its forward pass, after each of three steps::
+Watched are the attributes of every module (numbers, strings, lengths of collections, and tensors that are neither
+parameters nor buffers), the options of the optimizer per group of parameters, random numbers of Python, of NumPy and of
+PyTorch's CPU generator (a graph continues those of the GPU), and hooks. For example a model with ``self.calls += 1`` in
+its forward pass, after each of three steps::
 
     {"Net.calls": 1}, {"Net.calls": 2}, {"Net.calls": 3}      -> "Net.calls changes from step to step"
 
-Not seen are globals, closures and attributes of objects that are no modules: give ``fast=False`` with those.
+Not watched are globals, closures and attributes of objects that are not modules: give ``fast=False`` with those.
 """
 
 from __future__ import annotations
@@ -105,11 +104,11 @@ def _has_hook(value: object, kinds: Sequence[str]) -> bool:
 
 
 def _look(value: object) -> Any:
-    """What of a value can be compared with a later look at it; None where nothing can."""
+    """A comparable summary of a value; None where there is none."""
     if isinstance(value, _PLAIN):
         return (type(value), value if value == value else "nan")  # no NaN: it is not equal to itself
     if isinstance(value, torch.Tensor):
-        # One with a history is worked out anew in each step (weight normalisation leaves such a weight behind).
+        # One with a grad_fn is computed again in each step (weight normalisation leaves such a weight behind).
         return ("tensor", id(value)) if value.grad_fn is None else None
     return ("length", len(value)) if isinstance(value, (list, tuple, dict, set, deque)) else None
 

@@ -1,27 +1,26 @@
-"""Biases that change nothing: those of layers whose output goes into a BatchNorm, and nowhere else.
+"""Redundant biases: those of layers whose output goes into a BatchNorm, and nowhere else.
 
-A BatchNorm that trains takes the mean of the batch away, and with it whatever was added to all samples alike. With
+A BatchNorm in training subtracts the mean of the batch, and with it a bias that was added to all samples. With
 x = (1, 3) and a bias of 10::
 
     x          mean  2    x - mean         = (-1, 1)
     x + 10     mean 12    x + 10 - mean    = (-1, 1)      the same; only the running mean moves by momentum * 10 more
 
-So the gradient of such a bias is zero (what a backward pass computes for it is what rounding leaves), and adding it and
-summing its gradient are two passes over the layer's output for nothing: a fifth of a step of ResNet-18. The fast step
-leaves them out: the layer runs without its bias, the running mean gets its share of it after the backward pass, and the
-bias a gradient of zeros, so that weight decay, momentum and checkpoints are what they are.
+So the gradient of such a bias is zero but for rounding, and adding it and summing its gradient are two useless passes
+over the layer's output: a fifth of a step of ResNet-18. The fast step leaves them out: the layer runs without its bias,
+the running mean gets its share of it after the backward pass, and the bias a gradient of zeros, so that weight decay,
+momentum and checkpoints do not change.
 
-Names and order of layers prove nothing, a model may use an output twice. So one step is watched (:class:`Search`), and
-a bias is idle if three things are seen in it:
+Names and order of layers prove nothing: a model may use an output twice. So one step is watched (:class:`Search`), and
+a bias is idle if three conditions hold in it:
 
-1. In autograd's graph one edge alone leads to the layer's node, from the node of the BatchNorm; and one alone, from
-   the layer's node, to the bias (a cast in between has one alone, too). Nothing else that is differentiated uses them.
-2. No operation, forward or backward, reads the memory of the output but those of the BatchNorm; none that of the
-   bias but the layer's; none that of the running mean, which comes late, but the BatchNorm's.
-3. Nobody holds the output when the step is over.
+1. In autograd's graph a single edge leads to the layer's node, from the node of the BatchNorm; and a single edge from
+   the layer's node to the bias (also through a cast). Nothing else that is differentiated uses them.
+2. In both passes only operations of the BatchNorm read the memory of the output and of the running mean (which is
+   updated late), and only operations of the layer read the bias.
+3. The output is not alive when the step is over.
 
-That holds for the step that was watched. A CUDA graph repeats one step for ever, and :mod:`.python_state` looks out for
-Python that would make another of the next one: so what is seen shortly before the capture is what will be replayed.
+A CUDA graph repeats the watched step, and :mod:`.python_state` refuses Python that would change the next one.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ _PLACES = {"ConvolutionBackward0": (1, 2), "AddmmBackward0": (2, 0)}
 
 
 def may_be_idle(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a search is worth a step: there are layers and norms for it, and an update that bears zeros."""
+    """Whether a search is worth a step: there are candidates, and the optimizer can take a gradient of zeros."""
     layers, norms = _candidates(model)
     return bool(layers and norms) and _bears_zeros(optimizer)
 
 
 class IdleBiases:
-    """Some biases that change nothing, and the steps without them.
+    """The idle biases of a model, and steps without them.
 
     ::
 
@@ -93,7 +92,7 @@ class IdleBiases:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """After the backward pass, before the update: what the biases would have left behind.
+        """After the backward pass, before the update: the effect of the biases on running means and gradients.
 
         Not right after each BatchNorm: it has kept its running mean for the backward pass.
         """
@@ -106,13 +105,13 @@ class IdleBiases:
             bias.grad = zeros
 
     def explain(self) -> str:
-        """For people: how many, and why they may be missing."""
+        """How many biases are left out, in words."""
         return f"biases left out, as a BatchNorm takes them away again: {len(self._bare)}"
 
 
 @dataclass
 class _Call:
-    """What is seen of a layer in one step: its output and where that went."""
+    """The call of a layer in the watched step: its output, and the BatchNorm that took it."""
 
     count: int = 0
     output: weakref.ref[torch.Tensor] | None = None
@@ -122,7 +121,7 @@ class _Call:
 
 
 class Search(TorchDispatchMode):
-    """Watches one step, which computes what it would compute without.
+    """Watches one step, without a change to its results.
 
     ::
 
@@ -140,7 +139,7 @@ class Search(TorchDispatchMode):
         self._norm_calls = Counter[nn.Module]()
         self._inside: list[nn.Module] = []
         self._spoilt: set[nn.Module] = set()
-        # By the number of a storage: whose it is. While it is referred to, no other storage gets its number.
+        # The owners of each storage, by its number; while a weak reference lives, no other storage gets that number.
         self._owners: dict[int, list[nn.Module]] = {}
         self._numbers: list[StorageWeakRef] = []
         self._edges = Counter[Any]()
@@ -155,7 +154,7 @@ class Search(TorchDispatchMode):
                 self._watch(norm, norm.running_mean)
                 norm.forward = functools.partial(self._in_norm, norm)
             super().__enter__()  # type: ignore[no-untyped-call]
-        except BaseException:  # Ctrl-C, too: nobody leaves what was not entered
+        except BaseException:  # Ctrl-C, too: without an enter there is no exit
             self._put_back()
             raise
         return self
@@ -171,7 +170,7 @@ class Search(TorchDispatchMode):
             vars(module).pop("forward", None)
 
     def trace(self, loss: torch.Tensor) -> None:
-        """Count the edges of autograd's graph, by the nodes that they lead to; to be called before it is used up."""
+        """Count the edges of autograd's graph, by the nodes that they lead to; call it before the backward pass."""
         self._traced = True
         seen, left = {loss.grad_fn}, [loss.grad_fn]
         while left:
@@ -246,7 +245,7 @@ class Search(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _may_read(self, owner: nn.Module, value: torch.Tensor) -> bool:
-        """Whether what is being computed belongs to those whose memory it is."""
+        """Whether the current operation is one that may read the owner's memory."""
         node = compat.current_autograd_node()
         if owner in self._norms:  # its running mean
             nodes = [call.norm_node for call in self._calls.values() if call.norm is owner]
@@ -264,7 +263,7 @@ class Search(TorchDispatchMode):
 
 
 def _candidates(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Layers and norms that are PyTorch's own, as they are: nobody has put something before, behind or in them."""
+    """PyTorch's own layers and norms without hooks and without another ``forward``."""
     if is_compiled(model):
         return [], []
     plain = [module for module in model.modules() if "forward" not in vars(module) and not _has(module, HOOKS)]

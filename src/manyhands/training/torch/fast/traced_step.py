@@ -6,9 +6,9 @@
     check     an independent proof of the schedule
     run       one CUDA graph, replayed for every step
 
-The costs that the schedule needs are estimated by a roofline, not measured: what decides is which operations nothing
-waits for. The captured step does by dispatch modes what the passes do here, with the same kernels; where their results
-are equal to the bit, the two can take turns (:mod:`.planned_step`).
+The costs for the schedule are estimated by a roofline, not measured: it matters which operations nothing waits for.
+The captured step does the same by dispatch modes, with the same kernels; where the results are equal to the bit, the
+two can take turns (:mod:`.planned_step`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a prediction is made of: the measured step of one device, and the measured link between devices."""
+"""Measurements for a prediction: the step of one device, and the link between devices."""

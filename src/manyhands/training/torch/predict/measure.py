@@ -176,7 +176,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _timed(subject: Subject, part: Batch, shard: int, threads: int) -> StepTime:
-    """The mean of each part, as an epoch is made of. On a GPU they are scaled to a step nobody waits in."""
+    """The mean time of each part. On a GPU the parts are scaled to the time of a step without synchronisation."""
     for _ in range(_WARM_UP):
         subject.step(part)
     trials: list[tuple[float, float, float]] = []

@@ -1,14 +1,12 @@
 """Times steps as a job makes them: the trainer's loop with its data, its figures and its worker processes.
 
-A step that is repeated on one batch in an idle process is faster than a step of a job, and the best of several is
-faster than their mean, which is what an epoch is made of. So steps of the trainer itself are timed, and the mean
-counts.
+A step that is repeated on one batch in an idle process is faster than a step of a job, and the best of several steps is
+faster than their mean. So steps of the trainer itself are timed, and the mean counts.
 
-Several devices made of one CPU share its cores, caches and memory. What that costs is measured, too: as many worker
-processes as the job would have make their steps at once, each on its shard. They begin each step together, as the sum
-of gradients makes the ranks of a job do; but here each rank sums alone, because the exchange is the link's part of a
-prediction. For example two ranks that take 10 and 12 ms for a step: on average a step takes 11 ms, and the job's
-takes 12.
+Virtual devices of one CPU share its cores, caches and memory. That cost is measured, too: as many worker processes as
+the job would have make their steps at the same time, each on its shard. They begin each step together, as the sum of
+gradients makes the ranks of a job do; but here each rank sums alone, because the link accounts for the exchange. For
+example two ranks that take 10 and 12 ms for a step: on average a step takes 11 ms, and the job's takes 12.
 """
 
 from __future__ import annotations

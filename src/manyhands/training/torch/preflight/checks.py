@@ -138,7 +138,7 @@ def _several(model: torch.nn.Module, job: Job) -> list[int | str]:
 
 
 def _loss_of_model(job: Job, parts: bool) -> bool:
-    """Whether batches are dicts, and their loss the one in the model's output; looked at where it matters."""
+    """Whether batches are dicts, and their loss the one in the model's output; found out only where it matters."""
     data = job.train
     if isinstance(data, Arrays):
         return isinstance(data.prepare, dict_batches.Named)

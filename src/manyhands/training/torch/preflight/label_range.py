@@ -1,9 +1,9 @@
-"""Labels that a model has no output for: on a GPU they would break the process, long after.
+"""Refuses labels that a model has no output for: on a GPU they would break the process much later.
 
-How many outputs there are is known when the first batch has gone through the model; that is the first step, there is no
-pass before. Labels are looked at on the host, where it costs next to nothing: those of arrays all at once, those of a
-dataset or a loader batch by batch, before they go to the device. Until the number of outputs is known their range is
-kept, and held against it then, before the loss sees them.
+The number of outputs is known after the forward pass of the first step; no pass is made before. Labels are checked on
+the host, where it costs next to nothing: those of arrays all at once, those of a dataset or a loader batch by batch,
+before they go to the device. Until the number of outputs is known, their range is recorded; then it is compared, before
+the loss sees the labels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LabelRange:
         labels = labels[labels != self.ignored]
         if not len(labels):
             return
-        # Kept first: the first answer may come in another thread, between these lines.
+        # Recorded first: the first output may come in another thread, between these lines.
         self.low, self.high = min(self.low, int(labels.min())), max(self.high, int(labels.max()))
         if self.classes is not None:
             self._check(self.classes)
@@ -52,7 +52,7 @@ class LabelRange:
         try:
             self._check(answer.shape[1])
         except BadLabels:
-            self.classes = None  # a step that is made again finds it again
+            self.classes = None  # so that a repeated step raises it again
             raise
 
     def _check(self, classes: int) -> None:

@@ -29,13 +29,13 @@ from manyhands.training.torch.objective import Objective, OwnStep, mixes_samples
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.workers import job_bytes
 
-# Samples of a dataset among which unlike ones are looked for: reading one may take milliseconds. A count, not a time:
-# all ranks must look at the same ones.
+# Samples of a dataset among which unlike ones are searched for: reading one may take milliseconds. A count, not a time:
+# all ranks must read the same ones.
 _POOL = 256
 _POOL_BYTES = 1 << 27  # of these samples together: large ones, pictures from files say, take long to read
 _STREAMED = 2  # batches of a loader
 _DOUBLE = 50_000_000  # parameters: up to that many a copy in float64 takes little memory, and says more
-_COMPARED = 4_000_000  # numbers of a gradient: of a larger one as many are looked at, from everywhere
+_COMPARED = 4_000_000  # numbers of a gradient; a larger one is sampled evenly
 _PRECISIONS = {torch.float64: "float64", torch.float32: "tf32"}  # a GPU may multiply float32 in TF32
 
 
@@ -100,7 +100,7 @@ def _batches(job: Job) -> tuple[list[Batch], str | None]:
 
 
 def _pool_size(data: Samples) -> int:
-    """How many samples are looked at: as many as may be read, fewer where they are large."""
+    """How many samples to read: at most _POOL, fewer where they are large."""
     first = samples.few_samples(data, FEW)
     size = max(1, sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(first)) // rows(first))
     return min(data.count, _POOL, max(4 * FEW, _POOL_BYTES // size))

@@ -15,9 +15,9 @@ All ranks compute alike: in bfloat16 only if each of them would. A resumed job k
 ``config.json`` of the run and a note of the result say what was chosen, and why.
 
 Some operations refuse bfloat16: ``out[rows] = layer(x)`` with an out of float32, Fourier transforms, binary
-cross-entropy in a model's own step. What works in float32 shall not fail by our choice. On one device it shows in
-the first step: one that fails before its update is made again, in float32. Ranks cannot go back each for itself,
-because others would wait for their gradients, so with several a copy of the model makes one pass with two samples.
+cross-entropy in a model's own step. A model that works in float32 must not fail because of our choice. On one device a
+first step that fails before its update is made again in float32. With several ranks the others would wait for its
+gradients, so there a copy of the model makes one pass with two samples beforehand.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _refusal(job: Job, model: torch.nn.Module, objective: Objective, device: tor
             return None
         try:
             _make_pass(model, objective, batch, Numbers(channels_last=numbers.channels_last))
-        except Exception:  # not bfloat16 is to blame: the first step will say it, with all that belongs to it
+        except Exception:  # bfloat16 is not the cause: the first step will raise the error with its context
             return None
     return refused(model, error_in_bf16)
 

@@ -11,8 +11,8 @@ afterwards, as on one device (zero would be another thing: weight decay and mome
 tells all ranks whether the loss of any of them was NaN.
 
 Why not DistributedDataParallel: it averages over ranks, which is wrong for unequal shards, it needs a forward pass on
-every rank, also on one without samples, and it keeps a second copy of the gradients unless told otherwise. What crosses
-processes is torch.distributed here as there.
+every rank, also on one without samples, and by default it keeps a second copy of the gradients. Both communicate by
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def _lay_views(bucket: _Bucket) -> None:
 def _drop_unused(buckets: list[_Bucket]) -> None:
     """Take the gradient from parameters that no rank used; to be given the buckets of which this rank used a part.
 
-    The optimizer has to be told on the host which those are: it must neither decay them nor count a step for them. So a
-    rank that left parameters out waits here, once a step, for the sums that say whether another one used them (with
-    Gloo they are on the host already). One that used all of its parameters never waits.
+    The optimizer must neither decay them nor count a step for them, and it decides on the host. So a rank that left
+    parameters out waits here, once a step, for the sums that say whether another rank used them (with Gloo they are on
+    the host already). A rank that used all of its parameters never waits.
     """
     if not buckets:
         return

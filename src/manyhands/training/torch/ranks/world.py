@@ -26,7 +26,7 @@ from manyhands.errors import BadSettings
 from manyhands.training import launcher
 from manyhands.training.torch.state import job_state
 
-# How long a collective may wait for the other ranks, in hang_seconds. In a pool longer than a hang takes to be found,
+# How long a collective may wait for the other ranks, in hang_seconds. In a pool longer than it takes to detect a hang,
 # so that the message names the rank that hangs.
 PATIENCE_IN_POOL = 30
 PATIENCE_UNDER_LAUNCHER = 10
@@ -60,7 +60,7 @@ class World:
                         job_state.write(tensor, dense)
 
     def bytes_from_first(self, data: bytes) -> bytes:
-        """The bytes that the first rank has; what the others give is not looked at."""
+        """The bytes of the first rank; those of the others are ignored."""
         if self.size == 1:
             return data
         length = torch.tensor([len(data)], device=self.device)

@@ -45,7 +45,7 @@ class ModuleState:
         self._before = self._looks(self._alive)
 
     def changed(self) -> dict[Place, Any]:
-        """What has another value than at the beginning; what could not be looked at then is left out."""
+        """The attributes that have changed since the beginning; those without a digest then are left out."""
         now = self._looks([])
         changed = {
             place
@@ -88,7 +88,7 @@ class ModuleState:
         attributes, extra, notes = [], {}, []
         for place, value in self.changed().items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                continue  # worked out anew in every step
+                continue  # every step computes it again
             try:
                 attributes.append([*place, _encoded(value, tensors)])
             except TypeError as error:

@@ -1,8 +1,8 @@
 """Variables outside a model that its code changes: globals, and what its functions have closed over.
 
-In a worker process they are copies, and what changes there stays there. Which ones do is looked at before and after a
-job, so that a note can name them. Looked at are the variables that the methods of the model's own classes, the loss and
-the schedule name; attributes of imported modules are not.
+In a worker process they are copies, and changes stay there. Digests before and after a job find the changed ones, so
+that a note can name them. They cover the variables that the methods of the model's classes, the loss and the schedule
+name, not attributes of imported modules.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 
 
 class OwnStream:
-    """Within it, PyTorch, NumPy and Python draw from a stream of their own, which the next ``with`` goes on with.
+    """Within it, PyTorch, NumPy and Python draw from a separate stream, which the next ``with`` continues.
 
     A loader that shuffles by itself draws from the process's random numbers. Those differ from rank to rank, for
     dropout; the loader's order must not.
@@ -42,7 +42,7 @@ def mixed_seed(*parts: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Begin all of this process's random numbers anew, those on its GPUs too."""
+    """Seed all generators of this process, those of its GPUs too."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

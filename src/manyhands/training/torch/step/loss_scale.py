@@ -9,7 +9,7 @@ case, and taken back as that of a bad batch (:mod:`.skip_nan`). For example a sc
     step 0   gradients inf   update taken back, scale 32768, skipped 1
     step 1   gradients fine  update stays
 
-On several ranks gradients are looked at when they are summed, so all ranks decide alike. A scale that has fallen to
+On several ranks gradients are checked after they are summed, so all ranks decide alike. A scale that has fallen to
 2**-10 falls no further: where 50 steps in a row were skipped and it stands there, nothing is learnt any more, and the
 job ends with an error. The device finds that out, too, and the host hears of it with the figures that it reads anyway.
 """

@@ -1,8 +1,8 @@
 """``on_nan="continue"``: a batch whose loss is NaN leaves no trace in weights, statistics or optimizer.
 
-Whether the loss is a number is known on the device alone, and the host shall not wait for it. So the step is made in
-any case, with copies kept of all that it may change, and afterwards the device itself chooses, tensor by tensor: what
-the step made of it, or the copy. For example weights w = 2 and a loss of nan::
+Only the device knows whether the loss is finite, and the host must not wait for it. So the step is made in any case,
+after all that it may change was copied, and then the device chooses, tensor by tensor: the new value, or the copy. For
+example weights w = 2 and a loss of nan::
 
     keep()                     copies: 2
     forward, backward, update  w = nan

@@ -238,7 +238,7 @@ def _load() -> None:
 def _fork(requests: socket.socket, request: dict[str, Any], descriptors: list[int]) -> int:
     sys.stdout.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's threads: they stand still and mind forks
+        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's threads: they are idle, and safe to fork
         pid = os.fork()
     if pid == 0:
         try:

@@ -228,7 +228,7 @@ class Pool:
                 self._pass_on(worker, message, say)
 
     def _pass_on(self, worker: _Worker, message: dict[str, Any], say: Say) -> None:
-        """Hand an event to the callbacks, and their answer back. The time that they take is nobody's silence."""
+        """Give an event to the callbacks, and return their answer. Their time does not count as a worker's silence."""
         begun = time.monotonic()
         answer = say(message)
         if message.get("asks"):

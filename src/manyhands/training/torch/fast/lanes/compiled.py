@@ -125,7 +125,7 @@ class CompiledLanes:
             self._journal.wait(0, call.recorded_mark)
             self._lanes.wait(0, call.mark)
         self._calls = [call for call in self._calls if call not in joined]
-        # From here on everybody may read the results, and use the memory of what was given, if nobody else reads it.
+        # From here on the results may be read, and inputs that no other call reads may be overwritten.
         created = {memory for call in joined for memory in call.created}
         free = self._read(joined) - self._read(self._calls)
         self._journal.task(0, Task("join", writes=frozenset(created | free)))

@@ -1,8 +1,8 @@
 """Takes weight gradients aside in the graph of a compiled backward pass: the pass of :mod:`.compiled`.
 
-Only what leads to results of the backward pass by casts, views and sums goes aside: nobody else waits for it. It is
-joined at the end. Until then the compiler keeps all that the lanes read; where that is too much, there are joins on
-the way, each for what was taken aside before the last few, so that the lanes are likely through with it:
+A gradient goes aside if only casts, views and sums lie between it and the results of the backward pass. It is joined at
+the end. Until then the compiler keeps all inputs of the lanes; where these are too large there are joins in between,
+each for gradients that were taken aside a while ago, so that their lanes are likely done:
 
     dw1 = aside(g1, x1)     dw2 = aside(g2, x2)     join([dw1], [g1, x1])     dw3 = aside(g3, x3)     ...
 """
@@ -72,7 +72,7 @@ def _take_aside(graph: Graph, most_held: int | None, least_product: int) -> None
         results += gradients
         groups[-1].add(gradients)
         if most_held is not None and groups[-1].bytes > most_held / 2:
-            # The group before this one is joined only now: its lanes had all of this one's time to get through with it.
+            # The group before is joined only now: its lanes had all the time of this group.
             if len(groups) > 1:
                 groups[-2].join(graph, last.next)
             groups.append(_Group())
@@ -110,7 +110,7 @@ class _Group:
 
 
 def _convolution(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
-    """The gradients of weight and bias on a lane, the input's in its place; nothing where somebody waits for them.
+    """The gradients of weight and bias on a lane, the input's in its place; nothing where others need them earlier.
 
     Gives them, and the last of the operations that stand there now. The lane forks off before the gradient of the
     input: it need not wait for that.
@@ -141,7 +141,7 @@ def _multiplications(node: Node) -> int:
 
 
 def _product_of(graph: Graph, node: Node, lane: int) -> tuple[list[Node], Node]:
-    """A product on a lane, where nobody waits for it."""
+    """A product on a lane, where only results of the backward pass need it."""
     if not all(after.target in _LIGHT for after in _after([node])):
         return [], node
     dtype = _common_cast([node])
@@ -179,7 +179,7 @@ def _common_cast(wanted: list[Node]) -> torch.dtype | None:
 
 
 def _after(nodes: list[Node]) -> set[Node]:
-    """All that is made of these, the output apart."""
+    """All nodes that depend on these, without the output."""
     following: set[Node] = set()
     left = list(nodes)
     while left:

@@ -1,9 +1,9 @@
-"""Which calls of a backward pass give a gradient that goes straight to a parameter, so that nobody else waits for it.
+"""Which calls of a backward pass compute a gradient that goes straight to a parameter: nothing else needs it.
 
-A dispatch mode sees operations, not layers. Which node of autograd's graph calls an operation, and where each of its
-results goes, PyTorch tells (the node and its ``next_functions``). The backward of a linear layer, y = x @ w.t() + b,
-calls two products and a sum: of the two products the one for the weight is the one that is made of the input, which
-the node has saved; where input and weight are one memory it cannot be told, and both stay where they are.
+A dispatch mode sees operations, not layers. PyTorch knows which node of autograd's graph calls an operation, and where
+its results go (``next_functions``). The backward of a linear layer, y = x @ w.t() + b, calls two products and a sum.
+The product that reads the input, which the node has saved, is the weight's gradient; where input and weight share
+memory the two cannot be distinguished, and both stay on the main lane.
 """
 
 from __future__ import annotations
