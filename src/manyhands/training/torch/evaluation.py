@@ -33,12 +33,12 @@ from manyhands.training.evaluation.pieces import Late, Pieces, batch_size_for, c
 from manyhands.training.learner import Take
 from manyhands.training.loss_sum import LossSum
 from manyhands.training.running_sums import Figures, together
-from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data import dict_batches, feed, samples
 from manyhands.training.torch.data.batches import Batch, map_tensors, rows
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.objective import Objective, mixes_samples, widened
 from manyhands.training.torch.ranks.world import World
+from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step import running_sums
 from manyhands.training.torch.step.eager import Numbers
 from manyhands.training.torch.step.running_sums import Metrics
@@ -69,7 +69,7 @@ class Evaluation:
         whole = not objective.is_mean(self.model) or mixes_samples(self.model)
         if getattr(objective, "is_default", False) and not whole:  # of a dict it is the loss in the model's output
             whole = _are_dicts(data)
-        with _evaluating(self.model), answers or contextlib.nullcontext():
+        with evaluating(self.model), answers or contextlib.nullcontext():
             for number, batch in enumerate(self._batches(data, whole=whole, by_name=True)):
                 objective.batch_idx = number
                 if batch is None or not (size := rows(batch)):
@@ -97,7 +97,7 @@ class Evaluation:
     def predict(self, data: Source, inputs: Inputs | None, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples; targets in the data are not used."""
         outputs = _Outputs(self.world, take)
-        with _evaluating(self.model):
+        with evaluating(self.model):
             for batch in self._batches(data):
                 if batch is None or not (size := rows(batch)):
                     outputs.add(None)
@@ -138,13 +138,6 @@ def _are_dicts(data: Source) -> bool:
     if isinstance(data, Arrays):
         return isinstance(data.prepare, dict_batches.Named)
     return isinstance(data, Samples) and is_by_name(samples.few_samples(data, 1))
-
-
-@contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    with modes_kept(model):
-        model.eval()
-        yield
 
 
 class _Answers:

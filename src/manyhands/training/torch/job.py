@@ -22,6 +22,8 @@ from manyhands.training.torch.optimizers import MakeOptimizer
 from manyhands.training.torch.step.eager import Numbers
 from manyhands.training.torch.step.several_optimizers import Entry, Several
 
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass
 class Job:
@@ -107,7 +109,7 @@ def numbers_for(job: Job, device: torch.device) -> Numbers:
     on_gpu = device.type == "cuda"
     precision = job.settings.precision
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
-    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    autocast = HALVES.get(precision)
     laid = images and job.settings.step.fast and (on_gpu or autocast is not None)
     return Numbers(autocast, channels_last=laid, dtype=torch.float64 if precision == "fp64" else None)
 

@@ -21,7 +21,7 @@ from manyhands.training.running_sums import Figures
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.evaluation import Evaluation
-from manyhands.training.torch.job import Job
+from manyhands.training.torch.job import HALVES, Job
 from manyhands.training.torch.objective import Objective, placed
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
@@ -29,13 +29,12 @@ from manyhands.training.torch.step.eager import Numbers
 from manyhands.training.torch.workers import job_bytes, pool
 
 _ALIVE_EVERY = 0.2  # seconds
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]) -> dict[str, Any] | None:
     """This rank's part: the figures over all ranks, or (``predict``) nothing but what ``take`` gets."""
-    numbers = Numbers(_HALVES.get(job.settings.precision))
-    numbers.dtype = torch.float64 if job.settings.precision == "fp64" else None
+    precision = job.settings.precision
+    numbers = Numbers(HALVES.get(precision), dtype=torch.float64 if precision == "fp64" else None)
     model = job.model.to(here.device, numbers.dtype)
     here.broadcast_([*model.parameters(), *model.buffers()])
     randomness.seed_all(randomness.mixed_seed(job.settings.seed, here.rank))

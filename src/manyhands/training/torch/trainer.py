@@ -31,7 +31,6 @@ from manyhands.training.learner import Take
 from manyhands.training.result import Result
 from manyhands.training.settings import Settings
 from manyhands.training.torch import evaluation, optimizers, schedulers, standalone
-from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, source
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.learner import loop_of
@@ -40,6 +39,7 @@ from manyhands.training.torch.preflight import checks, diagnose
 from manyhands.training.torch.preflight.batch_size_search import Search
 from manyhands.training.torch.ranks import sharding, world
 from manyhands.training.torch.state import job_state, module_state, randomness
+from manyhands.training.torch.state.modes import modes_kept
 from manyhands.training.torch.workers import pool
 from manyhands.training.trainer import BaseTrainer
 

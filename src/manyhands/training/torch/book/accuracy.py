@@ -12,6 +12,7 @@ from torch import nn
 
 from manyhands.backends.torch import devices as _backend
 from manyhands.training.book.accuracy import Accuracy, Answer, check_shapes
+from manyhands.training.torch.state.modes import evaluating
 
 
 class _Accuracy(Accuracy[torch.device]):
@@ -30,9 +31,7 @@ class _Accuracy(Accuracy[torch.device]):
     def answering(
         self, net: Any, devices: Sequence[torch.device | None], *, replicate: bool
     ) -> Iterator[Sequence[Answer]]:
-        with torch.no_grad(), modes_kept(net):
-            if isinstance(net, nn.Module):
-                net.eval()
+        with torch.no_grad(), evaluating(net):
             yield [self._replica(net, device) if replicate else net for device in devices]
 
     def _replica(self, net: nn.Module, device: torch.device | None) -> nn.Module:
@@ -47,14 +46,3 @@ _functions = _Accuracy(_backend)
 accuracy = _functions.accuracy
 evaluate_accuracy_gpu = _functions.evaluate_accuracy_gpu
 evaluate_accuracy_gpus = _functions.evaluate_accuracy_gpus
-
-
-@contextlib.contextmanager
-def modes_kept(net: object) -> Iterator[None]:
-    """Afterwards every layer is in its own mode again, training or evaluation: one may be frozen."""
-    modes = [(layer, layer.training) for layer in net.modules()] if isinstance(net, nn.Module) else []
-    try:
-        yield
-    finally:
-        for layer, mode in modes:
-            layer.training = mode

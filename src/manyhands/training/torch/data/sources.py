@@ -199,14 +199,14 @@ def source(data: Any, *, shuffle: bool = True) -> Source:
     if isinstance(data, (tuple, list)) and data and all(_is_array(part) for part in data):
         check_numbers([part for part in data if isinstance(part, np.ndarray)])
         return Arrays(tuple(torch.as_tensor(x) for x in data), shuffle=shuffle)
-    if isinstance(data, Mapping) and 0 not in data and data and all(_is_array(part) for part in data.values()):
+    if isinstance(data, (tuple, list)) and data and is_list_of_numbers(data[0]):
+        raise refusals.lists_of_numbers()
+    if isinstance(data, Mapping) and 0 not in data:  # one with 0 may be a dataset
+        if not data or not all(_is_array(part) for part in data.values()):
+            raise refusals.not_data(data, _KINDS)
         check_numbers([part for part in data.values() if isinstance(part, np.ndarray)])
         return Arrays(tuple(torch.as_tensor(part) for part in data.values()), Named(tuple(data)), shuffle=shuffle)
-    arrays_by_name = isinstance(data, Mapping) and 0 not in data
-    of_numbers = isinstance(data, (tuple, list)) and bool(data) and is_list_of_numbers(data[0])
-    if of_numbers:
-        raise refusals.lists_of_numbers()
-    if arrays_by_name or isinstance(data, (str, bytes)):
+    if isinstance(data, (str, bytes)):
         raise refusals.not_data(data, _KINDS)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Samples(data, shuffle=shuffle)

@@ -169,7 +169,11 @@ class GraphStep:
         sized = self._sized[size]
         if sized.replay is None:
             try:
-                self._without_graph(sized)
+                with on(self._stream, self._eager.device):
+                    if sized.warm < _WARM_UP:
+                        self._warm_up(sized)
+                    else:  # the capture computes nothing yet
+                        sized.replay = self._tried(sized, self._captured(sized).replay)
                 why = None
             except _NothingDone as nothing:
                 why = f"{type(nothing.__cause__).__name__}: {nothing.__cause__}"
@@ -269,14 +273,6 @@ class GraphStep:
             elif size == self._size and "plan" in self.reasons:
                 lines.append(f"  {self.reasons['plan']}")
         return "\n".join(lines)
-
-    def _without_graph(self, sized: _Sized) -> None:
-        """One plain step while warming up; after that the capture, which computes nothing yet."""
-        with on(self._stream, self._eager.device):
-            if sized.warm < _WARM_UP:
-                self._warm_up(sized)
-            else:
-                sized.replay = self._tried(sized, self._captured(sized).replay)
 
     def _warm_up(self, sized: _Sized) -> None:
         eager = self._eager

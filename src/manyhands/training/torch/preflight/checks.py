@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from manyhands.training.data.labels import OWN_STEP, why_no_classes
-from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch
@@ -24,6 +23,7 @@ from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised, makes_updates, takes_optimizer
 from manyhands.training.torch.preflight import loss_trial
 from manyhands.training.torch.preflight.label_range import LabelRange
+from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
 from manyhands.training.torch.step.several_optimizers import Several
 
@@ -39,8 +39,7 @@ def materialise(model: torch.nn.Module, data: Source) -> None:
     if not is_lazy(model):
         return
     batch = few_samples(data, _FEW)
-    with torch.no_grad(), modes_kept(model):
-        model.eval()  # no statistics, no dropout
+    with torch.no_grad(), evaluating(model):
         _call(copy.deepcopy(model), batch)  # if that fails, the layers stay as they are
         _call(model, batch)
 

@@ -21,13 +21,13 @@ from manyhands import tree
 from manyhands.backends.torch import compat
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training.loss_sum import LossSum
-from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows, tensors_in
 from manyhands.training.torch.objective import Objective, OwnStep, Supervised
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.ranks.measured_shares import Clock
 from manyhands.training.torch.ranks.sharding import ShardedGradients
+from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.loss_scale import LossScale
 from manyhands.training.torch.step.running_sums import Metrics
@@ -239,7 +239,9 @@ class EagerStep:
     def _loss(self, part: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if size:
             return self.objective(self.model, part, part=self.in_parts)
-        with self._without_samples():
+        # BatchNorm refuses an empty batch, unless its statistics are global.
+        is_sharded = isinstance(self.gradients, ShardedGradients)
+        with evaluating(self.model) if is_sharded else contextlib.nullcontext():
             if self._sample is not None and isinstance(self.objective, OwnStep):
                 step = dataclasses.replace(self.objective, training=True)
                 value = step.value(self.model, self.numbers.lay(self._sample))[0]
@@ -258,16 +260,6 @@ class EagerStep:
             f"and the trainer cannot tell what of a {type(part).__name__} the model's inputs are: give batches "
             "(inputs, target)"
         )
-
-    @contextlib.contextmanager
-    def _without_samples(self) -> Iterator[None]:
-        """In sharded steps evaluation mode: BatchNorm refuses an empty batch, unless its statistics are global."""
-        if not isinstance(self.gradients, ShardedGradients):
-            yield
-            return
-        with modes_kept(self.model):
-            self.model.eval()
-            yield
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *, several: bool) -> None:

@@ -17,16 +17,16 @@ it is that of the whole batch. All ranks have to make the same updates in the sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from manyhands.errors import BadSettings
 from manyhands.training.loss_sum import LossSum
-from manyhands.training.torch.book.accuracy import modes_kept
 from manyhands.training.torch.data.batches import Batch, cut, map_tensors, rows
 from manyhands.training.torch.objective import checked
+from manyhands.training.torch.state.modes import evaluating
 from manyhands.training.torch.step.average import Average
 from manyhands.training.torch.step.eager import EagerStep
 from manyhands.training.torch.step.several_optimizers import Key, Several, SeveralSteps
@@ -149,7 +149,8 @@ class OwnUpdates(SeveralSteps):
             )
         if self.clock is not None:
             self.clock.start()
-        with self.numbers.scope(self.device), self._mode(size):
+        # Without samples the statistics of layers must not change.
+        with self.numbers.scope(self.device), contextlib.nullcontext() if size else evaluating(self.model):
             user: Any = self.model
             user.training_step(self.numbers.lay(shard), self._updates)
         if self.clock is not None:
@@ -158,13 +159,3 @@ class OwnUpdates(SeveralSteps):
             self.metrics.add(self.metrics.sums.new_zeros(()), None, size, step)
         if self.average is not None:
             self.average.update()
-
-    @contextlib.contextmanager
-    def _mode(self, size: int) -> Iterator[None]:
-        """Without samples nothing is to change: statistics of layers stay as they are."""
-        if size:
-            yield
-            return
-        with modes_kept(self.model):
-            self.model.eval()
-            yield

@@ -1,0 +1,28 @@
+"""Training and evaluation mode: every layer gets its own mode back, because a user may have frozen some."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+
+@contextlib.contextmanager
+def modes_kept(net: object) -> Iterator[None]:
+    """Afterwards every layer is in the mode that it was in."""
+    modes = [(layer, layer.training) for layer in net.modules()] if isinstance(net, nn.Module) else []
+    try:
+        yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode
+
+
+@contextlib.contextmanager
+def evaluating(net: object) -> Iterator[None]:
+    """Within it the net is in evaluation mode: no dropout, and no statistics of the batch."""
+    with modes_kept(net):
+        if isinstance(net, nn.Module):
+            net.eval()
+        yield
