@@ -84,7 +84,7 @@ def _counts(text: str) -> list[int]:
 def run(options: argparse.Namespace) -> int:
     from manyhands.predict import link as links
     from manyhands.predict import plot
-    from manyhands.schedule.output_path import check_writable
+    from manyhands.schedule.pictures.output_path import check_writable
 
     # What can be refused is refused first: measuring takes a while.
     if options.plot is not None:

@@ -13,7 +13,7 @@ from manyhands.errors import BadSettings
 from manyhands.lab import html, plots
 from manyhands.lab.finding import Table
 from manyhands.lab.result import Report, Result
-from manyhands.schedule.output_path import check_writable
+from manyhands.schedule.pictures.output_path import check_writable
 
 
 @dataclass(frozen=True, slots=True)
