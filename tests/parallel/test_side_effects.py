@@ -24,10 +24,10 @@ def test_what_is_printed_opened_and_drawn_is_noted(capsys: pytest.CaptureFixture
     with Effects() as opening, open(__file__):
         pass
     assert capsys.readouterr().out == "seen\n"
-    assert quiet.found is None
-    assert "prints" in str(printing.found)
-    assert "random" in str(drawing.found)
-    assert "opens" in str(opening.found)
+    assert quiet.seen is None
+    assert "prints" in str(printing.seen)
+    assert "random" in str(drawing.seen)
+    assert "opens" in str(opening.seen)
     assert (builtins.print, builtins.open, builtins.input) == before
 
 
@@ -40,7 +40,7 @@ def test_several_threads_at_once() -> None:
         with Effects() as effects:
             inside.wait(60)
             leave.wait(60)
-        found.append(effects.found)
+        found.append(effects.seen)
 
     thread = threading.Thread(target=quiet)
     with Effects() as mine:
@@ -50,7 +50,7 @@ def test_several_threads_at_once() -> None:
     assert builtins.print is not before  # the other one is still watching
     leave.set()
     thread.join()
-    assert "prints" in str(mine.found)
+    assert "prints" in str(mine.seen)
     assert found == [None]
     assert builtins.print is before
 
@@ -68,9 +68,9 @@ def test_a_trace_has_no_effects_but_packages_may_do_what_they_do(capsys: pytest.
     before = random.getstate()
     with Effects(refuse=True) as drawing:
         random.random()
-    assert "random" in str(drawing.found)
+    assert "random" in str(drawing.seen)
     assert random.getstate() == before
     with Effects(refuse=True) as quiet:
         exec("print('seen')", vars(getpass))  # as code of an installed module would
-    assert quiet.found is None
+    assert quiet.seen is None
     assert capsys.readouterr().out == "seen\n"

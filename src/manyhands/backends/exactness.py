@@ -117,5 +117,5 @@ def _relative(distance: Distance) -> tuple[float, float]:
     )
 
 
-def _times(one: float, other: float) -> float:
-    return one / other if other else 1.0 if one == 0 else math.inf
+def _times(ours: float, plain: float) -> float:
+    return ours / plain if plain else 1.0 if ours == 0 else math.inf

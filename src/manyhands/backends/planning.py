@@ -298,7 +298,7 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
         self, trace: TraceT, call: CallT, ours: Sequence[Value], plain: Sequence[Value], exactly: Sequence[Value]
     ) -> Verdict: ...
 
-    def equal(self, one: Sequence[Value], other: Sequence[Value]) -> tuple[bool, float]:
+    def equal(self, results: Sequence[Value], expected: Sequence[Value]) -> tuple[bool, float]:
         """Whether results are the same to the bit, and their largest relative difference."""
 
     def overlapping(self, values: Sequence[Value]) -> set[tuple[int, int]]:

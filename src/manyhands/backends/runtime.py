@@ -210,12 +210,12 @@ def taken_apart(
 # Comparing
 
 
-def difference(one: object, other: object) -> tuple[bool, float]:
+def difference(result: object, expected: object) -> tuple[bool, float]:
     """Whether two arrays are the same to the bit, and otherwise their relative difference; NaN equals NaN.
 
     Whole numbers, texts and truth values are equal, or infinitely far apart.
     """
-    a, b = np.asarray(one), np.asarray(other)
+    a, b = np.asarray(result), np.asarray(expected)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False, math.inf
     if a.tobytes() == b.tobytes() or (a.dtype.kind in "OSU" and bool((a == b).all())):

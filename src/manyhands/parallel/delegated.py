@@ -42,7 +42,7 @@ from manyhands.schedule.graph import Graph, graph
 from manyhands.schedule.lanes import Lane, Schedule, schedule
 from manyhands.schedule.pictures.timeline import Timeline
 from manyhands.schedule.simulate import simulate
-from manyhands.tasks.reachable import Found, Objects
+from manyhands.tasks.reachable import Objects, Reached
 from manyhands.tasks.scope import no_threads
 from manyhands.tasks.scope import parallel as Scope
 from manyhands.tasks.undeclared_writes import Watch, in_words
@@ -118,8 +118,8 @@ class Parallel(ParallelFunction[P, R]):
         planned = Planned(self._plainly, seconds={Way(Means.AS_WRITTEN, "first call"): spent})
         changed = outside.changed()
         try:
-            if effects.found or changed:
-                raise CannotTrace(f"it {effects.found or f'changes {changed}, which is outside it'}")
+            if effects.seen or changed:
+                raise CannotTrace(f"it {effects.seen or f'changes {changed}, which is outside it'}")
             self._must_be_watched(call, reached)
             traced = trace(reached.objects)
             planned.notes += traced.notes
@@ -143,7 +143,7 @@ class Parallel(ParallelFunction[P, R]):
     def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
         return self.plain(*arguments, **keywords)
 
-    def _must_be_watched(self, call: Call, reached: Found) -> None:
+    def _must_be_watched(self, call: Call, reached: Reached) -> None:
         """Everything that is no tensor takes part in a trace as it is: a change of it has to be noticed."""
         for one in call.others:
             if isinstance(one, self.backend.BY_VALUE) or callable(one) or not is_foreign(type(one)):
@@ -177,20 +177,27 @@ class Parallel(ParallelFunction[P, R]):
             for _ in range(2):  # the first time it is compiled
                 with backend.as_before(before):
                     start = time.perf_counter()
-                    own = backend.wait(run(call.tensors))
+                    result_of_runtime = backend.wait(run(call.tensors))
                     spent = time.perf_counter() - start
-                    results = [*backend.flatten(own)[0], *(value for _, value in backend.variables(traced.writes))]
+                    results = [
+                        *backend.flatten(result_of_runtime)[0],
+                        *(value for _, value in backend.variables(traced.writes)),
+                    ]
         except Exception as error:  # out of memory, an operation that the compiler does not know
             planned.notes.append(f"{way} is not used: {first_line(error)}")
             return
-        found = compared(backend, results, expected)
-        if found.close:
+        comparison = compared(backend, results, expected)
+        if comparison.close:
             planned.way = Way(Means.RUNTIME, runtime=way)
-            planned.exactness = TO_THE_BIT if found.same else close(found.difference)
+            planned.exactness = TO_THE_BIT if comparison.same else close(comparison.difference)
             planned.run = self._delegated(planned, run, writes=bool(written))
             planned.seconds[planned.way] = spent
         else:
-            how = f"differ by {found.difference:.1e}" if found.difference < float("inf") else "are of another kind"
+            how = (
+                f"differ by {comparison.difference:.1e}"
+                if comparison.difference < float("inf")
+                else "are of another kind"
+            )
             planned.notes.append(f"{way} is not used: its results {how}")
 
     def _delegated(self, planned: Planned, run: Run, *, writes: bool) -> planning.Run:
@@ -216,22 +223,22 @@ class Parallel(ParallelFunction[P, R]):
         """The tasks on the runtime's lanes, as it would run them."""
         backend, forms = self.backend, traced.forms
         tasks = [dataclasses.replace(task, share=1 / backend.lanes(task.device)) for task in traced.tasks]
-        made = _on_lanes(graph(tasks), backend.lanes)
-        whole, spent = simulate(made).seconds, [*planned.seconds.values()][-1]
+        on_lanes = _on_lanes(graph(tasks), backend.lanes)
+        whole, spent = simulate(on_lanes).seconds, [*planned.seconds.values()][-1]
         if not traced.measured and whole > 0:
             tasks = [dataclasses.replace(task, seconds=task.seconds * spent / whole) for task in tasks]
-            made = _on_lanes(graph(tasks), backend.lanes)
-        check(made)
-        planned.schedule = made
+            on_lanes = _on_lanes(graph(tasks), backend.lanes)
+        check(on_lanes)
+        planned.schedule = on_lanes
         costs = "measured one by one, in the first call" if traced.measured else "estimated from shapes"
         planned.about_runtime = f"the tasks' times are {costs}; timeline() is simulated. {backend.LANES}"
-        planned.advice = advice(made.graph, forms, lambda one: backend.BATCH if forms[one] else None)
+        planned.advice = advice(on_lanes.graph, forms, lambda number: backend.BATCH if forms[number] else None)
 
 
 class _Outside:
     """What a function reached outside its arguments before a call, and whether that is as it was."""
 
-    def __init__(self, objects: Objects, reached: Found) -> None:
+    def __init__(self, objects: Objects, reached: Reached) -> None:
         reached.variables += reached.helpers
         reached.locks = False  # a lock orders what threads do; here it is about what has changed
         self._names = {id(variable.value): variable.name for variable in reversed(reached.variables)}
@@ -242,19 +249,19 @@ class _Outside:
 
     def changed(self) -> str | None:
         """What is not as it was, by the name that the function has for it."""
-        if (one := self._watch.changed()) is None:
+        if (changed := self._watch.changed()) is None:
             return None
-        return getattr(one, "name", None) or self._names.get(id(one)) or in_words(one)
+        return getattr(changed, "name", None) or self._names.get(id(changed)) or in_words(changed)
 
 
-def _on_lanes(made: Graph, lanes: Callable[[str], int]) -> Schedule:
-    kinds = dict.fromkeys((task.device, task.kind) for task in made.tasks)
-    found = [
+def _on_lanes(program: Graph, lanes: Callable[[str], int]) -> Schedule:
+    kinds = dict.fromkeys((task.device, task.kind) for task in program.tasks)
+    runtime_lanes = [
         Lane(device, kind, number)
         for device, kind in kinds
         for number in range(lanes(device) if kind == "compute" else 1)
     ]
-    return schedule(made, found)
+    return schedule(program, runtime_lanes)
 
 
 class _Open(Scope):

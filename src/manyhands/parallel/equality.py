@@ -28,7 +28,7 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
         notes: list[str],
     ) -> None:
         """What is in the way of a better comparison is told in ``notes``."""
-        self._backend, self._found, self._call = backend, trace, call
+        self._backend, self._trace, self._call = backend, trace, call
         self._expected, self._notes = expected, notes
 
     @classmethod
@@ -54,11 +54,11 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
 
     def results_of(self, run: Replay) -> list[Value]:
         """What a run gives for the same numbers."""
-        return self._backend.observed(self._found, self._call, run)
+        return self._backend.observed(self._trace, self._call, run)
 
     def results_of_function(self, function: Run) -> list[Value]:
         """What another way of plain execution gives for them."""
-        return self._backend.expected(self._found, self._call, function)
+        return self._backend.expected(self._trace, self._call, function)
 
     def refused(self, results: Sequence[Value]) -> tuple[str | None, Exactness]:
         """Why results are not right, or None; and how close they are."""
@@ -69,25 +69,24 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
             return None, TO_THE_BIT
         if self._exact is not None:
             try:
-                verdict = self._backend.verdict(self._found, self._call, results, self._expected, self._exact)
+                verdict = self._backend.verdict(self._trace, self._call, results, self._expected, self._exact)
             except CannotBeExact as error:
                 self._tell(error)
             else:
                 return None if verdict.accepted else f"it is {verdict.words}", Exactness(False, verdict.words)
-        refused = difference > self._found.close
+        refused = difference > self._trace.close
         return f"its results differ by {difference:.1e}" if refused else None, close(difference)
 
     @functools.cached_property
     def _exact(self) -> list[Value] | None:
         """Exact results; None for operations as they are, and where there are none."""
-        if self._found.as_written is None:
+        if self._trace.as_written is None:
             return None
         try:
-            found = self._backend.exact(self._found, self._call)
+            return self._backend.exact(self._trace, self._call)
         except CannotBeExact as error:
             self._tell(error)
             return None
-        return found
 
     def _tell(self, error: CannotBeExact) -> None:
         note = f"compiled regions are compared with plain execution, not with exact results: {error}"

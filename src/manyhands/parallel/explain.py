@@ -40,7 +40,7 @@ def explain(name: str, planned: Planned) -> str:
             f"  memory at the peak: {megabytes(peaks.planned)}, {peaks.times:.2f} times plain execution's "
             f"{megabytes(peaks.plain)} (arguments included; predicted)"
         )
-    lines += [f"  advice: {one}" for one in planned.advice]
+    lines += [f"  advice: {hint}" for hint in planned.advice]
     if planned.costed is not None:
         lines.append(f"  {planned.costed.summary()}")
     if planned.planning:
@@ -55,33 +55,34 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def _about(made: Schedule) -> list[str]:
-    limit = bounds(made)
-    lanes = made.per_lane()
-    work = [sum(made.graph.tasks[task].seconds for task in own) for own in lanes]
-    waits = [sum(len(made.waits.get(task, ())) for task in own) for own in lanes]
+def _about(schedule: Schedule) -> list[str]:
+    limit = bounds(schedule)
+    lanes = schedule.per_lane()
+    work = [sum(schedule.graph.tasks[task].seconds for task in numbers) for numbers in lanes]
+    waits = [sum(len(schedule.waits.get(task, ())) for task in numbers) for numbers in lanes]
     used = sum(map(bool, lanes))
     return [
-        f"  {len(made.graph)} tasks, {used} lane{'s' if used != 1 else ''}, {made.wait_count()} waits between them",
+        f"  {len(schedule.graph)} tasks, {used} lane{'s' if used != 1 else ''}, "
+        f"{schedule.wait_count()} waits between them",
         *(
-            f"    {lane}: {len(own)} tasks, {_ms(seconds)} of work, {count} waits"
-            for lane, own, seconds, count in zip(made.names(), lanes, work, waits, strict=True)
-            if own
+            f"    {lane}: {len(numbers)} tasks, {_ms(seconds)} of work, {count} waits"
+            for lane, numbers, seconds, count in zip(schedule.names(), lanes, work, waits, strict=True)
+            if numbers
         ),
-        f"  work {_ms(made.graph.work())}; longest chain {_ms(limit.critical_path)}; busiest lane "
+        f"  work {_ms(schedule.graph.work())}; longest chain {_ms(limit.critical_path)}; busiest lane "
         f"{_ms(limit.busiest_lane)}; busiest device {_ms(limit.busiest_device)}",
     ]
 
 
-def why_not_faster(planned: Planned, made: Schedule) -> str:
+def why_not_faster(planned: Planned, schedule: Schedule) -> str:
     """The first thing that would have to change."""
-    limit, work = bounds(made), made.graph.work()
+    limit, work = bounds(schedule), schedule.graph.work()
     spent = planned.seconds.get(planned.way)
-    if not len(made.graph):
+    if not len(schedule.graph):
         return "why not faster: there is nothing to do"
-    if planned.way.is_plain or len(set(made.lane_of)) == 1:
-        return f"why not faster: {_why_one_lane(limit, work, len(made.graph))}"
-    return f"why not faster: {_why_no_more(limit, spent, planned.predicted.get(planned.way), made)}"
+    if planned.way.is_plain or len(set(schedule.lane_of)) == 1:
+        return f"why not faster: {_why_one_lane(limit, work, len(schedule.graph))}"
+    return f"why not faster: {_why_no_more(limit, spent, planned.predicted.get(planned.way), schedule)}"
 
 
 def _why_one_lane(limit: Bounds, work: float, count: int) -> str:
@@ -94,7 +95,7 @@ def _why_one_lane(limit: Bounds, work: float, count: int) -> str:
     return "lanes were measured, and are not faster on this machine"
 
 
-def _why_no_more(limit: Bounds, spent: float | None, predicted: float | None, made: Schedule) -> str:
+def _why_no_more(limit: Bounds, spent: float | None, predicted: float | None, schedule: Schedule) -> str:
     reference = predicted if predicted is not None else spent if spent is not None else limit.busiest_lane
     if limit.critical_path >= _NEARLY * reference:
         reason = "bound by the longest chain: more lanes cannot help"
@@ -103,16 +104,16 @@ def _why_no_more(limit: Bounds, spent: float | None, predicted: float | None, ma
     elif limit.busiest_lane >= _NEARLY * reference:
         reason = "bound by the busiest lane: its tasks cannot be spread more evenly over these lanes"
     else:
-        reason = f"the lanes wait for each other ({made.wait_count()} waits)"
+        reason = f"the lanes wait for each other ({schedule.wait_count()} waits)"
     if spent is not None and predicted is not None and spent > 1.25 * predicted:
         reason += f"; {_ms(spent - predicted)} more than predicted go into issuing tasks, waits and sharing the device"
     return reason
 
 
-def advice(made: Graph, keys: Sequence[str], hint: Callable[[int], str | None], most: int = 3) -> list[str]:
+def advice(program: Graph, keys: Sequence[str], hint: Callable[[int], str | None], most: int = 3) -> list[str]:
     """Operations of the same form that stand side by side could be one batched operation: those with the most work."""
-    depth = [0] * len(made)
-    for task, needs in enumerate(made.needs):
+    depth = [0] * len(program)
+    for task, needs in enumerate(program.needs):
         depth[task] = 1 + max((depth[need] for need in needs), default=-1)
     rows: dict[tuple[str, int], int] = {}
     first: dict[str, int] = {}
@@ -123,10 +124,10 @@ def advice(made: Graph, keys: Sequence[str], hint: Callable[[int], str | None], 
     for (key, _), count in rows.items():
         if count > 1:
             widths.setdefault(key, []).append(count)
-    found = []
-    for key, counts in sorted(widths.items(), key=lambda one: -sum(one[1]) * made.tasks[first[one[0]]].seconds):
+    lines = []
+    for key, counts in sorted(widths.items(), key=lambda pair: -sum(pair[1]) * program.tasks[first[pair[0]]].seconds):
         text = hint(first[key])
         if text is not None:
             places = f", at {len(counts)} places" if len(counts) > 1 else ""
-            found.append(f"{max(counts)} side by side{places}: {text}")
-    return found[:most]
+            lines.append(f"{max(counts)} side by side{places}: {text}")
+    return lines[:most]

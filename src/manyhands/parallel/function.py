@@ -237,8 +237,8 @@ class Parallel(ParallelFunction[P, R]):
         try:
             with _tracing, Effects(refuse=True) as effects, scope.at_once():
                 trace = self.backend.trace(self.function, call)
-            if effects.found is not None:
-                raise CannotTrace(f"it {effects.found}: it is run as it is")
+            if effects.seen is not None:
+                raise CannotTrace(f"it {effects.seen}: it is run as it is")
             device = self.backend.device_of(call, trace)
         except CannotTrace as error:
             planned = Planned(self._plainly, notes=[f"cannot be traced: {error}"])

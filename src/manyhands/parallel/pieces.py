@@ -60,14 +60,14 @@ class Captured:
 
     def plans(self, pieces: Sequence[Piece]) -> list[tuple[str, Planned]]:
         """What is known of these pieces, each with its name, forward passes first."""
-        found: list[tuple[str, Planned]] = []
+        plans: list[tuple[str, Planned]] = []
         for number, piece in enumerate(pieces, 1):
             graphs = self.graphs.get(piece, {})
             for is_backward, graph in sorted(graphs.items()):
                 role = ", backward" if is_backward else ", forward" if len(graphs) > 1 else ""
                 if (planned := graph.plan_if_any) is not None:
-                    found.append((f"piece {number}{role} ({piece.place})", planned))
-        return found
+                    plans.append((f"piece {number}{role} ({piece.place})", planned))
+        return plans
 
 
 class Pieces:
@@ -186,7 +186,7 @@ class Pieces:
         if self._captured is None:
             return []
         capture = self._captured.capture
-        lines = [f"  break {number}: {one}" for number, one in enumerate(capture.breaks, 1)]
+        lines = [f"  break {number}: {graph_break}" for number, graph_break in enumerate(capture.breaks, 1)]
         lines += [f"  {note}" for note in capture.notes]
         for name, planned in self._captured.plans(self.last):
             lines += [f"  {line}" for line in explain(name, planned).splitlines()]
@@ -206,19 +206,19 @@ class Pieces:
 
     def moments(self) -> list[tuple[float, float]]:
         """When each task of the joined schedule began and ended, in runs of the pieces with made-up arguments."""
-        found: list[tuple[float, float]] = []
+        all_moments: list[tuple[float, float]] = []
         now = 0.0
         for _, planned in self.plans():
             if planned.schedule is None or planned.footprint is None or planned.timed is None:
                 continue
-            if found:
-                found.append((now, now))
+            if all_moments:
+                all_moments.append((now, now))
             moments = planned.timed()
-            found += [(now + start, now + stop) for start, stop in moments]
-            now = max((stop for _, stop in found), default=now)
-        return found
+            all_moments += [(now + start, now + stop) for start, stop in moments]
+            now = max((stop for _, stop in all_moments), default=now)
+        return all_moments
 
 
 def _typical(times: Sequence[Times]) -> float:
-    backward = [one.backward for one in times if one.backward is not None]
-    return statistics.median(one.forward for one in times) + (statistics.median(backward) if backward else 0.0)
+    backward = [call.backward for call in times if call.backward is not None]
+    return statistics.median(call.forward for call in times) + (statistics.median(backward) if backward else 0.0)

@@ -57,8 +57,8 @@ class Plans(Generic[Plan]):
 
     def of(self, signature: Hashable, arguments: tuple[object, ...], keywords: dict[str, object]) -> Plan | None:
         """The plan that is valid for a call."""
-        kept = self._kept.get(signature, ())
-        valid = next((plan for plan in kept if plan.is_valid_for(arguments, keywords)), None)
+        plans = self._kept.get(signature, ())
+        valid = next((plan for plan in plans if plan.is_valid_for(arguments, keywords)), None)
         if valid is not None:
             valid.used = True
             with suppress(KeyError):  # another thread may just have thrown it away
@@ -87,7 +87,7 @@ class Plans(Generic[Plan]):
         if self._times.get(signature, 0) <= _PLANNINGS:
             return None
         last: Sequence[Plan] = self._kept.get(signature, ())
-        changed = next((what for plan in reversed(last) if (what := plan.changed())), None)
+        changed = next((name for plan in reversed(last) if (name := plan.changed())), None)
         return (
             f"planned {_PLANNINGS} times already: what it reads from outside its arguments changes on every call"
             f"{f' (now: {changed})' if changed else ''}. Pass that as an argument, or keep it the same object"

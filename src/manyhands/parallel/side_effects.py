@@ -38,13 +38,13 @@ _GO_BETWEENS = ("logging", "pathlib")  # who calls them is the one who prints or
 
 
 class Effects:
-    """``with Effects() as effects:`` afterwards ``effects.found`` says what this thread did, or is None."""
+    """``with Effects() as effects:`` afterwards ``effects.seen`` says what this thread did, or is None."""
 
     _watching: ClassVar[list[Effects]] = []
     _lock = threading.Lock()
 
     def __init__(self, *, refuse: bool = False) -> None:
-        self.found: str | None = None
+        self.seen: str | None = None
         self._refuse = refuse
 
     def __enter__(self) -> Effects:
@@ -52,8 +52,8 @@ class Effects:
         self._random = _random_states()
         with self._lock:  # several threads may plan at once: the first replaces Python's functions
             if not self._watching:
-                for owner, name, what in _WATCHED:
-                    setattr(owner, name, _noting(getattr(owner, name), what))
+                for owner, name, effect in _WATCHED:
+                    setattr(owner, name, _noting(getattr(owner, name), effect))
             self._watching.append(self)
         return self
 
@@ -64,28 +64,30 @@ class Effects:
                 for owner, name, _ in _WATCHED:
                     setattr(owner, name, getattr(owner, name).__wrapped__)
         if _random_states()[: len(self._random)] != self._random:  # NumPy may have been imported meanwhile
-            self.found = self.found or "draws random numbers of Python or NumPy"
+            self.seen = self.seen or "draws random numbers of Python or NumPy"
             if self._refuse:
                 _set_random_states(*self._random)
 
     @classmethod
-    def note(cls, what: str, caller: ModuleType | None) -> None:
-        for one in cls._watching:
-            if one._thread != threading.get_ident() or (one._refuse and caller is not None and is_foreign(caller)):
+    def note(cls, effect: str, caller: ModuleType | None) -> None:
+        for watching in cls._watching:
+            if watching._thread != threading.get_ident() or (
+                watching._refuse and caller is not None and is_foreign(caller)
+            ):
                 continue
-            one.found = what
-            if one._refuse:
-                raise CannotTrace(f"it {what}: it is run as it is")
+            watching.seen = effect
+            if watching._refuse:
+                raise CannotTrace(f"it {effect}: it is run as it is")
 
 
-def _noting(function: Callable[..., object], what: str) -> Callable[..., object]:
+def _noting(function: Callable[..., object], effect: str) -> Callable[..., object]:
     @functools.wraps(function)
     def noting(*arguments: object, **keywords: object) -> object:
         frame: FrameType = sys._getframe(1)
         while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _GO_BETWEENS:
             frame = frame.f_back
         if not _by_a_framework(frame):
-            Effects.note(f"{what} ({function.__name__})", _module(frame))
+            Effects.note(f"{effect} ({function.__name__})", _module(frame))
         return function(*arguments, **keywords)
 
     return noting

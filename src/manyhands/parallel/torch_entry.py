@@ -50,11 +50,11 @@ class _Open(Scope):
         self._options = options
 
     def __enter__(self) -> Scope:
-        for name, given in self._options.items():
-            if given != _DEFAULTS[name] and name != "synchronous":
+        for name, value in self._options.items():
+            if value != _DEFAULTS[name] and name != "synchronous":
                 raise EngineError(
-                    f"with parallel({name}={given}): tasks are run as they are written, so that there is no plan to "
-                    f"make; write with parallel(): here, and parallel(fn, {name}={given}) for a function"
+                    f"with parallel({name}={value}): tasks are run as they are written, so that there is no plan to "
+                    f"make; write with parallel(): here, and parallel(fn, {name}={value}) for a function"
                 )
         return super().__enter__()
 

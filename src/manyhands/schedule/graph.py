@@ -53,6 +53,6 @@ def graph(tasks: Iterable[Task]) -> Graph:
 def _followers(needs: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
     followers: list[list[int]] = [[] for _ in needs]
     for index, earlier in enumerate(needs):
-        for one in earlier:
-            followers[one].append(index)
+        for need in earlier:
+            followers[need].append(index)
     return tuple(map(tuple, followers))

@@ -29,12 +29,12 @@ class Part:
 
 def joined(parts: Sequence[Part]) -> tuple[Schedule, Footprint]:
     """One schedule of all of them, in their order."""
-    made = _Joined()
+    whole = _Joined()
     for number, part in enumerate(parts):
         if number:
-            made.add_break(part.name)
-        made.add(part)
-    return made.schedule(), Footprint(made.sizes, frozenset(made.given), frozenset(made.results))
+            whole.add_break(part.name)
+        whole.add(part)
+    return whole.schedule(), Footprint(whole.sizes, frozenset(whole.given), frozenset(whole.results))
 
 
 class _Joined:
@@ -53,10 +53,10 @@ class _Joined:
         self._break = -1
 
     def add(self, part: Part) -> None:
-        own = part.schedule
+        schedule = part.schedule
         first = len(self._tasks)
         numbers: dict[int, int] = {}
-        for task in own.graph.tasks:
+        for task in schedule.graph.tasks:
             for memory in sorted(task.reads | task.writes):
                 numbers.setdefault(memory, self._memories + len(numbers))
         for memory in sorted({*part.footprint.sizes, *part.footprint.given, *part.footprint.results}):
@@ -65,8 +65,8 @@ class _Joined:
         self.sizes |= {numbers[memory]: size for memory, size in part.footprint.sizes.items()}
         self.given |= {numbers[memory] for memory in part.footprint.given}
         self.results |= {numbers[memory] for memory in part.footprint.results}
-        lanes = [self._lanes.setdefault(lane, len(self._lanes)) for lane in own.lanes]
-        for task, needs, lane in zip(own.graph.tasks, own.graph.needs, own.lane_of, strict=True):
+        lanes = [self._lanes.setdefault(lane, len(self._lanes)) for lane in schedule.lanes]
+        for task, needs, lane in zip(schedule.graph.tasks, schedule.graph.needs, schedule.lane_of, strict=True):
             reads = {numbers[memory] for memory in task.reads}
             if self._gate is not None and not needs:
                 reads.add(self._gate)
@@ -75,8 +75,8 @@ class _Joined:
             self._written |= writes
             self._tasks.append(replace(task, reads=frozenset(reads), writes=frozenset(writes)))
             self._lane_of.append(lanes[lane])
-        self._order += [first + number for number in own.order]
-        for number, waits in own.waits.items():
+        self._order += [first + number for number in schedule.order]
+        for number, waits in schedule.waits.items():
             self._waits[first + number] = (*self._waits.get(first + number, ()), *(first + other for other in waits))
 
     def add_break(self, name: str) -> None:
@@ -89,7 +89,7 @@ class _Joined:
         lane = self._lanes.setdefault(Lane("cpu", "host"), len(self._lanes))
         self._lane_of.append(lane)
         self._order.append(self._break)
-        self._waits[self._break] = tuple(task for own, task in last.items() if own != lane)
+        self._waits[self._break] = tuple(task for lane_of_task, task in last.items() if lane_of_task != lane)
         self._written = set()
 
     def schedule(self) -> Schedule:

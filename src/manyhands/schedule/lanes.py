@@ -139,7 +139,7 @@ def schedule_chains(graph: Graph, lanes: Sequence[Lane], *, switch_seconds: floa
             replace(graph.tasks[chain[0]], seconds=sum(graph.tasks[task].seconds for task in chain)) for chain in chains
         ),
         tuple(map(frozenset, needs)),
-        tuple(tuple(sorted(own)) for own in followers),
+        tuple(tuple(sorted(of_chain)) for of_chain in followers),
     )
     of_chains = schedule(whole, lanes, switch_seconds=switch_seconds)
     order = [task for chain in of_chains.order for task in chains[chain]]
@@ -255,8 +255,8 @@ def _chains(graph: Graph) -> list[list[int]]:
     return chains
 
 
-def _alike(graph: Graph, one: int, other: int) -> bool:
-    a, b = graph.tasks[one], graph.tasks[other]
+def _alike(graph: Graph, first: int, second: int) -> bool:
+    a, b = graph.tasks[first], graph.tasks[second]
     return (a.device, a.kind) == (b.device, b.kind)
 
 

@@ -41,22 +41,24 @@ class _Walk:
     every task in between: there may be thousands of both.
     """
 
-    def __init__(self, made: Schedule, footprint: Footprint) -> None:
-        self.made, self.footprint = made, footprint
+    def __init__(self, schedule: Schedule, footprint: Footprint) -> None:
+        self.made, self.footprint = schedule, footprint
         # Results count from the beginning: when they are there, it is too late to hold anybody back.
         self.held = footprint.given_bytes() + footprint.result_bytes()
         self.stays = footprint.given | footprint.results
         self.place: dict[int, int] = {}
-        self.can_go = [0 for _ in made.lanes]  # bytes that a lane could let go by waiting: all users have been issued
-        self.known = [0 for _ in made.lanes]  # of these the bytes that it will let go without another wait
-        self._clocks: list[dict[int, int]] = [{} for _ in made.lanes]
+        self.can_go = [
+            0 for _ in schedule.lanes
+        ]  # bytes that a lane could let go by waiting: all users have been issued
+        self.known = [0 for _ in schedule.lanes]  # of these the bytes that it will let go without another wait
+        self._clocks: list[dict[int, int]] = [{} for _ in schedule.lanes]
         self._after: dict[int, dict[int, int]] = {}  # for each task what its lane knew at its end
         self._memories: dict[int, _Held] = {}
         # Of each lane what could go, the oldest first; and for each other lane, by the places of users there.
-        self._over: list[list[tuple[int, _Held]]] = [[] for _ in made.lanes]
-        self._users_on: list[dict[int, list[tuple[int, int, _Held]]]] = [{} for _ in made.lanes]
+        self._over: list[list[tuple[int, _Held]]] = [[] for _ in schedule.lanes]
+        self._users_on: list[dict[int, list[tuple[int, int, _Held]]]] = [{} for _ in schedule.lanes]
         self._users = dict[int, int]()
-        for task in made.graph.tasks:
+        for task in schedule.graph.tasks:
             for memory in task.reads | task.writes:
                 self._users[memory] = self._users.get(memory, 0) + 1
 
@@ -77,7 +79,7 @@ class _Walk:
     def unknown(self, held: _Held) -> list[int]:
         """The users of a memory that its lane does not know to be over."""
         clock = self._clocks[held.lane]
-        return [task for one, task in held.last.items() if clock.get(one, -1) < self.place[task]]
+        return [task for lane, task in held.last.items() if clock.get(lane, -1) < self.place[task]]
 
     def learn(self, lane: int, other: int) -> None:
         """The lane waits for a task: it knows what that one's lane knew."""
@@ -102,8 +104,8 @@ class _Walk:
                 len(self._memories), self.footprint.sizes[memory], lane, self._users[memory], {}
             )
             self.held += held.size
-        one = self.made.graph.tasks[task]
-        for memory in one.reads | one.writes:
+        issued = self.made.graph.tasks[task]
+        for memory in issued.reads | issued.writes:
             if memory in self._memories:
                 held = self._memories[memory]
                 held.left -= 1
@@ -133,7 +135,7 @@ class _Walk:
                 yield memory
 
 
-def thrifty(made: Schedule, footprint: Footprint, most: int) -> Schedule:
+def thrifty(schedule: Schedule, footprint: Footprint, most: int) -> Schedule:
     """The schedule with the waits that bring it down to ``most`` bytes, or as near as waits can.
 
     Every task stays on its lane. Each lane does its tasks in the program's order, as plain execution does, which holds
@@ -141,23 +143,25 @@ def thrifty(made: Schedule, footprint: Footprint, most: int) -> Schedule:
     makes something new while too much is held waits for the users of what its lane has held longest. Where these have
     not been issued yet, they come first.
     """
-    program = tuple(range(len(made.graph)))
-    made = replace(made, order=program, waits=needed_waits(made.graph, made.lane_of, program))
-    walk, waits = _Walk(made, footprint), dict(made.waits)
+    program = tuple(range(len(schedule.graph)))
+    schedule = replace(schedule, order=program, waits=needed_waits(schedule.graph, schedule.lane_of, program))
+    walk, waits = _Walk(schedule, footprint), dict(schedule.waits)
     # A wait lets memory go behind its task, not before it: so one task's results may come on top.
     most -= max(
-        (sum(footprint.sizes.get(m, 0) for m in task.writes - walk.stays) for task in made.graph.tasks), default=0
+        (sum(footprint.sizes.get(m, 0) for m in task.writes - walk.stays) for task in schedule.graph.tasks), default=0
     )
-    begins = [begin for begin, _ in moments(made)]
-    queues = [list(reversed(lane)) for lane in made.per_lane()]
+    begins = [begin for begin, _ in moments(schedule)]
+    queues = [list(reversed(lane)) for lane in schedule.per_lane()]
     order: list[int] = []
     while any(queues):
         heads = [queue[-1] for queue in queues if queue]
-        heads = [task for task in heads if all(other in walk.place for other in made.waits.get(task, ()))]
+        heads = [task for task in heads if all(other in walk.place for other in schedule.waits.get(task, ()))]
         heads.sort(key=begins.__getitem__)
-        task = next((head for head in heads if walk.too_much(head, most) <= walk.can_go[made.lane_of[head]]), heads[0])
-        lane = made.lane_of[task]
-        for other in made.waits.get(task, ()):
+        task = next(
+            (head for head in heads if walk.too_much(head, most) <= walk.can_go[schedule.lane_of[head]]), heads[0]
+        )
+        lane = schedule.lane_of[task]
+        for other in schedule.waits.get(task, ()):
             walk.learn(lane, other)
         too_much = walk.too_much(task, most)
         for held in walk.oldest(lane):
@@ -168,4 +172,4 @@ def thrifty(made: Schedule, footprint: Footprint, most: int) -> Schedule:
                 walk.learn(lane, other)
         walk.issue(task)
         order.append(queues[lane].pop())
-    return replace(made, order=tuple(order), waits=waits)
+    return replace(schedule, order=tuple(order), waits=waits)

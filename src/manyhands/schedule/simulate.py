@@ -45,7 +45,9 @@ def simulate(schedule: Schedule, *, wait_seconds: float = 0.0) -> Timeline:
 def timeline_of(schedule: Schedule, intervals: Sequence[tuple[float, float]], title: str) -> Timeline:
     """A picture of when each task began and ended, measured or simulated."""
     tasks, lanes = schedule.graph.tasks, schedule.names()
-    spans = [Span(tasks[one].name, lanes[schedule.lane_of[one]], *intervals[one]) for one in range(len(tasks))]
+    spans = [
+        Span(tasks[number].name, lanes[schedule.lane_of[number]], *intervals[number]) for number in range(len(tasks))
+    ]
     return Timeline(tuple(sorted(spans, key=lambda span: (span.start, span.stop))), title)
 
 
@@ -103,6 +105,6 @@ def _start_what_can(
 def _slowdown(schedule: Schedule, running: dict[int, tuple[int, float, float]]) -> dict[tuple[str, str], float]:
     filled: dict[tuple[str, str], float] = {}
     for task, _, _ in running.values():
-        one = schedule.graph.tasks[task]
-        filled[one.device, one.kind] = filled.get((one.device, one.kind), 0.0) + one.share
+        busy = schedule.graph.tasks[task]
+        filled[busy.device, busy.kind] = filled.get((busy.device, busy.kind), 0.0) + busy.share
     return {key: max(1.0, value) for key, value in filled.items()}

@@ -9,14 +9,14 @@ _Way = TypeVar("_Way")
 _TURNS = 3
 
 
-def rounds(ways: Sequence[_Way], seconds_of: Callable[[_Way], float]) -> Iterator[list[float]]:
+def rounds(alternatives: Sequence[_Way], seconds_of: Callable[[_Way], float]) -> Iterator[list[float]]:
     """Round after round, without end, the seconds of each way; each round begins with another of them."""
     first = 0
     while True:
-        order = [*range(first, len(ways)), *range(first)]
-        spent = {position: seconds_of(ways[position]) for position in order}
-        yield [spent[position] for position in range(len(ways))]
-        first = (first + 1) % len(ways)
+        order = [*range(first, len(alternatives)), *range(first)]
+        spent = {position: seconds_of(alternatives[position]) for position in order}
+        yield [spent[position] for position in range(len(alternatives))]
+        first = (first + 1) % len(alternatives)
 
 
 def in_turns(first: _Way, second: _Way, seconds_of: Callable[[_Way], float]) -> tuple[float, float]:

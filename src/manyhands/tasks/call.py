@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from manyhands.errors import UndeclaredWrite
 from manyhands.tasks import containers
 from manyhands.tasks.node import NOTHING, Future, Job, Touched
-from manyhands.tasks.reachable import Found, Objects, Variable
+from manyhands.tasks.reachable import Objects, Reached, Variable
 from manyhands.tasks.undeclared_writes import Watch, in_words
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ here = Here()
 class Call(Job):
     """A call of a function that is a task; its arguments are released when it is done."""
 
-    __slots__ = ("_arguments", "_context", "_done_by", "_found", "_function", "_keywords", "_objects", "_writes")
+    __slots__ = ("_arguments", "_context", "_done_by", "_function", "_keywords", "_objects", "_reached", "_writes")
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Call(Job):
         self._arguments, self._keywords = arguments, keywords
         self._done_by = objects.bound(function) if objects.bound else function
         self._context: contextvars.Context | None = contextvars.copy_context()
-        self._found: Found | None = None  # what it reads, known when it was given
+        self._reached: Reached | None = None  # what it reads, known when it was given
 
     def look(self) -> Touched:
-        found = self._found = self._read()
+        reached = self._reached = self._read()
         if not self._writes:
-            return found.memories, NOTHING, found.inputs, found.reached
+            return reached.memories, NOTHING, reached.inputs, reached.futures
         written = self._objects.look(*self._writes)
         self._objects.rebound.update(variable.key() for variable in written.variables)
-        return found.memories, written.memories, found.inputs + written.inputs, found.reached + written.reached
+        return reached.memories, written.memories, reached.inputs + written.inputs, reached.futures + written.futures
 
     def stored_in(self, value: object) -> Set[Hashable]:
         return self._objects.look(value).memories
@@ -81,36 +81,36 @@ class Call(Job):
     def let_go(self) -> None:
         self._done_by = self._function = _nothing
         self._arguments, self._keywords, self._writes = (), {}, ()
-        self._context = self._found = None
+        self._context = self._reached = None
 
     def work(self) -> object:
-        found, arguments, keywords = self._found, self._arguments, self._keywords
-        assert found is not None
-        self._check_variables(found)
-        if not found.for_good or self._objects.rebound:
-            found = self._read()
-            if found.inputs:
+        reached, arguments, keywords = self._reached, self._arguments, self._keywords
+        assert reached is not None
+        self._check_variables(reached)
+        if not reached.for_good or self._objects.rebound:
+            reached = self._read()
+            if reached.inputs:
                 arguments, keywords = filled(arguments), filled(keywords)
-        if not found.in_turn:
-            return self._watched(found, arguments, keywords)
-        with _in_turn(found.in_turn):
+        if not reached.in_turn:
+            return self._watched(reached, arguments, keywords)
+        with _in_turn(reached.in_turn):
             return self._watched(self._read(), arguments, keywords)
 
-    def _watched(self, found: Found, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
-        watch = Watch(self._objects, found, self.really_written())
+    def _watched(self, reached: Reached, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+        watch = Watch(self._objects, reached, self.really_written())
         assert self._context is not None
         value = self._context.run(call_at_once, self._done_by, arguments, keywords)
         if (changed := watch.changed()) is not None:
             raise UndeclaredWrite(_undeclared(self.name, changed))
         return value
 
-    def _read(self) -> Found:
+    def _read(self) -> Reached:
         return self._objects.look(self._function, *self._arguments, *self._keywords.values())
 
-    def _check_variables(self, found: Found) -> None:
+    def _check_variables(self, reached: Reached) -> None:
         """A variable that the function looks up is to be what it was when the task was given."""
-        for variable in found.variables:
-            if not variable.is_bound() and not found.locks and variable.key() not in self._objects.rebound:
+        for variable in reached.variables:
+            if not variable.is_bound() and not reached.locks and variable.key() not in self._objects.rebound:
                 raise UndeclaredWrite(_rebound(self.name, variable.name))
 
 
@@ -124,7 +124,9 @@ _turns_lock = threading.Lock()
 def _in_turn(objects: Collection[object]) -> Iterator[None]:
     """While no other task uses one of these objects."""
     with _turns_lock:
-        locks = [_turns.setdefault(one, threading.RLock()) for one in sorted({id(one) for one in objects})]
+        locks = [
+            _turns.setdefault(identity, threading.RLock()) for identity in sorted({id(value) for value in objects})
+        ]
     with ExitStack() as stack:
         for lock in locks:  # all tasks take them in the same order
             stack.enter_context(lock)
@@ -146,7 +148,10 @@ def call_at_once(function: Callable[..., T], arguments: tuple[object, ...], keyw
 
 def filled(value: T) -> T:
     """Results in place of futures; what holds no future stays the object that it is."""
-    return cast(T, containers.filled(value, lambda one: one.result() if isinstance(one, Future) else one))
+    return cast(
+        T,
+        containers.filled(value, lambda part: part.result() if isinstance(part, Future) else part),
+    )
 
 
 def name_of(function: Function) -> str:
@@ -160,9 +165,9 @@ def _undeclared(name: str, changed: object) -> str:
             f"declared that. Where the task does it (nonlocal {changed.name}), write task(fn, writes=(fn,)); where "
             f"other code does, give the value: task(fn)({changed.name}), or lambda {changed.name}={changed.name}: ..."
         )
-    what = in_words(changed)
+    shown = in_words(changed)
     return (
-        f"{name}: {what} that it reads was written to while it ran, and no task has declared that. Tasks that read it "
+        f"{name}: {shown} that it reads was written to while it ran, and no task has declared that. Tasks that read it "
         "may have done so before or after. Where this task changes it (in place, by a layer with running averages, by "
         "a backward pass that fills its gradient), write task(fn, writes=(x,))(x); where other code does, let it wait "
         "with result() or waitall() first"

@@ -41,9 +41,9 @@ class Ledger:
                 needs.setdefault(writer, ORDER)
         if written:
             only_read = job.listed - written
-            for one in self._may_share(written):
-                needs.setdefault(one, ORDER)
-                one.overwritten = one.overwritten | written
+            for earlier in self._may_share(written):
+                needs.setdefault(earlier, ORDER)
+                earlier.overwritten = earlier.overwritten | written
             for memory in written:
                 self._readers.pop(memory, None)
                 self._writer[memory] = job
@@ -56,14 +56,14 @@ class Ledger:
 
     def _may_share(self, memories: Set[Hashable]) -> set[Job]:
         """The jobs that use one of these memories, or whose results may be in one."""
-        stack = [one for memory in memories for one in self._readers.get(memory, ())]
-        stack += [one for memory in memories if (one := self._writer.get(memory)) is not None]
+        stack = [user for memory in memories for user in self._readers.get(memory, ())]
+        stack += [user for memory in memories if (user := self._writer.get(memory)) is not None]
         jobs: set[Job] = set()
         while stack:
-            one = stack.pop()
-            if one not in jobs:
-                jobs.add(one)
-                stack.extend(follower for follower, why in one.followers or () if why)
+            user = stack.pop()
+            if user not in jobs:
+                jobs.add(user)
+                stack.extend(follower for follower, why in user.followers or () if why)
         return jobs
 
     def forget(self, job: Job) -> None:

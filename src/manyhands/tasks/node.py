@@ -105,7 +105,7 @@ class Job:
 
     def spoils(self, later: Job) -> bool:
         """Whether what it was to write is invalid for another job, submitted later but before the error was raised."""
-        seen = (one.seen_at for one in (self, self.origin))
+        seen = (failed.seen_at for failed in (self, self.origin))
         return self.number < later.number and not any(at is not None and at < later.number for at in seen)
 
     def wait(self, timeout: float | None) -> None:
@@ -170,10 +170,10 @@ def ask(me: Job, wanted: Job) -> None:
         reached: dict[Job, Job | None] = {wanted: None}
         stack = [wanted]
         while stack and me not in reached:
-            one = stack.pop()
-            for need in (*one.needs, one.waits_for) if one.waits_for else one.needs:
+            waiting = stack.pop()
+            for need in (*waiting.needs, waiting.waits_for) if waiting.waits_for else waiting.needs:
                 if not need.over and need not in reached:
-                    reached[need] = one
+                    reached[need] = waiting
                     stack.append(need)
         if me in reached:
             way, last = [me], reached[me]

@@ -12,7 +12,7 @@ a class to the attributes and methods that the code names. Of its other attribut
     def count(row, store): table[row] += 1; store.note(row)     # reaches ``table``, ``store`` and what ``note`` names
 
 Of functions and classes of installed packages only closures and defaults are followed, not what their code names, and
-of objects of such classes only the arrays among their attributes. What C code holds is not found.
+of objects of such classes only the arrays among their attributes. What C code holds is not reached.
 """
 
 from __future__ import annotations
@@ -76,12 +76,13 @@ class Variable(NamedTuple):
             return False
 
 
-class Found:
+class Reached:
     """What some values lead to."""
 
     __slots__ = (
         "arrays",
         "for_good",
+        "futures",
         "helpers",
         "holders",
         "in_turn",
@@ -89,7 +90,6 @@ class Found:
         "locks",
         "memories",
         "objects",
-        "reached",
         "variables",
         "words",
     )
@@ -97,7 +97,7 @@ class Found:
     def __init__(self) -> None:
         self.memories: set[Hashable] = set()  # that they are, or may be, in
         self.inputs: list[Job] = []  # whose results are among the arguments
-        self.reached: list[Job] = []  # whose futures a function or an object holds
+        self.futures: list[Job] = []  # whose futures a function or an object holds
         self.arrays: list[object] = []  # NumPy's, and buffers
         self.objects: list[object] = []  # that a framework may have something to say of
         self.holders: list[object] = []  # Python's containers and the user's objects
@@ -112,10 +112,10 @@ class Found:
 class _Walk:
     """A look at some values, under way."""
 
-    __slots__ = ("classes", "followed", "found", "later", "owners", "seen", "stack", "words")
+    __slots__ = ("classes", "followed", "later", "owners", "reached", "seen", "stack", "words")
 
     def __init__(self, values: Iterable[object]) -> None:
-        self.found = Found()
+        self.reached = Reached()
         self.stack = [*values]  # to be looked at
         self.later: list[object] = []  # what functions and objects lead to, when the arguments are through
         self.seen: dict[int, object] = {}
@@ -144,30 +144,30 @@ class Objects:
         self.rebound: set[Hashable] = set()  # variables that some task has declared to write
         self._kinds: dict[type, _Kind | None] = {}
 
-    def look(self, *values: object) -> Found:
+    def look(self, *values: object) -> Reached:
         """All that these values lead to, down to what is known of results that are there; plain values left out."""
         walk = _Walk(values)
         self._through(walk)
-        found = walk.found
+        reached = walk.reached
         if walk.later or walk.owners or walk.classes:
-            inputs, found.inputs = found.inputs, found.reached
+            inputs, reached.inputs = reached.inputs, reached.futures
             while walk.later or self._goes_on(walk):
                 walk.stack, walk.later = walk.later, []
                 self._through(walk)
-            found.inputs, found.reached = inputs, found.inputs
+            reached.inputs, reached.futures = inputs, reached.inputs
         if self.in_turn is not None:
-            found.in_turn = self.in_turn(found.objects, walk.words)
-        return found
+            reached.in_turn = self.in_turn(reached.objects, walk.words)
+        return reached
 
     def _goes_on(self, walk: _Walk) -> bool:
         """Whether the code names methods or attributes of the objects; they are to be looked at next."""
         if not walk.classes:
             return False
-        found, words = walk.found, walk.words
-        found.words = words if words and words.isdisjoint(_ANY) else None
+        reached, words = walk.reached, walk.words
+        reached.words = words if words and words.isdisjoint(_ANY) else None
         for owner in walk.owners:
             for name, value in attributes(owner):
-                wholly = found.words is None or name in words
+                wholly = reached.words is None or name in words
                 if (mark := (id(owner), name, wholly)) not in walk.followed:
                     walk.followed.add(mark)
                     walk.later.extend([value] if wholly else self._arrays_in(value))
@@ -185,20 +185,20 @@ class Objects:
                     if (mark := (id(owner), name, True)) in walk.followed:
                         continue
                     walk.followed.add(mark)
-                    walk.found.helpers.append(Variable(owner, name, value))
+                    walk.reached.helpers.append(Variable(owner, name, value))
                     if not isinstance(value, _CODE):
-                        walk.found.for_good = False
+                        walk.reached.for_good = False
                         walk.later.append(value)
 
     def _through(self, walk: _Walk) -> None:
         stack, seen, kinds = walk.stack, walk.seen, self._kinds
         while stack:
-            one = stack.pop()
-            cls = type(one)
+            value = stack.pop()
+            cls = type(value)
             handle = kinds[cls] if cls in kinds else self._kind(cls)
-            if handle is not None and id(one) not in seen:
-                seen[id(one)] = one
-                handle(self, one, walk)
+            if handle is not None and id(value) not in seen:
+                seen[id(value)] = value
+                handle(self, value, walk)
 
     def _kind(self, cls: type) -> _Kind | None:
         numpy = sys.modules.get("numpy")
@@ -218,89 +218,89 @@ class Objects:
 
     # One for each kind of value
 
-    def _future(self, one: Future[object], walk: _Walk) -> None:
-        walk.found.for_good = False
-        walk.found.memories.add(one._job)
-        walk.found.inputs.append(one._job)
-        if one._job.over:
-            walk.stack.append(one._job.value)
+    def _future(self, future: Future[object], walk: _Walk) -> None:
+        walk.reached.for_good = False
+        walk.reached.memories.add(future._job)
+        walk.reached.inputs.append(future._job)
+        if future._job.over:
+            walk.stack.append(future._job.value)
 
-    def _changeable(self, one: dict[object, object] | Iterable[object], walk: _Walk) -> None:
-        walk.found.for_good = False
-        walk.found.memories.add(id(one))
-        walk.found.holders.append(one)
-        walk.stack.extend(one.values() if isinstance(one, dict) else one)
-        if type(one) not in (list, dict, set, deque):
-            if not is_foreign(type(one)):
-                walk.classes.setdefault(type(one), False)
-            walk.later.extend(value for _, value in attributes(one))
+    def _changeable(self, container: dict[object, object] | Iterable[object], walk: _Walk) -> None:
+        walk.reached.for_good = False
+        walk.reached.memories.add(id(container))
+        walk.reached.holders.append(container)
+        walk.stack.extend(container.values() if isinstance(container, dict) else container)
+        if type(container) not in (list, dict, set, deque):
+            if not is_foreign(type(container)):
+                walk.classes.setdefault(type(container), False)
+            walk.later.extend(value for _, value in attributes(container))
 
-    def _fixed(self, one: Iterable[object], walk: _Walk) -> None:
-        walk.stack.extend(one)
+    def _fixed(self, container: Iterable[object], walk: _Walk) -> None:
+        walk.stack.extend(container)
 
-    def _partial(self, one: object, walk: _Walk) -> None:
-        walk.found.memories.add(id(one))
-        walk.stack.extend(containers.contents(one) or ())
+    def _partial(self, partial: object, walk: _Walk) -> None:
+        walk.reached.memories.add(id(partial))
+        walk.stack.extend(containers.contents(partial) or ())
 
-    def _dataclass(self, one: object, walk: _Walk) -> None:
-        walk.stack.extend(containers.contents(one) or ())
-        self._object(one, walk)
+    def _dataclass(self, instance: object, walk: _Walk) -> None:
+        walk.stack.extend(containers.contents(instance) or ())
+        self._object(instance, walk)
 
-    def _chain(self, one: ChainMap[object, object], walk: _Walk) -> None:
-        walk.stack.extend(one.maps)
-        self._object(one, walk)
+    def _chain(self, chain: ChainMap[object, object], walk: _Walk) -> None:
+        walk.stack.extend(chain.maps)
+        self._object(chain, walk)
 
-    def _array(self, one: NDArray[np.generic], walk: _Walk) -> None:
-        found = walk.found
-        found.arrays.append(one)
-        found.memories.add(span_of_array(one) or id(one))
-        if one.dtype.hasobject:
-            found.for_good = False
-            walk.later.extend(one.ravel().tolist())
+    def _array(self, array: NDArray[np.generic], walk: _Walk) -> None:
+        reached = walk.reached
+        reached.arrays.append(array)
+        reached.memories.add(span_of_array(array) or id(array))
+        if array.dtype.hasobject:
+            reached.for_good = False
+            walk.later.extend(array.ravel().tolist())
 
-    def _buffer(self, one: object, walk: _Walk) -> None:
-        walk.found.arrays.append(one)
-        walk.found.memories.add(self.memory_of(one))
-        if (span := span_of_buffer(one)) is not None:
-            walk.found.for_good = False  # a bytearray that grows moves
-            walk.found.memories.add(span)
+    def _buffer(self, buffer: object, walk: _Walk) -> None:
+        walk.reached.arrays.append(buffer)
+        walk.reached.memories.add(self.memory_of(buffer))
+        if (span := span_of_buffer(buffer)) is not None:
+            walk.reached.for_good = False  # a bytearray that grows moves
+            walk.reached.memories.add(span)
 
-    def _lock(self, one: object, walk: _Walk) -> None:
-        walk.found.locks = True
-        walk.found.memories.add(id(one))
+    def _lock(self, lock: object, walk: _Walk) -> None:
+        walk.reached.locks = True
+        walk.reached.memories.add(id(lock))
 
-    def _class(self, one: type, walk: _Walk) -> None:
-        if not is_foreign(one):
-            walk.classes[one] = True
+    def _class(self, cls: type, walk: _Walk) -> None:
+        if not is_foreign(cls):
+            walk.classes[cls] = True
 
-    def _method(self, one: types.MethodType, walk: _Walk) -> None:
-        walk.later.append(one.__self__)
-        if (function := getattr(one, "__func__", None)) is not None:
+    def _method(self, method: types.MethodType, walk: _Walk) -> None:
+        walk.later.append(method.__self__)
+        if (function := getattr(method, "__func__", None)) is not None:
             walk.later.append(function)
 
-    def _function(self, function_type: types.FunctionType, walk: _Walk) -> None:
-        found, later = walk.found, walk.later
-        found.memories.add(id(function_type))
-        if function_type.__closure__:
-            for name, cell in zip(function_type.__code__.co_freevars, function_type.__closure__, strict=True):
+    def _function(self, function: types.FunctionType, walk: _Walk) -> None:
+        reached, later = walk.reached, walk.later
+        reached.memories.add(id(function))
+        if function.__closure__:
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
                 try:
                     variable = Variable(cell, name, cell.cell_contents)
                 except ValueError:  # not bound yet
                     continue
-                found.memories.add(id(cell))
-                found.variables.append(variable)
+                reached.memories.add(id(cell))
+                reached.variables.append(variable)
                 later.append(variable.value)
-        if function_type.__defaults__:
-            later.extend(function_type.__defaults__)
-        if function_type.__kwdefaults__:
-            later.extend(function_type.__kwdefaults__.values())
-        if function_type.__dict__:
-            found.for_good = False
-            found.holders.append(function_type)
-            later.extend(function_type.__dict__.values())
-        if (said := _said(function_type)).words:
+        if function.__defaults__:
+            later.extend(function.__defaults__)
+        if function.__kwdefaults__:
+            later.extend(function.__kwdefaults__.values())
+        if function.__dict__:
+            reached.for_good = False
+            reached.holders.append(function)
+            later.extend(function.__dict__.values())
+        if (said := _said(function)).words:
             walk.words |= said.words
-            self._globals(function_type.__globals__, said, walk)
+            self._globals(function.__globals__, said, walk)
 
     def _globals(self, names: dict[str, object], said: _Said, walk: _Walk) -> None:
         for name in said.globals:
@@ -312,47 +312,47 @@ class Objects:
             elif value is not _MISSING:
                 walk.later.append(value)
                 if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-                    walk.found.helpers.append(Variable(names, name, value))
+                    walk.reached.helpers.append(Variable(names, name, value))
                 else:
-                    walk.found.memories.add((id(names), name))
-                    walk.found.variables.append(Variable(names, name, value))
+                    walk.reached.memories.add((id(names), name))
+                    walk.reached.variables.append(Variable(names, name, value))
 
-    def _object(self, one: object, walk: _Walk) -> None:
+    def _object(self, value: object, walk: _Walk) -> None:
         """One of the user's: followed into its attributes."""
-        walk.classes.setdefault(type(one), False)
-        if not self._known(one, walk):
-            walk.found.for_good = False
-            walk.found.holders.append(one)
-            walk.owners.append(one)
-            if isinstance(one, (UserDict, UserList)):
-                walk.later.append(one.data)
+        walk.classes.setdefault(type(value), False)
+        if not self._known(value, walk):
+            walk.reached.for_good = False
+            walk.reached.holders.append(value)
+            walk.owners.append(value)
+            if isinstance(value, (UserDict, UserList)):
+                walk.later.append(value.data)
 
-    def _foreign(self, one: object, walk: _Walk) -> None:
+    def _foreign(self, owner: object, walk: _Walk) -> None:
         """One of an installed package's: of what it holds only arrays are looked at."""
-        if self._known(one, walk):
+        if self._known(owner, walk):
             return
-        if isinstance(wrapped := getattr(one, "__wrapped__", None), types.FunctionType):  # compiled, or kept results
+        if isinstance(wrapped := getattr(owner, "__wrapped__", None), types.FunctionType):  # compiled, or kept results
             walk.later.append(wrapped)
-        for _, value in attributes(one):
+        for _, value in attributes(owner):
             if arrays := self._arrays_in(value):
-                walk.found.for_good = False
+                walk.reached.for_good = False
                 walk.later.extend(arrays)
 
     def _arrays_in(self, value: object) -> list[object]:
         return [part for part in containers.contents(value) or (value,) if self._is_array(part)]
 
-    def _is_array(self, one: object) -> bool:
-        handle = self._kinds[type(one)] if type(one) in self._kinds else self._kind(type(one))
-        return handle is Objects._array or (handle is Objects._foreign and self.parts_of(one) is not None)
+    def _is_array(self, value: object) -> bool:
+        handle = self._kinds[type(value)] if type(value) in self._kinds else self._kind(type(value))
+        return handle is Objects._array or (handle is Objects._foreign and self.parts_of(value) is not None)
 
-    def _known(self, one: object, walk: _Walk) -> bool:
+    def _known(self, value: object, walk: _Walk) -> bool:
         """Whether the framework says what it consists of, and that is noted."""
-        walk.found.memories.add(self.memory_of(one))
-        walk.found.objects.append(one)
-        if (parts := self.parts_of(one)) is None:
+        walk.reached.memories.add(self.memory_of(value))
+        walk.reached.objects.append(value)
+        if (parts := self.parts_of(value)) is None:
             return False
         if parts:
-            walk.found.for_good = False
+            walk.reached.for_good = False
             walk.later.extend(parts)
         return True
 
@@ -391,9 +391,9 @@ def _methods(walk: _Walk) -> list[object]:
     """The functions of the classes reached that the code reached may call, and that are not looked at yet."""
     words = walk.words
     functions = [
-        one
+        function_named
         for cls, is_called in walk.classes.items()
-        for word, one in _functions_in(cls)
+        for word, function_named in _functions_in(cls)
         if word in words or word in _CALLED or (word.startswith("__") and (is_called or word not in _MAKING))
     ]
     return [function for function in functions if id(function) not in walk.seen]
@@ -403,16 +403,16 @@ def _methods(walk: _Walk) -> list[object]:
 def _functions_in(cls: type) -> list[tuple[str, types.FunctionType]]:
     namespaces = [vars(owner) for owner in cls.__mro__ if not is_foreign(owner)]
     both = [(word, function_behind(value)) for names in namespaces for word, value in names.items()]
-    return [(word, one) for word, one in both if isinstance(one, types.FunctionType)]
+    return [(word, function) for word, function in both if isinstance(function, types.FunctionType)]
 
 
-def attributes(one: object) -> list[tuple[str, object]]:
+def attributes(owner: object) -> list[tuple[str, object]]:
     """The attributes that an object has itself, by name."""
-    by_name = getattr(one, "__dict__", None)
+    by_name = getattr(owner, "__dict__", None)
     pairs: list[tuple[str, object]] = list(by_name.items()) if type(by_name) is dict else []
-    cls: type = type(one)
+    cls: type = type(owner)
     for name in _slots(cls):
-        if (value := getattr(one, name, _MISSING)) is not _MISSING:
+        if (value := getattr(owner, name, _MISSING)) is not _MISSING:
             pairs.append((name, value))
     return pairs
 

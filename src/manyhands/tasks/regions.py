@@ -41,7 +41,7 @@ class Regions:
         first = bisect.bisect_right(self._starts, span.start) - 1
         if first < 0 or self._regions[first].end <= span.start:
             first += 1
-        found, cursor, place = [], span.start, first
+        regions, cursor, place = [], span.start, first
         while cursor < span.end:
             at_end = place == len(self._regions) or self._starts[place] >= span.end
             if at_end or self._starts[place] > cursor:
@@ -49,9 +49,9 @@ class Regions:
                 self._starts.insert(place, cursor)
                 self._regions.insert(place, region)
             region = self._regions[place]
-            found.append(region)
+            regions.append(region)
             cursor, place = region.end, place + 1
-        return found
+        return regions
 
     def drop(self, region: Region) -> None:
         """It is no longer used: later memory at its addresses is something else."""

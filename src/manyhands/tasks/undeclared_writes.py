@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Set
 
 from manyhands.addresses import Held, Span, content, share, span_of_array, span_of_buffer
-from manyhands.tasks.reachable import BUFFERS, Found, Objects, attributes
+from manyhands.tasks.reachable import BUFFERS, Objects, Reached, attributes
 
 _WHOLE, _BLOCKS = 1 << 20, 256  # bytes of an array that are compared as they are; blocks of a larger one
 
@@ -22,57 +22,57 @@ class Watch:
 
     __slots__ = ("_arrays", "_held", "_variables", "_version_of", "_versions", "_words")
 
-    def __init__(self, objects: Objects, found: Found, written: Set[Hashable]) -> None:
-        arrays, watched, holders, variables = found.arrays, found.objects, found.holders, found.variables
-        if found.locks:
+    def __init__(self, objects: Objects, reached: Reached, written: Set[Hashable]) -> None:
+        arrays, watched, holders, variables = reached.arrays, reached.objects, reached.holders, reached.variables
+        if reached.locks:
             holders, variables = [], []
         if written:
             arrays = [array for array in arrays if not share([_span_of(array) or id(array)], written)]
-            watched = [one for one in watched if not share([objects.memory_of(one)], written)]
+            watched = [value for value in watched if not share([objects.memory_of(value)], written)]
             holders = [holder for holder in holders if id(holder) not in written]
             variables = [variable for variable in variables if variable.key() not in written]
         self._version_of = version_of = objects.version_of if watched else None
-        self._versions = [(one, version_of(one)) for one in watched] if version_of else ()
+        self._versions = [(value, version_of(value)) for value in watched] if version_of else ()
         self._arrays = [(array, _content_of(array)) for array in arrays] if arrays else ()
-        self._words = found.words
+        self._words = reached.words
         self._held = [(holder, _held_by(holder, self._words)) for holder in holders] if holders else ()
         self._variables = variables
 
     def changed(self) -> object:
         """The first thing that is not as it was, or None."""
         if version_of := self._version_of:
-            for one, version in self._versions:
-                if version is not None and version_of(one) != version:
-                    return one
-        for one, content_before in self._arrays:
-            if _content_of(one) != content_before:
-                return one
-        for one, held in self._held:
-            if _held_by(one, self._words) != held:
-                return one
+            for value, version in self._versions:
+                if version is not None and version_of(value) != version:
+                    return value
+        for value, content_before in self._arrays:
+            if _content_of(value) != content_before:
+                return value
+        for value, held in self._held:
+            if _held_by(value, self._words) != held:
+                return value
         for variable in self._variables:
             if not variable.is_bound():
                 return variable
         return None
 
 
-def _content_of(one: object) -> object:
+def _content_of(array: object) -> object:
     """Where a NumPy array or a buffer lies and what is in it; None if it cannot be written to."""
-    span = _span_of(one)
+    span = _span_of(array)
     return None if span is None else (span, content(span, _WHOLE, _BLOCKS))
 
 
-def _span_of(one: object) -> Span | None:
-    return span_of_buffer(one) if isinstance(one, BUFFERS) else span_of_array(one)
+def _span_of(array: object) -> Span | None:
+    return span_of_buffer(array) if isinstance(array, BUFFERS) else span_of_array(array)
 
 
-def _held_by(one: object, words: Set[str] | None) -> Held:
+def _held_by(holder: object, words: Set[str] | None) -> Held:
     """What a container or an object of the user's holds, under these names if it is an object."""
-    if isinstance(one, dict):
-        return Held([*one, *one.values(), *(value for _, value in attributes(one))])
-    if isinstance(one, (list, set, deque)):
-        return Held([*one, *(value for _, value in attributes(one))])
-    return Held([part for both in attributes(one) if words is None or both[0] in words for part in both])
+    if isinstance(holder, dict):
+        return Held([*holder, *holder.values(), *(value for _, value in attributes(holder))])
+    if isinstance(holder, (list, set, deque)):
+        return Held([*holder, *(value for _, value in attributes(holder))])
+    return Held([part for both in attributes(holder) if words is None or both[0] in words for part in both])
 
 
 def in_words(changed: object) -> str:

@@ -69,10 +69,10 @@ class Crew:
         """Enter a job, or give the unfinished jobs of other crews that have to be waited for first."""
         with self._lock:
             touched = job.look()  # with the lock held: no result comes in between
-            if strangers := [one for one in touched[2] if one.crew is not self and not one.over]:
+            if strangers := [other for other in touched[2] if other.crew is not self and not other.over]:
                 return strangers
             job.unsettled[job] = None
-            reached = [one for one in touched[3] if one.crew is self]
+            reached = [other for other in touched[3] if other.crew is self]
             if needs := self._ledger.enter(job, (*touched[:3], reached)):
                 job.needs = tuple(need for need in needs if not need.over)
                 job.missing = len(job.needs)
@@ -184,32 +184,32 @@ class Crew:
         """A job is over; so are, perhaps, those that will not be run because of it. Gives how many can begin now."""
         finished, ready = [job], 0
         while finished:
-            one = finished.pop()
-            one.over = True
-            self._ledger.forget(one)
+            over = finished.pop()
+            over.over = True
+            self._ledger.forget(over)
             try:
-                self._ledger.tell_where(one)
+                self._ledger.tell_where(over)
             except Exception as error:  # it is unknown what memory its result is in
-                one.error, one.trace = error, error.__traceback__
-            if one.error is None:
-                one.unsettled.pop(one, None)
+                over.error, over.trace = error, error.__traceback__
+            if over.error is None:
+                over.unsettled.pop(over, None)
             else:
-                one.begun = one.begun and one.origin is one
-                if written := one.really_written():
-                    self._spoiled.append((written, one))
-            one.let_go()
-            for follower, why in one.followers or ():
-                if why == TAKES and one.error is not None and not follower.over:
-                    doom(follower, one.origin)
+                over.begun = over.begun and over.origin is over
+                if written := over.really_written():
+                    self._spoiled.append((written, over))
+            over.let_go()
+            for follower, why in over.followers or ():
+                if why == TAKES and over.error is not None and not follower.over:
+                    doom(follower, over.origin)
                 follower.missing -= 1
                 if not follower.missing:
                     if follower.error is not None:
                         finished.append(follower)
                     else:
                         ready += self._can_begin(follower)
-            one.followers, one.needs = None, ()
+            over.followers, over.needs = None, ()
             if self._bells:
-                _ring(self._bells.pop(one, []))
+                _ring(self._bells.pop(over, []))
         if self._bells:
             _ring(self._bells.pop(None, []))
         return ready
@@ -217,8 +217,8 @@ class Crew:
     def _culprit(self, job: Job) -> Job | None:
         """The failed job that was to write what this one touches."""
         touched = job.really_touched()
-        failed = (one for written, one in self._spoiled if one.spoils(job) and share(touched, written))
-        return min(failed, key=lambda one: one.number, default=None)
+        failed = (culprit for written, culprit in self._spoiled if culprit.spoils(job) and share(touched, written))
+        return min(failed, key=lambda culprit: culprit.number, default=None)
 
     # Waiting
 
@@ -240,16 +240,16 @@ class Crew:
         helps = me is not None and me.crew is self
         while True:
             with self._lock:
-                found = self._can_be_done_for(job) if helps and not job.over else None
-                if found is None and not job.over:
+                needed = self._can_be_done_for(job) if helps and not job.over else None
+                if needed is None and not job.over:
                     bell, bells = _bell(), self._bells.setdefault(None if helps else job, [])
                     bells.append(bell)
             self._enter_done()
-            if found is not None:
+            if needed is not None:
                 assert me is not None
                 if timeout is not None:
-                    me.waits_for = found  # what it does itself it waits for, however long that takes
-                self._do(found)
+                    me.waits_for = needed  # what it does itself it waits for, however long that takes
+                self._do(needed)
                 if timeout is not None:
                     me.waits_for = None
             elif job.over:
@@ -267,10 +267,10 @@ class Crew:
         """A job that can begin, and that this one needs, or itself."""
         seen, stack = {job}, [job]
         while stack:
-            one = stack.pop()
-            if one.number in self._to_do:
-                return one
-            new = [need for need in one.needs if not need.over and need not in seen]
+            needed = stack.pop()
+            if needed.number in self._to_do:
+                return needed
+            new = [need for need in needed.needs if not need.over and need not in seen]
             seen.update(new)
             stack.extend(new)
         return None

@@ -165,9 +165,9 @@ def aot_autograd(**compilers: Any) -> Callable[..., Callable[..., Any]]:
 
     split: Callable[..., Callable[..., Any]] = aot_autograd(**compilers)
 
-    def compiled(*given: Any) -> Callable[..., Any]:
+    def compiled(*arguments: Any) -> Callable[..., Any]:
         with config.patch(donated_buffer=False):
-            return split(*given)
+            return split(*arguments)
 
     return compiled
 
@@ -199,7 +199,10 @@ def forward_graph() -> ForwardGraph | None:
         return None
     known.bw_donated_idxs = []  # the backward graph takes nothing: a graph may be retained (see aot_autograd)
     changed = [known.input_info[number] for number in known.mutated_inp_runtime_indices]
-    copied = all(one.mutates_data and not one.mutates_metadata and not one.mutates_storage_metadata for one in changed)
+    copied = all(
+        argument.mutates_data and not argument.mutates_metadata and not argument.mutates_storage_metadata
+        for argument in changed
+    )
     written_back = len(changed) if copied else 0
     written = frozenset(known.mutated_inp_runtime_indices)
     return ForwardGraph(frozenset(known.static_input_indices), written_back, known.num_forward, written)
@@ -250,10 +253,10 @@ def _opaque_optimizers() -> Iterator[None]:
             return LambdaVariable(lambda *_, **__: ConstantVariable.create(None))
         return getting(optimizer, translator, name)
 
-    def call_method(optimizer: Any, translator: Any, name: str, *given: Any) -> Any:
+    def call_method(optimizer: Any, translator: Any, name: str, *arguments: Any) -> Any:
         if name in _UPDATES:
             return ConstantVariable.create(None)
-        return calling(optimizer, translator, name, *given)
+        return calling(optimizer, translator, name, *arguments)
 
     with compile_lock:
         kind.var_getattr, kind.call_method = var_getattr, call_method
@@ -303,7 +306,7 @@ class _Frames:
         self._as_it_is, self._broken = as_it_is, broken
         self._left: dict[CodeType, str] = {}  # to Python
 
-    def __call__(self, frame: Any, *given: Any) -> Any:
+    def __call__(self, frame: Any, *arguments: Any) -> Any:
         from torch._dynamo import config, convert_frame
         from torch._dynamo.types import ConvertFrameReturn
 
@@ -313,7 +316,7 @@ class _Frames:
             settings = {name: value for name, value in _IN_PIECES.items() if hasattr(config, name)}
             try:
                 with convert_frame.compile_lock, config.patch(settings), _quiet(), self._listening():
-                    result = self._convert(frame, *given)
+                    result = self._convert(frame, *arguments)
                 if result.guarded_code is not None or "skipfiles" in str(result.skip_reason):
                     return result
                 left = "alone"

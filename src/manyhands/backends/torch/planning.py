@@ -179,7 +179,7 @@ def can_run_ahead(trace: Trace) -> bool:
         return False
     on_gpu = all(step.task.device.startswith("gpu") and step.task.kind == "compute" for step in trace.steps)
     sources = [node.meta.get("val") for step in trace.steps for node in step.node.all_input_nodes]
-    whole = any(isinstance(one, torch.Tensor) and not _is_fraction(one) for one in sources)
+    whole = any(isinstance(source, torch.Tensor) and not _is_fraction(source) for source in sources)
     return on_gpu and not whole and not any(is_check(step.node) for step in trace.steps)
 
 
@@ -240,8 +240,8 @@ class VirtualRun:
         with virtual.no_hooks():
             results = self._run.replay([virtual.inside(tensor) for tensor in inputs])
         return [
-            virtual.VirtualTensor(one, device) if device is not None and virtual.is_virtual(device) else one
-            for one, device in zip(results, self._devices, strict=True)
+            virtual.VirtualTensor(result, device) if device is not None and virtual.is_virtual(device) else result
+            for result, device in zip(results, self._devices, strict=True)
         ]
 
 
@@ -260,13 +260,13 @@ def synchronous_run(trace: Trace, plan: Plan) -> ThreadRun | VirtualRun:
     return thread_run(trace, torch_threads.in_order(plan), torch.get_num_threads())
 
 
-def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
+def equal(results: Sequence[Any], expected: Sequence[Any]) -> tuple[bool, float]:
     """Whether results are the same to the bit, and otherwise their largest relative difference.
 
     It is infinite for results of different forms, and for plain values (numbers, words, None) that are not the same.
     """
     worst, same = 0.0, True
-    for a, b in zip(one, other, strict=True):
+    for a, b in zip(results, expected, strict=True):
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             if type(a) is not type(b) or repr(a) != repr(b):  # one NaN is another
                 return False, float("inf")
@@ -278,7 +278,7 @@ def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
         if not torch.equal(a.isnan(), b.isnan()):
             return False, float("inf")
         # Not a number in the same places is the same.
-        a, b = (one.masked_fill(one.isnan(), 0) for one in (a, b))
+        a, b = (results.masked_fill(results.isnan(), 0) for results in (a, b))
         if not torch.equal(a, b):
             same = False
             wide = torch.complex128 if b.is_complex() else torch.float64
@@ -290,14 +290,14 @@ def equal(one: Sequence[Any], other: Sequence[Any]) -> tuple[bool, float]:
 
 def overlapping(values: Sequence[Any]) -> set[tuple[int, int]]:
     """The numbers of results, in pairs, that lie in the same bytes."""
-    spans = [(*shown_by(one), number) for number, one in enumerate(values) if _has_bytes(one)]
-    found: set[tuple[int, int]] = set()
+    spans = [(*shown_by(value), number) for number, value in enumerate(values) if _has_bytes(value)]
+    pairs: set[tuple[int, int]] = set()
     reaching: list[tuple[int, int]] = []  # of those before, where they end and which they are
     for start, end, number in sorted(spans):
         reaching = [(behind, other) for behind, other in reaching if behind > start]
-        found |= {(min(other, number), max(other, number)) for _, other in reaching}
+        pairs |= {(min(other, number), max(other, number)) for _, other in reaching}
         reaching.append((end, number))
-    return found
+    return pairs
 
 
 def _has_bytes(value: Any) -> bool:

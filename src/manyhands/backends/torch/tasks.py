@@ -57,13 +57,13 @@ _NAMES = frozenset(vars(torch.nn.Module()))
 def _parts_of_module(module: torch.nn.Module) -> list[Any]:
     """Of PyTorch's own modules without attributes: what can change in them are parameters and buffers."""
     parts: list[Any] = []
-    for one in module.modules():
-        held = one.__dict__
+    for inner in module.modules():
+        held = inner.__dict__
         parts += held["_parameters"].values()
         parts += held["_buffers"].values()
         parts += held["_forward_hooks"].values()
         parts += held["_forward_pre_hooks"].values()
-        if not type(one).__module__.startswith("torch."):
+        if not type(inner).__module__.startswith("torch."):
             parts += [part for name, part in held.items() if name not in _NAMES]
     return parts
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.pictures.colours import colour_of
 from manyhands.schedule.pictures.output_path import to_write
+from manyhands.schedule.task import Task
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 132, 34, 30, 22, 20
 _LONGEST, _LEAST = 12, 3  # tasks of a block at most; times that it comes at least
@@ -50,7 +51,7 @@ def svg(schedule: Schedule) -> str:
     blocks, drawn_as = _folded(schedule, groups, needs)
     needs = _of_drawn(needs, drawn_as)
     columns, rows = _columns(schedule, groups, needs)
-    across = {(need, task) for task, own in needs.items() for need in own if groups[need] != groups[task]}
+    across = {(need, task) for task, needed in needs.items() for need in needed if groups[need] != groups[task]}
     used = sorted({groups[task] for task in needs})
     legend = _legend(schedule)
     top = _MARGIN + 18 * (len(legend) + bool(across)) + 34
@@ -68,10 +69,10 @@ def svg(schedule: Schedule) -> str:
         *(_drawn_frame(block, places) for block in blocks),
         *(
             _drawn_need(places[need], places[task], crosses=(need, task) in across)
-            for task, own in needs.items()
-            for need in sorted(own)
+            for task, needed in needs.items()
+            for need in sorted(needed)
         ),
-        *(_drawn_task(schedule, task, place) for task, place in places.items()),
+        *(_drawn_task(schedule.graph.tasks[task], place) for task, place in places.items()),
     ]
     return "\n".join([*parts, "</svg>"])
 
@@ -82,12 +83,12 @@ def svg(schedule: Schedule) -> str:
 def visible_needs(schedule: Schedule) -> dict[int, set[int]]:
     """For every task that is no view the others that it needs, without those that follow from other needs."""
     tasks, behind, before = schedule.graph.tasks, dict[int, set[int]](), dict[int, set[int]]()
-    for task, own in enumerate(schedule.graph.needs):
-        direct = set[int]().union(*(behind[need] if tasks[need].is_view else {need} for need in own))
+    for task, needed in enumerate(schedule.graph.needs):
+        direct = set[int]().union(*(behind[need] if tasks[need].is_view else {need} for need in needed))
         direct -= set[int]().union(*(before[need] for need in direct))
         behind[task] = direct
         before[task] = direct.union(*(before[need] for need in direct))
-    return {task: own for task, own in behind.items() if not tasks[task].is_view}
+    return {task: needed for task, needed in behind.items() if not tasks[task].is_view}
 
 
 def _groups(schedule: Schedule) -> tuple[Sequence[int], list[str], str]:
@@ -109,15 +110,15 @@ def _folded(
     blocks: list[_Block] = []
     position = {task: place for place, task in enumerate(schedule.order)}
     for group in sorted(set(groups)):
-        own = sorted((task for task in needs if groups[task] == group), key=position.__getitem__)
-        words = [(schedule.graph.tasks[task].name, schedule.graph.tasks[task].detail) for task in own]
+        tasks = sorted((task for task in needs if groups[task] == group), key=position.__getitem__)
+        words = [(schedule.graph.tasks[task].name, schedule.graph.tasks[task].detail) for task in tasks]
         start = 0
-        while start < len(own):
-            length, times = _repeated(words, own, needs, start)
+        while start < len(tasks):
+            length, times = _repeated(words, tasks, needs, start)
             if times >= _LEAST:
-                blocks.append(_Block(own[start : start + length], times))
+                blocks.append(_Block(tasks[start : start + length], times))
                 for number in range(length * times):
-                    drawn_as[own[start + number]] = own[start + number % length]
+                    drawn_as[tasks[start + number]] = tasks[start + number % length]
             start += length * times
     return blocks, drawn_as
 
@@ -140,9 +141,9 @@ def _repeated(words: Sequence[object], tasks: Sequence[int], needs: dict[int, se
 def _of_drawn(needs: dict[int, set[int]], drawn_as: dict[int, int]) -> dict[int, set[int]]:
     """Needs among the tasks that are drawn; from one block to the next of the same kind there is nothing to draw."""
     drawn_needs: dict[int, set[int]] = {}
-    for task, own in needs.items():
-        drawn_needs.setdefault(drawn_as[task], set()).update(drawn_as[need] for need in own)
-    return {task: {need for need in own if need < task} for task, own in sorted(drawn_needs.items())}
+    for task, needed in needs.items():
+        drawn_needs.setdefault(drawn_as[task], set()).update(drawn_as[need] for need in needed)
+    return {task: {need for need in needed if need < task} for task, needed in sorted(drawn_needs.items())}
 
 
 def _columns(
@@ -210,8 +211,8 @@ def _drawn_lanes(lanes: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> 
     parts = []
     for name, places in lanes:
         left, right = min(x for x, _ in places) - 8, max(x for x, _ in places) + _WIDTH + 8
-        upper = min(y for _, own in lanes for _, y in own) - 24
-        lower = max(y for _, own in lanes for _, y in own) + _HEIGHT + 8
+        upper = min(y for _, places_of_lane in lanes for _, y in places_of_lane) - 24
+        lower = max(y for _, places_of_lane in lanes for _, y in places_of_lane) + _HEIGHT + 8
         parts.append(
             f'<rect x="{left}" y="{upper}" width="{right - left}" height="{lower - upper}" rx="6" fill="#f3f4f6"/>'
             f'<text x="{left + 8}" y="{upper + 15}" font-weight="bold" fill="#444">{escape(name)}</text>'
@@ -242,15 +243,16 @@ def _drawn_need(start: tuple[float, float], end: tuple[float, float], *, crosses
     )
 
 
-def _drawn_task(schedule: Schedule, task: int, place: tuple[float, float]) -> str:
-    one, (x, y) = schedule.graph.tasks[task], place
+def _drawn_task(task: Task, place: tuple[float, float]) -> str:
+    x, y = place
     middle = x + _WIDTH / 2
-    below = ", ".join(part for part in (one.detail, _time(one.seconds)) if part)
+    below = ", ".join(part for part in (task.detail, _time(task.seconds)) if part)
     return (
-        f"<g><title>{escape(one.name)} {escape(one.detail)}: {one.seconds * 1e6:.1f} us on {escape(one.device)}</title>"
-        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4" fill="{colour_of(one.name)}"/>'
+        f"<g><title>{escape(task.name)} {escape(task.detail)}: {task.seconds * 1e6:.1f} us on {escape(task.device)}"
+        "</title>"
+        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="4" fill="{colour_of(task.name)}"/>'
         f'<text x="{middle}" y="{y + 14}" text-anchor="middle" fill="white" font-weight="bold">'
-        f"{escape(_short(one.name, 18))}</text>"
+        f"{escape(_short(task.name, 18))}</text>"
         f'<text x="{middle}" y="{y + 27}" text-anchor="middle" fill="white" font-size="10">'
         f"{escape(_short(below, 24))}</text></g>"
     )

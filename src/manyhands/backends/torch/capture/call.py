@@ -82,8 +82,8 @@ def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
             known.append(_key(leaf))
 
     def rebuild(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = iter(values)
-        return structure.unflatten(next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)  # type: ignore[return-value]
+        replacements = iter(values)
+        return structure.unflatten(next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)  # type: ignore[return-value]
 
     orders = _orders((arguments, keywords))
     signature = (structure, tuple(known), _aliases(tensors), modes(), orders)
@@ -93,10 +93,10 @@ def call(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
 def _orders(value: Any) -> tuple[Any, ...]:
     """In which order dicts have their keys: two structures are equal without it, but a loop over one is not."""
     if isinstance(value, dict):
-        inner = [_orders(one) for one in value.values()]
+        inner = [_orders(part) for part in value.values()]
         return (tuple(value), *inner)
     if isinstance(value, (list, tuple)):
-        return tuple(found for one in value if (found := _orders(one)))
+        return tuple(order for part in value if (order := _orders(part)))
     return ()
 
 
@@ -233,14 +233,14 @@ def _is_constant(tensor: torch.Tensor) -> bool:
 
 def _random_like(tensor: torch.Tensor) -> torch.Tensor:
     """Of the same form, with numbers that are drawn from nobody's generator."""
-    own = torch.Generator(tensor.device).manual_seed(0)
-    numbers = torch.rand(tensor.shape, device=tensor.device, dtype=torch.float32, generator=own)
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    numbers = torch.rand(tensor.shape, device=tensor.device, dtype=torch.float32, generator=generator)
     with torch.no_grad():
         whole = tensor.flatten()[0].float()
         numbers = numbers * torch.where(whole.isfinite() & (whole != 0), whole, 1.0)
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        made.copy_(numbers)
-    return made.requires_grad_(tensor.requires_grad)
+        drawn = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        drawn.copy_(numbers)
+    return drawn.requires_grad_(tensor.requires_grad)
 
 
 # Tracing
@@ -261,39 +261,39 @@ def trace(function: Callable[..., Any], call: Call, *, guarded: bool = True) -> 
     recorded = [tensor.requires_grad for tensor in call.tensors]
 
     def flat(*tensors: torch.Tensor) -> Any:
-        given = call.rebuild(tensors)
-        before = tree.flatten(given)
+        arguments = call.rebuild(tensors)
+        before = tree.flatten(arguments)
         with _same_modes():
-            result = opened(function(*given[0], **given[1]))
+            result = opened(function(*arguments[0], **arguments[1]))
         must_be_done(result)
         must_not_be_changed(tensors, recorded)
-        must_hold_the_same(before, tree.flatten(given))
+        must_hold_the_same(before, tree.flatten(arguments))
         return result
 
     try:
         with watch, no_hooks():
-            found = torch_trace.trace(flat, _stand_ins(call.tensors), watch)
+            captured = torch_trace.trace(flat, _stand_ins(call.tensors), watch)
     except Exception as error:
         watch.must_not_have_changed()  # the better reason
         if isinstance(error, CannotTrace):
             raise
         raise CannotTrace(why(error)) from error
     watch.must_not_have_changed()
-    found = split(whole := found)
-    found.unsplit = whole if found is not whole else None
-    if watch.seeded and any(step.task.token is not None for step in found.steps):
+    captured = split(whole := captured)
+    captured.unsplit = whole if captured is not whole else None
+    if watch.seeded and any(step.task.token is not None for step in captured.steps):
         raise CannotTrace("it sets the state of the random numbers that it draws: it is run as it is")
-    must_check_first(found)
-    must_be_fresh(found)
+    must_check_first(captured)
+    must_be_fresh(captured)
     if call.shares_memory:
-        must_only_read_arguments(found)
-    constants = {id(value): value for value in found.constant_values()}
+        must_only_read_arguments(captured)
+    constants = {id(value): value for value in captured.constant_values()}
     for tensor in constants.values():
         outside.add_address(tensor, "a tensor from outside")
     for tensor, before in watch.known():
         outside.add_gradient(tensor, before, same=id(before) in constants)
-    found.holds, found.changed = outside.holds, lambda: getattr(outside.changed(), "name", None)
-    return found
+    captured.holds, captured.changed = outside.holds, lambda: getattr(outside.changed(), "name", None)
+    return captured
 
 
 @contextmanager
@@ -318,16 +318,16 @@ def _same_modes() -> Iterator[None]:
 def _stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What is traced instead of the arguments; those on virtual devices are fake tensors that say so."""
     mode = FakeTensorMode(allow_non_fake_inputs=True) if any(isinstance(t, VirtualTensor) for t in tensors) else None
-    found: list[torch.Tensor] = []
+    stand_ins: list[torch.Tensor] = []
     for tensor in tensors:
         if mode is None:
-            made = tensor.detach()
+            stand_in = tensor.detach()
             if type(tensor) is nn.Parameter:  # the function may ask what it is
-                made = nn.Parameter(made, requires_grad=False)
+                stand_in = nn.Parameter(stand_in, requires_grad=False)
         elif isinstance(tensor, VirtualTensor):
             form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            made = FakeTensor(mode, form, home(tensor))
+            stand_in = FakeTensor(mode, form, home(tensor))
         else:
-            made = mode.from_tensor(tensor.detach())
-        found.append(made.requires_grad_(tensor.requires_grad))
-    return found
+            stand_in = mode.from_tensor(tensor.detach())
+        stand_ins.append(stand_in.requires_grad_(tensor.requires_grad))
+    return stand_ins

@@ -72,7 +72,9 @@ def mixing(trace: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
     asked = [every if trace.storages[node] & written else changed for node in trace.inputs]
     if not any(asked):
         return None
-    return lambda tensors: any(_lies_in(one, places) for one, places in zip(tensors, asked, strict=True) if places)
+    return lambda tensors: any(
+        _lies_in(tensor, places) for tensor, places in zip(tensors, asked, strict=True) if places
+    )
 
 
 def _lies_in(tensor: torch.Tensor, places: Sequence[Span]) -> bool:

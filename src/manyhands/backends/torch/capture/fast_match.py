@@ -73,8 +73,8 @@ class _Unknown(Exception):
 
 
 class _Writer:
-    def __init__(self, one: Call) -> None:
-        self._call = one
+    def __init__(self, like: Call) -> None:
+        self._call = like
         self._lines: list[str] = []
         self._tensors: dict[int, str] = {}
         self._storages: list[str] = []
@@ -82,7 +82,7 @@ class _Writer:
         self._fixed: list[str] = []  # what parameters are asked: they stay where they are
         self._names: dict[str, Any] = {**call.MODE_NAMES, "Given": Given, "seen": [None], "apart": _apart}
         if any(
-            home(tensor).type == "cuda" for tensor in one.tensors
+            home(tensor).type == "cuda" for tensor in like.tensors
         ):  # then it need not be asked whether CUDA is there at all
             self._names["capturing"] = compat.is_current_stream_capturing
         self._count = 0
@@ -101,14 +101,14 @@ class _Writer:
             parts = [self._part() for _ in value]
             if parts:
                 self._lines.append(f"{', '.join(parts)}, = {name}")
-            for part, one in zip(parts, value, strict=True):
-                self.walk(one, part)
+            for part, item in zip(parts, value, strict=True):
+                self.walk(item, part)
         elif type(value) is dict:
             self._refuse_if(f"type({name}) is not dict or list({name}) != {self._name(list(value))}")
-            for key, one in value.items():
+            for key, item in value.items():
                 part = self._part()
                 self._lines.append(f"{part} = {name}[{self._name(key)}]")
-                self.walk(one, part)
+                self.walk(item, part)
         elif isinstance(value, torch.Tensor):
             self._tensor(value, name)
         elif type(value) in _EXACT:

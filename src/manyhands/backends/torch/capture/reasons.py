@@ -105,8 +105,8 @@ def is_users(filename: str) -> bool:
 
 @functools.cache
 def _not_users() -> tuple[str, ...]:
-    own = [str(Path(package.__path__[0])) for package in (torch, manyhands)]
-    return (*own, sysconfig.get_paths()["stdlib"], "<manyhands", "<frozen")
+    packages = [str(Path(package.__path__[0])) for package in (torch, manyhands)]
+    return (*packages, sysconfig.get_paths()["stdlib"], "<manyhands", "<frozen")
 
 
 def _shortened(text: str) -> str:

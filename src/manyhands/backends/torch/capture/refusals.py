@@ -82,7 +82,7 @@ def must_not_be_changed(stand_ins: Sequence[torch.Tensor], recorded: Sequence[bo
 
 def must_hold_the_same(before: tuple[list[Any], tree.Structure], after: tuple[list[Any], tree.Structure]) -> None:
     """Of lists and dicts among the arguments: what is in them, before and after the function had them."""
-    same = before[1] == after[1] and all(one is other for one, other in zip(before[0], after[0], strict=True))
+    same = before[1] == after[1] and all(old is new for old, new in zip(before[0], after[0], strict=True))
     if not same:
         raise CannotTrace(
             "it puts something into a list or dict that it was given, or takes something out: it is run as it is; give "

@@ -73,10 +73,10 @@ def _put_together(values: Iterable[Any], known: tuple[type, tuple[str, ...]]) ->
     kind, names = known
     if kind is torch.Size:
         return torch.Size(values)
-    made: Any = object.__new__(kind)
+    instance: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # also where it is frozen
-    return made
+        object.__setattr__(instance, name, value)  # also where it is frozen
+    return instance
 
 
 register_pytree_node(Parts, lambda one: (list(one.values), (one.kind, one.names)), _put_together)
@@ -137,12 +137,12 @@ def used_up(value: torch.Tensor) -> torch.Tensor:
     """The value as a tensor that requires gradients and refuses a backward pass."""
     # With reuse_outputs the same tensor comes again and again, and must not collect graphs.
     if type(value) is torch.Tensor:
-        own = torch.empty(0, dtype=value.dtype, device=value.device)
-        own.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        result = torch.empty(0, dtype=value.dtype, device=value.device)
+        result.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
     else:  # on a virtual device: a wrapper, made anew at every call
-        own = value.detach()
+        result = value.detach()
     with torch.enable_grad():
-        return cast(torch.Tensor, _Refuses.apply(torch.zeros((), requires_grad=True), own))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _Refuses.apply(torch.zeros((), requires_grad=True), result))  # type: ignore[no-untyped-call]
 
 
 def _marked_again(values: Iterable[Any], _: None) -> Any:

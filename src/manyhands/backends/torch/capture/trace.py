@@ -151,9 +151,9 @@ def trace(function: Callable[..., Any], arguments: Sequence[torch.Tensor], watch
     _drop_profiling(module)
     _must_be_static(module)  # also what nobody uses: the function may have caught the error of a value that it needs
     module.graph.eliminate_dead_code(is_impure_node=has_effects)
-    found = described(module, structure)
-    found.gradients = gradients
-    return found
+    captured = described(module, structure)
+    captured.gradients = gradients
+    return captured
 
 
 def _fake_mode(arguments: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
@@ -200,17 +200,17 @@ def _must_be_static(module: GraphModule) -> None:
             raise CannotTrace(f"the shape of what {_operation(node)} gives depends on values: {FROM_SHAPE}")
         if _gives_nothing(node) and not is_check(node):
             raise CannotTrace(f"{_operation(node)} has no result, only an effect: trying plans would repeat it")
-        own = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
-        if any(isinstance(value, torch.Generator) for value in [own, *node.kwargs.values()]):
+        results = getattr(module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        if any(isinstance(value, torch.Generator) for value in [results, *node.kwargs.values()]):
             raise CannotTrace("it draws random numbers from a torch.Generator: trying plans would draw from it too")
-        for value in tree_flatten(own)[0]:
+        for value in tree_flatten(results)[0]:
             if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
                 raise CannotTrace(f"{_operation(node)} gives a tensor of {value.layout}: its memory is not known")
 
 
 def _has_known_shape(value: Any) -> bool:
     """Whether results have a shape that is known: ``x[mask]`` has not, ``x[numbers]`` has that of the numbers."""
-    tensors = [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
+    tensors = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
     return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
@@ -241,12 +241,14 @@ def described(module: GraphModule, structure: Any) -> Trace:
         # part of several views (split, unbind) comes with the handle of the whole.
         part = node.target is operator.getitem
         handles[node] = handles.get(node.args[0], frozenset()) if part else frozenset({number} if shared else ())
-        own = frozenset[int]().union(*(outside.get(storage, {storage}) for storage in _storages(node)))
-        known = frozenset(one for one in shared if one < 0)
+        memories = frozenset[int]().union(*(outside.get(storage, {storage}) for storage in _storages(node)))
+        known = frozenset(memory for memory in shared if memory < 0)
         if known and _is_view(node):
-            outside.update(dict.fromkeys(own, known))  # the fake memory of a tensor from outside, which has a number
-            own = known
-        storages[node] = own | shared | handles[node]
+            outside.update(
+                dict.fromkeys(memories, known)
+            )  # the fake memory of a tensor from outside, which has a number
+            memories = known
+        storages[node] = memories | shared | handles[node]
     steps: list[Step] = []
     step_of: dict[Node, Step] = {}
     for node in nodes:
@@ -280,10 +282,10 @@ def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
     for argument in node.all_input_nodes:
         read |= storages[argument]
     written = _written(node, storages)
-    own = storages[node] | frozenset().union(
+    memories = storages[node] | frozenset().union(
         *(storages[user] for user in node.users if user.target is operator.getitem)
     )
-    fresh = own - read
+    fresh = memories - read
     device, kind = _place(node)
     random = torch.Tag.nondeterministic_seeded in _tags(node) and not _drops_nothing(node)
     return Task(
@@ -303,29 +305,29 @@ def _drops_nothing(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
-            given = (
+            probability = (
                 node.args[number] if number < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             )
-            return bool(given == 0)
+            return bool(probability == 0)
     return False
 
 
 def _shape(value: Any) -> str:
     """As in a picture: 64x128; of several results that of the first."""
-    first = next((one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)), None)
+    first = next((leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)), None)
     return "" if first is None else "x".join(map(str, first.shape))
 
 
 def _written(node: Node, storages: dict[Node, frozenset[int]]) -> set[int]:
     """The memories of those arguments that the operation's schema says it writes to."""
     schema = getattr(node.target, "_schema", None)
-    found: set[int] = set()
+    memories: set[int] = set()
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found |= _of_argument(node, number, argument.name, storages)
+            memories |= _of_argument(node, number, argument.name, storages)
     for number in _HIDDEN_WRITES.get(node.target, ()):
-        found |= _of_argument(node, number, "", storages) if node.args[5] else set()
-    return found
+        memories |= _of_argument(node, number, "", storages) if node.args[5] else set()
+    return memories
 
 
 def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
@@ -333,31 +335,31 @@ def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]
     if node.target is operator.getitem:
         return frozenset()
     schema = getattr(node.target, "_schema", None)
-    found: set[int] = set()
+    memories: set[int] = set()
     for number, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None or (number == 0 and node.target in HIDDEN_VIEWS):
-            found |= _of_argument(node, number, argument.name, storages)
-    if not found and node.op == "call_function":
-        own = _storages(node)
+            memories |= _of_argument(node, number, argument.name, storages)
+    if not memories and node.op == "call_function":
+        of_result = _storages(node)
         for argument in node.all_input_nodes:
-            found |= storages[argument] if own & storages[argument] else set()
-    return frozenset(found)
+            memories |= storages[argument] if of_result & storages[argument] else set()
+    return frozenset(memories)
 
 
 def _is_view(node: Node) -> bool:
     """Whether all that an operation gives is in the memory of its arguments."""
     schema = getattr(node.target, "_schema", None)
-    declared = schema is not None and all(one.alias_info is not None for one in schema.returns)
+    declared = schema is not None and all(result.alias_info is not None for result in schema.returns)
     return declared or node.target in HIDDEN_VIEWS
 
 
 def _of_argument(node: Node, number: int, name: str, storages: dict[Node, frozenset[int]]) -> set[int]:
     value = node.args[number] if number < len(node.args) else node.kwargs.get(name)
-    found: set[int] = set()
-    for one in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(one, Node):
-            found |= storages[one]
-    return found
+    memories: set[int] = set()
+    for part in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(part, Node):
+            memories |= storages[part]
+    return memories
 
 
 def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, frozenset[int]]:
@@ -365,11 +367,11 @@ def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, 
     values = {node: getattr(module, str(node.target)) for node in constants}
     spans = {node: span for node, value in values.items() if (span := span_of(value)) is not None}
     places = joined(spans.values())
-    found: dict[Node, frozenset[int]] = {node: frozenset() for node in constants}
+    memories: dict[Node, frozenset[int]] = {node: frozenset() for node in constants}
     for node, span in spans.items():
-        place = places[bisect.bisect_right(places, span.start, key=lambda one: one.start) - 1]
-        found[node] = frozenset({-place.start - 1})  # a negative number: never the same as a fake storage's
-    return found
+        place = places[bisect.bisect_right(places, span.start, key=lambda span_before: span_before.start) - 1]
+        memories[node] = frozenset({-place.start - 1})  # a negative number: never the same as a fake storage's
+    return memories
 
 
 def _storages(node: Node) -> frozenset[int]:
@@ -425,7 +427,7 @@ def _builder(structure: Any) -> Callable[[Sequence[Any]], Any]:
         if type(value) is int:
             return f"v[{value}]"
         if type(value) in (list, tuple):
-            inner = "".join(f"{text(one)}, " for one in value)
+            inner = "".join(f"{text(part)}, " for part in value)
             return f"[{inner}]" if type(value) is list else f"({inner})"
         if type(value) is UsedUp:
             names["used_up"] = used_up

@@ -64,7 +64,7 @@ class Watch:
     def __enter__(self) -> Watch:
         torch.clear_autocast_cache()  # of real weights, cast before; and below, of made-up ones
         self._remembers_casts = torch.is_autocast_cache_enabled()
-        self._hook = register_optimizer_step_pre_hook(lambda one, *_: self._outside.optimizer(one))
+        self._hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._outside.optimizer(optimizer))
         self._stack.callback(self._hook.remove)
         place: Any = torch.random
         self._stack.callback(setattr, place, "default_generator", place.default_generator)
@@ -83,15 +83,15 @@ class Watch:
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The tensors from outside whose ``.grad`` the function sets, and what to; to be asked while tracing."""
-        found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        left: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for tensor, before in self._before.values():
             now = tensor.grad
             if now is before:
                 continue
             if now is not None and not isinstance(now, FakeTensor):
                 raise CannotTrace(f"it puts a tensor from outside into a .grad: {_FOR_GOOD}")
-            found.append((tensor, now))
-        return found
+            left.append((tensor, now))
+        return left
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -99,8 +99,8 @@ class Watch:
         for tensor, before in self._before.values():
             tensor.grad = before
         with torch.no_grad():
-            for tensor, kept in self._saved.values():
-                tensor.copy_(kept)
+            for tensor, saved in self._saved.values():
+                tensor.copy_(saved)
         self._fact = self._outside.changed() if not self._outside.holds() else None
         if self._fact is not None:
             self._outside.put_back()
@@ -155,8 +155,8 @@ class Watch:
         if isinstance(tensor, torch.Tensor) and _is_from_outside(tensor):
             self.refuses(_READING)
 
-    def refuses(self, what: str) -> None:
-        self._refused = CannotTrace(what)
+    def refuses(self, reason: str) -> None:
+        self._refused = CannotTrace(reason)
         raise self._refused
 
     def refused(self, error: Exception) -> None:
@@ -174,8 +174,8 @@ class Watch:
 class _NoSeeds:
     """Stands before PyTorch's random numbers while a function is traced: a plan begins where they are, and goes on."""
 
-    def __init__(self, watch: Watch, own: torch.Generator) -> None:
-        self._watch, self._own, self._thread = watch, own, threading.get_ident()
+    def __init__(self, watch: Watch, generator: torch.Generator) -> None:
+        self._watch, self._own, self._thread = watch, generator, threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("manual_seed", "seed", "set_state") or self._thread != threading.get_ident():
@@ -233,14 +233,14 @@ class _Operations(TorchDispatchMode):
         if func.overloadpacket in _MOVES:
             self._watch.refuses(_MOVING)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for one in tensors:
-            self._watch.sees(one)
+        for argument in tensors:
+            self._watch.sees(argument)
         if func._schema.is_mutable:
             real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
-            for one in real:
+            for argument in real:
                 # Beside made-up ones only single numbers: make_fx computes with those that it knows.
-                if len(real) == len(tensors) or one.numel() <= 1:
-                    self._watch.keeps(one)
+                if len(real) == len(tensors) or argument.numel() <= 1:
+                    self._watch.keeps(argument)
         try:
             results = _apart(func(*args, **(kwargs or {})))
         except _UNKNOWN as error:

@@ -32,9 +32,9 @@ def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         raise RuntimeError(f"cannot pin a tensor of {tensor.device}: only dense CPU tensors can be pinned")
     if is_pinned(tensor):
         return tensor
-    made = tensor.clone()
-    virtual.mark_pinned(made)
-    return made
+    copy = tensor.clone()
+    virtual.mark_pinned(copy)
+    return copy
 
 
 def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
@@ -87,7 +87,7 @@ def loading(load: Callable[..., Any]) -> Callable[..., Any]:
         if target is None or not virtual.is_virtual(target):
             return load(f, map_location, *args, **kwargs)
         kinds = (torch.Tensor, torch.nn.Module)
-        return tree_map_only(kinds, lambda one: one.to(target), load(f, "cpu", *args, **kwargs))
+        return tree_map_only(kinds, lambda loaded: loaded.to(target), load(f, "cpu", *args, **kwargs))
 
     return load_here
 

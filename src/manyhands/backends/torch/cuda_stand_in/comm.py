@@ -26,7 +26,7 @@ def broadcast(
 ) -> tuple[torch.Tensor, ...]:
     _one_of("devices", devices, out)
     if out is not None:
-        return tuple(one.copy_(tensor) for one in out)
+        return tuple(target.copy_(tensor) for target in out)
     return tuple(_on(tensor, device) for device in devices or ())
 
 
@@ -36,22 +36,22 @@ def broadcast_coalesced(
     plain = [
         torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors
     ]  # as PyTorch's own does
-    return [[_on(one.detach(), device) for one in plain] for device in devices]
+    return [[_on(real.detach(), device) for real in plain] for device in devices]
 
 
 def reduce_add(inputs: Sequence[torch.Tensor], destination: Any = None) -> torch.Tensor:
-    if len({one.shape for one in inputs}) > 1:
-        raise ValueError(f"tensors of different shapes cannot be added: {[tuple(one.shape) for one in inputs]}")
+    if len({tensor.shape for tensor in inputs}) > 1:
+        raise ValueError(f"tensors of different shapes cannot be added: {[tuple(tensor.shape) for tensor in inputs]}")
     total = _on(inputs[0], destination)
-    for one in inputs[1:]:
-        total = total + _on(one, destination)
+    for tensor in inputs[1:]:
+        total = total + _on(tensor, destination)
     return total
 
 
 def reduce_add_coalesced(
     inputs: Sequence[Sequence[torch.Tensor]], destination: Any = None, buffer_size: int = 0
 ) -> tuple[torch.Tensor, ...]:
-    return tuple(reduce_add(one, destination) for one in zip(*inputs, strict=True))
+    return tuple(reduce_add(tensors, destination) for tensors in zip(*inputs, strict=True))
 
 
 def scatter(
@@ -65,8 +65,8 @@ def scatter(
 ) -> tuple[torch.Tensor, ...]:
     _one_of("devices", devices, out)
     if out is not None:
-        parts = tensor.split([one.shape[dim] for one in out], dim)
-        return tuple(one.copy_(part) for one, part in zip(out, parts, strict=True))
+        parts = tensor.split([target.shape[dim] for target in out], dim)
+        return tuple(target.copy_(part) for target, part in zip(out, parts, strict=True))
     devices = list(devices or ())
     parts = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
     return tuple(_on(part, device) for part, device in zip(parts, devices, strict=False))  # few rows give fewer chunks

@@ -20,12 +20,12 @@ def index_of(device: Any) -> int:
         device = device.idx
     if device is None:
         return virtual.of_thread.current
-    found = virtual.actual(device)
-    if not virtual.is_virtual(found):
-        raise ValueError(f"Expected a cuda device, but got: {found}")
-    if not 0 <= found.index < virtual.count():
-        raise RuntimeError(f"there is no device {virtual.shown(found)}: torch.cuda.device_count() is {virtual.count()}")
-    return int(found.index)
+    named = virtual.actual(device)
+    if not virtual.is_virtual(named):
+        raise ValueError(f"Expected a cuda device, but got: {named}")
+    if not 0 <= named.index < virtual.count():
+        raise RuntimeError(f"there is no device {virtual.shown(named)}: torch.cuda.device_count() is {virtual.count()}")
+    return int(named.index)
 
 
 def set_device(device: Any) -> None:
@@ -114,9 +114,9 @@ class Stream:
         pass
 
     def record_event(self, event: Event | None = None) -> Event:
-        made = Event() if event is None else event
-        made.record(self)
-        return made
+        recorded = Event() if event is None else event
+        recorded.record(self)
+        return recorded
 
     def __enter__(self) -> Stream:
         self._outside.append((virtual.of_thread.current, current_stream(self.device_index)))

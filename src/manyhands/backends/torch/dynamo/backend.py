@@ -64,11 +64,11 @@ def compile_with(
     return compiled(module, inputs)
 
 
-def options_from(given: dict[str, Any]) -> dict[str, Any]:
+def options_from(settings: dict[str, Any]) -> dict[str, Any]:
     """``torch.compile(..., backend="manyhands", options={"fuse": False})``, checked."""
-    options = dict(given.get("options") or {})
-    if given.get("mode") not in (None, "default"):
-        raise EngineError(f"mode={given['mode']!r} is Inductor's: the backend 'manyhands' measures what is fastest")
+    options = dict(settings.get("options") or {})
+    if settings.get("mode") not in (None, "default"):
+        raise EngineError(f"mode={settings['mode']!r} is Inductor's: the backend 'manyhands' measures what is fastest")
     if unknown := options.keys() - {"fuse"}:
         raise EngineError(
             f"the backend 'manyhands' has no option {', '.join(sorted(unknown))}: there is 'fuse' (compile runs of "
@@ -94,11 +94,11 @@ class _PlannedGraph:
 
     def __init__(self, module: GraphModule, make: Make, places: set[int], forward: compat.ForwardGraph | None) -> None:
         outputs: Any = next(node for node in module.graph.nodes if node.op == "output").args[0]
-        given = {memory for node in module.graph.nodes if node.op == "placeholder" for memory in _memories(node)}
-        is_own = [_is_own(value, given) for value in outputs]
+        of_arguments = {memory for node in module.graph.nodes if node.op == "placeholder" for memory in _memories(node)}
+        is_own = [_is_own(value, of_arguments) for value in outputs]
         self._whole, self._places = module, places
-        self._own = [number for number, own in enumerate(is_own) if own]
-        self._others = [number for number, own in enumerate(is_own) if not own]
+        self._own = [number for number, is_planned in enumerate(is_own) if is_planned]
+        self._others = [number for number, is_planned in enumerate(is_own) if not is_planned]
         self._rest = _part(module, [outputs[number] for number in self._others])
         function = _part(module, [outputs[number] for number in self._own], with_effects=True)
         self._fixed = frozenset() if forward is None else forward.fixed
@@ -122,9 +122,9 @@ class _PlannedGraph:
             bound = next((known for known in self._bound if known.fits(arguments)), None) or self._bind(arguments)
             if bound.plan is None:
                 return self._whole(*arguments)
-            own = self._own_results(bound, bound.plan, arguments)
+            planned_results = self._own_results(bound, bound.plan, arguments)
         results: list[Any] = [None] * (len(self._own) + len(self._others))
-        for number, value in zip(self._own, own, strict=True):
+        for number, value in zip(self._own, planned_results, strict=True):
             results[number] = value
         for number, value in zip(self._others, self._rest(*arguments), strict=True):
             results[number] = value
@@ -132,22 +132,22 @@ class _PlannedGraph:
 
     def _own_results(self, bound: _Bound, plan: GraphPlan, arguments: tuple[Any, ...]) -> list[Any]:
         if not plan.in_graph:
-            given = tuple(_plain(value) for value in arguments)
-            tensors = [value for value in given if isinstance(value, torch.Tensor)]
-            return list(cast(Sequence[Any], plan.run(tensors, given, {})))
+            plain_arguments = tuple(_plain(value) for value in arguments)
+            tensors = [value for value in plain_arguments if isinstance(value, torch.Tensor)]
+            return list(cast(Sequence[Any], plan.run(tensors, plain_arguments, {})))
         # Kept results stay in the graph's memory: the backward pass reads them there.
         with only_tried() if self._kept else nullcontext():
-            own = list(cast(Sequence[Any], plan.run(bound.tensors_of(arguments), arguments, {})))
+            results = list(cast(Sequence[Any], plan.run(bound.tensors_of(arguments), arguments, {})))
         if not self._kept:
-            return own
+            return results
         for at in self._callers:
-            own[at] = own[at].clone()
+            results[at] = results[at].clone()
         for at in self._kept:
-            self._places.add(_place(own[at]))
+            self._places.add(_place(results[at]))
         first = self._kept[0]
-        own[first] = own[first].detach()  # another object at every call: it lives as long as it is needed
-        self._holder = weakref.ref(own[first])
-        return own
+        results[first] = results[first].detach()  # another object at every call: it lives as long as it is needed
+        self._holder = weakref.ref(results[first])
+        return results
 
     def _bind(self, arguments: tuple[Any, ...]) -> _Bound:
         """Plan the graph for these arguments."""
@@ -205,11 +205,11 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _is_own(value: Any, given: set[int]) -> bool:
+def _is_own(value: Any, of_arguments: set[int]) -> bool:
     """Whether a result is a tensor in memory of its own."""
     if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
         return False
-    return not _memories(value) & given
+    return not _memories(value) & of_arguments
 
 
 def _memories(node: Node) -> set[int]:

@@ -51,12 +51,12 @@ class _Forward:
 
     def notes_pass(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Before a backward pass: PyTorch has not yet put zeros in the places of gradients that are missing."""
-        self.passes.append(frozenset(number for number, one in enumerate(gradients) if one is not None))
+        self.passes.append(frozenset(number for number, gradient in enumerate(gradients) if gradient is not None))
 
     @property
     def is_unchanged(self) -> bool:
         """Whether the arguments are what they were in the forward pass."""
-        return all(write_count(one) == count for one, count in self.watched)
+        return all(write_count(argument) == count for argument, count in self.watched)
 
 
 def can_be_gone_through(
@@ -71,24 +71,30 @@ def can_be_gone_through(
     ``statistics`` are the numbers of arguments that only running averages are written to.
     """
     watched = [
-        (one, write_count(one))
-        for number, one in enumerate(arguments)
-        if isinstance(one, torch.Tensor) and number not in statistics and not one.is_inference()
+        (tensor, write_count(tensor))
+        for number, tensor in enumerate(arguments)
+        if isinstance(tensor, torch.Tensor) and number not in statistics and not tensor.is_inference()
     ]
     nodes: dict[int, Any] = {
-        id(one.grad_fn): one.grad_fn for one in results if isinstance(one, torch.Tensor) and one.grad_fn is not None
+        id(tensor.grad_fn): tensor.grad_fn
+        for tensor in results
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
     }
     for node in nodes.values():
         kind = getattr(node, "_forward_cls", None)
         if kind is None or len(node.next_functions) != len(arguments):
             continue  # a view of a result, say
         edges = {
-            tuple(get_gradient_edge(one))[:2]: number
-            for number, one in enumerate(arguments)
-            if isinstance(one, torch.Tensor) and one.requires_grad
+            tuple(get_gradient_edge(tensor))[:2]: number
+            for number, tensor in enumerate(arguments)
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad
         }
         places = tuple(edges.get((function, number)) for function, number in node.next_functions)
-        outputs = {one.output_nr: number for number, one in enumerate(results) if getattr(one, "grad_fn", None) is node}
+        outputs = {
+            tensor.output_nr: number
+            for number, tensor in enumerate(results)
+            if getattr(tensor, "grad_fn", None) is node
+        }
         known = node.metadata[_KEY] = _Forward(forward, arguments, outputs, places, draw_again, watched)
         node.register_prehook(known.notes_pass)
         if not hasattr(kind, "_can_be_gone_through"):
@@ -107,27 +113,27 @@ def _either(backward: Callable[..., Any], missing: dict[frozenset[int], list[boo
         if known is None:
             return backward(node, *gradients)
         boxed = len(gradients) == 1 and isinstance(gradients[0], list)
-        given = list(gradients[0] if boxed else gradients)  # the compiled pass empties the list
+        incoming = list(gradients[0] if boxed else gradients)  # the compiled pass empties the list
         if torch.is_grad_enabled():
             if not known.is_unchanged:
                 raise RuntimeError(_WRITTEN)
-            return _derived(known, [(dict(enumerate(given)), True)])
+            return _derived(known, [(dict(enumerate(incoming)), True)])
         reached = known.passes[-1]
         if reached not in missing and not known.outputs.keys() <= reached and known.is_unchanged and _has_saved(node):
             with torch.enable_grad():
-                gradients_as_written = _derived(known, [({number: given[number] for number in reached}, False)])
-            missing[reached] = [one is None for one in gradients_as_written]
+                gradients_as_written = _derived(known, [({number: incoming[number] for number in reached}, False)])
+            missing[reached] = [gradient is None for gradient in gradients_as_written]
             return gradients_as_written
         try:
-            found = backward(node, *gradients)
+            outgoing = backward(node, *gradients)
         except RuntimeError as error:
             if _SECOND_TIME not in str(error):
                 raise
-            return _repeated(known, given, error)
+            return _repeated(known, incoming, error)
         del known.passes[:-1]  # those before have kept the graph
         if reached in missing:
-            return tuple(None if gone else one for one, gone in zip(found, missing[reached], strict=True))
-        return found
+            return tuple(None if gone else gradient for gradient, gone in zip(outgoing, missing[reached], strict=True))
+        return outgoing
 
     return either
 
@@ -155,12 +161,15 @@ def _repeated(known: _Forward, gradients: Sequence[Any], error: RuntimeError) ->
 def _derived(known: _Forward, passes: Sequence[tuple[dict[int, Any], bool]]) -> tuple[Any, ...]:
     """What the last of these passes gives: for each the gradients by output (None: any), and whether it is recorded."""
     wanted = [number for number in known.places if number is not None]
-    given = [one if not isinstance(one, torch.Tensor) or one.requires_grad else one.clone() for one in known.arguments]
+    inputs = [
+        argument if not isinstance(argument, torch.Tensor) or argument.requires_grad else argument.clone()
+        for argument in known.arguments
+    ]
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         if known.draw_again is not None:
             known.draw_again()
-        results = known.function(*given)
-    found: Sequence[Any] = ()
+        results = known.function(*inputs)
+    derivatives: Sequence[Any] = ()
     for gradients, recorded in passes:
         pairs = [
             (result, gradient)
@@ -169,12 +178,12 @@ def _derived(known: _Forward, passes: Sequence[tuple[dict[int, Any], bool]]) -> 
         ]
         if recorded:
             pairs = [(result, gradient) for result, gradient in pairs if gradient is not None]
-        found = torch.autograd.grad(
+        derivatives = torch.autograd.grad(
             [result for result, _ in pairs],
-            [given[number] for number in wanted],
+            [inputs[number] for number in wanted],
             [torch.zeros_like(result) if gradient is None else gradient for result, gradient in pairs],
             create_graph=recorded,
             allow_unused=True,
         )
-    by_argument = dict(zip(wanted, found, strict=True))
+    by_argument = dict(zip(wanted, derivatives, strict=True))
     return tuple(None if number is None else by_argument[number] for number in known.places)

@@ -66,5 +66,5 @@ def _detached(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return result.detach()
     if isinstance(result, (list, tuple)):
-        return [_detached(one) for one in result]
-    return [_detached(one) for one in result.values()] if isinstance(result, dict) else result
+        return [_detached(part) for part in result]
+    return [_detached(part) for part in result.values()] if isinstance(result, dict) else result

@@ -39,13 +39,13 @@ class Fact:
 
 def compiled(facts: Iterable[Fact]) -> Callable[[], bool]:
     names: dict[str, Any] = {}
-    given: dict[int, str] = {}
+    name_of: dict[int, str] = {}
 
     def name(value: Any) -> str:
-        if id(value) not in given:
-            given[id(value)] = f"k{len(names)}"
-            names[given[id(value)]] = value
-        return given[id(value)]
+        if id(value) not in name_of:
+            name_of[id(value)] = f"k{len(names)}"
+            names[name_of[id(value)]] = value
+        return name_of[id(value)]
 
     tests = [_test(fact, name) for fact in facts]
     body = "\n".join(f"        if not ({test}): return False" for test in tests)
@@ -62,7 +62,7 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
     if fact.kind == "length":
         return f"len({holder}) == {fact.value}"
     if fact.kind == "hooks":
-        hooks = [name(one) for one in fact.holder]
+        hooks = [name(hooks_of) for hooks_of in fact.holder]
         counted = " + ".join(f"len({hook})" for hook in hooks)
         return f"{counted} == {fact.value}" if fact.value else f"not ({' or '.join(hooks)})"
     if fact.kind == "whole":  # what is the same object is not compared further
@@ -88,5 +88,5 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
     return f"{now} is {name(fact.value)}"
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one == other and str(one) == str(other))
+def _same(value: Any, expected: Any) -> bool:
+    return value is expected or (type(value) is type(expected) and value == expected and str(value) == str(expected))

@@ -37,8 +37,8 @@ class Spaces:
         """A cell or an object that has no such attribute yet."""
         self._empty.append((name, holder, word))
 
-    def cache(self, one: Any, name: str) -> None:
-        self._caches.append((name, one, one.cache_info().misses))
+    def cache(self, cached: Any, name: str) -> None:
+        self._caches.append((name, cached, cached.cache_info().misses))
 
     def changed(self) -> str | None:
         """The name of the first thing that was made, replaced or taken away."""
@@ -49,7 +49,7 @@ class Spaces:
 
     def filled(self) -> str | None:
         """The name of the first cache that has remembered something new."""
-        return next((name for name, one, misses in self._caches if one.cache_info().misses != misses), None)
+        return next((name for name, cached, misses in self._caches if cached.cache_info().misses != misses), None)
 
     def put_back(self) -> None:
         for _, holder, before in self._spaces.values():
@@ -63,9 +63,9 @@ class Spaces:
         for _, holder, word in self._empty:
             if _has(holder, word):
                 delattr(holder, word)
-        for _, one, misses in self._caches:
-            if one.cache_info().misses != misses:
-                one.cache_clear()
+        for _, cached, misses in self._caches:
+            if cached.cache_info().misses != misses:
+                cached.cache_clear()
 
     def forget(self) -> None:
         """Let go of the copies: they would keep alive what users delete."""

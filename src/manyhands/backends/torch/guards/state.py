@@ -125,9 +125,11 @@ class Outside:
 
     def add_gradient(self, tensor: torch.Tensor, gradient: torch.Tensor | None, *, same: bool) -> None:
         """Its gradient must be None, or there, or the same tensor as it was."""
-        kept = gradient if same or gradient is None else ...
+        expected = gradient if same or gradient is None else ...
         self._add(
-            Fact("a gradient; zero_grad(set_to_none=False) keeps it", "gradient", tensor, tensor.requires_grad, kept)
+            Fact(
+                "a gradient; zero_grad(set_to_none=False) keeps it", "gradient", tensor, tensor.requires_grad, expected
+            )
         )
 
     # Walking
@@ -187,17 +189,17 @@ class Outside:
         """Whether it would write something: that a call does is seen when it is traced."""
         self._seen[id(value)] = value
         self._add(Fact(f"{name}.manager.disable", "attribute", value.manager, "disable", value.manager.disable))
-        one: logging.Logger | None = value
-        while one is not None:
-            self._add(Fact(f"the level of {name}", "attribute", one, "level", one.level))
-            self._add(Fact(f"{name}.disabled", "attribute", one, "disabled", one.disabled))
-            one = one.parent
+        logger: logging.Logger | None = value
+        while logger is not None:
+            self._add(Fact(f"the level of {name}", "attribute", logger, "level", logger.level))
+            self._add(Fact(f"{name}.disabled", "attribute", logger, "disabled", logger.disabled))
+            logger = logger.parent
 
     def _object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
             self._dict(vars(value), name, whole=True)
-        for one in type(value).__mro__:
-            slots = vars(one).get("__slots__", ())
+        for owner in type(value).__mro__:
+            slots = vars(owner).get("__slots__", ())
             for word in (slots,) if isinstance(slots, str) else slots:
                 if word.startswith("__"):
                     continue
@@ -208,10 +210,10 @@ class Outside:
                     self._visit(content, f"{name}.{word}")
         self._class(type(value), name)
 
-    def _class(self, one: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
+    def _class(self, cls: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
         """The numbers and words that a class of the user has for all its objects."""
-        self._classes[one] = None
-        for owner in one.__mro__:
+        self._classes[cls] = None
+        for owner in cls.__mro__:
             if not is_foreign(owner):
                 self.spaces.space(owner, owner.__name__)
             for word, content in list(vars(owner).items()) if not is_foreign(owner) else ():
@@ -286,27 +288,27 @@ class Outside:
             )
             error.holds = lambda: not module.training
             raise error
-        own = vars(module)
+        attributes = vars(module)
         foreign = is_foreign(type(module))
-        self._add(Fact(f"{name}.training", "item", own, "training", module.training))
+        self._add(Fact(f"{name}.training", "item", attributes, "training", module.training))
         before, self._in_module = self._in_module, True
         for part in ("_parameters", "_buffers"):
-            self._dict(own[part], name, whole=True)
+            self._dict(attributes[part], name, whole=True)
         self._in_module = before
-        self._dict(own["_modules"], name, whole=True)
-        hooks = [own[word] for word in _HOOKS]
+        self._dict(attributes["_modules"], name, whole=True)
+        hooks = [attributes[word] for word in _HOOKS]
         self._add(Fact(f"the hooks of {name}", "hooks", hooks, value=sum(map(len, hooks))))
-        for one in filter(None, hooks):
-            self._visit(one, f"the hooks of {name}")
-        self._add(Fact(f"the number of {name}'s attributes", "length", own, value=len(own)))
-        self.spaces.space(own, name)
+        for registered in filter(None, hooks):
+            self._visit(registered, f"the hooks of {name}")
+        self._add(Fact(f"the number of {name}'s attributes", "length", attributes, value=len(attributes)))
+        self.spaces.space(attributes, name)
         if not foreign:
             self._class(type(module), name)
-        known = _AS_MADE | {"kernel_size"} if "weight" in own["_parameters"] else _AS_MADE
-        for word, value in own.items():
+        known = _AS_MADE | {"kernel_size"} if "weight" in attributes["_parameters"] else _AS_MADE
+        for word, value in attributes.items():
             if word in _OF_MODULES or (foreign and (word in known or not isinstance(value, _SETTINGS))):
                 continue
-            self._add(Fact(f"{name}.{word}", "item", own, word, value))
+            self._add(Fact(f"{name}.{word}", "item", attributes, word, value))
             self._visit(value, f"{name}.{word}")
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -323,10 +325,10 @@ class Outside:
             self._whole.append((value, list(value)))
             if len(value) > _LONG:
                 self._add(Fact(f"the content of {name}", "whole", value, value=value.copy()))
-        for number, one in enumerate(value if len(value) <= _LONG else ()):
+        for number, item in enumerate(value if len(value) <= _LONG else ()):
             if not isinstance(value, tuple):
-                self._add(Fact(f"{name}[{number}]", "item", value, number, one, self._optimizer))
-            self._visit(one, f"{name}[{number}]")
+                self._add(Fact(f"{name}[{number}]", "item", value, number, item, self._optimizer))
+            self._visit(item, f"{name}[{number}]")
 
     def _dict(self, value: Any, name: str, *, whole: bool = False) -> None:
         if whole:
@@ -334,7 +336,7 @@ class Outside:
             self._whole.append((value, dict(value)))
             if len(value) > _LONG:
                 self._add(Fact(f"the content of {name}", "whole", value, value=dict(value)))
-        for key, one in list(value.items())[:_LONG]:
+        for key, item in list(value.items())[:_LONG]:
             label = f"{name}.{key}" if isinstance(key, str) else name
-            self._add(Fact(label, "item", value, key, one, self._optimizer))
-            self._visit(one, label)
+            self._add(Fact(label, "item", value, key, item, self._optimizer))
+            self._visit(item, label)

@@ -62,7 +62,7 @@ def _make_forward_pure(graph: Graph, node: Node) -> list[Node]:
             pure = graph.call_function(target, (x, weight, bias, mean, variance, training, momentum, epsilon))
         pure.meta["val"] = tuple(whole[:3])
         if mean is not None and training:
-            fresh = [like(one.meta["val"]) for one in (mean, variance)]
+            fresh = [like(statistic_node.meta["val"]) for statistic_node in (mean, variance)]
             pure.meta["val"] += tuple(fresh)
             for number, statistic in enumerate((mean, variance)):
                 part = graph.call_function(operator.getitem, (pure, 3 + number))
@@ -83,9 +83,9 @@ def _make_backward_plain(graph: Graph, node: Node) -> None:
     """cuDNN's backward without its note: what it saved is what PyTorch's own saves."""
     arguments: Any = node.args
     x, gradient, weight, _, _, saved_mean, saved_deviation, epsilon = arguments[:8]
-    given = (gradient, x, weight, None, None, saved_mean, saved_deviation, True, epsilon, [True, True, True])
+    plain_arguments = (gradient, x, weight, None, None, saved_mean, saved_deviation, True, epsilon, [True, True, True])
     with graph.inserting_before(node):
-        plain = graph.call_function(_aten.native_batch_norm_backward.default, given)
+        plain = graph.call_function(_aten.native_batch_norm_backward.default, plain_arguments)
     plain.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(plain)
     graph.erase_node(node)
@@ -107,9 +107,9 @@ def _copy_together(trace: Trace, copies: Sequence[Node]) -> bool:
     groups = [nodes[::-1] for nodes in kinds.values() if len(nodes) > 1]
     for nodes in groups:
         graph = nodes[0].graph
-        targets, given = ([node.args[place] for node in nodes] for place in (0, 1))
+        targets, sources = ([node.args[place] for node in nodes] for place in (0, 1))
         with graph.inserting_after(nodes[-1]):
-            together = graph.call_function(_aten._foreach_copy_.default, (targets, given))
+            together = graph.call_function(_aten._foreach_copy_.default, (targets, sources))
         together.meta["val"] = None
         for node in nodes:
             graph.erase_node(node)

@@ -67,15 +67,15 @@ def _add_after(graph: Graph, node: Node, *, again: bool) -> None:
     """The convolution without its bias, and an addition for all users, or one again for each."""
     arguments: Any = node.args
     x, weight, bias, *others = arguments
-    result, given = node.meta["val"], bias.meta["val"]
-    shape = [1, given.numel(), *[1] * (result.dim() - 2)]
+    result, bias_value = node.meta["val"], bias.meta["val"]
+    shape = [1, bias_value.numel(), *[1] * (result.dim() - 2)]
     if not _keeps_form(result, shape):
         return
 
     def added(value: torch.Tensor) -> Node:
         across = graph.call_function(_aten.view.default, (bias, shape))
         # A constant has its own number as memory; two views of the real tensor would seem to write to the same.
-        across.meta["val"] = (like(given) if bias.op == "get_attr" else given).view(shape)
+        across.meta["val"] = (like(bias_value) if bias.op == "get_attr" else bias_value).view(shape)
         total = graph.call_function(_aten.add.Tensor, (bare, across))
         total.meta["val"] = value
         return total
@@ -102,9 +102,9 @@ def _sum_beside(graph: Graph, node: Node) -> None:
     gradient: Any = arguments[0]
     whole = node.meta["val"]
     across = [0, *range(2, gradient.meta["val"].dim())]
-    kept = {} if gradient.meta["val"].dtype is whole[2].dtype else {"dtype": whole[2].dtype}
+    options = {} if gradient.meta["val"].dtype is whole[2].dtype else {"dtype": whole[2].dtype}
     with graph.inserting_before(node):
-        total = graph.call_function(_aten.sum.dim_IntList, (gradient, across), kept)
+        total = graph.call_function(_aten.sum.dim_IntList, (gradient, across), options)
     total.meta["val"] = whole[2]
     for part in list(node.users):
         if part.args[1] == 2:

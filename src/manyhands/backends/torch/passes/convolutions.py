@@ -23,15 +23,15 @@ from manyhands.backends.torch.passes.rewriting import Rewriting
 def choose_convolutions(trace: Trace) -> tuple[Trace, str | None]:
     """Every convolution that has a faster way, in that way."""
     rewriting = Rewriting(trace)
-    count = found = 0
+    count = replaced = 0
     for node in rewriting.nodes(*INSTEAD):
         chosen = [choice.chosen_for(problem) for problem in problems_of(node.target, _values(node))]
         count += len(chosen)
-        ours = [one for one in chosen if one is not None and one.way is not None]
-        if ours and all(any(one.result == Form.of(value) for value in _results(node)) for one in ours):
+        ours = [way for way in chosen if way is not None and way.way is not None]
+        if ours and all(any(way.result == Form.of(value) for value in _results(node)) for way in ours):
             node.target = INSTEAD[node.target]
-            found += len(ours)
-    return (rewriting.done(), f"{found} of {count} in faster ways") if found else (trace, None)
+            replaced += len(ours)
+    return (rewriting.done(), f"{replaced} of {count} in faster ways") if replaced else (trace, None)
 
 
 def tune_convolutions(trace: Trace, calls: int) -> tuple[Trace, str | None]:
@@ -42,7 +42,9 @@ def tune_convolutions(trace: Trace, calls: int) -> tuple[Trace, str | None]:
     for step in trace.steps:
         if step.node.target in INSTEAD:
             problems.update(
-                one for one in problems_of(step.node.target, _values(step.node)) if one.device.type == "cuda"
+                problem
+                for problem in problems_of(step.node.target, _values(step.node))
+                if problem.device.type == "cuda"
             )
     if problems:
         choice.choose(problems, calls)

@@ -86,7 +86,7 @@ def fuse_norms(trace: Trace) -> tuple[Trace, str | None]:
         done += _write_backward(rewriting, node, norm)
     for norm in norms:
         done += _write_forward(rewriting, norm)
-    return rewriting.done(), ", ".join(f"{count} {what}" for what, count in done.items())
+    return rewriting.done(), ", ".join(f"{count} {kind}" for kind, count in done.items())
 
 
 def _matched(rewriting: Rewriting, node: Node, taken: set[Node | None]) -> _Norm:
@@ -120,12 +120,12 @@ def _only_user(node: Node | None) -> Node | None:
 def _fits(node: Node) -> bool:
     arguments: Any = node.args
     x, weight, bias, mean, variance, training = arguments[:6]
-    channels = [None if one is None else one.meta["val"] for one in (weight, bias, mean, variance)]
+    channels = [None if channel is None else channel.meta["val"] for channel in (weight, bias, mean, variance)]
     return bool(training) and kernels.fits_form(x.meta["val"], *channels)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    a, b = one.meta["val"], other.meta["val"]
+def _alike(first: Any, second: Any) -> bool:
+    a, b = first.meta["val"], second.meta["val"]
     same = isinstance(a, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     return same and kernels.fits_form(a) and kernels.fits_form(b)
 
@@ -140,8 +140,8 @@ def _write_statistics(rewriting: Rewriting, norm: _Norm) -> None:
     x, _, _, running_mean, running_variance, _, momentum, epsilon = arguments[:8]
     forms = tuple(node.meta["val"][1:3])
     with rewriting.graph.inserting_before(node):
-        given = (x, running_mean, running_variance, momentum, epsilon)
-        whole = rewriting.call(kernels.statistics, given, forms)
+        inputs = (x, running_mean, running_variance, momentum, epsilon)
+        whole = rewriting.call(kernels.statistics, inputs, forms)
         norm.mean, norm.deviation = rewriting.part(whole, 0), rewriting.part(whole, 1)
     for number, ours in ((1, norm.mean), (2, norm.deviation)):
         for part in parts(node).get(number, ()):
@@ -158,15 +158,15 @@ def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
     last = norm.last
     with rewriting.graph.inserting_before(last):
         result = rewriting.empty(x.meta["val"])
-        given = (result, x, norm.mean, norm.deviation, weight, bias, norm.added, norm.relu is not None)
-        rewriting.call(kernels.apply_, given)
+        inputs = (result, x, norm.mean, norm.deviation, weight, bias, norm.added, norm.relu is not None)
+        rewriting.call(kernels.apply_, inputs)
     last.replace_all_uses_with(result)
     for node in (norm.relu, norm.addition, norm.y):
         if node is not None:
             rewriting.graph.erase_node(node)
     rewriting.graph.erase_node(norm.node)
-    what = "with addition and ReLU" if norm.addition and norm.relu else "with ReLU" if norm.relu else "alone"
-    return Counter({f"normalisations {what}": 1})
+    kind = "with addition and ReLU" if norm.addition and norm.relu else "with ReLU" if norm.relu else "alone"
+    return Counter({f"normalisations {kind}": 1})
 
 
 # Backward
@@ -185,12 +185,17 @@ def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[st
     gradient, x = arguments[:2]
     weight, bias = norm.given[1:]
     fused = _is_of_relu(rewriting, gradient, node, norm)
-    one, more, result = gradient, None, None
+    incoming, more, result = gradient, None, None
     at = gradient if fused else node
     if fused:
-        one, _, _ = gradient.args
-        if one.target is _aten.add.Tensor and not one.kwargs and _only_user(one) is gradient and _is_sum(one):
-            one, more = one.args
+        incoming, _, _ = gradient.args
+        if (
+            incoming.target is _aten.add.Tensor
+            and not incoming.kwargs
+            and _only_user(incoming) is gradient
+            and _is_sum(incoming)
+        ):
+            incoming, more = incoming.args
         result = None if norm.added is None else norm.relu
     forms = tuple(
         node.meta["val"][number] if node.meta["val"][number] is not None else norm.mean.meta["val"]  # type: ignore[union-attr]
@@ -200,8 +205,8 @@ def _write_backward(rewriting: Rewriting, node: Node, norm: _Norm) -> Counter[st
         kept = None
         if fused and len(gradient.users) > 1:
             kept = rewriting.empty(gradient.meta["val"])
-        given = (one, more, x, norm.mean, norm.deviation, weight, bias if fused else None, result, fused, kept)
-        whole = rewriting.call(kernels.backward, given, forms)
+        inputs = (incoming, more, x, norm.mean, norm.deviation, weight, bias if fused else None, result, fused, kept)
+        whole = rewriting.call(kernels.backward, inputs, forms)
         ours = [rewriting.part(whole, number) for number in range(3)]
     for number, old in parts(node).items():
         for part in old:
@@ -219,13 +224,13 @@ def _is_of_relu(rewriting: Rewriting, gradient: Any, node: Node, norm: _Norm) ->
     """Whether the gradient comes through the ReLU that is fused to this normalisation, and can be fused, too."""
     if norm.relu is None or gradient.target is not _aten.threshold_backward.default:
         return False
-    one, result, threshold = gradient.args
-    if result is not norm.relu or threshold != 0 or not _alike(one, norm.given[0]):
+    incoming, result, threshold = gradient.args
+    if result is not norm.relu or threshold != 0 or not _alike(incoming, norm.given[0]):
         return False
     return rewriting.unchanged([*norm.given, norm.relu], norm.last, node)
 
 
 def _is_sum(node: Node) -> bool:
     """Whether it adds two tensors of one form."""
-    one, other = node.args[:2]
-    return isinstance(one, Node) and isinstance(other, Node) and one is not other and _alike(one, other)
+    first, second = node.args[:2]
+    return isinstance(first, Node) and isinstance(second, Node) and first is not second and _alike(first, second)

@@ -47,7 +47,7 @@ def is_small(step: Step, written: set[int]) -> bool:
 def is_view(step: Step) -> bool:
     """Whether an operation computes nothing: what it gives lies in the memory of what it is given."""
     schema: Any = step.node.target._schema  # type: ignore[union-attr]
-    return step.node.target in HIDDEN_VIEWS or any(one.alias_info is not None for one in schema.returns)
+    return step.node.target in HIDDEN_VIEWS or any(result.alias_info is not None for result in schema.returns)
 
 
 def written_in_place(trace: Trace) -> set[int]:

@@ -68,13 +68,17 @@ def _pure(node: Node) -> OpOverload | None:
     if schema is None or not schema.is_mutable or not node.args or not isinstance(node.args[0], Node):
         return None
     name = schema.name.removeprefix("aten::")
-    written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    written = [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     if not name.endswith("_") or name.startswith("_") or written != [schema.arguments[0].name]:
         return None
     pure = getattr(getattr(torch.ops.aten, name[:-1], None), schema.overload_name or "default", None)
     if not isinstance(pure, OpOverload) or pure._schema.is_mutable or torch.Tag.nondeterministic_seeded in pure.tags:
         return None
-    same = [one.name for one in pure._schema.arguments] == [one.name for one in schema.arguments]
+    same = [argument.name for argument in pure._schema.arguments] == [argument.name for argument in schema.arguments]
     return pure if same and len(pure._schema.returns) == 1 else None
 
 
@@ -83,8 +87,8 @@ def _gives_the_same(pure: OpOverload, node: Node) -> bool:
     value = node.meta["val"]
     try:
         with compat.no_dispatch_modes(), torch.no_grad(), FakeTensorMode():
-            given, named = map_arg((node.args, node.kwargs), _made_up)
-            result = pure(*given, **named)
+            arguments, named = map_arg((node.args, node.kwargs), _made_up)
+            result = pure(*arguments, **named)
     except Exception:  # what fake tensors cannot do stays as it is
         return False
     return (result.shape, result.stride(), result.dtype, result.device) == (

@@ -53,19 +53,19 @@ class _Redundant:
 def leave_out_biases(trace: Trace) -> tuple[Trace, str | None]:
     """Remove every bias that a normalisation cancels."""
     rewriting = Rewriting(trace)
-    found = [one for node in rewriting.nodes(*_LAYERS) if (one := _matched(rewriting, node)) is not None]
-    found = [one for one in found if _can_shift(rewriting, one)]
-    if not found:
+    redundant = [match for node in rewriting.nodes(*_LAYERS) if (match := _matched(rewriting, node)) is not None]
+    redundant = [match for match in redundant if _can_shift(rewriting, match)]
+    if not redundant:
         return trace, None
-    _shift_running_means(rewriting, found)
-    _write_zeros(rewriting, found)
-    for one in found:
-        _without_bias(one.layer)
-        for node in one.backward:
+    _shift_running_means(rewriting, redundant)
+    _write_zeros(rewriting, redundant)
+    for match in redundant:
+        _without_bias(match.layer)
+        for node in match.backward:
             mask: Any = node.args[-1]
             node.args = (*node.args[:-1], [mask[0], mask[1], False])
             node.meta["val"] = (*node.meta["val"][:2], None)
-    return rewriting.done(), f"{len(found)} left out"
+    return rewriting.done(), f"{len(redundant)} left out"
 
 
 def _without_bias(layer: Node) -> None:
@@ -104,15 +104,15 @@ def _is_of(rewriting: Rewriting, backward: Node, layer: Node) -> bool:
     return bool(mask[2]) and all(map(rewriting.same, backward.args[1:3], layer.args[:2]))
 
 
-def _can_shift(rewriting: Rewriting, one: _Redundant) -> bool:
+def _can_shift(rewriting: Rewriting, match: _Redundant) -> bool:
     """Whether the bias and the running mean are tensors of one kind that can be added."""
-    bias, mean = _parameter(one.bias), one.norm.args[3]
+    bias, mean = _parameter(match.bias), match.norm.args[3]
     if mean is None:
         return True
     values = [node.meta["val"] for node in (bias, mean) if isinstance(node, Node)]
     if len(values) < 2 or values[0].shape != values[1].shape or values[0].device != values[1].device:
         return False
-    return rewriting.unchanged([bias], one.layer, one.norm)
+    return rewriting.unchanged([bias], match.layer, match.norm)
 
 
 def _parameter(bias: Any) -> Any:
@@ -122,31 +122,31 @@ def _parameter(bias: Any) -> Any:
     return bias
 
 
-def _shift_running_means(rewriting: Rewriting, found: list[_Redundant]) -> None:
+def _shift_running_means(rewriting: Rewriting, redundant: list[_Redundant]) -> None:
     """Add each bias's share to its running mean: together after the last normalisation, if nothing looks before."""
     together: dict[Any, list[_Redundant]] = {}
-    last = max((one.norm for one in found), key=rewriting.place)
-    for one in found:
-        mean: Any = one.norm.args[3]
+    last = max((match.norm for match in redundant), key=rewriting.place)
+    for match in redundant:
+        mean: Any = match.norm.args[3]
         if mean is None:
             continue
-        value, bias = mean.meta["val"], _parameter(one.bias)
-        quiet = rewriting.untouched([mean], one.norm, last) and rewriting.unchanged([bias], one.norm, last)
-        key = (value.dtype, bias.meta["val"].dtype, one.norm.args[6]) if quiet or one.norm is last else one
-        together.setdefault(key if not isinstance(key, _Redundant) else id(one), []).append(one)
+        value, bias = mean.meta["val"], _parameter(match.bias)
+        quiet = rewriting.untouched([mean], match.norm, last) and rewriting.unchanged([bias], match.norm, last)
+        key = (value.dtype, bias.meta["val"].dtype, match.norm.args[6]) if quiet or match.norm is last else match
+        together.setdefault(key if not isinstance(key, _Redundant) else id(match), []).append(match)
     for group in together.values():
         after = last if len(group) > 1 else group[0].norm
         with rewriting.graph.inserting_after(after):
-            means = [one.norm.args[3] for one in group]
-            biases = [_parameter(one.bias) for one in group]
+            means = [match.norm.args[3] for match in group]
+            biases = [_parameter(match.bias) for match in group]
             rewriting.call(_aten._foreach_add_.List, (means, biases), alpha=group[0].norm.args[6])
 
 
-def _write_zeros(rewriting: Rewriting, found: list[_Redundant]) -> None:
+def _write_zeros(rewriting: Rewriting, redundant: list[_Redundant]) -> None:
     """The gradients of all these biases: parts of one tensor of zeros, made anew in each step."""
     wanted: list[Node] = []
-    for one in found:
-        for gradient in one.gradients:
+    for match in redundant:
+        for gradient in match.gradients:
             users = list(gradient.users)
             casts = [user for user in users if user.target is _aten._to_copy.default]
             wanted += casts if users and casts == users else [gradient]

@@ -88,39 +88,39 @@ class _Unit:
     is_whole: bool = False
 
 
-def fuse(found: Trace, compiler: Compiler | None = None, biases_out_on: Sequence[str] = ("cuda",)) -> Trace:
+def fuse(trace: Trace, compiler: Compiler | None = None, biases_out_on: Sequence[str] = ("cuda",)) -> Trace:
     """The same function with regions compiled, by Inductor unless another compiler is given.
 
     Biases are taken out of convolutions on the kinds of devices ``biases_out_on``. :class:`CannotFuse` says why there
     are no regions, or why they cannot be compiled here.
     """
     _must_be_alone()
-    as_written, found = found, take_out_biases(make_out_of_place(make_pure(found)), biases_out_on)
-    wanted, compiler = needs(found.tasks), compiler or inductor
-    units = _units(found, wanted, compiler)
+    as_written, trace = trace, take_out_biases(make_out_of_place(make_pure(trace)), biases_out_on)
+    wanted, compiler = needs(trace.tasks), compiler or inductor
+    units = _units(trace, wanted, compiler)
     if not any(unit.compiler is compiler for unit in units):
         raise CannotFuse("no two small operations follow each other")
-    fused, _ = cast_together(found.rewritten(_Writer(found).write(_ordered(units, wanted))))
+    fused, _ = cast_together(trace.rewritten(_Writer(trace).write(_ordered(units, wanted))))
     fused, tuned = tune_convolutions(fused, _CALLS)
     fused.passes += [f"convolutions: {tuned}"] if tuned is not None else []
     return _described(fused, as_written)
 
 
-def fuse_whole(found: Trace, compiler: Compiler | None = None) -> Trace:
+def fuse_whole(trace: Trace, compiler: Compiler | None = None) -> Trace:
     """The same function compiled as one task; :class:`CannotFuse` says why it cannot be.
 
     What it writes to, as a training step does to its weights, the compiled code writes to as well.
     """
     _must_be_alone()
-    as_written = found
-    found = make_pure(found.unsplit or found)
-    _must_be_compilable(found)
-    graph = _Writer(found).write([_Unit([*range(len(found.steps))], compiler or inductor, is_whole=True)])
-    fused = _described(found.rewritten(graph), as_written)
-    written = frozenset[int]().union(*(step.task.writes for step in found.steps))
-    given = frozenset[int]().union(*(fused.storages[node] for node in [*fused.inputs, *fused.constants]))
+    as_written = trace
+    trace = make_pure(trace.unsplit or trace)
+    _must_be_compilable(trace)
+    graph = _Writer(trace).write([_Unit([*range(len(trace.steps))], compiler or inductor, is_whole=True)])
+    fused = _described(trace.rewritten(graph), as_written)
+    written = frozenset[int]().union(*(step.task.writes for step in trace.steps))
+    of_arguments = frozenset[int]().union(*(fused.storages[node] for node in [*fused.inputs, *fused.constants]))
     for step in fused.steps:  # the one: its schema says nothing of what it writes to
-        step.task = replace(step.task, writes=step.task.writes | (written & given))
+        step.task = replace(step.task, writes=step.task.writes | (written & of_arguments))
     return fused
 
 
@@ -162,10 +162,10 @@ def _units(trace: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list
             before[index] |= before[other] | (0 if small[other] else 1 << other)
     member = list(range(len(steps)))
 
-    def root(one: int) -> int:
-        while member[one] != one:
-            member[one] = one = member[member[one]]
-        return one
+    def root(step: int) -> int:
+        while member[step] != step:
+            member[step] = step = member[member[step]]
+        return step
 
     for index, earlier in enumerate(wanted):
         for other in earlier:
@@ -181,10 +181,10 @@ def _units(trace: Trace, wanted: Sequence[set[int]], compiler: Compiler) -> list
 
 
 def _sets(member: Sequence[int], root: Callable[[int], int]) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
+    sets: dict[int, list[int]] = {}
     for index in range(len(member)):
-        found.setdefault(root(index), []).append(index)
-    return list(found.values())
+        sets.setdefault(root(index), []).append(index)
+    return list(sets.values())
 
 
 def _computing(trace: Trace, members: Sequence[int]) -> int:
@@ -196,8 +196,8 @@ def _dissolve_few(trace: Trace, member: list[int], root: Callable[[int], int]) -
     """What would be no region, an operation and views of it, is apart again: other regions may take it in."""
     for members in _sets(member, root):
         if len(members) > 1 and _computing(trace, members) < _LEAST:
-            for one in members:
-                member[one] = one
+            for step in members:
+                member[step] = step
 
 
 def _take_in(
@@ -226,18 +226,18 @@ def _without_outside_views(trace: Trace, members: list[int]) -> list[int]:
     """Without views of what comes from outside that somebody outside takes: a region's results are its own."""
     left = list(members)
     while True:
-        inside = {node for one in left for node in trace.steps[one].nodes}
-        made = {memory for one in left if not is_view(trace.steps[one]) for memory in trace.steps[one].task.writes}
-        kept = [
-            one
-            for one in left
-            if not is_view(trace.steps[one])
-            or not any(_escapes(node, inside) for node in trace.steps[one].nodes)
-            or _memories(trace.steps[one]) <= made
+        inside = {node for step in left for node in trace.steps[step].nodes}
+        made = {memory for step in left if not is_view(trace.steps[step]) for memory in trace.steps[step].task.writes}
+        remaining = [
+            step
+            for step in left
+            if not is_view(trace.steps[step])
+            or not any(_escapes(node, inside) for node in trace.steps[step].nodes)
+            or _memories(trace.steps[step]) <= made
         ]
-        if len(kept) == len(left):
-            return kept
-        left = kept
+        if len(remaining) == len(left):
+            return remaining
+        left = remaining
 
 
 def _escapes(node: Node, inside: set[Node]) -> bool:
@@ -259,16 +259,16 @@ def _ordered(units: list[_Unit], wanted: Sequence[set[int]]) -> list[_Unit]:
     missing = [len(unit.needs) for unit in units]
     ready = [(unit.steps[0], number) for number, unit in enumerate(units) if not missing[number]]
     heapq.heapify(ready)
-    found: list[_Unit] = []
+    ordered: list[_Unit] = []
     while ready:
         _, number = heapq.heappop(ready)
-        found.append(units[number])
+        ordered.append(units[number])
         for follower in followers[number]:
             missing[follower] -= 1
             if not missing[follower]:
                 heapq.heappush(ready, (units[follower].steps[0], follower))
-    assert len(found) == len(units), "regions in a circle"
-    return found
+    assert len(ordered) == len(units), "regions in a circle"
+    return ordered
 
 
 # The graph with its regions
@@ -278,21 +278,21 @@ class _Writer:
     """Writes the units into a new graph, and compiles the regions among them."""
 
     def __init__(self, trace: Trace) -> None:
-        self._found, self._graph = trace, Graph()
+        self._trace, self._graph = trace, Graph()
         self._new: dict[Node, Node] = {}
         self._regions: dict[Any, Region] = {}  # by code and inputs: nets repeat themselves
 
     def write(self, units: Sequence[_Unit]) -> Graph:
-        for node in self._found.inputs + self._found.constants:
+        for node in self._trace.inputs + self._trace.constants:
             self._copy(node, self._graph, self._new)
         for unit in units:
             if unit.compiler is not None:
-                self._region([node for step in unit.steps for node in self._found.steps[step].nodes], unit)
+                self._region([node for step in unit.steps for node in self._trace.steps[step].nodes], unit)
             else:
-                for node in self._found.steps[unit.steps[0]].nodes:
+                for node in self._trace.steps[unit.steps[0]].nodes:
                     self._copy(node, self._graph, self._new)
         self._graph.output(
-            [self._new[output] if isinstance(output, Node) else output for output in self._found.outputs]
+            [self._new[output] if isinstance(output, Node) else output for output in self._trace.outputs]
         )
         return self._graph
 
@@ -306,7 +306,7 @@ class _Writer:
         )
         results = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor) and _escapes(node, inside)]
         region = self._compiled(nodes, inputs, results, unit)
-        call = self._graph.call_function(region, tuple(self._new[one] for one in inputs))
+        call = self._graph.call_function(region, tuple(self._new[source_node] for source_node in inputs))
         call.meta["val"] = tuple(node.meta["val"] for node in results)
         for number, node in enumerate(results):
             self._new[node] = self._graph.call_function(operator.getitem, (call, number))
@@ -325,7 +325,7 @@ class _Writer:
         metas = [node.meta["val"] for node in inputs]
         key = module.code, *((tuple(meta.shape), meta.stride(), meta.dtype, str(meta.device)) for meta in metas)
         if key not in self._regions:
-            steps = [self._found.steps[one] for one in unit.steps]
+            steps = [self._trace.steps[number] for number in unit.steps]
             names = dict.fromkeys(step.task.name.strip("_") for step in steps if not is_view(step))
             words = f"fused {len(steps)} operations" if unit.is_whole else " ".join(["fused", *names])
             digest = hashlib.sha256(repr(key).encode()).hexdigest()[:8]
@@ -345,8 +345,8 @@ def _in_form(compiled: Callable[..., Any], metas: Sequence[torch.Tensor]) -> Cal
             return result
         return torch.empty_strided(shape, stride, dtype=result.dtype, device=result.device).copy_(result)
 
-    def run(*given: torch.Tensor) -> Any:
-        return [laid_out(result, *form) for result, form in zip(compiled(*given), forms, strict=True)]
+    def run(*inputs: torch.Tensor) -> Any:
+        return [laid_out(result, *form) for result, form in zip(compiled(*inputs), forms, strict=True)]
 
     return run
 

@@ -67,23 +67,23 @@ class Rewriting:
 
     def takers(self, node: Node) -> set[Node]:
         """The operations that take a node's result, or a view of it."""
-        found: set[Node] = set()
+        takers: set[Node] = set()
         for user in node.users:
             if user.op != "output":
-                found |= self.takers(user) if self.trace.steps[self.place(user)].task.is_view else {user}
-        return found
+                takers |= self.takers(user) if self.trace.steps[self.place(user)].task.is_view else {user}
+        return takers
 
     def value(self, node: Node) -> Any:
         """The tensor behind a constant, which several nodes may stand for."""
         return getattr(self.trace.module, str(node.target)) if node.op == "get_attr" else None
 
-    def same(self, one: object, other: object) -> bool:
+    def same(self, first: object, second: object) -> bool:
         """Whether two nodes stand for the same tensor."""
-        if one is other:
+        if first is second:
             return True
-        if not isinstance(one, Node) or not isinstance(other, Node):
+        if not isinstance(first, Node) or not isinstance(second, Node):
             return False
-        return self.value(one) is not None and self.value(one) is self.value(other)
+        return self.value(first) is not None and self.value(first) is self.value(second)
 
     def empty(self, form: torch.Tensor, dtype: torch.dtype | None = None) -> Node:
         """An operation that allocates memory of this form."""
@@ -116,9 +116,9 @@ class Rewriting:
 
     def view(self, target: Any, node: Node, *how: Any) -> Node:
         """A view of a node's memory."""
-        made = self.graph.call_function(target, (node, *how))
-        made.meta["val"] = target(node.meta["val"], *how)
-        return made
+        view = self.graph.call_function(target, (node, *how))
+        view.meta["val"] = target(node.meta["val"], *how)
+        return view
 
     def part(self, whole: Node, number: int) -> Node:
         """One of several results of an operation."""
@@ -134,12 +134,12 @@ class Rewriting:
 
 def parts(node: Node) -> dict[int, list[Node]]:
     """The nodes that take results out of an operation, by the result's number."""
-    found: dict[int, list[Node]] = {}
+    by_number: dict[int, list[Node]] = {}
     for user in node.users:
         if user.target is operator.getitem:
             number: Any = user.args[1]
-            found.setdefault(number, []).append(user)
-    return found
+            by_number.setdefault(number, []).append(user)
+    return by_number
 
 
 def without_detaches(trace: Trace) -> tuple[Trace, str | None]:

@@ -52,8 +52,8 @@ def cast_together(trace: Trace) -> tuple[Trace, str | None]:
 def _needs_nothing(node: Node) -> bool:
     """Whether it casts one of the caller's tensors, and does nothing else."""
     source: Any = node.args[0]
-    given = source.op in ("get_attr", "placeholder") and isinstance(source.meta["val"], torch.Tensor)
-    return given and set(node.kwargs) == {"dtype"}
+    is_callers = source.op in ("get_attr", "placeholder") and isinstance(source.meta["val"], torch.Tensor)
+    return is_callers and set(node.kwargs) == {"dtype"}
 
 
 def _groups(nodes: Iterable[Node]) -> list[list[Node]]:

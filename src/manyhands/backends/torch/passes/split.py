@@ -63,8 +63,8 @@ def _split_convolutions(trace: Trace) -> Trace:
         return trace
     graph, new = trace.copied_graph()
     for node in map(new.__getitem__, whole):
-        given: Any = node.args
-        *arguments, mask = given
+        all_arguments: Any = node.args
+        *arguments, mask = all_arguments
         with graph.inserting_before(node):
             for_input = graph.call_function(_BACKWARD, (*arguments, [True, False, False]))
             for_weight = graph.call_function(_BACKWARD, (*arguments, [False, True, mask[2]]))
@@ -127,18 +127,20 @@ def _can_be_cut(step: Step, kinds: Sequence[str]) -> bool:
 
 def _lists(node: Node) -> list[Sequence[Any]]:
     """The arguments that are cut: lists as long as the first one."""
-    found = [one for one in (*node.args, *node.kwargs.values()) if isinstance(one, (list, tuple)) and one]
-    return [one for one in found if len(one) == len(found[0])]
+    lists = [
+        argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, (list, tuple)) and argument
+    ]
+    return [argument for argument in lists if len(argument) == len(lists[0])]
 
 
 def _first(node: Node) -> list[torch.Tensor]:
     """The tensors of the first list, or nothing where it is no list of tensors."""
-    values = [_value(one) for one in next(iter(_lists(node)), ())]
+    values = [_value(item) for item in next(iter(_lists(node)), ())]
     return values if all(isinstance(value, torch.Tensor) for value in values) else []
 
 
-def _value(one: Any) -> Any:
-    return one.meta["val"] if isinstance(one, Node) else one
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
 def _form(value: torch.Tensor) -> tuple[Any, ...]:
@@ -147,18 +149,18 @@ def _form(value: torch.Tensor) -> tuple[Any, ...]:
 
 def _cuts(node: Node, least: int) -> list[Part]:
     """Parts of the lists of about equal bytes, none of them smaller than the least."""
-    sizes = [one.numel() * one.element_size() for one in _first(node)]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in _first(node)]
     wanted = max(least, -(-sum(sizes) // _MOST))
-    found: list[Part] = []
+    cuts: list[Part] = []
     begin = size = 0
-    for place, one in enumerate(sizes):
-        size += one
+    for place, tensor in enumerate(sizes):
+        size += tensor
         if size >= wanted:
-            found.append((begin, place + 1))
+            cuts.append((begin, place + 1))
             begin, size = place + 1, 0
-    if size < least and found:  # the rest is too small
-        begin = found.pop()[0]
-    return [*found, (begin, len(sizes))] if begin < len(sizes) else found
+    if size < least and cuts:  # the rest is too small
+        begin = cuts.pop()[0]
+    return [*cuts, (begin, len(sizes))] if begin < len(sizes) else cuts
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class _When:
 def _holds_no_memory(node: Node) -> bool:
     """Whether an operation over lists is in place, or gives a number for each of them."""
     schema: Any = node.target._schema  # type: ignore[union-attr]
-    return schema.is_mutable or all(one.numel() == 1 for one in _first(node))
+    return schema.is_mutable or all(tensor.numel() == 1 for tensor in _first(node))
 
 
 class _Ready:
@@ -194,38 +196,38 @@ class _Ready:
         stays there where it would only hold memory for longer.
         """
         reads, writes = step.task.reads, step.task.writes
-        found: list[tuple[Part, _When]] = []
+        parts: list[tuple[Part, _When]] = []
         for part in cuts:
-            own = self._memories(step.node, part)
-            when = self._when(reads & own, writes & own)
-            if found and found[-1][1].steps == when.steps:  # no reason to cut here
-                (begin, _), earlier = found.pop()
+            memories = self._memories(step.node, part)
+            when = self._when(reads & memories, writes & memories)
+            if parts and parts[-1][1].steps == when.steps:  # no reason to cut here
+                (begin, _), earlier = parts.pop()
                 part, when = (begin, part[1]), earlier | when
-            found.append((part, when))
-        if not found or (len(found) == 1 and not _holds_no_memory(step.node)):
+            parts.append((part, when))
+        if not parts or (len(parts) == 1 and not _holds_no_memory(step.node)):
             when = _When(0 if all(write in self._handles for write in writes) else 1 << number, number)
             self._done(reads, writes, self._when(reads, writes) | when)
             return []
-        for part, when in found:
-            own = self._memories(step.node, part)
-            self._done(reads & own, writes & own, when | _When(1 << number))
-        return [(part, when.place) for part, when in found]
+        for part, when in parts:
+            memories = self._memories(step.node, part)
+            self._done(reads & memories, writes & memories, when | _When(1 << number))
+        return [(part, when.place) for part, when in parts]
 
     def _memories(self, node: Node, part: Part) -> frozenset[int]:
         """That a part touches: its pieces of lists, what is given beside lists, its results."""
         begin, end = part
-        given: list[Any] = [*node.args, *node.kwargs.values()]
-        given += [tensor for tensors in _lists(node) for tensor in tensors[begin:end]]
-        given += [user for user in node.users if begin <= user.args[1] < end]  # type: ignore[operator]
-        return frozenset[int]().union(*(self._storages[one] for one in given if isinstance(one, Node)))
+        values: list[Any] = [*node.args, *node.kwargs.values()]
+        values += [tensor for tensors in _lists(node) for tensor in tensors[begin:end]]
+        values += [user for user in node.users if begin <= user.args[1] < end]  # type: ignore[operator]
+        return frozenset[int]().union(*(self._storages[value] for value in values if isinstance(value, Node)))
 
     def _when(self, reads: frozenset[int], writes: frozenset[int]) -> _When:
-        found = _When()
+        when = _When()
         for memory in reads | writes:
-            found |= self._written.get(memory, found)
+            when |= self._written.get(memory, when)
         for memory in writes:
-            found |= self._read.get(memory, found)
-        return found
+            when |= self._read.get(memory, when)
+        return when
 
     def _done(self, reads: frozenset[int], writes: frozenset[int], when: _When) -> None:
         for memory in writes:

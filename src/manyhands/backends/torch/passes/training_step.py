@@ -26,8 +26,8 @@ PASSES = (
 def rewrite(trace: Trace, passes: tuple[Pass, ...] = PASSES) -> tuple[Trace, list[str]]:
     """The trace after these passes, and what each of them did."""
     done: list[str] = []
-    for one in passes:
-        trace, what = one.apply(trace)
-        if what is not None:
-            done.append(f"{one.name}: {what}")
+    for rewrite_pass in passes:
+        trace, summary = rewrite_pass.apply(trace)
+        if summary is not None:
+            done.append(f"{rewrite_pass.name}: {summary}")
     return trace, done

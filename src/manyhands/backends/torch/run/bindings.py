@@ -65,7 +65,7 @@ def _laid_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     here, there = gradient.stride(), weight.stride()
     if here == there:
         return gradient
-    if all(size == 1 or one == other for size, one, other in zip(weight.shape, here, there, strict=True)):
+    if all(size == 1 or stride == wanted for size, stride, wanted in zip(weight.shape, here, there, strict=True)):
         return gradient.as_strided(weight.shape, there)
     return torch.empty_like(weight).copy_(gradient)
 
@@ -92,8 +92,8 @@ def _checking(check: Callable[..., Any]) -> Callable[..., Any]:
 
 def into_memory(node: Node) -> Callable[..., Any]:
     """The same for an operation that is written to memory which is there, ``out``."""
-    found = native(node)
-    return found.overloadpacket.out if isinstance(found, OpOverload) else found
+    binding = native(node)
+    return binding.overloadpacket.out if isinstance(binding, OpOverload) else binding
 
 
 def _is_simple(node: Node) -> bool:
@@ -106,9 +106,9 @@ def _is_simple(node: Node) -> bool:
 def _bindings(target: OpOverload) -> Iterator[Callable[..., Any]]:
     name = target._schema.name.removeprefix("aten::")
     for place in compat.BINDINGS:
-        found = getattr(place, name, None)
-        if isinstance(found, _BUILTIN):
-            yield found
+        binding = getattr(place, name, None)
+        if isinstance(binding, _BUILTIN):
+            yield binding
 
 
 class _Listener(TorchDispatchMode):
@@ -126,11 +126,11 @@ def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
     """Whether calling the candidate is calling the operation."""
     try:
         with no_dispatch_modes(), torch.no_grad(), FakeTensorMode():
-            given = [_fake(value) for value in node.args]
+            arguments = [_fake(value) for value in node.args]
             named = {name: _fake(value) for name, value in node.kwargs.items()}
-            expected = _written_out(node.target, given, named)
+            expected = _written_out(node.target, arguments, named)
             with _Listener() as listener:
-                candidate(*given, **named)
+                candidate(*arguments, **named)
     except Exception:  # it takes other arguments, or fake tensors cannot do it
         return False
     if len(listener.heard) != 1 or listener.heard[0][0] is not node.target:
@@ -140,7 +140,7 @@ def _is_same(candidate: Callable[..., Any], node: Node) -> bool:
 
 def _fake(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_fake(one) for one in value)
+        return type(value)(_fake(item) for item in value)
     if not isinstance(value, Node):
         return value
     meta = value.meta["val"]
@@ -149,21 +149,21 @@ def _fake(value: Any) -> Any:
 
 def _written_out(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """All arguments in the schema's order, with those that were left out."""
-    found = []
+    written_out = []
     for number, argument in enumerate(func._schema.arguments):
         if number < len(args):
-            found.append(args[number])
+            written_out.append(args[number])
         else:
-            found.append(kwargs.get(argument.name, argument.default_value))
-    return found
+            written_out.append(kwargs.get(argument.name, argument.default_value))
+    return written_out
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return one is other
-    return type(one) is type(other) and bool(one == other)
+def _alike(first: Any, second: Any) -> bool:
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(_alike, first, second))
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return first is second
+    return type(first) is type(second) and bool(first == second)
 
 
 def node_key(node: Node) -> tuple[Any, ...]:
@@ -176,7 +176,7 @@ def node_key(node: Node) -> tuple[Any, ...]:
                 return str(type(meta))
             return tuple(meta.shape), meta.stride(), str(meta.dtype), str(meta.device)
         if isinstance(value, (list, tuple)):
-            return tuple(described(one) for one in value)
+            return tuple(described(item) for item in value)
         return repr(value)
 
     return (str(node.target), described(node.args), tuple((k, described(v)) for k, v in node.kwargs.items()))

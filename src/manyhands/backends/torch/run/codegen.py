@@ -114,19 +114,19 @@ def call_text(node: Node, code: Code, into: Node | None = None) -> str:
     """
     if node.target.__name__ == "getitem":  # type: ignore[union-attr]
         return f"{argument_text(node.args[0], code)}[{node.args[1]}]"
-    given = [argument_text(value, code) for value in node.args]
+    arguments = [argument_text(value, code) for value in node.args]
     if code.streams and _copies(node, "cuda", "cpu"):
-        return f"{code.name(_to_host(node, static=code.static))}({given[0]})"
+        return f"{code.name(_to_host(node, static=code.static))}({arguments[0]})"
     named = dict(node.kwargs)
     if code.streams and node.target is _aten.copy_.default and node.meta["val"].device.type == "cpu":
         # The issuing thread does it, on whichever stream is current: its source may be let go as soon as it is done.
-        given, named = given[:2], {}
+        arguments, named = arguments[:2], {}
     if code.streams and _copies(node, "cpu", "cuda"):
         named["non_blocking"] = True
-    given += [f"{name}={argument_text(value, code)}" for name, value in named.items()]
+    arguments += [f"{name}={argument_text(value, code)}" for name, value in named.items()]
     if into is not None:
-        return f"{code.name(into_memory(node))}({', '.join([*given, f'out={into.name}'])})"
-    return f"{code.name(native(node))}({', '.join(given)})"
+        return f"{code.name(into_memory(node))}({', '.join([*arguments, f'out={into.name}'])})"
+    return f"{code.name(native(node))}({', '.join(arguments)})"
 
 
 def argument_text(value: Any, code: Code) -> str:
@@ -134,7 +134,7 @@ def argument_text(value: Any, code: Code) -> str:
     if isinstance(value, Node):
         return value.name
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(argument_text(one, code) for one in value)
+        inner = ", ".join(argument_text(item, code) for item in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     if value is None or isinstance(value, (bool, int)):
         return repr(value)
@@ -143,8 +143,8 @@ def argument_text(value: Any, code: Code) -> str:
 
 def _copies(node: Node, source: str, target: str) -> bool:
     """Whether it is a copy from one type of device to another."""
-    given: Any = node.args[0] if node.target is _aten._to_copy.default else None
-    return given is not None and (given.meta["val"].device.type, node.meta["val"].device.type) == (source, target)
+    copied: Any = node.args[0] if node.target is _aten._to_copy.default else None
+    return copied is not None and (copied.meta["val"].device.type, node.meta["val"].device.type) == (source, target)
 
 
 def _to_host(node: Node, *, static: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -155,12 +155,12 @@ def _to_host(node: Node, *, static: bool) -> Callable[[torch.Tensor], torch.Tens
     def fresh() -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True)
 
-    kept = fresh() if static else None
+    same_memory = fresh() if static else None
 
     def to_host(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.stride() != stride or tensor.dtype != dtype:  # or the copy would go through ordinary host memory
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
-        return (fresh() if kept is None else kept).copy_(tensor, non_blocking=True)
+        return (fresh() if same_memory is None else same_memory).copy_(tensor, non_blocking=True)
 
     return to_host
 
@@ -289,8 +289,8 @@ def _let_go(trace: Trace, plan: Plan) -> dict[int, list[str]]:
 
 def let_go_at(trace: Trace, plan: Plan) -> dict[int, int]:
     """For each memory the task after which it may be used again; what stays to the end is not named."""
-    kept = {memory for node in [*trace.inputs, *trace.constants] for memory in trace.storages[node]}
-    kept |= {memory for value in trace.outputs if isinstance(value, Node) for memory in trace.storages[value]}
+    callers = {memory for node in [*trace.inputs, *trace.constants] for memory in trace.storages[node]}
+    callers |= {memory for value in trace.outputs if isinstance(value, Node) for memory in trace.storages[value]}
     makers: dict[int, int] = {}
     users: dict[int, set[int]] = {}
     held: set[int] = set()
@@ -301,7 +301,7 @@ def let_go_at(trace: Trace, plan: Plan) -> dict[int, int]:
             makers.setdefault(memory, task)
         for node in step.nodes:
             held |= trace.storages[node]
-    return _points(plan, {m: (plan.lane_of[makers[m]], users[m]) for m in makers if m in held and m not in kept})
+    return _points(plan, {m: (plan.lane_of[makers[m]], users[m]) for m in makers if m in held and m not in callers})
 
 
 def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict[int, int]:
@@ -326,7 +326,7 @@ def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict
         heapq.heappush(heaps[lane].setdefault(other, []), (value, memory, needed))
     after: dict[int, dict[int, int]] = {}
     waited = {other for others in plan.waits.values() for other in others}
-    found: dict[int, int] = {}
+    points: dict[int, int] = {}
     later: list[tuple[int, tuple[int, int, dict[int, int]]]] = []
     for task in plan.order:
         lane = plan.lane_of[task]
@@ -342,10 +342,10 @@ def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict
                 _, memory, needed = heapq.heappop(heap)
                 missing = next((k for k, value in needed.items() if clock.get(k, -1) < value), None)
                 if missing is None:
-                    found[memory] = task
+                    points[memory] = task
                 else:
                     later.append((missing, (needed[missing], memory, needed)))
         for key, entry in later:
             heapq.heappush(heaps[lane].setdefault(key, []), entry)
         later.clear()
-    return found
+    return points

@@ -47,7 +47,7 @@ def hardware(device: Gpus | None) -> str:
     precisions = "/".join(compat.fp32_precision("cuda", of) for of in ("matmul", "conv"))
     parts = [f"torch {torch.__version__}", machine.host_name(), f"{torch.get_num_threads()} threads", precisions]
     if device is not None:
-        names = ", ".join(torch.cuda.get_device_name(one) for one in device)
+        names = ", ".join(torch.cuda.get_device_name(gpu) for gpu in device)
         parts.append(f"{names}, CUDA {torch.version.cuda}")
     if compat.count_dispatch_modes():
         parts.append("virtual devices")
@@ -81,8 +81,10 @@ def _takes_notes(step: Step) -> bool:
     How many they are is not known to a trace, and with made-up ones an operation (the backward pass of an LSTM) would
     read where there is no memory.
     """
-    made = [source.meta.get("val") for source in step.node.all_input_nodes if source.op == "call_function"]
-    return any(isinstance(one, torch.Tensor) and one.dtype is torch.uint8 and not one.numel() for one in made)
+    computed = [source.meta.get("val") for source in step.node.all_input_nodes if source.op == "call_function"]
+    return any(
+        isinstance(value, torch.Tensor) and value.dtype is torch.uint8 and not value.numel() for value in computed
+    )
 
 
 def _gpu(step: Step) -> torch.device:
@@ -94,12 +96,12 @@ def _on_cpu(step: Step) -> tuple[float, float]:
     target = native(step.node)
     share = 1 / torch.get_num_threads()
     least, spent = float("inf"), 0.0
-    given, named = _arguments(step)
+    arguments, named = _arguments(step)
     with torch.no_grad(), operation_threads(1):
-        target(*given, **named)
+        target(*arguments, **named)
         for _ in range(20):
             start = time.perf_counter()
-            target(*given, **named)
+            target(*arguments, **named)
             least = min(least, time.perf_counter() - start)
             spent += time.perf_counter() - start
             if spent > 2e-3:
@@ -115,7 +117,7 @@ def _on_gpu(step: Step, device: torch.device) -> tuple[float, float]:
     target: Any = step.node.target
     with torch.no_grad(), torch.cuda.device(device):
         alone = _replayed(lambda: [target(*sets[0][0], **sets[0][1]) for _ in range(_CROWD)], device) / _CROWD
-        works = [functools.partial(target, *given, **named) for given, named in sets]
+        works = [functools.partial(target, *arguments, **named) for arguments, named in sets]
         crowd = _replayed(_on_streams(works, device), device)
     return alone, min(1.0, max(1 / _CROWD, crowd / (_CROWD * alone)))
 
@@ -146,7 +148,7 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # what launches nothing costs nothing
             with torch.cuda.graph(graph):
-                kept = work()
+                results = work()
     except BaseException:
         let_draw_again(device)
         raise
@@ -157,7 +159,7 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    del kept
+    del results
     return float(begin.elapsed_time(end)) / 5e3
 
 
@@ -179,14 +181,14 @@ def _made_up(value: Any) -> Any:
     They are between zero and one: a kernel on a GPU that gets a probability beyond that ends the whole process.
     """
     if isinstance(value, (list, tuple)):
-        return type(value)(_made_up(one) for one in value)
+        return type(value)(_made_up(item) for item in value)
     if not isinstance(value, Node):
         return value
     meta = value.meta["val"]
     # Filled before it gets its strides: an expanded tensor cannot be written to.
     count = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride(), strict=True))
-    made = torch.zeros(max(count, 0) if meta.numel() else 0, dtype=meta.dtype, device=meta.device)
-    return (made.uniform_() if meta.is_floating_point() else made).as_strided(meta.shape, meta.stride())
+    numbers = torch.zeros(max(count, 0) if meta.numel() else 0, dtype=meta.dtype, device=meta.device)
+    return (numbers.uniform_() if meta.is_floating_point() else numbers).as_strided(meta.shape, meta.stride())
 
 
 # The roofline
@@ -234,7 +236,7 @@ def _operations(node: Node) -> float:
 
     def value(argument: Any) -> Any:
         if isinstance(argument, (list, tuple)):
-            return type(argument)(value(one) for one in argument)
+            return type(argument)(value(item) for item in argument)
         return argument.meta["val"] if isinstance(argument, Node) else argument
 
     try:

@@ -112,7 +112,7 @@ class GraphRun:
         self, inputs: Sequence[torch.Tensor], results: list[Any], reuse_outputs: bool, sharing: bool
     ) -> None:
         """Decide what the graph copies itself: everything that is compiled for it is compiled here."""
-        moving = [n for n, one in enumerate(inputs) if one.is_cuda and type(one) is not torch.nn.Parameter]
+        moving = [n for n, tensor in enumerate(inputs) if tensor.is_cuda and type(tensor) is not torch.nn.Parameter]
         self._moving = moving if self._can_copy([inputs[number] for number in moving]) else []
         self._before = sorted({*range(len(inputs))} - {*self._moving})
         if reuse_outputs:
@@ -123,8 +123,8 @@ class GraphRun:
         distinct = _distinct(results)
         if self._can_copy(distinct):
             self._fresh = allocator(distinct)
-            self._forms = [_form(one) for one in distinct]
-            numbers = {id(one): number for number, one in enumerate(distinct)}
+            self._forms = [_form(tensor) for tensor in distinct]
+            numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
             if len(distinct) < len(results):  # what is one tensor stays one
                 self._again = [numbers[id(result)] for result in results]
 
@@ -176,7 +176,7 @@ class GraphRun:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_stream(self._stream)
             self._stream = stream
-        places = inputs.places if type(inputs) is Given else tuple(given.data_ptr() for given in inputs)
+        places = inputs.places if type(inputs) is Given else tuple(tensor.data_ptr() for tensor in inputs)
         if places == self._places:
             assert self._in_place is not None
             captured = self._in_place
@@ -206,25 +206,25 @@ class GraphRun:
             copies.aim([inputs[number] for number in self._moving])
         into, source = [], []
         for number in self._before:
-            own, given = self._static[number], inputs[number]
-            if own.data_ptr() == given.data_ptr():
+            static, tensor = self._static[number], inputs[number]
+            if static.data_ptr() == tensor.data_ptr():
                 continue
-            if own.device.type == "cpu":
+            if static.device.type == "cpu":
                 self._over.synchronize()  # the replay before may still be reading it
-                own.copy_(given.detach())
+                static.copy_(tensor.detach())
             else:
-                into.append(own)
-                source.append(given.detach())
+                into.append(static)
+                source.append(tensor.detach())
         if into:
             compat.foreach_copy_(into, source)
 
     def _copy_back(self, inputs: Sequence[torch.Tensor]) -> None:
         """What the graph has written to its own copies of arguments."""
         for number in self._written:
-            given = inputs[number]
+            tensor = inputs[number]
             # A result of the call before, given as argument, is this call's result now.
-            if given.data_ptr() != self._static[number].data_ptr() and not _share(given, self._own.outputs):
-                given.detach().copy_(self._static[number])
+            if tensor.data_ptr() != self._static[number].data_ptr() and not _share(tensor, self._own.outputs):
+                tensor.detach().copy_(self._static[number])
 
     def _note(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> None:
         """Count the calls whose arguments stay where they are; read them in place when that has become likely."""
@@ -240,7 +240,9 @@ class GraphRun:
 
     def _pays(self, places: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> bool:
         """Whether something is copied that need not be, and the results take little memory a second time."""
-        if not all(tensor.is_cuda for tensor in inputs) or places == tuple(own.data_ptr() for own in self._static):
+        if not all(tensor.is_cuda for tensor in inputs) or places == tuple(
+            static.data_ptr() for static in self._static
+        ):
             return False
         again = sum(
             output.untyped_storage().nbytes() for output in self._own.outputs if isinstance(output, torch.Tensor)
@@ -275,8 +277,8 @@ def _static(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is torch.nn.Parameter:
         return tensor.detach()
     if tensor.device.type == "cpu":
-        kept = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
-        return kept.copy_(tensor.detach())
+        pinned = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor.detach())
     return tensor.detach().clone()
 
 

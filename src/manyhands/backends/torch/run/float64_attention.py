@@ -33,48 +33,53 @@ def is_attention(target: Any) -> bool:
 
 def attention(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
     """What the operation would give in float64; ``metas`` are like its results."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for number, argument in enumerate(target._schema.arguments):
         left_out = kwargs.get(argument.name, argument.default_value)
-        given[argument.name] = args[number] if number < len(args) else left_out
-    if given["dropout_p"]:
+        arguments[argument.name] = args[number] if number < len(args) else left_out
+    if arguments["dropout_p"]:
         raise ValueError("dropout draws random numbers")
-    return _forward(given, metas) if target in _FORWARD else _backward(given, metas)
+    return _forward(arguments, metas) if target in _FORWARD else _backward(arguments, metas)
 
 
-def _forward(given: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
-    result, sums = _written_out(given, given["query"], given["key"], given["value"], given.get("attn_bias"))
-    made = [_made_up(meta) for meta in metas]
-    made[0] = result
-    if isinstance(made[1], torch.Tensor) and made[1].shape == sums.shape:  # a kernel may leave it out, or pad it
-        made[1] = sums
-    return tuple(made)
+def _forward(arguments: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
+    result, sums = _written_out(
+        arguments, arguments["query"], arguments["key"], arguments["value"], arguments.get("attn_bias")
+    )
+    results = [_made_up(meta) for meta in metas]
+    results[0] = result
+    if isinstance(results[1], torch.Tensor) and results[1].shape == sums.shape:  # a kernel may leave it out, or pad it
+        results[1] = sums
+    return tuple(results)
 
 
-def _backward(given: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
-    values = [given.get(name) for name in ("query", "key", "value", "attn_bias")]
+def _backward(arguments: Mapping[str, Any], metas: Sequence[Any]) -> tuple[Any, ...]:
+    values = [arguments.get(name) for name in ("query", "key", "value", "attn_bias")]
     leaves = [
         value.detach().double() if isinstance(value, torch.Tensor) and value.numel() else None for value in values
     ]
-    gradient = given["grad_out"] if "grad_out" in given else given["grad_out_"]
+    gradient = arguments["grad_out"] if "grad_out" in arguments else arguments["grad_out_"]
     with torch.enable_grad():
         wanted = [leaf.requires_grad_() for leaf in leaves if leaf is not None]
-        result, _ = _written_out(given, *leaves)
-        found = iter(torch.autograd.grad(result, wanted, gradient.to(result.dtype)))
-    gradients = [None if leaf is None else next(found) for leaf in leaves][: len(metas)]
-    return tuple(one if isinstance(meta, torch.Tensor) else None for one, meta in zip(gradients, metas, strict=True))
+        result, _ = _written_out(arguments, *leaves)
+        derivatives = iter(torch.autograd.grad(result, wanted, gradient.to(result.dtype)))
+    gradients = [None if leaf is None else next(derivatives) for leaf in leaves][: len(metas)]
+    return tuple(
+        derivative if isinstance(meta, torch.Tensor) else None
+        for derivative, meta in zip(gradients, metas, strict=True)
+    )
 
 
-def _written_out(given: Mapping[str, Any], query: Any, key: Any, value: Any, bias: Any) -> tuple[Any, Any]:
+def _written_out(arguments: Mapping[str, Any], query: Any, key: Any, value: Any, bias: Any) -> tuple[Any, Any]:
     """The result, and the logarithms of the sums that a softmax divides by."""
     query, key, value = query.double(), key.double(), value.double()
     groups = query.shape[-3] // key.shape[-3]  # several heads of the query for one of the key
-    key, value = (one.repeat_interleave(groups, -3) if groups > 1 else one for one in (key, value))
-    scale = given["scale"] if given["scale"] is not None else 1 / math.sqrt(query.shape[-1])
+    key, value = (tensor.repeat_interleave(groups, -3) if groups > 1 else tensor for tensor in (key, value))
+    scale = arguments["scale"] if arguments["scale"] is not None else 1 / math.sqrt(query.shape[-1])
     scores = query @ key.transpose(-2, -1) * scale
     if isinstance(bias, torch.Tensor) and bias.numel():
         scores = scores + bias
-    if given["is_causal"]:
+    if arguments["is_causal"]:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -math.inf)
     return scores.softmax(-1) @ value, scores.logsumexp(-1)

@@ -85,13 +85,13 @@ class Copies:
     def __init__(self, name: str, near: Sequence[torch.Tensor], device: torch.device) -> None:
         self._name, self._device = name, device
         self._kernels, room = prepare(len(near), device)
-        sizes = [one.numel() * one.element_size() for one in near]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in near]
         firsts, self._blocks = pieces(sizes)
         here, there = (room, 0) if name == "copy_in" else (0, room)
         # As the kernel has them: all sources, all targets, all sizes, all first blocks.
         numbers = (ctypes.c_uint64 * (4 * room))()
-        for start, given in ((here, [one.data_ptr() for one in near]), (2 * room, sizes)):
-            numbers[start : start + len(near)] = given  # type: ignore[assignment]
+        for start, values in ((here, [tensor.data_ptr() for tensor in near]), (2 * room, sizes)):
+            numbers[start : start + len(near)] = values  # type: ignore[assignment]
         numbers[3 * room :] = firsts + [_NEVER] * (room - len(near))  # type: ignore[assignment]
         self._numbers, self._first, self._last = numbers, there, there + len(near)
         self._places = (ctypes.c_void_p * 1)(ctypes.addressof(numbers))
@@ -110,8 +110,8 @@ class Copies:
         node = _node(driver, graph.raw_cuda_graph(), self._kernels.function(self._name), self._settings)
         self._settings.places = ctypes.addressof(self._places)
         self._settings.extra = None
-        given = graph.raw_cuda_graph_exec(), node, ctypes.addressof(self._settings)
-        self._set = functools.partial(driver.cuGraphExecKernelNodeSetParams_v2, *map(ctypes.c_void_p, given))
+        pointers = graph.raw_cuda_graph_exec(), node, ctypes.addressof(self._settings)
+        self._set = functools.partial(driver.cuGraphExecKernelNodeSetParams_v2, *map(ctypes.c_void_p, pointers))
         self._graph = graph  # keeps the node
         if answer := self._set():
             raise CannotCompile(f"CUDA does not let the copies of a graph be aimed: error {answer}")
@@ -120,7 +120,7 @@ class Copies:
         """The next replay copies from, or to, these."""
         if not hasattr(_of_thread, "context"):
             _enter(self._device)
-        places = [one.data_ptr() for one in far]
+        places = [tensor.data_ptr() for tensor in far]
         if places == self._aimed:  # nothing to tell CUDA: memory that was let go has been given again
             return
         self._numbers[self._first : self._last] = places  # type: ignore[assignment]

@@ -16,26 +16,26 @@ def copied(values: Sequence[Any], *, sharing: bool = True) -> list[Any]:
     ``sharing``: whether there may be any of these.
     """
     tensors = {id(value): value.detach() for value in values if isinstance(value, torch.Tensor)}
-    made: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     alike: dict[Any, list[int]] = {}
     for keys in _sharing(tensors) if sharing else ():
         storage = tensors[keys[0]].untyped_storage().clone()
         for key in keys:
-            one = tensors[key]
-            empty = torch.empty(0, dtype=one.dtype, device=one.device)
-            made[key] = empty.set_(storage, one.storage_offset(), one.shape, one.stride())
+            tensor = tensors[key]
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copies[key] = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     for key, value in tensors.items():
-        if key in made:
+        if key in copies:
             continue
         if value.device.type == "cuda":
             alike.setdefault((value.device, value.dtype), []).append(key)
         else:
-            made[key] = value.clone()
+            copies[key] = value.clone()
     for keys in alike.values():
         fresh = [torch.empty_like(tensors[key]) for key in keys]
         compat.foreach_copy_(fresh, [tensors[key] for key in keys])  # one kernel for all
-        made.update(zip(keys, fresh, strict=True))
-    return [made[id(value)] if isinstance(value, torch.Tensor) else value for value in values]
+        copies.update(zip(keys, fresh, strict=True))
+    return [copies[id(value)] if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def has_no_gaps(tensor: torch.Tensor) -> bool:
@@ -46,7 +46,7 @@ def has_no_gaps(tensor: torch.Tensor) -> bool:
 def allocator(values: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """What allocates tensors of the form of these, which are on one GPU, again and again."""
     like = [torch.empty_like(value, device="meta") for value in values]
-    forms = [(tuple(one.shape), one.stride(), one.dtype) for one in like]
+    forms = [(tuple(form.shape), form.stride(), form.dtype) for form in like]
     empty = _empty(values[0].device)
     return lambda: [empty(size, stride, dtype) for size, stride, dtype in forms]
 

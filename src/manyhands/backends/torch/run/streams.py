@@ -72,8 +72,8 @@ def as_traced(devices: Gpus, stream: torch.cuda.Stream) -> Iterator[None]:
         try:
             yield
         finally:
-            for one in before[1:]:
-                torch.cuda.set_stream(one)
+            for previous in before[1:]:
+                torch.cuda.set_stream(previous)
 
 
 def streams_of(plan: Plan, devices: Gpus) -> list[torch.cuda.Stream]:
@@ -128,15 +128,15 @@ def timed_streams(trace: Trace, plan: Plan, inputs: Sequence[torch.Tensor], devi
     run.replay(inputs)
     for device in devices:
         torch.cuda.synchronize(device)
-    found = []
+    moments = []
     for task, step in enumerate(trace.steps):
         first, last = stamps[task]
         if on_cpu(step):
-            found.append((first - begin, last - begin))
+            moments.append((first - begin, last - begin))
         else:
             start = starts[_gpu(step.task.device, devices)]
-            found.append((start.elapsed_time(first) / 1e3, start.elapsed_time(last) / 1e3))
-    return found
+            moments.append((start.elapsed_time(first) / 1e3, start.elapsed_time(last) / 1e3))
+    return moments
 
 
 def _gpu(name: str, devices: Gpus) -> torch.device:

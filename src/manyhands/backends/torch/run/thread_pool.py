@@ -104,15 +104,15 @@ def initialize_vector_math() -> None:
 
 def pool() -> Pool:
     initialize_vector_math()
-    own = os.getpid()
-    return _pools.get(own) or _pools.setdefault(own, Pool())
+    process = os.getpid()
+    return _pools.get(process) or _pools.setdefault(process, Pool())
 
 
 @atexit.register
 def _close() -> None:
     """Join the workers before the interpreter goes away under them."""
-    if own := _pools.get(os.getpid()):
-        own.close()
+    if workers := _pools.get(os.getpid()):
+        workers.close()
 
 
 def closed_lock() -> threading.Lock:

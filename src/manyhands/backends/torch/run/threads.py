@@ -60,13 +60,13 @@ def tasks(trace: Trace) -> list[Task]:
     passed from thread to thread: it counts as a memory of its own, so that its order is planned, and proved, too.
     """
     made_by = {node: number for number, step in enumerate(trace.steps) for node in step.nodes}
-    found = []
+    with_values = []
     for number, step in enumerate(trace.steps):
         makers = {made_by.get(source, number) for node in step.nodes for source in node.all_input_nodes} - {number}
         old = step.task
         reads, writes = old.reads | {_VALUES + maker for maker in makers}, old.writes | {_VALUES + number}
-        found.append(replace(old, reads=reads, writes=writes))
-    return found
+        with_values.append(replace(old, reads=reads, writes=writes))
+    return with_values
 
 
 def in_order(plan: Plan) -> Plan:
@@ -143,8 +143,8 @@ class _Writer:
         lines = self._code.lines
         lines.append(f"def lane{lane}(inputs, box, gates, stop):")
         used = {source for task in self._tasks[lane] for source in self._sources(task)}
-        kept: set[Any] = set(self._trace.outputs) if len(self._tasks) == 1 else set()
-        used |= kept
+        returned: set[Any] = set(self._trace.outputs) if len(self._tasks) == 1 else set()
+        used |= returned
         for place, node in enumerate(self._trace.inputs):
             if node in used:
                 lines.append(f"    {node.name} = inputs[{place}]")
@@ -167,7 +167,7 @@ class _Writer:
                 self._task_at[len(lines)] = f"{self._trace.steps[task].task.name} (task {task}, lane {lane})"
             self._stamp(task)
             self._give(task)
-            gone = [node for node in (into, *last.get(task, ())) if node is not None and node not in kept]
+            gone = [node for node in (into, *last.get(task, ())) if node is not None and node not in returned]
             gone_here = gone if into is None else gone[1:]
             into = None if following is None else reuse.into(gone_here, self._trace.steps[following])
             if names := [node.name for node in gone if node is not into]:
@@ -206,10 +206,10 @@ class _Writer:
             for node in [*self._trace.steps[task].nodes, *self._sources(task)]:
                 if node in self._made_by:
                     last[node] = task
-        found: dict[int, list[Node]] = {}
+        by_task: dict[int, list[Node]] = {}
         for node, task in last.items():
-            found.setdefault(task, []).append(node)
-        return found
+            by_task.setdefault(task, []).append(node)
+        return by_task
 
 
 # Runs
@@ -231,7 +231,7 @@ class ThreadRun:
         self._inputs = {node: place for place, node in enumerate(trace.inputs)}
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
-        if self.lanes > 1 and (own := pool()).closed:  # the interpreter is ending
+        if self.lanes > 1 and (workers := pool()).closed:  # the interpreter is ending
             return ThreadRun(self._trace, in_order(self._plan), self.threads).replay(inputs)
         # The casts and the gradients are in the trace: operations are not to do them again.
         recorded, before = torch.is_grad_enabled(), torch.get_num_threads()
@@ -245,7 +245,7 @@ class ThreadRun:
                 if self.lanes == 1:
                     return self._alone(inputs)
                 box = [None] * self._code.slots
-                self._together(inputs, box, own)
+                self._together(inputs, box, workers)
             finally:
                 compat.set_grad_enabled(recorded)
                 if before != self.threads:
@@ -271,7 +271,7 @@ class ThreadRun:
             torch.cuda.synchronize()
         return results
 
-    def _together(self, inputs: Sequence[Any], box: list[Any], own: Pool) -> None:
+    def _together(self, inputs: Sequence[Any], box: list[Any], thread_pool: Pool) -> None:
         try:
             gates = self._spare.pop()
         except IndexError:  # not asked before: another caller may take the last ones in between
@@ -289,7 +289,7 @@ class ThreadRun:
                     with suppress(RuntimeError):
                         gate.release()
 
-        workers = own.borrow(self.lanes - 1)
+        workers = thread_pool.borrow(self.lanes - 1)
         interrupt: BaseException | None = None
         try:
             for worker, lane in zip(workers, self._code.lanes[1:], strict=True):
@@ -300,11 +300,11 @@ class ThreadRun:
             done_by(_failing)
         for worker in workers:
             interrupt = worker.wait() or interrupt
-        own.give_back(workers)
+        thread_pool.give_back(workers)
         if interrupt is not None:
             raise interrupt
         if stop:
-            failure = next((one for one in stop if isinstance(one, KeyboardInterrupt)), stop[0])
+            failure = next((failed for failed in stop if isinstance(failed, KeyboardInterrupt)), stop[0])
             stop.clear()  # or it, and the next line's name, would hold the error that holds this frame
             try:
                 raise self._explain(failure)

@@ -57,8 +57,8 @@ def materialize(tensor: Any, shape: Any, device: Any = None, dtype: Any = None) 
     if where is None or not is_virtual(where):
         _materialize_plain(tensor, shape, device, dtype)
         return
-    made = place(torch.empty(shape, dtype=dtype or tensor.data.dtype, device=HOST), where)
-    become(tensor, made)
+    weights = place(torch.empty(shape, dtype=dtype or tensor.data.dtype, device=HOST), where)
+    become(tensor, weights)
 
 
 _materialize_plain = UninitializedTensorMixin.materialize
@@ -75,19 +75,19 @@ def _made_on_virtual(new: Callable[..., Any]) -> Callable[..., Any]:
             return new(*args, **kwargs)
         check_exists(where)
         bound.arguments["device"] = HOST
-        made = new(*bound.args, **bound.kwargs)
-        made._future_home = where
-        return made
+        parameter = new(*bound.args, **bound.kwargs)
+        parameter._future_home = where
+        return parameter
 
     return new_on_virtual
 
 
 def _copied(deepcopy: Callable[..., Any]) -> Callable[..., Any]:
     def deepcopy_with_home(tensor: Any, memo: dict[int, Any]) -> Any:
-        made = deepcopy(tensor, memo)
+        copy = deepcopy(tensor, memo)
         if "_future_home" in tensor.__dict__:
-            made._future_home = tensor._future_home
-        return made
+            copy._future_home = tensor._future_home
+        return copy
 
     return deepcopy_with_home
 

@@ -170,8 +170,8 @@ class _Names(TorchFunctionMode):
             return mark_pinned(func(*args, **{**kwargs, "pin_memory": False}))
         if func in _FROM_DATA and device is not None and is_virtual(device):
             requires_grad = kwargs.pop("requires_grad", False)
-            made = place(func(*args, **{**kwargs, "device": HOST}), device)
-            return made.detach().requires_grad_() if requires_grad else made
+            tensor = place(func(*args, **{**kwargs, "device": HOST}), device)
+            return tensor.detach().requires_grad_() if requires_grad else tensor
         if args and isinstance(args[0], UninitializedTensorMixin):
             return lazy.call(func, args, kwargs)
         if func == _SET_DATA and isinstance(args[1], VirtualTensor) and not isinstance(args[0], VirtualTensor):

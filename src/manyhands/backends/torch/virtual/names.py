@@ -46,10 +46,10 @@ def device(index: int) -> torch.device:
 
 def actual(device: torch.device | str | int) -> torch.device:
     """The device as the dispatcher knows it: ``cpu:1`` for ``cuda:1`` where virtual devices stand in for GPUs."""
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if not _as_cuda or found.type != "cuda":
-        return found
-    return torch.device("cpu", of_thread.current if found.index is None else found.index)
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if not _as_cuda or named.type != "cuda":
+        return named
+    return torch.device("cpu", of_thread.current if named.index is None else named.index)
 
 
 def shown(device: torch.device) -> torch.device:

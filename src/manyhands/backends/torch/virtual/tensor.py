@@ -69,7 +69,7 @@ class VirtualTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device) -> VirtualTensor:
         device = actual(device)
-        made: VirtualTensor = compat.make_wrapper_subclass(
+        tensor: VirtualTensor = compat.make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -79,9 +79,9 @@ class VirtualTensor(torch.Tensor):
             device=device,
             requires_grad=False,
         )
-        made._inner = inner
-        made._home = device
-        return made
+        tensor._inner = inner
+        tensor._home = device
+        return tensor
 
     def __init__(self, inner: torch.Tensor, device: torch.device) -> None:
         super().__init__()
@@ -145,8 +145,8 @@ class VirtualTensor(torch.Tensor):
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
     ) -> torch.Tensor:
-        made = torch.tensor(data, dtype=dtype or self.dtype, device=HOST)
-        return place(made, self._home if device is None else actual(device)).requires_grad_(requires_grad)
+        tensor = torch.tensor(data, dtype=dtype or self.dtype, device=HOST)
+        return place(tensor, self._home if device is None else actual(device)).requires_grad_(requires_grad)
 
     def tolist(self) -> Any:
         return self._inner.tolist()
@@ -165,14 +165,14 @@ class VirtualTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             with torch.no_grad():
-                made: torch.Tensor = VirtualTensor(self._inner.clone(), self._home)
+                copy: torch.Tensor = VirtualTensor(self._inner.clone(), self._home)
             if isinstance(self, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, self.requires_grad)
+                copy = torch.nn.Parameter(copy, self.requires_grad)
             else:
-                made.requires_grad_(self.requires_grad)
+                copy.requires_grad_(self.requires_grad)
             if self.grad is not None:
-                made.grad = self.grad.__deepcopy__(memo)
-            memo[id(self)] = made
+                copy.grad = self.grad.__deepcopy__(memo)
+            memo[id(self)] = copy
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -229,8 +229,8 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
             f"x.data = y: y has another shape, {tuple(value.shape)}, than x.grad, {tuple(gradient.shape)}: set "
             "x.grad = None before"
         )
-    made = value.detach()
-    swap_tensors(tensor, torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made)
+    content = value.detach()
+    swap_tensors(tensor, torch.nn.Parameter(content) if isinstance(tensor, torch.nn.Parameter) else content)
     tensor.requires_grad_(requires_grad)
     if gradient is None:
         return
@@ -269,24 +269,29 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _HOST_RESULTS:
         return _wrapped(result[0], target), result[1]
     # What an operation gives back of its own arguments (in-place, out=) is the argument, not a new tensor.
-    given = {id(value): value for value in tensors}
-    _keep_shapes(func, given.values())
-    given |= {id(value._inner): value for value in tensors if isinstance(value, VirtualTensor)}
-    return _mapped(lambda t: given[id(t)] if id(t) in given else _wrapped(t, target), result)
+    arguments = {id(value): value for value in tensors}
+    _keep_shapes(func, arguments.values())
+    arguments |= {id(value._inner): value for value in tensors if isinstance(value, VirtualTensor)}
+    return _mapped(lambda t: arguments[id(t)] if id(t) in arguments else _wrapped(t, target), result)
 
 
 def move(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``aten.to``: the tensor itself where nothing has to happen."""
-    given = {**compat.named_arguments(func, args), **kwargs}
-    tensor, other = given["self"], given.get("other")
-    dtype = other.dtype if other is not None else given.get("dtype")
-    wanted = home(other) if other is not None else given.get("device")
+    arguments = {**compat.named_arguments(func, args), **kwargs}
+    tensor, other = arguments["self"], arguments.get("other")
+    dtype = other.dtype if other is not None else arguments.get("dtype")
+    wanted = home(other) if other is not None else arguments.get("device")
     device = home(tensor) if wanted is None else actual(wanted)
-    form = given.get("memory_format")
+    form = arguments.get("memory_format")
     same_form = form in (None, torch.preserve_format) or tensor.is_contiguous(memory_format=form)
-    if same_form and not given.get("copy") and device == home(tensor) and dtype in (None, tensor.dtype):
+    if same_form and not arguments.get("copy") and device == home(tensor) and dtype in (None, tensor.dtype):
         return tensor
-    how = {"dtype": dtype, "device": device, "non_blocking": given.get("non_blocking", False), "memory_format": form}
+    how = {
+        "dtype": dtype,
+        "device": device,
+        "non_blocking": arguments.get("non_blocking", False),
+        "memory_format": form,
+    }
     if is_virtual(device) or isinstance(tensor, VirtualTensor):
         return compute(_aten._to_copy.default, (tensor,), how)
     return _aten._to_copy.default(tensor, **how)
@@ -308,8 +313,8 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
     if isinstance(value, torch.Tensor):
         return function(value)
     if type(value) is list:
-        return [_mapped(function, one) for one in value]
-    return tuple([_mapped(function, one) for one in value]) if type(value) is tuple else value
+        return [_mapped(function, item) for item in value]
+    return tuple([_mapped(function, item) for item in value]) if type(value) is tuple else value
 
 
 def _keep_shapes(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
@@ -360,8 +365,8 @@ def _common_device(func: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
         on_host = [tensor for tensor in on_host if tensor.is_floating_point() or tensor is tensors[0]]
     host = bool(on_host)
     if len(virtual) > 1 or host:
-        found = [str(shown(device)) for device in virtual] + (["cpu"] if host else [])
+        names = [str(shown(device)) for device in virtual] + (["cpu"] if host else [])
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(found[:2])}!"
+            f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(names[:2])}!"
         )
     return next(iter(virtual))
