@@ -34,27 +34,24 @@ def footprint(trace: Trace) -> tuple[dict[int, int], frozenset[int], frozenset[i
     for node in trace.module.graph.nodes:
         # As trace.py knows them: a tensor from outside, and so a view of it, by a negative number.
         outside = [memory for memory in trace.storages.get(node, ()) if memory < 0]
-        known = getattr(trace.module, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        known = trace.constant(node) if node.op == "get_attr" else node.meta.get("val")
         for value in tree_leaves(known):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
                 sizes[outside[0] if outside else compat.storage_id(storage)] = storage.nbytes()
-    given = frozenset(m for node in [*trace.inputs, *trace.constants] for m in trace.storages[node])
-    results = frozenset(m for value in trace.outputs if isinstance(value, Node) for m in trace.storages[value])
-    return sizes, given & sizes.keys(), results & sizes.keys()
+    return sizes, trace.callers_memories() & sizes.keys(), trace.memories_of(trace.outputs) & sizes.keys()
 
 
 def written_memories(trace: Trace) -> frozenset[int]:
     """Of what the caller has: arguments and tensors from outside."""
-    given = frozenset().union(*(trace.storages[node] for node in [*trace.inputs, *trace.constants]))
-    return given.intersection(*[frozenset().union(*(step.task.writes for step in trace.steps))])
+    return trace.callers_memories() & trace.written_memories()
 
 
 def written_values(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The arguments and the tensors from outside that the function writes to."""
     written = written_memories(trace)
     places = [*zip(trace.inputs, tensors, strict=True)]
-    places += [(node, getattr(trace.module, str(node.target))) for node in trace.constants]
+    places += [(node, trace.constant(node)) for node in trace.constants]
     changed = {id(t): t for node, t in places if isinstance(t, torch.Tensor) and trace.storages[node] & written}
     return list(changed.values())
 
@@ -65,7 +62,7 @@ def mixing(trace: Trace) -> Callable[[Sequence[torch.Tensor]], bool] | None:
     A trace takes them for two memories. None where that cannot be, or does no harm.
     """
     written = written_memories(trace)
-    outside = {node: getattr(trace.module, str(node.target)) for node in trace.constants}
+    outside = {node: trace.constant(node) for node in trace.constants}
     spans = {node: span for node, value in outside.items() if (span := span_of(value)) is not None}
     changed = joined(span for node, span in spans.items() if trace.storages[node] & written)
     every = joined(spans.values())

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node
 
 from manyhands import tree
 from manyhands.backends.torch.capture.trace import Trace, is_check
@@ -98,8 +97,8 @@ def must_check_first(trace: Trace) -> None:
     name = trace.steps[checks[0]].task.name
     if trace.gpus():
         raise CannotTrace(f"it checks values on a GPU ({name}), which the host has to wait for: it is run as it is")
-    given = frozenset().union(*(trace.storages[node] for node in [*trace.inputs, *trace.constants]))
-    if any(step.task.writes & given for step in trace.steps[: checks[-1]]):
+    of_caller = trace.callers_memories()
+    if any(step.task.writes & of_caller for step in trace.steps[: checks[-1]]):
         raise CannotTrace(
             f"it checks values ({name}) after it has written to a tensor of the caller's: where the check fails, only "
             "plain execution leaves what it should; check first"
@@ -108,14 +107,11 @@ def must_check_first(trace: Trace) -> None:
 
 def must_only_read_arguments(trace: Trace) -> None:
     """Of a call in which two arguments share memory: another such call may share it in another way."""
-    given = frozenset().union(*(trace.storages[node] for node in trace.inputs))
-    if any(step.task.writes & given for step in trace.steps):
+    if trace.memories_of(trace.inputs) & trace.written_memories():
         raise MustRunAsWritten("two of the arguments share memory, and it writes to an argument")
 
 
 def must_be_fresh(trace: Trace) -> None:
-    taken = {memory for node in [*trace.inputs, *trace.constants] for memory in trace.storages[node]}
     count = len(trace.outputs) - sum(there for _, there in trace.gradients)
-    for value in trace.outputs[:count]:
-        if isinstance(value, Node) and trace.storages[value] & taken:
-            raise CannotTrace("a result is one of the arguments or a tensor from outside, or shares its memory")
+    if trace.memories_of(trace.outputs[:count]) & trace.callers_memories():
+        raise CannotTrace("a result is one of the arguments or a tensor from outside, or shares its memory")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,9 +101,25 @@ class Trace:
     unsplit: Trace | None = field(repr=False, default=None)
     passes: list[str] = field(default_factory=list)  # what they have done, in words
 
+    def constant(self, node: Node) -> Any:
+        """What a constant of the trace stands for: a tensor from outside."""
+        return getattr(self.module, str(node.target))
+
     def constant_values(self) -> list[torch.Tensor]:
-        values = [getattr(self.module, str(node.target)) for node in self.constants]
+        values = map(self.constant, self.constants)
         return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def memories_of(self, nodes: Iterable[object]) -> frozenset[int]:
+        """All memories that these nodes are in; an output that is no node is in none."""
+        return frozenset[int]().union(*(self.storages[node] for node in nodes if isinstance(node, Node)))
+
+    def callers_memories(self) -> frozenset[int]:
+        """Those of arguments and of tensors from outside: they are there before a run and stay after it."""
+        return self.memories_of([*self.inputs, *self.constants])
+
+    def written_memories(self) -> frozenset[int]:
+        """Those that some step writes to, new ones included."""
+        return frozenset[int]().union(*(step.task.writes for step in self.steps))
 
     def gpus(self) -> set[str]:
         """The names of the GPUs that steps run on."""

@@ -44,10 +44,10 @@ def _replaceable(trace: Trace) -> dict[Node, OpOverload]:
         pure = _pure(step.node)
         if pure is not None and _gives_the_same(pure, step.node):
             candidates[step.node] = pure
-    given = frozenset().union(*(trace.storages[node] for node in [*trace.inputs, *trace.constants]))
+    of_caller = trace.callers_memories()
     shared: set[int] = set()  # memories that are looked at, or written to, in another way than by these
     for step in trace.steps:
-        if step.node in candidates and not trace.storages[step.node] & given:
+        if step.node in candidates and not trace.storages[step.node] & of_caller:
             continue
         schema: Any = getattr(step.node.target, "_schema", None)
         aliases = schema is None or any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))

@@ -117,10 +117,9 @@ def fuse_whole(trace: Trace, compiler: Compiler | None = None) -> Trace:
     _must_be_compilable(trace)
     graph = _Writer(trace).write([_Unit([*range(len(trace.steps))], compiler or inductor, is_whole=True)])
     fused = _described(trace.rewritten(graph), as_written)
-    written = frozenset[int]().union(*(step.task.writes for step in trace.steps))
-    of_arguments = frozenset[int]().union(*(fused.storages[node] for node in [*fused.inputs, *fused.constants]))
+    written = trace.written_memories() & fused.callers_memories()
     for step in fused.steps:  # the one: its schema says nothing of what it writes to
-        step.task = replace(step.task, writes=step.task.writes | (written & of_arguments))
+        step.task = replace(step.task, writes=step.task.writes | written)
     return fused
 
 

@@ -75,7 +75,7 @@ class Rewriting:
 
     def value(self, node: Node) -> Any:
         """The tensor behind a constant, which several nodes may stand for."""
-        return getattr(self.trace.module, str(node.target)) if node.op == "get_attr" else None
+        return self.trace.constant(node) if node.op == "get_attr" else None
 
     def same(self, first: object, second: object) -> bool:
         """Whether two nodes stand for the same tensor."""

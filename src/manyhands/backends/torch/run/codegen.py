@@ -89,7 +89,7 @@ def generate(
     if inputs:
         code.lines.append(f"{inputs}= inputs")
     for node in trace.constants:
-        code.lines.append(f"{node.name} = {code.name(getattr(trace.module, str(node.target)))}")
+        code.lines.append(f"{node.name} = {code.name(trace.constant(node))}")
     marks = _Marks(trace, plan, streams, code)
     marks.begin()
     let_go = _let_go(trace, plan)
@@ -289,8 +289,7 @@ def _let_go(trace: Trace, plan: Plan) -> dict[int, list[str]]:
 
 def let_go_at(trace: Trace, plan: Plan) -> dict[int, int]:
     """For each memory the task after which it may be used again; what stays to the end is not named."""
-    callers = {memory for node in [*trace.inputs, *trace.constants] for memory in trace.storages[node]}
-    callers |= {memory for value in trace.outputs if isinstance(value, Node) for memory in trace.storages[value]}
+    callers = trace.callers_memories() | trace.memories_of(trace.outputs)
     makers: dict[int, int] = {}
     users: dict[int, set[int]] = {}
     held: set[int] = set()

@@ -26,7 +26,7 @@ from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.bindings import native, node_key
-from manyhands.backends.torch.run.streams import Gpus, let_draw_again
+from manyhands.backends.torch.run.streams import Gpus, capturing
 from manyhands.backends.torch.run.thread_pool import operation_threads
 from manyhands.backends.torch.virtual import no_hooks
 from manyhands.schedule.task import Task
@@ -144,14 +144,10 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
     work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # what launches nothing costs nothing
-            with torch.cuda.graph(graph):
-                results = work()
-    except BaseException:
-        let_draw_again(device)
-        raise
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # what launches nothing costs nothing
+        with capturing(graph, device):
+            results = work()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
     begin.record()

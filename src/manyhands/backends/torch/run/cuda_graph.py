@@ -23,7 +23,7 @@ from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.codegen import Plan, generate, gpu_lanes
 from manyhands.backends.torch.run.graph_copies import Copies, can_be_copied, prepare
 from manyhands.backends.torch.run.result_copies import allocator, copied
-from manyhands.backends.torch.run.streams import Gpus, as_traced, let_draw_again, streams_of
+from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing, streams_of
 from manyhands.errors import CannotCompile
 
 _LIKELY = 32  # calls in a row whose arguments are in the same places
@@ -142,19 +142,14 @@ class GraphRun:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         copies_in = Copies("copy_in", [inputs[number] for number in moving], self._device) if moving else None
         copies_out = None
-        # Other threads may go on allocating and copying meanwhile, as those that load data do.
-        how: Any = {"stream": self._first, "pool": pool, "capture_error_mode": "thread_local"}
-        try:
-            with as_traced(self._devices, self._first), torch.cuda.graph(graph, **how):
-                if copies_in is not None:
-                    copies_in.launch()
-                outputs: list[Any] = self._issue(inputs)
-                if self._fresh is not None:
-                    copies_out = Copies("copy_out", self._as_before(_distinct(outputs)), self._device)
-                    copies_out.launch()
-        except BaseException:
-            let_draw_again(self._device)
-            raise
+        capture = capturing(graph, self._device, stream=self._first, pool=pool)
+        with as_traced(self._devices, self._first), capture:
+            if copies_in is not None:
+                copies_in.launch()
+            outputs: list[Any] = self._issue(inputs)
+            if self._fresh is not None:
+                copies_out = Copies("copy_out", self._as_before(_distinct(outputs)), self._device)
+                copies_out.launch()
         with torch.cuda.device(self._device):
             graph.instantiate()
             for copies in (copies_in, copies_out):
@@ -283,11 +278,11 @@ def _static(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _written_inputs(trace: Trace) -> list[int]:
-    written = frozenset().union(*(step.task.writes for step in trace.steps))
+    written = trace.written_memories()
     return [number for number, node in enumerate(trace.inputs) if trace.storages[node] & written]
 
 
 def _written_constants(trace: Trace) -> list[torch.Tensor]:
-    written = frozenset().union(*(step.task.writes for step in trace.steps))
-    found = [getattr(trace.module, str(node.target)) for node in trace.constants if trace.storages[node] & written]
-    return [value for value in found if isinstance(value, torch.Tensor) and not value.is_inference()]
+    written = trace.written_memories()
+    values = [trace.constant(node) for node in trace.constants if trace.storages[node] & written]
+    return [value for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]

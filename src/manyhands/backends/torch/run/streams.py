@@ -143,7 +143,18 @@ def _gpu(name: str, devices: Gpus) -> torch.device:
     return next(device for device in devices if f"gpu:{device.index or 0}" == name)
 
 
-def let_draw_again(device: torch.device) -> None:
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> Iterator[None]:
+    """Capture a CUDA graph. Other threads may go on allocating and copying meanwhile, as those that load data do."""
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local", **how):
+            yield
+    except BaseException:
+        _let_draw_again(device)
+        raise
+
+
+def _let_draw_again(device: torch.device) -> None:
     """After a capture that failed: the GPU's random numbers may still be thought to be in it.
 
     A capture that succeeds takes and gives back the same numbers, so that graphs captured before keep theirs. Where

@@ -102,7 +102,7 @@ class _Writer:
         number = {lane: place for place, lane in enumerate(used)}
         self._lane_of = [number[lane] for lane in plan.lane_of]
         self._made_by = {node: task for task, step in enumerate(trace.steps) for node in step.nodes}
-        self._constants = {node: getattr(trace.module, str(node.target)) for node in trace.constants}
+        self._constants = {node: trace.constant(node) for node in trace.constants}
         self._slots: dict[tuple[Node, int], int] = {}  # (value, the lane that takes it; -1 is the caller)
         self._given: dict[Node, list[int]] = {}
         self._gates: dict[tuple[int, int], int] = {}
@@ -259,7 +259,7 @@ class ThreadRun:
         """An output that no task makes: an argument, a constant of the trace, or a plain value."""
         if not isinstance(value, Node):
             return value
-        return inputs[self._inputs[value]] if value in self._inputs else getattr(self._trace.module, str(value.target))
+        return inputs[self._inputs[value]] if value in self._inputs else self._trace.constant(value)
 
     def _alone(self, inputs: Sequence[Any]) -> list[Any]:
         try:

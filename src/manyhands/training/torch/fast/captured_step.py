@@ -32,7 +32,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from manyhands.backends.torch.convolutions.operations import ChosenConvolutions, may_choose
 from manyhands.backends.torch.kernels import batch_norm
-from manyhands.backends.torch.run.streams import let_draw_again
+from manyhands.backends.torch.run.streams import capturing
 from manyhands.errors import CannotCompile
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data.sources import Arrays
@@ -303,11 +303,9 @@ class GraphStep:
                 self._without("convolutions", f"convolutions: PyTorch's ways ({type(error).__name__}: {error})")
         graph = torch.cuda.CUDAGraph()
         try:
-            # Another thread (a loader that pins memory) may call CUDA meanwhile.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with capturing(graph, self._eager.device, stream=self._stream):
                 self._work(sized)
         except Exception as error:
-            let_draw_again(self._eager.device)
             raise _NothingDone from error
         return graph
 
