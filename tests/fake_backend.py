@@ -83,7 +83,6 @@ class FakeBackend:
         moves_models=True,
         pins_memory=False,
         plans_lanes=False,
-        measures_timeline=False,
     )
 
     def __init__(self, gpus: int = 0, faults: Faults | None = None) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_backend import FakeBackend, FakeDevice
 from support import run_command
 
 from manyhands import machine
-from manyhands.backends.fake import FakeBackend, FakeDevice
 from manyhands.cli import devices, flags, main, parser, probe, script
 from manyhands.errors import BadSettings
 from manyhands.placement import measure

@@ -224,7 +224,7 @@ def test_the_graph_and_the_timeline_can_be_looked_at(mh: Any, own: Any, tmp_path
     assert len(spans) >= 9
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
     assert fast.timeline(tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    if not own.backend.CAPABILITIES.measures_timeline:
+    if not own.backend.CAPABILITIES.plans_lanes:
         with pytest.raises(EngineError, match="profiler"):
             fast.timeline(tmp_path / "t.json", simulated=False)
         assert "simulated" in fast.explain()

@@ -6,10 +6,10 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from fake_backend import FakeBackend, FakeDevice, FakeModel, FakeTensor, Faults
 from hypothesis import given
 
 from manyhands import tree
-from manyhands.backends.fake import FakeBackend, FakeDevice, FakeModel, FakeTensor, Faults
 from manyhands.device import Device, DeviceRecord
 from manyhands.errors import (
     BadBatch,

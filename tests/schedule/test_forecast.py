@@ -10,9 +10,9 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from fake_backend import FakeBackend, FakeDevice, FakeTensor
 from hypothesis import given, settings
 
-from manyhands.backends.fake import FakeBackend, FakeDevice, FakeTensor
 from manyhands.errors import EngineError, UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.schedule.forecast import Forecast, Machine, forecast

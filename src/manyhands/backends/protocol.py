@@ -1,10 +1,9 @@
 """The seam between manyhands and a framework: the few verbs on which everything else is built.
 
-An adapter is a plain module, ``manyhands/backends/<framework>.py``, whose functions are these. The
-type checker holds it to the protocol where its door is built (``Verbs(backend)``). Adapters know
-nothing of trees (but may ask for a class to be a leaf: ``tree.keep_whole``), lists of devices or error
-texts for users' arguments: that is done once, in :mod:`manyhands.placement.verbs`. What a framework cannot do stands
-in its :class:`Capabilities`.
+An adapter is a plain module, ``manyhands/backends/<framework>/devices.py``, with these functions. The type checker
+holds it to the protocol where its door is built (``Verbs(backend)``). Adapters know nothing of trees, lists of devices
+or errors in users' arguments: that is done once, in :mod:`manyhands.placement.verbs`. (They may ask for a class to be a
+leaf: ``tree.keep_whole``.) What a framework cannot do stands in its :class:`Capabilities`.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ class Capabilities:
     moves_models: bool
     # Page-locked host memory can be asked for.
     pins_memory: bool
-    # parallel(fn): manyhands chooses the lanes (elsewhere the framework's own runtime does).
+    # parallel(fn): manyhands chooses the lanes, and timeline() is measured (elsewhere the framework's own runtime
+    # chooses them, and timeline() is simulated).
     plans_lanes: bool
-    # timeline(): when each task ran is measured (elsewhere simulated).
-    measures_timeline: bool
 
 
 class Arrival(Generic[V]):
@@ -90,7 +88,7 @@ class Devices(Protocol[D]):
 
     @property
     def name(self) -> str:
-        """``torch``, ``jax``, ``tensorflow``, ``mxnet`` or ``fake``."""
+        """``torch``, ``jax``, ``tensorflow`` or ``mxnet``."""
 
     @property
     def CAPABILITIES(self) -> Capabilities: ...

@@ -28,7 +28,6 @@ CAPABILITIES = Capabilities(
     moves_models=True,
     pins_memory=False,
     plans_lanes=False,
-    measures_timeline=False,
 )
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")

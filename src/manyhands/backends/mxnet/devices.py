@@ -29,7 +29,6 @@ CAPABILITIES = Capabilities(
     # Without CUDA a pinned context is ordinary memory.
     pins_memory=mx.runtime.Features().is_enabled("CUDA"),
     plans_lanes=False,
-    measures_timeline=False,
 )
 
 _CPU = mx.cpu(0)

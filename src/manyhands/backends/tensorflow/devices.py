@@ -44,7 +44,6 @@ CAPABILITIES = Capabilities(
     moves_models=False,
     pins_memory=False,
     plans_lanes=False,
-    measures_timeline=False,
 )
 
 _NAME = re.compile(r"/device:(CPU|GPU):(\d+)\Z")

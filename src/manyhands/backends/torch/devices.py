@@ -29,7 +29,6 @@ CAPABILITIES = Capabilities(
     moves_models=True,
     pins_memory=True,
     plans_lanes=True,
-    measures_timeline=True,
 )
 
 _CPU = torch.device("cpu")

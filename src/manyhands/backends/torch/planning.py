@@ -53,6 +53,7 @@ from manyhands.backends.torch.run.threads import ThreadRun
 
 name = "torch"
 mode = torch.is_grad_enabled
+threads = torch.get_num_threads  # that PyTorch may use here: CPU lanes divide them among themselves
 # How a call is run: its tensors, and the arguments as they were given.
 Run = Callable[[Sequence[Any], tuple[Any, ...], dict[str, Any]], Any]
 _REPEATS = 20
@@ -213,11 +214,6 @@ def set_random_state(devices: Sequence[str], states: Sequence[Any]) -> None:
 
 def _gpu_generator(name: str) -> Any:
     return torch.cuda.default_generators[int(name.partition(":")[2])] if name.startswith("gpu") else None
-
-
-def threads() -> int:
-    """How many threads PyTorch may use here: what CPU lanes divide among themselves."""
-    return torch.get_num_threads()
 
 
 def thread_run(trace: Trace, plan: Plan, count: int) -> ThreadRun | VirtualRun:

@@ -124,50 +124,24 @@ def _aliases(tensors: Sequence[torch.Tensor]) -> bool:
     return len({id(tensor) for tensor in tensors}) < len(tensors) or len(joined(spans)) < len(spans)
 
 
-# PyTorch's settings that change what an operation does, or how it is best run, each as an expression over the names
-# below: they are asked before every call, so they are written out in the code that recognises one.
-MODES = (
-    "is_grad_enabled()",
-    "is_inference_mode_enabled()",
-    "get_default_dtype()",
-    "get_num_threads()",
-    "dispatch_modes()",
-    "function_modes()",
-    "fp32_precision('cuda', 'matmul')",
-    "fp32_precision('cuda', 'conv')",
-    # What users set to choose among kernels: a graph keeps those that it was captured with.
-    "deterministic()",
-    "cudnn()",
-    "cudnn_deterministic()",
-    "cudnn_benchmark()",
-    "math_sdp()",
-    "flash_sdp()",
-    "mem_efficient_sdp()",
-    "cudnn_sdp()",
-    "any_autocast() and (is_autocast('cuda') and autocast_dtype('cuda'), is_autocast('cpu') and autocast_dtype('cpu'), "
-    "remembers_casts())",
-    "anomaly()",
-    "device.CURRENT_DEVICE",
-    "forward_ad._current_level",
-    "functorch_level()",
-    "jit() is None",
-    "capturing()",
-)
-
-
 def _capturing() -> bool:
     """Whether the caller captures a CUDA graph of its own at this moment."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-MODE_NAMES: dict[str, Any] = {
+# PyTorch's settings that change what an operation does, or how it is best run: they are asked before every call. Those
+# of the second group are what users set to choose among kernels: a graph keeps those that it was captured with.
+_SETTINGS: dict[str, Callable[[], object]] = {
     "is_grad_enabled": torch.is_grad_enabled,
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     "get_default_dtype": torch.get_default_dtype,
     "get_num_threads": torch.get_num_threads,
     "dispatch_modes": compat.count_dispatch_modes,
     "function_modes": compat.count_function_modes,
-    "fp32_precision": compat.fp32_precision,
+    "anomaly": torch.is_anomaly_enabled,
+    "functorch_level": compat.functorch_level,
+    "capturing": _capturing,
+    # Kernels
     "deterministic": compat.deterministic_algorithms,
     "cudnn": compat.cudnn_enabled,
     "cudnn_deterministic": compat.cudnn_deterministic,
@@ -176,16 +150,28 @@ MODE_NAMES: dict[str, Any] = {
     "flash_sdp": compat.flash_sdp_enabled,
     "mem_efficient_sdp": compat.mem_efficient_sdp_enabled,
     "cudnn_sdp": compat.cudnn_sdp_enabled,
+}
+# The same as expressions, which are written out in the code that recognises a call; and those that are no single call.
+MODES = (
+    *(f"{name}()" for name in _SETTINGS),
+    "fp32_precision('cuda', 'matmul')",
+    "fp32_precision('cuda', 'conv')",
+    "any_autocast() and (is_autocast('cuda') and autocast_dtype('cuda'), is_autocast('cpu') and autocast_dtype('cpu'), "
+    "remembers_casts())",
+    "device.CURRENT_DEVICE",
+    "forward_ad._current_level",
+    "jit() is None",
+)
+MODE_NAMES: dict[str, Any] = {
+    **_SETTINGS,
+    "fp32_precision": compat.fp32_precision,
     "any_autocast": compat.is_any_autocast_enabled,
     "is_autocast": torch.is_autocast_enabled,
     "autocast_dtype": torch.get_autocast_dtype,
     "remembers_casts": torch.is_autocast_cache_enabled,
-    "anomaly": torch.is_anomaly_enabled,
     "device": _device,
     "forward_ad": forward_ad,
-    "functorch_level": compat.functorch_level,
     "jit": compat.jit_tracing_state,
-    "capturing": _capturing,
 }
 modes = function("modes", f"def modes():\n    return {', '.join(MODES)},", dict(MODE_NAMES))
 
