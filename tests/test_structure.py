@@ -83,9 +83,9 @@ PRIVATE = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]|\b(from|import) torch(\.\w+)*\
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_pytorch_stand_in_one_file(path: Path) -> None:
-    """A new release of PyTorch may move them: then there is one file to mend."""
-    if path != PACKAGE / "backends" / "torch" / "compat.py":
+def test_private_names_of_pytorch_stand_in_one_folder(path: Path) -> None:
+    """A new release of PyTorch may move them: then there is one folder to mend."""
+    if path.parent != PACKAGE / "backends" / "torch" / "compat":
         code = [line.partition("#")[0] for line in path.read_text().splitlines()]
         assert not [line for line in code if PRIVATE.search(line)]
 

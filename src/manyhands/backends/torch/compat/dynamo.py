@@ -1,16 +1,14 @@
-"""The private names of PyTorch that manyhands uses: here and nowhere else in the package.
+"""Dynamo, aot_autograd and Inductor: what of them has no public name, or would do more than is wanted.
 
-Each group says what it is for and why nothing public serves. All are there in PyTorch 2.11 to 2.13. When a new
-release moves or drops one, this file fails to import, or its test names what is missing: one place to mend. Names of
-Inductor and Dynamo are functions, because importing those takes seconds.
+Importing them takes seconds, so each function does it when it is called.
 """
 
 from __future__ import annotations
 
-import functools
+import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import FrameSummary
@@ -18,93 +16,7 @@ from types import CodeType
 from typing import Any, cast
 
 import torch
-from torch._C._dynamo import guards as _guards
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.nn.parallel import _functions as parallel_functions
-from torch.overrides import _get_current_function_mode_stack as function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._device import _device_constructors as device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
-from torch.utils._pytree import (
-    SUPPORTED_NODES,
-    register_pytree_node,
-    tree_flatten,
-    tree_iter,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
-)
-
-# Modes of a thread, asked before every call: the public functions take several times as long, or do not exist.
-set_grad_enabled = torch._C._set_grad_enabled
-count_dispatch_modes = torch._C._len_torch_dispatch_stack
-count_function_modes = torch._C._len_torch_function_stack
-is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-no_autocast = torch._C._DisableAutocast
-no_torch_functions = torch._C.DisableTorchFunction
-jit_tracing_state = torch._C._get_tracing_state
-functorch_level = torch._C._functorch.maybe_current_level
-is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
-fp32_precision = torch._C._get_fp32_precision_getter
-deterministic_algorithms = torch._C._get_deterministic_algorithms
-cudnn_enabled = torch._C._get_cudnn_enabled
-cudnn_deterministic = torch._C._get_cudnn_deterministic
-cudnn_benchmark = torch._C._get_cudnn_benchmark
-math_sdp_enabled = torch._C._get_math_sdp_enabled
-flash_sdp_enabled = torch._C._get_flash_sdp_enabled
-mem_efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
-cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
-
-# As torch.cuda.is_current_stream_capturing, without asking whether CUDA is there; the handle of a device's current
-# stream, whose object takes long to make. None in a build without CUDA.
-is_current_stream_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-# It raises where values are not as they should be, and has no result: PyTorch 2.11 drops it from graphs as dead code.
-torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
-
-# Operations over lists of tensors, one kernel for all: what PyTorch's own optimizers use.
-foreach_add_ = torch._foreach_add_
-foreach_copy_ = torch._foreach_copy_
-foreach_div_ = torch._foreach_div_
-foreach_zero_ = torch._foreach_zero_
-# The two operations of torch.amp.GradScaler, which makes the host wait between them.
-unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-update_scale_ = torch._amp_update_scale_
-
-# What PyTorch calls before it uses CUDA; virtual devices replace it.
-LAZY_INIT = "_lazy_init"
-
-# Which function of the backward pass runs: there is no public way to ask.
-current_autograd_node = torch._C._current_autograd_node
-# Module.to on virtual devices: swap_tensors refuses tensors with weak references.
-swap_tensor_impl = torch._C._swap_tensor_impl
-# The bindings of operations to Python, without the dispatch of torch.ops.
-BINDINGS = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
-# Checks shapes, strides and types of many tensors in one call.
-TensorGuards = _guards.TensorGuards
-# Allocates without the overhead of torch.empty_strided; None in a build without it.
-empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
-
-
-# Whether a profiler runs in this thread: a second one would be an error.
-profiler_enabled = torch._C._autograd._profiler_enabled
-
-
-def data_loader_iterator() -> Any:
-    """The class of what a DataLoader iterates with: its ``__next__`` gives every batch."""
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    return _BaseDataLoaderIter
 
 
 def skip_code(code: CodeType) -> None:
@@ -115,44 +27,6 @@ def skip_code(code: CodeType) -> None:
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-
-
-# What torch.compile and DTensor make their wrappers of tensors with.
-make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
-# A subclass whose operations need no detour through its own __torch_function__, as a Parameter's.
-no_torch_function_of_its_own: Any = torch._C._disabled_torch_function_impl
-# Below a subclass's own operations: its metadata can be set there.
-no_torch_dispatch: Any = torch._C._DisableTorchDispatch
-# The storage behind a weak reference, None where it is gone.
-storage_from_weak_pointer: Any = torch.UntypedStorage._new_with_weak_ptr
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """The number of a memory: no other memory has it while somebody refers to this one.
-
-    Not the address: an empty or fake storage has none.
-    """
-    return int(storage._cdata)
-
-
-def memory_id(tensor: torch.Tensor) -> int:
-    """The number of the memory that a tensor lies in."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def named_arguments(func: OpOverload, args: tuple[Any, ...]) -> dict[str, Any]:
-    """The positional arguments of an operation by their names, which only its schema tells."""
-    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-
-
-def write_count(tensor: torch.Tensor) -> int:
-    """How often PyTorch has written to a tensor in place; RuntimeError for one made in inference mode."""
-    return tensor._version
-
-
-def cuda_graph_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-    """What replays a graph: graph.replay without its detour through Python."""
-    return functools.partial(torch._C._CUDAGraph.replay, graph)
 
 
 def aot_autograd(**compilers: Any) -> Callable[..., Callable[..., Any]]:
@@ -216,6 +90,7 @@ _FOR_GUARDS = {
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,
 }
+
 _UPDATES = ("step", "zero_grad")
 
 
@@ -292,6 +167,7 @@ _IN_PIECES = {
     "skip_nnmodule_hook_guards": False,
     "trace_autograd_ops": False,
 }
+
 # Loggers of what users of torch.compile want to know.
 _TALKATIVE = ("torch", "torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor", "torch._logging")
 
@@ -357,8 +233,6 @@ class _Frames:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What PyTorch warns of here is for users of torch.compile; who set TORCH_LOGS gets it all."""
-    import logging
-
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger, level in zip(loggers, levels, strict=True):
@@ -403,12 +277,6 @@ def captured_code() -> list[CodeType]:
 
     context = TracingContext.try_get()
     return list(getattr(context, "traced_code", ()))
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Within a backward pass: have this called when all of it is over."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
 
 
 def is_dynamo_loaded() -> bool:
@@ -459,59 +327,6 @@ def custom_graph_pass() -> Any:
     return CustomGraphPass
 
 
-class RememberingFakeMode(FakeTensorMode):
-    """Fake tensors for a trace whose function takes real tensors from outside, as a model its weights.
-
-    PyTorch remembers what an operation gives for fake tensors of certain forms, but does not look there when one of
-    them is real, and works it out again for every layer. So real ones are made fake before it looks: a moment later
-    they would be anyway.
-    """
-
-    def __init__(self) -> None:
-        from torch._functorch import config
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        # As make_fx(tracing_mode="fake") makes its own.
-        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-            super().__init__(
-                allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
-            )
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kinds = _kinds((*args, *(kwargs or {}).values()))
-        # Of real ones alone PyTorch may know the numbers; and what changes a form is not for real ones.
-        if FakeTensor in kinds and kinds & _REAL and torch.Tag.inplace_view not in func.tags:
-            args, kwargs = tree_map(self._as_fake, (args, kwargs))
-        return super().dispatch(func, types, args, kwargs)
-
-    def _as_fake(self, value: Any) -> Any:
-        return self.fake_tensor_converter.from_real_tensor(self, value) if type(value) in _REAL else value
-
-
-_REAL = {torch.Tensor, torch.nn.Parameter}
-
-
-def _kinds(values: Sequence[Any]) -> set[type]:
-    """The types of an operation's arguments, those in lists too."""
-    return {type(value) for value in values}.union(*(_kinds(value) for value in values if type(value) in (list, tuple)))
-
-
-@contextmanager
-def lazy_graph_modules() -> Iterator[None]:
-    """Modules of graphs that make_fx makes here have no code before somebody asks for it: that takes half a second."""
-    from torch.fx._lazy_graph_module import _use_lazy_graph_module
-
-    with _use_lazy_graph_module(True):
-        yield
-
-
-def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A module of a graph that writes its code when it is first called, not at once."""
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-
-    return _LazyGraphModule(root, graph)
-
-
 def inductor_compile(
     module: torch.fx.GraphModule, inputs: list[torch.Tensor], settings: dict[str, Any]
 ) -> Callable[..., Any]:
@@ -521,9 +336,3 @@ def inductor_compile(
 
     with config.patch(settings):
         return cast(Callable[..., Any], compile_fx(module, inputs))
-
-
-# A pause of the device, behind which kernels are queued that are timed together: nothing public takes a device's time.
-def pause(cycles: int) -> None:
-    """Keep the current stream busy for so many cycles of the device."""
-    torch.cuda._sleep(cycles)

@@ -1,0 +1,173 @@
+"""The private names of PyTorch that manyhands uses: in this folder and nowhere else in the package.
+
+Each group says what it is for and why nothing public serves. All are there in PyTorch 2.11 to 2.13. When a new
+release moves or drops one, this folder fails to import, or its test names what is missing: one place to mend. Dynamo
+and Inductor have a file, and so have fake tensors; other modules get all names from here, as ``compat.name``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards as _guards
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn.parallel import _functions as parallel_functions
+from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._device import _device_constructors as device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    register_pytree_node,
+    tree_flatten,
+    tree_iter,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+from manyhands.backends.torch.compat.dynamo import (
+    DispatchModeWithoutDynamo,
+    ForwardGraph,
+    aot_autograd,
+    captured_code,
+    compile_in_pieces,
+    compile_whole,
+    custom_graph_pass,
+    dynamo_check,
+    dynamo_enabled,
+    forward_graph,
+    inductor_compile,
+    is_dynamo_loaded,
+    make_boxed_function,
+    register_dynamo_backend,
+    skip_code,
+    stack_of,
+)
+from manyhands.backends.torch.compat.fake_tensors import RememberingFakeMode, graph_module, lazy_graph_modules
+
+# Modes of a thread, asked before every call: the public functions take several times as long, or do not exist.
+set_grad_enabled = torch._C._set_grad_enabled
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+count_function_modes = torch._C._len_torch_function_stack
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+no_autocast = torch._C._DisableAutocast
+no_torch_functions = torch._C.DisableTorchFunction
+jit_tracing_state = torch._C._get_tracing_state
+functorch_level = torch._C._functorch.maybe_current_level
+is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+fp32_precision = torch._C._get_fp32_precision_getter
+deterministic_algorithms = torch._C._get_deterministic_algorithms
+cudnn_enabled = torch._C._get_cudnn_enabled
+cudnn_deterministic = torch._C._get_cudnn_deterministic
+cudnn_benchmark = torch._C._get_cudnn_benchmark
+math_sdp_enabled = torch._C._get_math_sdp_enabled
+flash_sdp_enabled = torch._C._get_flash_sdp_enabled
+mem_efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
+cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
+
+# As torch.cuda.is_current_stream_capturing, without asking whether CUDA is there; the handle of a device's current
+# stream, whose object takes long to make. None in a build without CUDA.
+is_current_stream_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+# It raises where values are not as they should be, and has no result: PyTorch 2.11 drops it from graphs as dead code.
+torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
+
+# Operations over lists of tensors, one kernel for all: what PyTorch's own optimizers use.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_zero_ = torch._foreach_zero_
+# The two operations of torch.amp.GradScaler, which makes the host wait between them.
+unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+update_scale_ = torch._amp_update_scale_
+
+# What PyTorch calls before it uses CUDA; virtual devices replace it.
+LAZY_INIT = "_lazy_init"
+
+# Which function of the backward pass runs: there is no public way to ask.
+current_autograd_node = torch._C._current_autograd_node
+# Module.to on virtual devices: swap_tensors refuses tensors with weak references.
+swap_tensor_impl = torch._C._swap_tensor_impl
+# The bindings of operations to Python, without the dispatch of torch.ops.
+BINDINGS = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
+# Checks shapes, strides and types of many tensors in one call.
+TensorGuards = _guards.TensorGuards
+# Allocates without the overhead of torch.empty_strided; None in a build without it.
+empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
+
+
+# Whether a profiler runs in this thread: a second one would be an error.
+profiler_enabled = torch._C._autograd._profiler_enabled
+
+
+def data_loader_iterator() -> Any:
+    """The class of what a DataLoader iterates with: its ``__next__`` gives every batch."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    return _BaseDataLoaderIter
+
+
+# What torch.compile and DTensor make their wrappers of tensors with.
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+# A subclass whose operations need no detour through its own __torch_function__, as a Parameter's.
+no_torch_function_of_its_own: Any = torch._C._disabled_torch_function_impl
+# Below a subclass's own operations: its metadata can be set there.
+no_torch_dispatch: Any = torch._C._DisableTorchDispatch
+# The storage behind a weak reference, None where it is gone.
+storage_from_weak_pointer: Any = torch.UntypedStorage._new_with_weak_ptr
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The number of a memory: no other memory has it while somebody refers to this one.
+
+    Not the address: an empty or fake storage has none.
+    """
+    return int(storage._cdata)
+
+
+def memory_id(tensor: torch.Tensor) -> int:
+    """The number of the memory that a tensor lies in."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def named_arguments(func: OpOverload, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The positional arguments of an operation by their names, which only its schema tells."""
+    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """How often PyTorch has written to a tensor in place; RuntimeError for one made in inference mode."""
+    return tensor._version
+
+
+def cuda_graph_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """What replays a graph: graph.replay without its detour through Python."""
+    return functools.partial(torch._C._CUDAGraph.replay, graph)
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Within a backward pass: have this called when all of it is over."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def pause(cycles: int) -> None:
+    """Keep the current stream busy for so many cycles: kernels queue up behind it, and are timed together.
+
+    Nothing public takes a device's time.
+    """
+    torch.cuda._sleep(cycles)
