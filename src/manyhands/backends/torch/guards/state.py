@@ -208,22 +208,18 @@ class Outside:
                 else:
                     self._add(Fact(f"{name}.{word}", "attribute", value, word, content))
                     self._visit(content, f"{name}.{word}")
-        self._class(type(value), name)
+        self._class(type(value))
 
-    def _class(self, cls: type, name: str, wanted: Callable[[str], bool] = lambda _: True) -> None:
-        """The numbers and words that a class of the user has for all its objects."""
+    def _class(self, cls: type) -> None:
+        """A class of the user's: what it has under words of the code becomes facts when all code is known."""
         self._classes[cls] = None
         for owner in cls.__mro__:
-            if not is_foreign(owner):
-                self.spaces.space(owner, owner.__name__)
-            for word, content in list(vars(owner).items()) if not is_foreign(owner) else ():
-                if word.startswith("__") or not wanted(word):
-                    continue
-                if isinstance(content, PLAIN):
-                    self._add(Fact(f"{name}.{word}", "attribute", owner, word, content))
-                elif isinstance(content, type) and word in self._words and content not in self._classes:
-                    self._add(Fact(f"{name}.{word}", "attribute", owner, word, content))
-                    self._class(content, f"{name}.{word}", wanted)
+            if is_foreign(owner):
+                continue
+            self.spaces.space(owner, owner.__name__)
+            for word, content in list(vars(owner).items()):
+                if isinstance(content, type) and word in self._words and content not in self._classes:
+                    self._class(content)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         if is_foreign(function):
@@ -267,7 +263,7 @@ class Outside:
     def _named(self, content: Any, name: str, names: Sequence[str]) -> None:
         """What a name in a function's code stands for; of classes and modules, what other words may take from it."""
         if isinstance(content, type):
-            self._class(content, name, names.__contains__)
+            self._class(content)
             for owner, word, method in making(content, is_foreign):
                 self._add(Fact(f"{owner.__name__}.{word}", "item", vars(owner), word, method))
                 self._visit(function_behind(method), f"{owner.__name__}.{word}")
@@ -303,7 +299,7 @@ class Outside:
         self._add(Fact(f"the number of {name}'s attributes", "length", attributes, value=len(attributes)))
         self.spaces.space(attributes, name)
         if not foreign:
-            self._class(type(module), name)
+            self._class(type(module))
         known = _AS_MADE | {"kernel_size"} if "weight" in attributes["_parameters"] else _AS_MADE
         for word, value in attributes.items():
             if word in _OF_MODULES or (foreign and (word in known or not isinstance(value, _SETTINGS))):
