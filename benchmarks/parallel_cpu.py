@@ -24,7 +24,7 @@ import torch
 
 from manyhands.backends.torch import planning
 from manyhands.machine import host_name
-from manyhands.parallel import choose_cpu
+from manyhands.parallel.choose import cpu as choose_cpu
 from manyhands.parallel.costs import costs
 from manyhands.parallel.function import Parallel
 from manyhands.schedule.check import check

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.parallel.choose_gpu import is_ahead
+from manyhands.parallel.choose.gpu import is_ahead
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.way import Means, Way
 from manyhands.schedule.timing import in_turns

@@ -98,7 +98,7 @@ class Remembered:
 
 
 def _is_cost(value: object) -> TypeGuard[list[float]]:
-    if not isinstance(value, list) or len(value) != 2 or not all(type(one) in (int, float) for one in value):
+    if not isinstance(value, list) or len(value) != 2 or not all(type(number) in (int, float) for number in value):
         return False
     seconds, share = value
     return math.isfinite(seconds) and 0 <= seconds < 1e6 and 0 <= share <= 1

@@ -25,7 +25,10 @@ from manyhands.errors import (
     NotYet,
     first_line,
 )
-from manyhands.parallel import choose_compiled, choose_cpu, choose_gpu, explain
+from manyhands.parallel import explain
+from manyhands.parallel.choose import compiled as choose_compiled
+from manyhands.parallel.choose import cpu as choose_cpu
+from manyhands.parallel.choose import gpu as choose_gpu
 from manyhands.parallel.costs import costs
 from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.pieces import Captured, Pieces

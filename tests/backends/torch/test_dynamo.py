@@ -16,7 +16,7 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.backends.torch.passes import regions
 from manyhands.errors import CannotFuse, EngineError
-from manyhands.parallel import choose_compiled
+from manyhands.parallel.choose import compiled as choose_compiled
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.way import AS_WRITTEN, TO_THE_BIT, Exactness, Means, Way, close

@@ -17,7 +17,7 @@ from manyhands import torch as mh
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.run import threads
 from manyhands.errors import EngineError
-from manyhands.parallel import choose_cpu
+from manyhands.parallel.choose import cpu as choose_cpu
 from manyhands.parallel.costs import costs
 from manyhands.parallel.explain import why_not_faster
 from manyhands.parallel.function import Parallel

@@ -19,7 +19,7 @@ from manyhands.backends.torch.passes import regions
 from manyhands.backends.torch.run import float64
 from manyhands.backends.torch.run.codegen import Plan
 from manyhands.errors import CannotBeExact
-from manyhands.parallel.equality import Judge
+from manyhands.parallel.choose.equality import Judge
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"

@@ -12,7 +12,7 @@ from torch import nn
 from manyhands.backends.torch import planning as backend
 from manyhands.backends.torch.capture.facts import written_values
 from manyhands.backends.torch.passes import regions
-from manyhands.parallel.equality import Judge
+from manyhands.parallel.choose.equality import Judge
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="PyTorch compiles nothing beside a dispatch mode"

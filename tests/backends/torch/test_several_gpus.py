@@ -16,7 +16,7 @@ from manyhands.backends.torch import planning  # noqa: E402
 from manyhands.backends.torch.capture import trace  # noqa: E402
 from manyhands.backends.torch.run import codegen  # noqa: E402
 from manyhands.backends.torch.run import streams as torch_runs  # noqa: E402
-from manyhands.parallel import choose_gpu  # noqa: E402
+from manyhands.parallel.choose import gpu as choose_gpu  # noqa: E402
 from manyhands.parallel.plan import Planned  # noqa: E402
 from manyhands.parallel.way import Means  # noqa: E402
 from manyhands.schedule.check import check  # noqa: E402

@@ -22,7 +22,7 @@ from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run import threads as torch_threads
 from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.backends.torch.tasks import bound, memory_of
-from manyhands.parallel import choose_cpu
+from manyhands.parallel.choose import cpu as choose_cpu
 from manyhands.parallel.function import Parallel
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph

@@ -19,7 +19,7 @@ from manyhands.backends.torch.addresses import shown_by
 from manyhands.backends.torch.capture import call as torch_call
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run.bindings import native
-from manyhands.parallel.equality import Judge
+from manyhands.parallel.choose.equality import Judge
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.way import TO_THE_BIT
 from manyhands.schedule.check import check

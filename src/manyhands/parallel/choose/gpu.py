@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay, Run, TraceT
 from manyhands.errors import first_line
+from manyhands.parallel.choose.equality import Judge
 from manyhands.parallel.costs import costs
-from manyhands.parallel.equality import Judge
 from manyhands.parallel.plan import Limit, Planned, why_too_large
 from manyhands.parallel.way import AS_WRITTEN, Means, Way
 from manyhands.schedule.check import check
@@ -33,6 +33,7 @@ _SHORT = 0.05  # seconds; longer than that, the host does not disturb
 _CLEARLY = 0.99  # of one lane's time: what lanes have to gain, or noise would choose them
 ONE_LANE = Way(Means.GRAPH, "one lane")
 UNSPLIT = Way(Means.GRAPH, "one lane, nothing split")
+_Named = tuple[str, Schedule]  # a schedule and what its lanes are called
 
 
 def choose(
@@ -64,25 +65,25 @@ def choose(
     best.seconds[AS_WRITTEN] = seconds_of(plainly)
     judge = Judge.of(backend, trace, call, plainly, best.notes)
     footprints = {id(trace): footprint}
-    for way, made, traced in ways(backend, trace, device, measured, best):
+    for way, scheduled, traced in ways(backend, trace, device, measured, best):
         footprint = footprints.setdefault(id(traced), Footprint(*backend.footprint(traced)))
         # A graph has copies of the arguments, and its results beside those that the caller gets.
         beside = 0
         if way.means is Means.GRAPH:
             beside = backend.copied_bytes(call.tensors) + (0 if best.reuse_outputs else footprint.result_bytes())
-        peaks = Peaks(beside + _peak(backend, traced, made, footprint), plain)
+        peaks = Peaks(beside + _peak(backend, traced, scheduled, footprint), plain)
         if not limit.allows(peaks.planned, plain):
-            made = thrifty(made, footprint, limit.most(plain) - beside)
-            peaks = Peaks(beside + _peak(backend, traced, made, footprint), plain)
-        check(made)
-        best.predicted[way] = simulate(made, wait_seconds=_WAIT).seconds
+            scheduled = thrifty(scheduled, footprint, limit.most(plain) - beside)
+            peaks = Peaks(beside + _peak(backend, traced, scheduled, footprint), plain)
+        check(scheduled)
+        best.predicted[way] = simulate(scheduled, wait_seconds=_WAIT).seconds
         if (reason := why_too_large(way, peaks.planned, plain, limit)) is not None:
             best.notes.append(reason)
             continue
         try:
             with backend.untouched(trace, call.tensors):
                 make = backend.graph_run if way.means is Means.GRAPH else backend.stream_run
-                run = make(traced, backend.plan_of(made), call.tensors, device, reuse_outputs=best.reuse_outputs)
+                run = make(traced, backend.plan_of(scheduled), call.tensors, device, reuse_outputs=best.reuse_outputs)
             refused, exactness = judge.refused(judge.results_of(run))
             if refused is not None:
                 best.notes.append(f"{way} is not used: {refused}")
@@ -94,29 +95,29 @@ def choose(
             continue
         if ahead:
             best.way, best.exactness = way, exactness
-            best.run, best.schedule, best.peaks, best.trace = again, made, peaks, traced
+            best.run, best.schedule, best.peaks, best.trace = again, scheduled, peaks, traced
 
 
 def is_ahead(way: Way, run: Run, best: Planned, seconds_of: Callable[..., float]) -> bool:
-    """Whether this takes less time than the best so far; what was found is what is told of them.
+    """Whether this takes less time than the best so far; the seconds of both are kept for the report.
 
     The host disturbs what it times, by more than what good plans differ in: those that are near are timed in turns.
     """
     least = best.seconds[best.way]
     best.seconds[way] = spent = seconds_of(run)
     if min(spent, least) < _SHORT and max(spent, least) < _NEAR * min(spent, least):
-        spent, least = in_turns(run, best.run, lambda one: seconds_of(one, _OF_A_TURN))
+        spent, least = in_turns(run, best.run, lambda alternative: seconds_of(alternative, _OF_A_TURN))
         best.seconds[way], best.seconds[best.way] = spent, least
     one_lane_is_best = best.way in (ONE_LANE, UNSPLIT) and way not in (ONE_LANE, UNSPLIT)
     return spent < (_CLEARLY * least if one_lane_is_best else least)
 
 
 def _peak(
-    backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, made: Schedule, footprint: Footprint
+    backend: Planning[TraceT, CallT, DevicesT, PlanT], trace: TraceT, scheduled: Schedule, footprint: Footprint
 ) -> int:
     """Of a plan that is issued in its order, and whose memory goes by the order of its lanes."""
-    let_go = backend.let_go_at(trace, backend.plan_of(made))
-    return peak(made.graph.tasks, footprint, one_after_the_other(made.order), let_go)
+    let_go = backend.let_go_at(trace, backend.plan_of(scheduled))
+    return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order), let_go)
 
 
 def ways(
@@ -136,17 +137,19 @@ def ways(
         tried.append((ONE_LANE, one_lane(measured), trace))
         if (whole := backend.unsplit(trace)) is not None:
             tried.append((UNSPLIT, one_lane(graph(costs(backend, whole, device).tasks)), whole))
-        tried += [(Way(Means.GRAPH, lanes), made, trace) for lanes, made in promising(measured, some, best)]
+        tried += [(Way(Means.GRAPH, lanes), scheduled, trace) for lanes, scheduled in promising(measured, some, best)]
     else:
         best.notes.append(reason)
     if backend.copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
-        one = schedule(measured, lanes_for(measured, 1))
-        tried.append((Way(Means.STREAMS, "one lane of each kind"), one, trace))
-        tried += [(Way(Means.STREAMS, lanes), made, trace) for lanes, made in some[:2]]
+        by_kind = schedule(measured, lanes_for(measured, 1))
+        tried.append((Way(Means.STREAMS, "one lane of each kind"), by_kind, trace))
+        tried += [(Way(Means.STREAMS, lanes), scheduled, trace) for lanes, scheduled in some[:2]]
     return tried
 
 
-def promising(measured: Graph, made: Sequence[tuple[str, Schedule]], best: Planned) -> Sequence[tuple[str, Schedule]]:
+def promising(
+    measured: Graph, schedules: Sequence[tuple[str, Schedule]], best: Planned
+) -> Sequence[tuple[str, Schedule]]:
     """Those plans that simulation gives a gain over one lane: to capture, compare and time another takes long.
 
     The best of them is always one, unless its tasks can only follow each other.
@@ -158,24 +161,24 @@ def promising(measured: Graph, made: Sequence[tuple[str, Schedule]], best: Plann
         return []
     alone = simulate(one_lane(measured), wait_seconds=_WAIT).seconds
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    found: list[tuple[str, Schedule]] = []
-    for lanes, one in made:
-        form = tuple(one.lane_of), tuple(one.order)
-        gains = simulate(one, wait_seconds=_WAIT).seconds < alone
-        if form not in seen and (gains or not found):
-            found.append((lanes, one))
+    chosen: list[_Named] = []
+    for lanes, scheduled in schedules:
+        form = tuple(scheduled.lane_of), tuple(scheduled.order)
+        gains = simulate(scheduled, wait_seconds=_WAIT).seconds < alone
+        if form not in seen and (gains or not chosen):
+            chosen.append((lanes, scheduled))
         seen.add(form)
-    return found
+    return chosen
 
 
-def candidates(measured: Graph) -> list[tuple[str, Schedule]]:
+def candidates(measured: Graph) -> list[_Named]:
     """Plans for several numbers of lanes, those first that simulation likes."""
-    made = [
+    schedules = [
         (f"{count} lanes", schedule(measured, lanes_for(measured, count), switch_seconds=_WAIT)) for count in _LANES
     ]
     if measured.critical_path() > _LONG * measured.work():
-        made += [(f"{count} beside the longest chain", _beside(measured, count)) for count in _BESIDE]
-    return sorted(made, key=lambda pair: simulate(pair[1], wait_seconds=_WAIT).seconds)
+        schedules += [(f"{count} beside the longest chain", _beside(measured, count)) for count in _BESIDE]
+    return sorted(schedules, key=lambda pair: simulate(pair[1], wait_seconds=_WAIT).seconds)
 
 
 def _beside(measured: Graph, count: int) -> Schedule:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, Replay, Run, TraceT, Value
 from manyhands.errors import first_line
-from manyhands.parallel.equality import Judge
+from manyhands.parallel.choose.equality import Judge
 from manyhands.parallel.plan import Limit, Planned, why_too_large
 from manyhands.parallel.way import AS_WRITTEN, Exactness, Means, Way
 from manyhands.schedule.check import check
@@ -50,37 +50,37 @@ def choose(
     tried = [(Way(Means.THREADS, "one lane"), one_lane(measured), count)]
     if count > 1:
         tried.append((Way(Means.THREADS, "one lane", one_thread=True), one_lane(measured), 1))
-    tried += [(way, made, count) for way, made in candidates(measured, count, best)]
+    tried += [(way, scheduled, count) for way, scheduled in candidates(measured, count, best)]
     judge = Judge.of(backend, trace, call, plainly, best.notes)
     best.schedule = one_lane(measured)
     ways: dict[Way, _Candidate] = {AS_WRITTEN: (plainly, best.schedule, count, None)}
 
-    def add(way: Way, run: Run, made: Schedule, threads: int, results: Sequence[Value]) -> None:
+    def add(way: Way, run: Run, scheduled: Schedule, threads: int, results: Sequence[Value]) -> None:
         refused, exactness = judge.refused(results)
         if refused is not None:
             best.notes.append(f"{way} is not used: {refused}")
         else:
-            ways[way] = (run, made, threads, exactness)
+            ways[way] = (run, scheduled, threads, exactness)
 
     if count > 1:  # small operations lose by being divided
         alone = backend.with_threads(plainly, 1)
         add(Way(Means.AS_WRITTEN, one_thread=True), alone, best.schedule, 1, judge.results_of_function(alone))
-    for way, made, threads in tried:
-        check(made)
-        if (reason := why_too_large(way, _peak(made, footprint), plain, limit)) is not None:
+    for way, scheduled, threads in tried:
+        check(scheduled)
+        if (reason := why_too_large(way, _peak(scheduled, footprint), plain, limit)) is not None:
             best.notes.append(reason)
             continue
-        run = backend.thread_run(trace, backend.plan_of(made), threads)
+        run = backend.thread_run(trace, backend.plan_of(scheduled), threads)
         try:
             results = judge.results_of(run)
         except Exception as error:  # a compiler's results may be of types that the next operation does not take
             best.notes.append(f"{way} is not used: {first_line(error)}")
             continue
-        add(way, replaying(run), made, threads, results)
+        add(way, replaying(run), scheduled, threads, results)
     with backend.untouched(trace, call.tensors) as put_back:
         times = race([lambda run=run: run(*call.given) for run, *_ in ways.values()], put_back)  # type: ignore[misc]
     best.seconds.update(zip(ways, map(statistics.median, times), strict=True))
-    ratios = {way: _ratio(own, times[0]) for way, own in zip(ways, times, strict=True)}
+    ratios = {way: _ratio(seconds, times[0]) for way, seconds in zip(ways, times, strict=True)}
     fastest = min(ratios, key=ratios.__getitem__)
     if fastest != AS_WRITTEN and ratios[fastest] < _CLEARLY:
         best.run, best.schedule, best.threads, best.exactness = ways[fastest]
@@ -88,11 +88,11 @@ def choose(
     best.peaks = Peaks(_peak(best.schedule, footprint), plain)
 
 
-def _peak(made: Schedule, footprint: Footprint) -> int:
+def _peak(scheduled: Schedule, footprint: Footprint) -> int:
     """Of threads: a memory goes with its last user, whichever lane that is on."""
-    if len(set(made.lane_of)) < 2:
-        return peak(made.graph.tasks, footprint, one_after_the_other(made.order))
-    return peak(made.graph.tasks, footprint, moments(made, wait_seconds=HANDOVER))
+    if len(set(scheduled.lane_of)) < 2:
+        return peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order))
+    return peak(scheduled.graph.tasks, footprint, moments(scheduled, wait_seconds=HANDOVER))
 
 
 def synchronously(
@@ -111,27 +111,27 @@ def synchronously(
 
 def candidates(measured: Graph, threads: int, best: Planned) -> list[tuple[Way, Schedule]]:
     """Schedules on 2, 3, 4, 6, 8, ... lanes, as many as there are threads, if simulation gives them a chance."""
-    found = []
+    promising = []
     several = len({task.device for task in measured.tasks}) > 1
     counts = {*(n for n in (2, 3, 4, 6, 8, 12, 16) if n <= threads), threads} - {1}
     for count in sorted(counts | {1} if several else counts):
         lanes = f"{count} lanes" if count > 1 else "a lane"
         way = Way(Means.THREADS, f"{lanes} of each device" if several else lanes)
-        predicted, made = better(measured, count)
+        predicted, scheduled = better(measured, count)
         best.predicted[way] = predicted
-        if len(set(made.lane_of)) > 1 and predicted < measured.work():
-            found.append((way, made))
+        if len(set(scheduled.lane_of)) > 1 and predicted < measured.work():
+            promising.append((way, scheduled))
         else:
             best.notes.append(f"{way}: not tried, because the simulation shows no gain")
-    return found
+    return promising
 
 
 def better(measured: Graph, count: int) -> tuple[float, Schedule]:
     """With every chain kept together, which caches like, unless simulation clearly prefers to divide them."""
-    own = lanes_for(measured, count)
-    whole = schedule_chains(measured, own, switch_seconds=HANDOVER)
-    apart = schedule(measured, own, switch_seconds=HANDOVER)
-    seconds = [simulate(one, wait_seconds=HANDOVER).seconds for one in (whole, apart)]
+    lanes = lanes_for(measured, count)
+    whole = schedule_chains(measured, lanes, switch_seconds=HANDOVER)
+    apart = schedule(measured, lanes, switch_seconds=HANDOVER)
+    seconds = [simulate(scheduled, wait_seconds=HANDOVER).seconds for scheduled in (whole, apart)]
     return (seconds[0], whole) if seconds[0] <= 1.02 * seconds[1] else (seconds[1], apart)
 
 
@@ -147,12 +147,12 @@ def race(runs: Sequence[Callable[[], object]], put_back: Callable[[], None]) -> 
     start = time.perf_counter()
     for number in range(most + 1):
         turn = number % len(running)
-        spent_by |= {one: _once(runs[one], put_back) for one in running[turn:] + running[:turn]}
+        spent_by |= {position: _once(runs[position], put_back) for position in running[turn:] + running[:turn]}
         if not number:  # the warm-up
-            running = [one for one in running if spent_by[one] < max(_LONG, _BEHIND * spent_by[0])]
+            running = [position for position in running if spent_by[position] < max(_LONG, _BEHIND * spent_by[0])]
             least = 1 if spent_by[0] > _LONG else least
-        for one in range(len(runs)) if number or least == 1 else ():
-            times[one].append(spent_by[one])
+        for position in range(len(runs)) if number or least == 1 else ():
+            times[position].append(spent_by[position])
         spent = time.perf_counter() - start
         if spent > _BUDGET and (number >= some or (number >= least and spent > 2 * _BUDGET)):
             break
@@ -172,7 +172,7 @@ def _once(run: Callable[[], object], put_back: Callable[[], None]) -> float:
     return spent
 
 
-def _ratio(own: Sequence[float], plain: Sequence[float]) -> float:
+def _ratio(ours: Sequence[float], plain: Sequence[float]) -> float:
     """Of the rounds, and of the best ones, whichever is worse: a load from outside that hits only plain execution's
     threads, and may be gone in a minute, is no reason to leave it."""
-    return max(statistics.median(mine / theirs for mine, theirs in zip(own, plain, strict=True)), min(own) / min(plain))
+    return max(statistics.median(our / its for our, its in zip(ours, plain, strict=True)), min(ours) / min(plain))

@@ -72,13 +72,13 @@ def _better_of(
         planned.notes.append(f"compiled {lanes or 'regions'}: not used: {first_line(error)}")
         return False, planned
     taken = other.way != AS_WRITTEN and _is_ahead(other, planned, seconds_of)
-    ways = {way: _compiled(way, lanes) for way in other.seconds | other.predicted}
+    compiled_ways = {way: _compiled(way, lanes) for way in other.seconds | other.predicted}
     if taken:
-        other.way = ways[other.way]
+        other.way = compiled_ways[other.way]
     plain = {way: spent for way, spent in planned.seconds.items() if way.is_plain}
     better, worse = (other, planned) if taken else (planned, other)
-    seconds = {ways[way]: spent for way, spent in other.seconds.items()}
-    predicted = {ways[way]: spent for way, spent in other.predicted.items()}
+    seconds = {compiled_ways[way]: spent for way, spent in other.seconds.items()}
+    predicted = {compiled_ways[way]: spent for way, spent in other.predicted.items()}
     better.seconds = planned.seconds | seconds | ({} if taken else plain)  # plain execution's of the race that counts
     better.predicted = planned.predicted | predicted
     better.notes += [note for note in worse.notes if note not in better.notes]

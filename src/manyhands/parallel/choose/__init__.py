@@ -1,0 +1,1 @@
+"""Candidates for running a traced function, on the CPU, on GPUs, compiled: the fastest that is right is chosen."""
