@@ -89,7 +89,7 @@ class Runtime(Protocol):
     tasks: TaskHooks
 
     def is_tracing(self, leaves: Sequence[object], /) -> bool:
-        """Whether the framework is tracing right now: who does that compiles the whole."""
+        """Whether the framework is tracing right now: then the outer trace compiles everything."""
 
     def flatten(self, value: object, /) -> Flat: ...
 

@@ -70,7 +70,7 @@ class Parallel(ParallelFunction[P, R]):
 
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
         call = call_of(self.backend, self.function, arguments, keywords)
-        if call is None:  # the framework is tracing: whoever does that compiles the whole
+        if call is None:  # the framework is tracing: the outer trace compiles everything
             return self.function(*arguments, **keywords)
         try:
             planned = self._plans.of(call.signature, arguments, keywords)
@@ -81,7 +81,7 @@ class Parallel(ParallelFunction[P, R]):
         self._last = planned
         return planned.run(call.tensors, arguments, keywords)  # type: ignore[return-value]
 
-    # Telling
+    # Reports
 
     def measured(self) -> Timeline:
         raise EngineError(f"measured(), timeline(simulated=False): {self.backend.PROFILER}")
@@ -131,7 +131,7 @@ class Parallel(ParallelFunction[P, R]):
             if isinstance(error, NotYet) or (changed and count < _SETTLING):
                 self._last = planned
                 return result
-        except Exception as error:  # the function itself has done its work: what fails here is ours
+        except Exception as error:  # the call itself succeeded: this error is ours
             planned.notes.append(f"could not be planned: {first_line(error)}")
         self._keep(call, planned)
         return result

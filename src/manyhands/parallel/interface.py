@@ -1,7 +1,7 @@
 """What ``parallel(fn)`` gives in every framework: a function that can be called, explained, drawn and simulated.
 
 PyTorch's plans lanes itself (:mod:`manyhands.parallel.function`); JAX, TensorFlow and MXNet hand the function to their
-own runtime (:mod:`manyhands.parallel.delegated`). What one of them cannot tell raises an :class:`EngineError`.
+own runtime (:mod:`manyhands.parallel.delegated`). What a framework cannot answer raises an :class:`EngineError`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
 def _must_be_function(function: object) -> None:
     if callable(function):
         return
-    advice = "call what it gives, parallel(fn)(x), not fn before it, parallel(fn(x))"
+    advice = "write parallel(fn)(x), not parallel(fn(x)), which calls fn first"
     if type(function) is int and function > 0:
         advice = f"a scope with so many threads is parallel(threads={function})"
-    raise EngineError(f"parallel(fn) takes a function, not what is of type {type(function).__name__}: {advice}")
+    raise EngineError(f"parallel(fn) takes a function, not {type(function).__name__}: {advice}")

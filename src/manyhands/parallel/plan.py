@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.backends.planning import Run
 from manyhands.parallel.costs import Costed
-from manyhands.parallel.plan_cache import Standing
+from manyhands.parallel.plan_cache import Guarded
 from manyhands.parallel.way import AS_WRITTEN, Exactness, Way
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint, Peaks, megabytes
@@ -21,7 +21,7 @@ NOT_STARTED = object()
 
 
 @dataclass
-class Planned(Standing):
+class Planned(Guarded):
     """What is known of one signature."""
 
     run: Run

@@ -32,12 +32,12 @@ NEVER_AGAIN = (
 
 
 @dataclass(kw_only=True)
-class Standing:
-    """A plan that stands on what was found outside of the function's arguments."""
+class Guarded:
+    """A plan with its guards: what it depends on outside the function's arguments."""
 
-    holds: Callable[[], bool] = lambda: True  # whether that is as it was
-    changed: Callable[[], str | None] = lambda: None  # what of it is not, in words
-    # Whether a call's arguments, and all that the function's code looks at, still give the same; None: not known.
+    holds: Callable[[], bool] = lambda: True  # whether that is unchanged
+    changed: Callable[[], str | None] = lambda: None  # what of it has changed, in words
+    # Dynamo's: whether a call's arguments, and all that the code looks at, are unchanged; None: there are none.
     guards: Callable[[tuple[object, ...], dict[str, object]], bool] | None = None
     used: bool = False  # by another call than the one that it was made for
 
@@ -45,7 +45,7 @@ class Standing:
         return self.holds() and (self.guards is None or self.guards(arguments, keywords))
 
 
-Plan = TypeVar("Plan", bound=Standing)
+Plan = TypeVar("Plan", bound=Guarded)
 
 
 class Plans(Generic[Plan]):

@@ -1,4 +1,4 @@
-"""What planning is doing, on stderr, once it has taken longer than a second; and how long each part of it took."""
+"""Prints what planning is doing once it takes longer than a second, and measures how long each part takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-_PATIENCE = 1.0  # seconds without a word
+_PATIENCE = 1.0  # seconds before anything is printed
 
 
 class Progress:

@@ -1,8 +1,7 @@
-"""Effects of a call that are seen nowhere but where they happen: what it prints, files it opens, random numbers.
+"""Side effects of a call: what it prints, the files it opens, the random numbers of Python and NumPy that it draws.
 
-While a call is watched, ``print``, ``open`` and ``input`` of Python, and what writes to a log, become functions
-that take a note and do the same; the states of Python's and NumPy's random numbers are compared. Not seen: the clock,
-the network, ``sys.stdout.write``.
+While a call is watched, ``print``, ``open``, ``input`` and the method that writes to a log are wrapped: they record the
+effect and do the same. States of random numbers are compared. Not seen: the clock, the network, ``sys.stdout.write``.
 
 A call that is made only to see what it does (a trace) is to have no effects at all: ``Effects(refuse=True)`` raises
 :class:`CannotTrace` instead of printing, and puts the random numbers back. What installed packages do by the way, as
@@ -30,15 +29,15 @@ from manyhands.errors import CannotTrace
 _WATCHED: tuple[tuple[object, str, str], ...] = (
     (builtins, "print", "prints"),
     (builtins, "open", "opens a file"),
-    (io, "open", "opens a file"),  # by this name pathlib knows it
+    (io, "open", "opens a file"),  # pathlib's name for it
     (builtins, "input", "asks the user"),
     (logging.Logger, "handle", "logs"),
 )
-_GO_BETWEENS = ("logging", "pathlib")  # who calls them is the one who prints or writes
+_GO_BETWEENS = ("logging", "pathlib")  # the effect is their caller's
 
 
 class Effects:
-    """``with Effects() as effects:`` afterwards ``effects.seen`` says what this thread did, or is None."""
+    """``with Effects() as effects:`` and then ``effects.seen``: what this thread did, or None."""
 
     _watching: ClassVar[list[Effects]] = []
     _lock = threading.Lock()

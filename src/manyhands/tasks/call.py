@@ -30,7 +30,7 @@ Function = Callable[..., object]
 
 
 class Here(threading.local):
-    """What is so in this thread."""
+    """The state of this thread."""
 
     scope: parallel | None = None  # that is open; a thread that does a task has none
     at_once = False  # whether tasks are plain calls
@@ -59,7 +59,7 @@ class Call(Job):
         self._arguments, self._keywords = arguments, keywords
         self._done_by = objects.bound(function) if objects.bound else function
         self._context: contextvars.Context | None = contextvars.copy_context()
-        self._reached: Reached | None = None  # what it reads, known when it was given
+        self._reached: Reached | None = None  # what it reads, known when it was submitted
 
     def look(self) -> Touched:
         reached = self._reached = self._read()
@@ -108,15 +108,14 @@ class Call(Job):
         return self._objects.look(self._function, *self._arguments, *self._keywords.values())
 
     def _check_variables(self, reached: Reached) -> None:
-        """A variable that the function looks up is to be what it was when the task was given."""
+        """Refuse a variable of the function that was assigned since the task was submitted."""
         for variable in reached.variables:
             if not variable.is_bound() and not reached.locks and variable.key() not in self._objects.rebound:
                 raise UndeclaredWrite(_rebound(self.name, variable.name))
 
 
-_turns: WeakValueDictionary[int, threading.RLock] = (
-    WeakValueDictionary()
-)  # a lock for each object that a task waits for or uses
+# A lock for each object that a task waits for or uses.
+_turns: WeakValueDictionary[int, threading.RLock] = WeakValueDictionary()
 _turns_lock = threading.Lock()
 
 
@@ -134,7 +133,7 @@ def _in_turn(objects: Collection[object]) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """What a call that is over would do."""
+    """Stands in for the function of a call that is over."""
 
 
 def call_at_once(function: Callable[..., T], arguments: tuple[object, ...], keywords: dict[str, object]) -> T:
@@ -176,7 +175,7 @@ def _undeclared(name: str, changed: object) -> str:
 
 def _rebound(name: str, variable: str) -> str:
     return (
-        f"{name}: the variable {variable!r} that it looks up was assigned after the task was given and before it ran: "
-        f"it would not get the value that a plain call gets. Give the value as an argument: task(fn)({variable}), or "
+        f"{name}: the variable {variable!r} that it looks up was assigned between the task's submission and its start: "
+        f"it would not get the value that a plain call gets. Pass the value as an argument: task(fn)({variable}), or "
         f"as a default, lambda {variable}={variable}: ..."
     )

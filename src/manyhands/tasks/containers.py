@@ -15,7 +15,7 @@ from typing import Any
 
 
 def contents(value: object) -> list[object] | None:
-    """The values that it is made of; None for one that is made of none."""
+    """The values inside a container; None for what is no container."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -30,7 +30,7 @@ def contents(value: object) -> list[object] | None:
 
 
 def filled(value: object, replacement: Callable[[object], object]) -> object:
-    """With what ``given`` makes of each value inside; what has nothing to be replaced stays the object that it is."""
+    """The value with a replacement for each value inside; the same object where nothing is replaced."""
     inside = contents(value)
     if inside is None:
         return replacement(value)

@@ -79,7 +79,7 @@ class Ledger:
                 self._regions.drop(memory)
         job.touched = job.overwritten = job.listed = NOTHING  # they hold other jobs, and those their results
 
-    def tell_where(self, job: Job) -> None:
+    def place_result(self, job: Job) -> None:
         """Its result is known: list its users under the memories that it is in."""
         if not job.followers and job not in self._readers and job not in self._writer:
             return

@@ -60,7 +60,7 @@ class Job:
         self.error: BaseException | None = None
         self.trace: TracebackType | None = None
         self._origin: Job | None = None
-        self.unsettled = unsettled  # where its scope keeps it, until it has gone well
+        self.unsettled = unsettled  # where its scope keeps it, until it has succeeded
 
     def look(self) -> Touched:
         """The memories it touches, as far as they are known."""
@@ -182,8 +182,8 @@ def ask(me: Job, wanted: Job) -> None:
                 last = reached[last]
             circle = ", which waits for ".join(job.name for job in reversed(way)) if len(way) > 1 else "itself"
             raise WaitsForItself(
-                f"{me.name} asks for the result of {circle}: nobody could ever go on. Give the result as an argument, "
-                "task(fn)(future), of a task that was given before"
+                f"{me.name} asks for the result of {circle}: neither could ever go on. Pass the result as an argument, "
+                "task(fn)(future), of a task that was submitted before"
             )
         me.waits_for = wanted
 

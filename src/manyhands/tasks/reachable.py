@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Nobody can write to them.
+# Immutable values.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), range, slice, enum.Enum, type(...), types.ModuleType)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
@@ -110,7 +110,7 @@ class Reached:
 
 
 class _Walk:
-    """A look at some values, under way."""
+    """The state of one walk."""
 
     __slots__ = ("classes", "followed", "later", "owners", "reached", "seen", "stack", "words")
 

@@ -86,7 +86,7 @@ class parallel:
             raise ValueError(f"parallel(threads={threads}): at least one thread is needed; synchronous=True uses none")
         self._threads, self._synchronous = threads, synchronous
         self._objects = Objects(memory_of, parts_of, version_of, bound, in_turn)
-        self._jobs: dict[Job, None] = {}  # those that are not over, or have failed, and nobody has seen it
+        self._jobs: dict[Job, None] = {}  # those that are not over, and those whose error has not been raised yet
         self._crew: Crew | None = None
         self._outer: parallel | None = None
 
@@ -129,7 +129,7 @@ class parallel:
         if error is None:
             settle(self._jobs)
 
-    def _give(
+    def _submit(
         self,
         function: Callable[..., T],
         writes: tuple[object, ...],
@@ -139,7 +139,7 @@ class parallel:
         crew = self._crew
         assert crew is not None
         job = Call(crew, self._jobs, self._objects, function, writes, arguments, keywords)
-        crew.give(job)
+        crew.submit(job)
         return Future(job)
 
 
@@ -162,16 +162,16 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
             raise TypeError(f"task(..., writes=...): {write!r} cannot be written to")
 
     @functools.wraps(function)
-    def give(*arguments: object, **keywords: object) -> Future[T]:
+    def submit(*arguments: object, **keywords: object) -> Future[T]:
         scope = _scope()
         if scope is not None:
-            return scope._give(function, writes, arguments, keywords)
+            return scope._submit(function, writes, arguments, keywords)
         job = Job(None, name_of(function), {})
         job.value = call_at_once(function, filled(arguments), filled(keywords))
         job.begun = job.over = True
         return Future(job)
 
-    return give
+    return submit
 
 
 def waitall() -> None:
@@ -186,7 +186,7 @@ def waitall() -> None:
 
 
 def no_threads(threads: int) -> str:
-    """What to say where a number of threads is given for a function."""
+    """The error where ``threads`` is given for a function."""
     return (
         f"parallel(fn, threads={threads}): how many lanes a function is run on is measured, not given; leave threads "
         f"out. Tasks have threads: with parallel(threads={threads}):"
@@ -195,7 +195,7 @@ def no_threads(threads: int) -> str:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """In this thread tasks are plain calls: while a function is traced, other threads would not be seen."""
+    """In this thread tasks are plain calls: tracing a function does not see other threads."""
     before, here.at_once = here.at_once, True
     try:
         yield
@@ -216,7 +216,7 @@ def _wait_for(jobs: Iterable[Job]) -> None:
 
 
 def _must_be_threads(threads: object) -> None:
-    """Whether they are enough, the scope says."""
+    """Refuse what is no whole number."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, numbers.Integral)):
         raise EngineError(
             f"parallel(threads={threads!r}): how many tasks run at once is a whole number from 1 on; without it there "

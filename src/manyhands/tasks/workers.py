@@ -42,19 +42,19 @@ class Crew:
         self.process = os.getpid()
         self._size = size
         self._lock = threading.Lock()
-        self._done: deque[Job] = deque()  # and not entered yet
+        self._done: deque[Job] = deque()  # finished jobs that are not recorded yet
         self._to_do: dict[int, Job] = {}  # the jobs that can begin, by their numbers
-        self._ready: list[int] = []  # a heap of the numbers: what was given first is done first
+        self._ready: list[int] = []  # a heap of the numbers: what was submitted first is done first
         self._threads: list[threading.Thread] = []
         self._resting: list[threading.Lock] = []  # the bells of threads that have nothing to do
-        self._bells: dict[Job | None, list[threading.Lock]] = {}  # of who waits for a job; None: would do any meanwhile
+        self._bells: dict[Job | None, list[threading.Lock]] = {}  # of threads that wait for a job; None: they help
         self._closing = False
         self._ledger = Ledger()
         self._spoiled: list[tuple[Set[Hashable], Job]] = []  # what failed jobs were to write
 
-    # Giving
+    # Submitting
 
-    def give(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         """Put a job behind everything that it conflicts with."""
         try:
             while strangers := self._enter(job):
@@ -89,7 +89,7 @@ class Crew:
             return []
 
     def _can_begin(self, job: Job) -> int:
-        """Nothing is missing; gives how many jobs are ready because of that."""
+        """All that it needs is done. Gives how many jobs are ready because of that."""
         if job.error is not None:
             return self._finished(job)
         self._to_do[job.number] = job
@@ -104,12 +104,13 @@ class Crew:
                 self._resting.pop().release()
             elif len(self._threads) < self._size:
                 name = f"manyhands task {len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._day, name=name, daemon=True))
+                self._threads.append(threading.Thread(target=self._run_jobs, name=name, daemon=True))
                 self._threads[-1].start()
 
     # Doing
 
-    def _day(self) -> None:
+    def _run_jobs(self) -> None:
+        """What a thread does until the crew closes."""
         bell = _bell()
         while True:
             if (job := self._next()) is not None:
@@ -123,7 +124,7 @@ class Crew:
                 self._rest(bell)
 
     def _next(self) -> Job | None:
-        """The job that was given first of those that can begin, begun."""
+        """Begin the job that was submitted first of those that can begin."""
         while self._ready:
             try:
                 number = heapq.heappop(self._ready)
@@ -156,7 +157,7 @@ class Crew:
             self._enter_done()
 
     def _enter_done(self, taken: int = 0) -> None:
-        """Enter what is done, if nobody holds the lock; so many of the jobs that can begin then are taken anyway."""
+        """Record finished jobs, if nobody holds the lock. ``taken``: jobs that this thread will take by itself."""
         while self._done and self._lock.acquire(blocking=False):
             try:
                 ready = 0
@@ -181,14 +182,14 @@ class Crew:
             _working.job = before
 
     def _finished(self, job: Job) -> int:
-        """A job is over; so are, perhaps, those that will not be run because of it. Gives how many can begin now."""
+        """A job is over, and with it those that will not be run because of it. Gives how many can begin now."""
         finished, ready = [job], 0
         while finished:
             over = finished.pop()
             over.over = True
             self._ledger.forget(over)
             try:
-                self._ledger.tell_where(over)
+                self._ledger.place_result(over)
             except Exception as error:  # it is unknown what memory its result is in
                 over.error, over.trace = error, error.__traceback__
             if over.error is None:

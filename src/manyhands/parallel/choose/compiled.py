@@ -33,7 +33,7 @@ def better(
     *,
     whole: bool = False,
 ) -> Planned:
-    """The best of what was planned and of plans of the same with compiled code; it tells of all of them.
+    """The best of what was planned and of plans of the same with compiled code; its report covers all of them.
 
     ``choose`` plans a trace, ``seconds_of`` gives the seconds of a call of what is planned. ``whole``: the function is
     compiled as a whole, too.
@@ -60,7 +60,7 @@ def _better_of(
     seconds_of: Callable[[Planned], float],
     lanes: str,
 ) -> tuple[bool, Planned]:
-    """Whether the trace could be compiled so, and the better one; ``lanes`` is what its lanes are called then."""
+    """Whether the trace could be compiled, and the better plan; ``lanes`` names the lanes of the compiled one."""
     try:
         fused = fuse(trace)
     except CannotFuse as error:

@@ -27,7 +27,7 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
         expected: Sequence[Value],
         notes: list[str],
     ) -> None:
-        """What is in the way of a better comparison is told in ``notes``."""
+        """``notes`` gets the reason where results cannot be compared with exact ones."""
         self._backend, self._trace, self._call = backend, trace, call
         self._expected, self._notes = expected, notes
 
@@ -71,7 +71,7 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
             try:
                 verdict = self._backend.verdict(self._trace, self._call, results, self._expected, self._exact)
             except CannotBeExact as error:
-                self._tell(error)
+                self._note(error)
             else:
                 return None if verdict.accepted else f"it is {verdict.words}", Exactness(False, verdict.words)
         refused = difference > self._trace.close
@@ -85,10 +85,10 @@ class Judge(Generic[TraceT, CallT, DevicesT, PlanT]):
         try:
             return self._backend.exact(self._trace, self._call)
         except CannotBeExact as error:
-            self._tell(error)
+            self._note(error)
             return None
 
-    def _tell(self, error: CannotBeExact) -> None:
+    def _note(self, error: CannotBeExact) -> None:
         note = f"compiled regions are compared with plain execution, not with exact results: {error}"
         if note not in self._notes:
             self._notes.append(note)

@@ -33,7 +33,7 @@ class _Worker:
         self._go.release()
 
     def wait(self) -> KeyboardInterrupt | None:
-        """Until the job is over, whoever is impatient; gives the interrupt that came meanwhile."""
+        """Wait until the job is over, even if the user interrupts; gives the interrupt that came meanwhile."""
         interrupt = None
         while self._busy:
             try:
@@ -63,11 +63,11 @@ class _Worker:
 
 
 class Pool:
-    """The workers of one process; a run borrows as many as it needs, and more are hired when none is idle."""
+    """The workers of one process; a run borrows as many as it needs, and more are started when none is idle."""
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []
-        self._hired = itertools.count(1)
+        self._numbers = itertools.count(1)
         self.closed = False
 
     def borrow(self, count: int) -> list[_Worker]:
@@ -76,7 +76,7 @@ class Pool:
             try:
                 borrowed.append(self._idle.pop())
             except IndexError:
-                borrowed.append(_Worker(next(self._hired)))
+                borrowed.append(_Worker(next(self._numbers)))
         return borrowed
 
     def give_back(self, workers: Sequence[_Worker]) -> None:

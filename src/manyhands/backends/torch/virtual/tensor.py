@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.virtual.names import HOST, actual, check_exists, is_virtual, shown, stands_in
 
-# Told of every operation on a virtual device: the operation, its arguments and its result, as plain tensors.
+# Called with every operation on a virtual device, its arguments and its result, as plain tensors.
 observers: list[Callable[[Any, Any, Any, Any], None]] = []
 
 _aten = torch.ops.aten
