@@ -4,9 +4,8 @@ List scheduling in the manner of HEFT (Topcuoglu, Hariri and Wu, 2002): tasks ar
 length of the longest chain from them to the end, and each goes to the lane on which it ends first; of equal ones to
 the lane of the task it waited for last, so that no wait between lanes is needed there.
 
-A lane does its tasks in order. Of what a task needs on other lanes only those waits are kept that nothing else implies:
-each lane carries a clock with what it knows to be over on every lane, and a wait brings the other lane's clock along.
-If c (lane 0) has waited for b (lane 1), and b for a (lane 2), then c and all after it on lane 0 need not wait for a.
+A lane does its tasks in order. Of what a task needs on other lanes only those waits are kept that nothing else implies
+(:mod:`.clocks`): if c (lane 0) has waited for b (lane 1), and b for a (lane 2), then c need not wait for a.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from manyhands.schedule.clocks import Clocks
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.task import Kind
 
@@ -271,28 +271,20 @@ def upward_ranks(graph: Graph) -> list[float]:
 
 def needed_waits(graph: Graph, lane_of: Sequence[int], order: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """The waits between lanes that nothing else implies, for tasks issued in that order."""
-    place: dict[int, int] = {}  # the number of a task on its lane
-    issued: dict[int, int] = {}
-    clocks: list[dict[int, int]] = [{} for _ in range(max(lane_of, default=-1) + 1)]
-    known_after: dict[int, dict[int, int]] = {}
+    clocks = Clocks(max(lane_of, default=-1) + 1)
+    issued = {task: number for number, task in enumerate(order)}
     waits: dict[int, tuple[int, ...]] = {}
     for task in order:
         lane = lane_of[task]
-        clock = clocks[lane]
         wanted = []
         for need in sorted(graph.needs[task], key=issued.__getitem__, reverse=True):
             other = lane_of[need]
-            if other != lane and clock.get(other, -1) < place[need]:
+            if other != lane and clocks.known(lane, other) < clocks.place[need]:
                 wanted.append(need)
-                for key, value in known_after[need].items():
-                    clock[key] = max(clock.get(key, -1), value)
+                clocks.wait(lane, need)
         if wanted:
             waits[task] = tuple(wanted)
-        place[task] = clock[lane] = clock.get(lane, -1) + 1
-        issued[task] = len(issued)
-        # Copied only where another lane may look at it: a task whose followers are all on its own lane is not asked.
-        if any(lane_of[follower] != lane for follower in graph.followers[task]):
-            known_after[task] = dict(clock)
+        clocks.issue(lane, task, waited_for=any(lane_of[follower] != lane for follower in graph.followers[task]))
     return waits
 
 

@@ -17,6 +17,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from manyhands.schedule.clocks import Clocks
 from manyhands.schedule.lanes import Schedule, needed_waits
 from manyhands.schedule.memory import Footprint
 from manyhands.schedule.simulate import moments
@@ -46,13 +47,11 @@ class _Walk:
         # Results count from the beginning: when they are there, it is too late to hold anybody back.
         self.held = footprint.given_bytes() + footprint.result_bytes()
         self.stays = footprint.given | footprint.results
-        self.place: dict[int, int] = {}
+        self.clocks = Clocks(len(schedule.lanes))
         self.can_go = [
             0 for _ in schedule.lanes
         ]  # bytes that a lane could let go by waiting: all users have been issued
         self.known = [0 for _ in schedule.lanes]  # of these the bytes that it will let go without another wait
-        self._clocks: list[dict[int, int]] = [{} for _ in schedule.lanes]
-        self._after: dict[int, dict[int, int]] = {}  # for each task what its lane knew at its end
         self._memories: dict[int, _Held] = {}
         # Of each lane what could go, the oldest first; and for each other lane, by the places of users there.
         self._over: list[list[tuple[int, _Held]]] = [[] for _ in schedule.lanes]
@@ -78,27 +77,21 @@ class _Walk:
 
     def unknown(self, held: _Held) -> list[int]:
         """The users of a memory that its lane does not know to be over."""
-        clock = self._clocks[held.lane]
-        return [task for lane, task in held.last.items() if clock.get(lane, -1) < self.place[task]]
+        place, known = self.clocks.place, self.clocks.known
+        return [task for lane, task in held.last.items() if known(held.lane, lane) < place[task]]
 
     def learn(self, lane: int, other: int) -> None:
         """The lane waits for a task: it knows what that one's lane knew."""
-        clock = self._clocks[lane]
-        for key, value in self._after[other].items():
-            if value <= clock.get(key, -1):
-                continue
-            clock[key] = value
-            users = self._users_on[lane].get(key, [])
-            while users and users[0][0] <= value:
+        for learned, place in self.clocks.wait(lane, other):
+            users = self._users_on[lane].get(learned, [])
+            while users and users[0][0] <= place:
                 held = heapq.heappop(users)[-1]
                 held.unknown -= 1
                 self.known[lane] += 0 if held.unknown else held.size
 
     def issue(self, task: int) -> None:
         lane = self.made.lane_of[task]
-        clock = self._clocks[lane]
-        self.place[task] = clock[lane] = clock.get(lane, -1) + 1
-        self._after[task] = dict(clock)
+        self.clocks.issue(lane, task)
         for memory in list(self._new(task)):
             self._memories[memory] = held = _Held(
                 len(self._memories), self.footprint.sizes[memory], lane, self._users[memory], {}
@@ -127,7 +120,7 @@ class _Walk:
         heapq.heappush(self._over[held.lane], (held.number, held))
         for task in unknown:
             users = self._users_on[held.lane].setdefault(self.made.lane_of[task], [])
-            heapq.heappush(users, (self.place[task], held.number, held))
+            heapq.heappush(users, (self.clocks.place[task], held.number, held))
 
     def _new(self, task: int) -> Iterator[int]:
         for memory in self.made.graph.tasks[task].writes:
@@ -155,7 +148,7 @@ def thrifty(schedule: Schedule, footprint: Footprint, most: int) -> Schedule:
     order: list[int] = []
     while any(queues):
         heads = [queue[-1] for queue in queues if queue]
-        heads = [task for task in heads if all(other in walk.place for other in schedule.waits.get(task, ()))]
+        heads = [task for task in heads if all(other in walk.clocks.place for other in schedule.waits.get(task, ()))]
         heads.sort(key=begins.__getitem__)
         task = next(
             (head for head in heads if walk.too_much(head, most) <= walk.can_go[schedule.lane_of[head]]), heads[0]

@@ -23,6 +23,7 @@ from torch.fx import Node
 from manyhands.backends.torch.capture.trace import Step, Trace
 from manyhands.backends.torch.run.bindings import into_memory, native
 from manyhands.generated import function
+from manyhands.schedule.clocks import Clocks
 from manyhands.schedule.lanes import Schedule
 
 _aten = torch.ops.aten
@@ -314,7 +315,7 @@ def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict
     for task in plan.order:
         place[task] = counts.get(plan.lane_of[task], 0)
         counts[plan.lane_of[task]] = place[task] + 1
-    clocks: dict[int, dict[int, int]] = {lane: {} for lane in counts}
+    clocks = Clocks(max(plan.lane_of, default=-1) + 1)
     heaps: dict[int, dict[int, list[tuple[int, int, dict[int, int]]]]] = {lane: {} for lane in counts}
     for memory, (lane, users) in wanted.items():
         needed: dict[int, int] = {}
@@ -323,23 +324,18 @@ def _points(plan: Plan, wanted: Mapping[int, tuple[int, Iterable[int]]]) -> dict
             needed[other] = max(needed.get(other, -1), place[user])
         other, value = next(iter(needed.items()))
         heapq.heappush(heaps[lane].setdefault(other, []), (value, memory, needed))
-    after: dict[int, dict[int, int]] = {}
     waited = {other for others in plan.waits.values() for other in others}
     points: dict[int, int] = {}
     later: list[tuple[int, tuple[int, int, dict[int, int]]]] = []
     for task in plan.order:
         lane = plan.lane_of[task]
-        clock = clocks[lane]
         for other in plan.waits.get(task, ()):
-            for key, value in after[other].items():
-                clock[key] = max(clock.get(key, -1), value)
-        clock[lane] = place[task]
-        if task in waited:
-            after[task] = dict(clock)
+            clocks.wait(lane, other)
+        clocks.issue(lane, task, waited_for=task in waited)
         for key, heap in heaps[lane].items():
-            while heap and heap[0][0] <= clock.get(key, -1):
+            while heap and heap[0][0] <= clocks.known(lane, key):
                 _, memory, needed = heapq.heappop(heap)
-                missing = next((k for k, value in needed.items() if clock.get(k, -1) < value), None)
+                missing = next((k for k, value in needed.items() if clocks.known(lane, k) < value), None)
                 if missing is None:
                     points[memory] = task
                 else:

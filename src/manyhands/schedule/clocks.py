@@ -1,0 +1,35 @@
+"""What each lane knows to be over while tasks are issued one after the other: a vector clock for every lane.
+
+A lane does its tasks in order, so for each lane one place says what is known of it: all up to there is over. A wait for
+a task brings along what that task's lane knew at its end. If c (lane 0) has waited for b (lane 1), and b for a (lane
+2), then c and all after it on lane 0 know that a is over.
+"""
+
+from __future__ import annotations
+
+
+class Clocks:
+    """The clocks of a number of lanes, and the places of issued tasks."""
+
+    def __init__(self, lanes: int) -> None:
+        self.place: dict[int, int] = {}  # of each issued task on its lane
+        self._known: list[dict[int, int]] = [{} for _ in range(lanes)]
+        self._known_after: dict[int, dict[int, int]] = {}  # for tasks what their lane knew at their end
+
+    def known(self, lane: int, other: int) -> int:
+        """The last place of another lane that a lane knows to be over; -1 where it knows of none."""
+        return self._known[lane].get(other, -1)
+
+    def wait(self, lane: int, task: int) -> list[tuple[int, int]]:
+        """Let a lane wait for a task; gives what it learns: other lanes with the places up to which they are over."""
+        known = self._known[lane]
+        learned = [(other, place) for other, place in self._known_after[task].items() if place > known.get(other, -1)]
+        known.update(learned)
+        return learned
+
+    def issue(self, lane: int, task: int, *, waited_for: bool = True) -> None:
+        """Issue a lane's next task. ``waited_for``: another lane may wait for it, so a copy of the clock is kept."""
+        known = self._known[lane]
+        self.place[task] = known[lane] = known.get(lane, -1) + 1
+        if waited_for:
+            self._known_after[task] = dict(known)
