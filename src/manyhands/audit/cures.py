@@ -230,9 +230,9 @@ def _to_device(wait: _Wait, line: Statement) -> str | None:
     copies = [call for call in line.calls("to", "cuda", "copy_") if isinstance(call.func, ast.Attribute)]
     if not copies:
         return None
-    made = _made_there(line, copies)
-    if made is not None:
-        return made
+    copied_there = _made_there(line, copies)
+    if copied_there is not None:
+        return copied_there
     changed = _without_blocking(line, copies)
     inner = copies[0].func
     assert isinstance(inner, ast.Attribute)

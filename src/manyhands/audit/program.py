@@ -128,11 +128,11 @@ def _write(recorder: Recorder, settings: dict[str, Any], ended: str) -> None:
     for framework in recorder.frameworks:
         listen.end(framework, recorder)
     record: dict[str, Any] | None = {} if settings.get("record") else None
-    made = report.make(recorder, program=settings["program"], warmup=settings["warmup"], record=record)
-    made.ended = ended
+    written = report.make(recorder, program=settings["program"], warmup=settings["warmup"], record=record)
+    written.ended = ended
     path = Path(settings["result"])
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"report": made.as_data(), "record": record}))
+    part.write_text(json.dumps({"report": written.as_data(), "record": record}))
     part.replace(path)
 
 

@@ -60,17 +60,17 @@ class Statement:
     @classmethod
     def at(cls, file: str, number: int, code: str) -> Statement:
         """A line of a file; if the file cannot be read, the line on its own."""
-        made = cls("".join(linecache.getlines(file)), number)
-        return made if made.code == code and made._root is not None else cls.alone(code)
+        statement = cls("".join(linecache.getlines(file)), number)
+        return statement if statement.code == code and statement._root is not None else cls.alone(code)
 
     @classmethod
     def alone(cls, code: str) -> Statement:
         """A line without its file."""
-        made = cls(code, 1)
-        if made._root is None and code.endswith(":"):
-            made = cls(f"{code} pass", 1)
-            made.code = code
-        return made
+        statement = cls(code, 1)
+        if statement._root is None and code.endswith(":"):
+            statement = cls(f"{code} pass", 1)
+            statement.code = code
+        return statement
 
     # Nodes
 

@@ -111,23 +111,23 @@ def run(options: argparse.Namespace) -> int:
         settings = _settings(options, program[0], is_module, result)
         code = _run_program(settings, program)
         data = json.loads(result.read_text()) if result.is_file() else {}
-        made = reports.Report.from_data(data["report"]) if data else None
-        if made is not None and options.prove:
-            made.proof = _prove(made, data["record"], settings, program, Path(folder))
-    if made is None:
+        report = reports.Report.from_data(data["report"]) if data else None
+        if report is not None and options.prove:
+            report.proof = _prove(report, data["record"], settings, program, Path(folder))
+    if report is None:
         print(f"manyhands audit: {program[0]} {_how_it_ended(code)}: there is no report", file=sys.stderr)
         return _same_end(code)
     if baseline is not None:
-        made = reports.new_since(made, baseline)
-    _show(made, options)
-    if code == 0 and options.fail_over is not None and (made.gain or 0.0) > options.fail_over:
+        report = reports.new_since(report, baseline)
+    _show(report, options)
+    if code == 0 and options.fail_over is not None and (report.gain or 0.0) > options.fail_over:
         print(
-            f"manyhands audit: removing the findings gains {made.gain:.1%}, more than the {options.fail_over:.1%} of "
+            f"manyhands audit: removing the findings gains {report.gain:.1%}, more than the {options.fail_over:.1%} of "
             "--fail-over",
             file=sys.stderr,
         )
         return WAITS_TOO_LONG
-    if options.fail_over is not None and made.gain is None and made.findings:
+    if options.fail_over is not None and report.gain is None and report.findings:
         print(
             "manyhands audit: --fail-over was not applied: what a step takes is not known here, so that there is no "
             "part of it to compare (docs/audit.md)",
@@ -180,14 +180,14 @@ def _settings(options: argparse.Namespace, name: str, is_module: bool, result: P
 
 
 def _prove(
-    made: Report, record: dict[str, Any] | None, settings: dict[str, Any], program: Sequence[str], folder: Path
+    report: Report, record: dict[str, Any] | None, settings: dict[str, Any], program: Sequence[str], folder: Path
 ) -> Proof:
     """Run the program again, cured, with its output put away."""
     from manyhands.audit.prove import compare
     from manyhands.audit.reports.proof import Proof
 
-    if made.ended not in ("normally", "enough"):
-        return Proof(failed=f"the program ended with {made.ended}; it was not run again")
+    if report.ended not in ("normally", "enough"):
+        return Proof(failed=f"the program ended with {report.ended}; it was not run again")
 
     def start(changed: dict[str, Any]) -> str:
         with tempfile.TemporaryFile("w+", errors="replace") as said:
@@ -197,7 +197,7 @@ def _prove(
             said.seek(0)
             return next((line.strip() for line in reversed(said.readlines()) if line.strip()), "")
 
-    return compare.prove(made, record, settings["warmup"], folder, start)
+    return compare.prove(report, record, settings["warmup"], folder, start)
 
 
 def _run_program(settings: dict[str, Any], program: Sequence[str], **streams: Any) -> int:
@@ -247,22 +247,22 @@ def _same_end(code: int) -> int:
     return 128 - code
 
 
-def _show(made: Report, options: argparse.Namespace) -> None:
+def _show(report: Report, options: argparse.Namespace) -> None:
     from manyhands.audit.reports import html, sarif, table
 
-    if made.ended == "syntax-error":
-        print(f"manyhands audit: {made.program} has a syntax error, so that nothing was run", file=sys.stderr)
-    elif made.ended != "no-module":  # the program's process has said it
-        if made.ended.startswith(("exit", "exception")):
-            ended = made.ended.replace("exit", "exit code").replace("exception", "an exception:")
+    if report.ended == "syntax-error":
+        print(f"manyhands audit: {report.program} has a syntax error, so that nothing was run", file=sys.stderr)
+    elif report.ended != "no-module":  # the program's process has said it
+        if report.ended.startswith(("exit", "exception")):
+            ended = report.ended.replace("exit", "exit code").replace("exception", "an exception:")
             print(f"manyhands audit: the program ended with {ended}; until then:", file=sys.stderr)
-        print(table.text(made), file=sys.stderr)
+        print(table.text(report), file=sys.stderr)
     try:
         if options.json is not None:
-            options.json.write_text(json.dumps(made.as_data(), indent=2) + "\n")
+            options.json.write_text(json.dumps(report.as_data(), indent=2) + "\n")
         if options.sarif is not None:
-            options.sarif.write_text(json.dumps(sarif.log(made), indent=2) + "\n")
+            options.sarif.write_text(json.dumps(sarif.log(report), indent=2) + "\n")
         if options.html is not None:
-            options.html.write_text(html.page(made))
+            options.html.write_text(html.page(report))
     except OSError as error:
         raise BadSettings(f"{error.filename} cannot be written: {error.strerror}") from None

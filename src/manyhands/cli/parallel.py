@@ -53,9 +53,9 @@ def run(options: argparse.Namespace) -> int:
             "cannot be simulated. Leave --devices out, or write the function in torch"
         )
     module, function = script.load(options.function)
-    given, named = _inputs(module, function, options.function)
+    arguments, named = _inputs(module, function, options.function)
     fast = mh.parallel(function)
-    fast(*given, **named)
+    fast(*arguments, **named)
     print(fast.explain())
     if options.devices is not None:
         print(fast.forecast(options.devices))
@@ -85,13 +85,13 @@ def _inputs(module: Any, function: Any, text: str) -> tuple[Sequence[Any], dict[
     result = make()
     if takes is not None and type(result) is dict and _accepts(takes, (), result):
         return (), result
-    given = result if isinstance(result, (tuple, list)) else (result,)
-    if not _accepts(takes, given):
-        values = "1 value" if len(given) == 1 else f"{len(given)} values"
+    arguments = result if isinstance(result, (tuple, list)) else (result,)
+    if not _accepts(takes, arguments):
+        values = "1 value" if len(arguments) == 1 else f"{len(arguments)} values"
         raise BadSettings(
             f"{name} takes {takes}, but inputs() gives {values}: give a tuple with one for each, or a dict by name"
         )
-    return given, {}
+    return arguments, {}
 
 
 def _signature(function: Any) -> inspect.Signature | None:
@@ -102,8 +102,8 @@ def _signature(function: Any) -> inspect.Signature | None:
         return None
 
 
-def _accepts(takes: inspect.Signature | None, given: Sequence[Any], named: Mapping[Any, Any] | None = None) -> bool:
+def _accepts(takes: inspect.Signature | None, arguments: Sequence[Any], named: Mapping[Any, Any] | None = None) -> bool:
     try:
-        return takes is None or takes.bind(*given, **(named or {})) is not None
+        return takes is None or takes.bind(*arguments, **(named or {})) is not None
     except TypeError:  # also where a name is no text
         return False

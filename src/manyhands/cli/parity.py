@@ -53,11 +53,11 @@ def run(options: argparse.Namespace) -> int:
     comparisons = parity.compare(
         lambda way: recipes.trained(model, data, way, loss), data.count, options.devices, batch_size=options.batch_size
     )
-    for one in comparisons:
-        shares = "even" if one.shares is None else ":".join(f"{share:g}" for share in one.shares)
-        figures = f"{one.difference:>10.1e} {one.limit:>7.0e}"
-        print(f"{one.precision:<10} {one.steps:>5} {one.devices:>7} {shares:<12} {figures} {one.words}")
-    if all(one.equal for one in comparisons):
+    for comparison in comparisons:
+        shares = "even" if comparison.shares is None else ":".join(f"{share:g}" for share in comparison.shares)
+        trial = f"{comparison.precision:<10} {comparison.steps:>5} {comparison.devices:>7} {shares:<12}"
+        print(f"{trial} {comparison.difference:>10.1e} {comparison.limit:>7.0e} {comparison.words}")
+    if all(comparison.equal for comparison in comparisons):
         return 0
     if drawing := parity.drawing_layers(recipes.layers(model)):
         print(

@@ -93,13 +93,13 @@ def run(options: argparse.Namespace) -> int:
         if path is not None:
             check_writable(path, BadProfile)
     between = None if options.link == "measured" else links.link(options.link, options.per_node)
-    made = _stored(options, between) if options.profile is not None else _measured(options, between)
+    prediction = _stored(options, between) if options.profile is not None else _measured(options, between)
     if options.save_profile is not None:
-        made.profile.save(options.save_profile)
-    text = json.dumps(made.as_dict(), indent=2) if options.json else str(made)
+        prediction.profile.save(options.save_profile)
+    text = json.dumps(prediction.as_dict(), indent=2) if options.json else str(prediction)
     print(text, flush=True)
     if options.plot is not None:
-        path = made.plot(options.plot)
+        path = prediction.plot(options.plot)
         if not options.json:
             print(f"written: {path}")
     return 0
@@ -121,7 +121,7 @@ def _stored(options: argparse.Namespace, between: Link | None) -> Prediction:
 def _measured(options: argparse.Namespace, between: Link | None) -> Prediction:
     entry = _framework(options.framework)
     name, model, batch, loss = _what(options, entry)
-    made: Prediction = entry.predict(
+    prediction: Prediction = entry.predict(
         model,
         batch,
         loss=loss,
@@ -131,7 +131,7 @@ def _measured(options: argparse.Namespace, between: Link | None) -> Prediction:
         link=between or "measured",
         per_device=options.per_device,
     )
-    return replace(made, profile=replace(made.profile, name=name))
+    return replace(prediction, profile=replace(prediction.profile, name=name))
 
 
 def _framework(name: str) -> Any:

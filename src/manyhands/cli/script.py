@@ -39,15 +39,16 @@ def made_by(text: str) -> tuple[Any, Any, Any]:
     """The model, the data and the loss (or None) that the function ``script.py:function`` returns."""
     _, function = load(text)
     try:
-        made = function()
+        returned = function()
     except ManyhandsError:
         raise
     except Exception as error:
         raise BadSettings(f"{text} raised {first_line(error)}{_where(error, text)}") from error
-    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
-        what = f"{len(made)} things" if isinstance(made, (tuple, list)) else f"one value of type {type(made).__name__}"
-        raise BadSettings(f"{text} returns {what}: let it return (model, (X, y)), or (model, (X, y), loss)")
-    model, data, *loss = made
+    if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+        is_row = isinstance(returned, (tuple, list))
+        shown = f"{len(returned)} things" if is_row else f"one value of type {type(returned).__name__}"
+        raise BadSettings(f"{text} returns {shown}: let it return (model, (X, y)), or (model, (X, y), loss)")
+    model, data, *loss = returned
     return model, data, loss[0] if loss else None
 
 

@@ -378,8 +378,8 @@ def _show(result: Result, folder: Path) -> int:
     there = [path.name for path in files if (any(path.iterdir()) if path.is_dir() else path.exists())]
     print(f"run: {folder} ({', '.join(there)})")
     print(result)
-    for what in result.unsaved:
-        print(f"manyhands: not all of the run is in its folder: {what}", file=sys.stderr)
+    for missing in result.unsaved:
+        print(f"manyhands: not all of the run is in its folder: {missing}", file=sys.stderr)
     return 1 if result.unsaved else 0
 
 

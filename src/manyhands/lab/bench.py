@@ -120,8 +120,8 @@ class Bench:
         mine, theirs = tree.flatten(results)[0], tree.flatten(expected)[0]
         if len(mine) != len(theirs):
             raise ResultsDiffer(f"{what}: {len(mine)} results instead of {len(theirs)}")
-        for position, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-            a, b = (numpy.asarray(self.operations.numpy(value), dtype="float64") for value in (one, other))
+        for position, (result, other) in enumerate(zip(mine, theirs, strict=True)):
+            a, b = (numpy.asarray(self.operations.numpy(value), dtype="float64") for value in (result, other))
             if a.shape != b.shape:
                 raise ResultsDiffer(f"{what}: result {position} has the shape {a.shape} instead of {b.shape}")
             far = float(numpy.max(numpy.abs(a - b), initial=0.0))

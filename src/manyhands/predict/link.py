@@ -107,8 +107,8 @@ def _links() -> dict[str, Link]:
         Link("pcie5", "pcie", ((4, 40 * GB), (8, 22 * GB)), 8, _NDR),
     ]
     # A network alone: every device has a machine and a network card of its own.
-    alone = [Link(one.name, "network", one.bandwidths, 1, one) for one in networks]
-    return {one.name: one for one in (*inside, *alone)}
+    alone = [Link(network.name, "network", network.bandwidths, 1, network) for network in networks]
+    return {link.name: link for link in (*inside, *alone)}
 
 
 LINKS: Mapping[str, Link] = _links()
@@ -149,8 +149,9 @@ def _parsed(text: str) -> Link:
 def from_dict(fields: Mapping[str, Any], where: str) -> Link:
     """A link from JSON; ``bandwidth`` (bytes a second) may stand for the list of bandwidths."""
     try:
-        one = fields.get("bandwidth")
-        pairs = [(1 << 30, float(one))] if one is not None else [(int(n), float(b)) for n, b in fields["bandwidths"]]
+        bandwidth = fields.get("bandwidth")
+        bandwidths = fields["bandwidths"] if bandwidth is None else [(1 << 30, bandwidth)]
+        pairs = [(int(devices), float(speed)) for devices, speed in bandwidths]
         network = fields.get("network")
         beyond = LINKS[network].network if isinstance(network, str) else None
         if isinstance(network, Mapping):

@@ -92,12 +92,12 @@ def _at_peak(history: History) -> Memory:
 def _held(history: History, moments: set[int]) -> dict[int, Memory]:
     """What is held after these events, by what it is for."""
     held: dict[str, float] = defaultdict(float)
-    found = {}
+    by_moment = {}
     for moment, (number, sign) in enumerate(history.events):
         held[history.kinds.get(number, "activations")] += sign * history.sizes[number]
         if moment in moments:
-            found[moment] = from_mapping(held)
-    return found
+            by_moment[moment] = from_mapping(held)
+    return by_moment
 
 
 def _line(several: bool, x0: int, first: Memory, x1: int, second: Memory) -> MemoryLine:

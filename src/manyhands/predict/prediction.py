@@ -90,13 +90,13 @@ class Prediction:
         }
 
     def __str__(self) -> str:
-        profile, one = self.profile, self.profile.step(self.profile.batch_size, 1)
+        profile, step = self.profile, self.profile.step(self.profile.batch_size, 1)
         sizes = "each device's batch" if self.per_device else "batch size"
-        parts = f"forward {_time(one.forward)}, backward {_time(one.backward)}, optimizer {_time(one.optimizer)}"
+        parts = f"forward {_time(step.forward)}, backward {_time(step.backward)}, optimizer {_time(step.optimizer)}"
         lines = [
             self.headline,
             "",
-            f"{profile.name}, {sizes} {profile.batch_size}, on {profile.device}: {_time(one.total)} a step ({parts})",
+            f"{profile.name}, {sizes} {profile.batch_size}, on {profile.device}: {_time(step.total)} a step ({parts})",
             f"gradients: {megabytes(profile.gradient_bytes)} in {len(profile.buckets)} "
             f"bucket{'s' if len(profile.buckets) != 1 else ''}; link {self.link}",
             "",
@@ -136,8 +136,8 @@ def predict(
     assumptions: Assumptions = Assumptions(),  # noqa: B008 - frozen
 ) -> Prediction:
     """From a profile and a link to a prediction; see :func:`manyhands.predict.scaling.rows`."""
-    made = scaling.rows(profile, link, devices, batch, per_device=per_device, assumptions=assumptions)
-    return Prediction(profile, link, tuple(made), assumptions, per_device)
+    rows = scaling.rows(profile, link, devices, batch, per_device=per_device, assumptions=assumptions)
+    return Prediction(profile, link, tuple(rows), assumptions, per_device)
 
 
 def _losing(first: Row, losing: Sequence[Row]) -> str:

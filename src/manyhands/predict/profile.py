@@ -183,11 +183,11 @@ class Profile:
             fixed = min(self.fixed, only.total)
             factor = (fixed + (only.total - fixed) * batch / only.batch) / only.total
             return replace(only.times(factor), batch=round(batch))
-        made = {
+        parts = {
             name: _line(_growing([(point.batch, getattr(point, name)) for point in points]), batch)
             for name in ("forward", "backward", "optimizer")
         }
-        return StepTime(round(batch), threads=threads, **made)
+        return StepTime(round(batch), threads=threads, **parts)
 
     def memory_of(self, batch: float, devices: int) -> Memory | None:
         lines = [line.at(batch) for line in self.memory if line.several == (devices > 1)]
@@ -204,19 +204,19 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         values = read(Path(path), "profile")
         try:
-            chosen: dict[str, Any] = {one.name: values[one.name] for one in fields(cls) if one.name in values}
-            chosen["times"] = tuple(StepTime(**one) for one in chosen["times"])
-            chosen["buckets"] = tuple(Bucket(**one) for one in chosen["buckets"])
-            chosen["crowds"] = tuple(Crowd(**one) for one in chosen.get("crowds", ()))
+            chosen: dict[str, Any] = {known.name: values[known.name] for known in fields(cls) if known.name in values}
+            chosen["times"] = tuple(StepTime(**point) for point in chosen["times"])
+            chosen["buckets"] = tuple(Bucket(**bucket) for bucket in chosen["buckets"])
+            chosen["crowds"] = tuple(Crowd(**crowd) for crowd in chosen.get("crowds", ()))
             chosen["memory"] = tuple(
-                MemoryLine(one["several"], Memory(**one["fixed"]), Memory(**one["per_sample"]))
-                for one in chosen.get("memory", ())
+                MemoryLine(line["several"], Memory(**line["fixed"]), Memory(**line["per_sample"]))
+                for line in chosen.get("memory", ())
             )
-            made = cls(**{**chosen, "notes": tuple(chosen.get("notes", ()))})
-            made._check()
+            profile = cls(**{**chosen, "notes": tuple(chosen.get("notes", ()))})
+            profile._check()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise wrong(str(path), "profile", f"{type(error).__name__}: {error}") from error
-        return made
+        return profile
 
     def _check(self) -> None:
         numbers = [self.batch_size, *(bucket.size for bucket in self.buckets), *(point.batch for point in self.times)]

@@ -142,8 +142,8 @@ class SecondPass:
             rest = (snapshot, *args[1:])
             return function(*rest, **kwargs) if owner is None else getattr(owner, name)(*rest, **kwargs)
 
-        made = Deferred(read, (waiting,), own_line, number=is_number)
-        return made if own_line is None else self._keep(line, made)
+        deferred = Deferred(read, (waiting,), own_line, number=is_number)
+        return deferred if own_line is None else self._keep(line, deferred)
 
     def _formatted(self, line: int, value: Any, conversion: int, form: str) -> Any:
         def read(tensor: Any) -> str:

@@ -318,18 +318,18 @@ def verdict(report: Report, *, used_device: bool = True) -> str:
     lines = len({(finding.file, finding.line) for finding in report.findings})
     new = "new " if report.known else ""
     if not lines:
-        found = f"no {new}hidden waits were found"
+        summary = f"no {new}hidden waits were found"
     elif report.cost is None or report.gain is None:
-        found = f"{lines} {new}line{'s' * (lines > 1)} made the host wait"
+        summary = f"{lines} {new}line{'s' * (lines > 1)} made the host wait"
     else:
-        found = (
+        summary = (
             f"{lines} {new}line{'s' * (lines > 1)} cost{'s' * (lines == 1)} {report.cost:.0%}; "
             f"removing {'them' if lines > 1 else 'it'} gains about {report.gain:.0%}"
         )
     busy = "" if report.busy is None else f"the GPU is busy {report.busy:.0%} of a step; "
     if report.busy is not None and not report.counted_steps:
         busy = f"the GPU is busy {report.busy:.0%} of the time; "
-    return f"{_predicted_for(report.device) if report.predicted else ''}{busy}{found}"
+    return f"{_predicted_for(report.device) if report.predicted else ''}{busy}{summary}"
 
 
 def _predicted_for(device: str | None) -> str:

@@ -67,9 +67,9 @@ def _wrap_python_functions() -> None:
         def python_function(func: Any, *args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
             timed = Counted(func, f"tf.{_name}", Kind.HOST_OPERATION, sites.current(2), "tensorflow")
             result = _original(timed, *args, **kwargs)
-            made = result[0] if isinstance(result, (list, tuple)) and result else result
-            if hasattr(made, "op") and tf.inside_function():  # its traceback has the lines before AutoGraph
-                timed.site = sites.of_lines((frame.filename, frame.lineno) for frame in made.op.traceback)
+            first_result = result[0] if isinstance(result, (list, tuple)) and result else result
+            if hasattr(first_result, "op") and tf.inside_function():  # its traceback has the lines before AutoGraph
+                timed.site = sites.of_lines((frame.filename, frame.lineno) for frame in first_result.op.traceback)
             return result
 
         setattr(tf, name, python_function)

@@ -33,5 +33,5 @@ def load(name: str) -> Experiment:
         near = difflib.get_close_matches(name, NAMES, 1)
         guess = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(NAMES)}"
         raise BadSettings(f"there is no experiment {name!r}{guess}")
-    made: Experiment = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").run
-    return made
+    experiment: Experiment = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").run
+    return experiment

@@ -52,8 +52,8 @@ def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:
 
     def tasks() -> list[Any]:
         with mh.parallel():
-            given = [mh.task(chain)(x) for x in inputs]
-        return [task.result() for task in given]
+            futures = [mh.task(chain)(x) for x in inputs]
+        return [task.result() for task in futures]
 
     planned = mh.parallel(as_written)
     # Some GPUs multiply with 10 bits, and other kernels round elsewhere: hence the tolerance below.

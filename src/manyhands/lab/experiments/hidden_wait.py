@@ -58,7 +58,7 @@ def run(bench: Bench) -> Finding:
     )
     gain = times.compare("kept on the device", to="printed every minibatch")
     notes = [f"{name}: {report['verdict']}." for name, report in reports.items()]
-    notes += [f"Line {found['line']}: {found['source']} Cure: {found['cure']}" for found in printed["findings"]]
+    notes += [f"Line {finding['line']}: {finding['source']} Cure: {finding['cure']}" for finding in printed["findings"]]
     return Finding(_conclusion(bench, gain, reports), [table], [times.bars("The book's loop"), *lines], notes)
 
 

@@ -48,8 +48,8 @@ def run(bench: Bench) -> Finding:
     notes = []
     if bench.virtual and bench.framework in ("torch", "tensorflow"):
         del overlapped["mh.to(..., wait=False)"]
-        what = "copies at once" if bench.framework == "torch" else "shares memory instead of copying"
-        notes.append(f"mh.to(..., wait=False) is left out: on virtual devices it {what} in this framework.")
+        instead = "copies at once" if bench.framework == "torch" else "shares memory instead of copying"
+        notes.append(f"mh.to(..., wait=False) is left out: on virtual devices it {instead} in this framework.")
     expected = products_then_copies()
     for name, way in overlapped.items():
         bench.equal(way(), expected, what=f"{name} and products, then copies")

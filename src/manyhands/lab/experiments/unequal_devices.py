@@ -56,18 +56,18 @@ def run(bench: Bench) -> Finding:
     right = losses["the fast one alone"][:compared]
     for name in ways:
         bench.equal(losses[name][:compared], right, tolerance=tolerance, what=f"the losses of {name}")
-    found = shares["measured shares"]
+    measured = shares["measured shares"]
     base = times.median("equal shares")
     rows = [
         (name, _shares_in_words(shares[name], name), seconds(times.median(name)), f"{base / times.median(name):.2f}")
         for name in ways
     ]
     table = Table(("way", "shares", "per epoch", "times as fast as equal shares"), rows, "LeNet, batch size 256")
-    parts = Series("share", ["fast device", "slow device"], list(found))
+    parts = Series("share", ["fast device", "slow device"], list(measured))
     plots = [times.bars("Time of an epoch"), Plot("bar", "Measured shares", [parts], y_label="part of each batch")]
     slowed = f"No GPU here: the second device is made slow. It computes each forward pass {1 + _AGAIN} times."
     beside = "The two devices are the GPU and the CPU, which computes with one thread."
-    return Finding(conclusion(times, found), [table], plots, [beside if has_gpu else slowed])
+    return Finding(conclusion(times, measured), [table], plots, [beside if has_gpu else slowed])
 
 
 def _shares_in_words(shares: Any, name: str) -> str:

@@ -38,9 +38,9 @@ class HyperParameters:
         come to them; the same name takes the newer value.
         """
         left_out = {ignore} if isinstance(ignore, str) else set(ignore)
-        found = _arguments(_initialiser(self, sys._getframe(1)), left_out)
-        self.hparams = self._kept_in({**self.__dict__.get("hparams", {}), **found})
-        for name, value in found.items():
+        arguments = _arguments(_initialiser(self, sys._getframe(1)), left_out)
+        self.hparams = self._kept_in({**self.__dict__.get("hparams", {}), **arguments})
+        for name, value in arguments.items():
             setattr(self, name, value)
 
 
@@ -63,10 +63,10 @@ def _arguments(frame: FrameType, left_out: set[str]) -> dict[str, Any]:
     """The arguments of a running call by name, without the first (the object itself)."""
     names, extras, keywords, values = inspect.getargvalues(frame)
     wanted = [*names[1:], extras] if extras else names[1:]
-    found = {name: values[name] for name in wanted if name in values}
+    arguments = {name: values[name] for name in wanted if name in values}
     if keywords and keywords not in left_out:
-        found |= values.get(keywords, {})
-    return {name: value for name, value in found.items() if name not in left_out and not name.startswith("_")}
+        arguments |= values.get(keywords, {})
+    return {name: value for name, value in arguments.items() if name not in left_out and not name.startswith("_")}
 
 
 def add_to_class(Class: type) -> Callable[[Member], Member]:

@@ -87,9 +87,11 @@ class BestCheckpoint(Callback):
         worst = self._best[-1][0] if len(self._best) == self.save_top_k else None
         if value is None or not self._monitor.is_better(value, worst):
             return
-        kept = [*((one, step) for one, step in self._best if step != training.step), (value, training.step)]
-        kept.sort(key=lambda pair: pair[0], reverse=self._monitor.mode == "max")  # of equals the older one comes first
-        self._best, dropped = kept[: self.save_top_k], kept[self.save_top_k :]
+        ranked = [*((figure, step) for figure, step in self._best if step != training.step), (value, training.step)]
+        ranked.sort(
+            key=lambda pair: pair[0], reverse=self._monitor.mode == "max"
+        )  # of equals the older one comes first
+        self._best, dropped = ranked[: self.save_top_k], ranked[self.save_top_k :]
         self._dropped += [step for _, step in dropped]
         training.save(self.folder)
 

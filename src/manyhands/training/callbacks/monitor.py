@@ -81,7 +81,7 @@ def check_monitors(followed: Mapping[str, str], known: Sequence[str], why_not: C
         if not is_known(name, known):
             raise BadSettings(f"{who}: {unknown(name, known)}")
         if (why := why_not(name)) is not None:
-            others = ", ".join(one for one in known if not one.endswith("_acc"))
+            others = ", ".join(figure for figure in known if not figure.endswith("_acc"))
             raise BadSettings(
                 f"{who}: there is no figure {name!r}, because {why}. There are {others}; metrics={{'name': function}} "
                 "adds others"
@@ -96,7 +96,7 @@ def known_figures(metrics: Iterable[str], *, validates: bool, rates: bool) -> li
 
 def is_known(name: str, known: Iterable[str]) -> bool:
     """Whether a figure of this name may come; a metric (or the rates) may have several values, each with its name."""
-    return any(name == one or (one not in _SINGLE and name.startswith(f"{one}_")) for one in known)
+    return any(name == figure or (figure not in _SINGLE and name.startswith(f"{figure}_")) for figure in known)
 
 
 def unknown(name: str, known: Sequence[str]) -> str:

@@ -88,10 +88,10 @@ def _check_moments(callback: Callback) -> None:
 def names(callbacks: Iterable[Callback]) -> list[str]:
     """A name for each, by which a checkpoint keeps its state: EarlyStopping(val_loss), Remember, Remember.2."""
     seen: dict[str, int] = {}
-    found = []
+    unique = []
     for callback in callbacks:
         key = callback.state_key
         name = type(callback).__name__ if key is None else f"{type(callback).__name__}({key})"
         seen[name] = seen.get(name, 0) + 1
-        found.append(name if seen[name] == 1 else f"{name}.{seen[name]}")
-    return found
+        unique.append(name if seen[name] == 1 else f"{name}.{seen[name]}")
+    return unique

@@ -20,22 +20,22 @@ class StepMeans:
 
     def __init__(self) -> None:
         self._carried = Figures()  # of the epochs before
-        self._given = Figures()  # of this epoch's sums
+        self._reported = Figures()  # of this epoch's sums
 
     def take(self, sums: Figures) -> dict[str, float]:
         """The means up to these sums of the epoch."""
-        rest = _sum(self._carried, sums, self._given)
-        self._carried, self._given = Figures(), sums
+        rest = _sum(self._carried, sums, self._reported)
+        self._carried, self._reported = Figures(), sums
         return named(rest, "train")
 
     def end_epoch(self, sums: Figures) -> None:
-        self._carried, self._given = _sum(self._carried, sums, self._given), Figures()
+        self._carried, self._reported = _sum(self._carried, sums, self._reported), Figures()
 
     def state(self) -> list[Any]:
-        return [one.as_json() for one in (self._carried, self._given)]
+        return [sums.as_json() for sums in (self._carried, self._reported)]
 
     def restore(self, state: list[Any]) -> None:
-        self._carried, self._given = (Figures.from_json(one) for one in state)
+        self._carried, self._reported = (Figures.from_json(sums) for sums in state)
 
 
 def named(figures: Figures, part: str) -> dict[str, float]:
@@ -44,11 +44,11 @@ def named(figures: Figures, part: str) -> dict[str, float]:
     return {**means, f"{part}_acc": figures.accuracy} if figures.counted else means
 
 
-def _sum(carried: Figures, sums: Figures, given: Figures) -> Figures:
-    loss = carried.loss_sum + sums.loss_sum - given.loss_sum
+def _sum(carried: Figures, sums: Figures, reported: Figures) -> Figures:
+    loss = carried.loss_sum + sums.loss_sum - reported.loss_sum
     return Figures(
         loss if math.isfinite(loss) else math.nan,
-        carried.right + sums.right - given.right,
-        carried.count + sums.count - given.count,
+        carried.right + sums.right - reported.right,
+        carried.count + sums.count - reported.count,
         counted=sums.counted or carried.counted,
     )

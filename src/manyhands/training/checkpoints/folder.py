@@ -49,14 +49,14 @@ def step_of(path: Path) -> int | None:
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Steps and paths of all checkpoints, the highest step first."""
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     for path in _entries(folder):
         step = step_of(path)
         if step is None or not path.is_dir():
             continue
-        if step not in found or not path.name.startswith("."):  # the one in place goes before one set aside
-            found[step] = path
-    return sorted(found.items(), reverse=True)
+        if step not in by_step or not path.name.startswith("."):  # the one in place goes before one set aside
+            by_step[step] = path
+    return sorted(by_step.items(), reverse=True)
 
 
 def temporary(folder: Path, step: int) -> Path:

@@ -123,7 +123,7 @@ def restore(loop: Loop, path: Path | None, announced: Collection[str] = ()) -> b
     blobs = {name: learner.from_first(checkpoint.blobs[name] if checkpoint else b"") for name in header["blobs"]}
     state = header["state"]
     check_fits(state, loop.settings, learner)
-    figures = [Figures.from_json(one) for one in state["figures"]]
+    figures = [Figures.from_json(sums) for sums in state["figures"]]
     learner.restore(state, blobs, of_one(figures, learner.rank, learner.size))
     if "average" in blobs and loop.report.plan.average is None:
         learner.notes.append(AVERAGE_DROPPED)

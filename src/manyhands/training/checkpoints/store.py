@@ -164,15 +164,15 @@ def _read_newest(folder: Path) -> Checkpoint:
     damaged: list[CheckpointDamaged] = []
     for _, path in checkpoint_folder.checkpoints(folder):
         try:
-            found = _read(path)
+            checkpoint = _read(path)
         except CheckpointDamaged as error:
             if not path.exists():  # a writer at work deleted or replaced it meanwhile: look again
                 return _read_newest(folder)
             damaged.append(error)
             continue
         for problem in damaged:
-            warnings.warn(f"{problem} Going on from step {found.step} instead.", RuntimeWarning, stacklevel=3)
-        return found
+            warnings.warn(f"{problem} Going on from step {checkpoint.step} instead.", RuntimeWarning, stacklevel=3)
+        return checkpoint
     if damaged:
         raise CheckpointDamaged(f"{damaged[0]} No other checkpoint in {folder} is whole.") from damaged[0]
     raise NoCheckpoint(

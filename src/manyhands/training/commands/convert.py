@@ -27,8 +27,8 @@ _KEPT = ("cursor", "settings", "samples", "shuffle", "figures", "shares")
 
 def framework_of(run: Path) -> str:
     """The framework that trained a run."""
-    found: str = store.load(RunFolder.open(run).checkpoints).state.get("framework", "torch")
-    return found
+    framework: str = store.load(RunFolder.open(run).checkpoints).state.get("framework", "torch")
+    return framework
 
 
 def convert_weights(weights: bytes, model: str, source: str, target: str) -> bytes:

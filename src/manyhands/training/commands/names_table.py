@@ -79,13 +79,13 @@ class NamesTable:
         return renamed
 
 
-def check_like(found: Mapping[str, NDArray[Any]], like: Mapping[str, NDArray[Any]]) -> None:
+def check_like(tensors: Mapping[str, NDArray[Any]], like: Mapping[str, NDArray[Any]]) -> None:
     """Refuse weights that another run's model would not take."""
-    if missing := [name for name in like if name not in found]:
+    if missing := [name for name in like if name not in tensors]:
         raise WrongCheckpoint(f"the table gives nothing for {_listed(missing, like)} of the new model")
-    if extra := [name for name in found if name not in like]:
-        raise WrongCheckpoint(f"the new model has no {_listed(extra, found)}{_meant(extra[0], like)}")
-    for name, tensor in found.items():
+    if extra := [name for name in tensors if name not in like]:
+        raise WrongCheckpoint(f"the new model has no {_listed(extra, tensors)}{_meant(extra[0], like)}")
+    for name, tensor in tensors.items():
         if tensor.shape != like[name].shape:
             raise WrongCheckpoint(
                 f"{name} comes out with shape {list(tensor.shape)}, and the new model has {list(like[name].shape)}: "

@@ -104,8 +104,8 @@ def compare(
         for shares in (None, uneven):
             several = train(replace(plain, devices=devices, shares=shares))
             difference = largest_difference(several, alone)
-            one = Comparison(trial.precision, steps, devices, shares, difference, trial.limit)
-            comparisons.append(yardstick.held_against(one, several) if trial.precision == "fp32" else one)
+            comparison = Comparison(trial.precision, steps, devices, shares, difference, trial.limit)
+            comparisons.append(yardstick.held_against(comparison, several) if trial.precision == "fp32" else comparison)
     return comparisons
 
 
@@ -130,19 +130,19 @@ class _Yardstick:
         self._exact: Mapping[str, Any] | None = None
         self._error, self._nudges = 0.0, 0
 
-    def held_against(self, one: Comparison, several: Mapping[str, Any]) -> Comparison:
-        if one.equal:
-            return one
+    def held_against(self, comparison: Comparison, several: Mapping[str, Any]) -> Comparison:
+        if comparison.equal:
+            return comparison
         if self._exact is None:
             self._exact = self._train(replace(self._plain, precision="fp64"))
             self._error = largest_difference(self._alone, self._exact)
-        one = replace(one, error=largest_difference(several, self._exact), error_alone=self._error)
-        while not one.equal and self._nudges < _NUDGES:
+        comparison = replace(comparison, error=largest_difference(several, self._exact), error_alone=self._error)
+        while not comparison.equal and self._nudges < _NUDGES:
             again = self._train(replace(self._plain, nudge=self._nudges))
             self._nudges += 1
             self._error = max(self._error, largest_difference(again, self._exact))
-            one = replace(one, error_alone=self._error)
-        return one
+            comparison = replace(comparison, error_alone=self._error)
+        return comparison
 
 
 def nudged(values: Any, seed: int | None) -> Any:
@@ -164,7 +164,7 @@ def _extent(count: int, batch_size: int, steps: int) -> tuple[int, int]:
     return count, -(-steps // -(-count // batch_size))
 
 
-def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+def largest_difference(tensors: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """The largest relative difference of two sets of tensors, tensor by tensor.
 
     Relative to the tensor's norm; to a thousandth per element where that is smaller (biases that are zero up to
@@ -172,7 +172,7 @@ def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> floa
     """
     worst = 0.0
     for name, right in other.items():
-        a, b = np.asarray(one[name]), np.asarray(right)
+        a, b = np.asarray(tensors[name]), np.asarray(right)
         if np.issubdtype(b.dtype, np.floating):
             a, b = a.astype(np.float64), b.astype(np.float64)
             floor = 1e-3 * b.size**0.5

@@ -49,11 +49,11 @@ def bad_numbers(arrays: Sequence[Any], samples: Sequence[int] | None = None) -> 
             name = ("X" if len(arrays) == 2 else f"array {number}") if number < len(arrays) - 1 else "y"
             rows = np.flatnonzero(bad.reshape(len(bad), -1).any(1))
             count = int(bad.sum())
-            what = "1 number that is" if count == 1 else f"{count} numbers that are"
+            amount = "1 number that is" if count == 1 else f"{count} numbers that are"
             where = "" if samples is None else " of the batch"
             problems.append(
-                f"{name} has {what} NaN or infinite, in {len(rows)} of {len(bad)} samples{where} (the first is sample "
-                f"{rows[0] if samples is None else samples[rows[0]]})"
+                f"{name} has {amount} NaN or infinite, in {len(rows)} of {len(bad)} samples{where} (the first is "
+                f"sample {rows[0] if samples is None else samples[rows[0]]})"
             )
     return (
         f"The data are to blame: {'; '.join(problems)}. Leave these samples out, or fill them in" if problems else None
@@ -197,10 +197,10 @@ class Stream:
         numbers are seeded with the job's seed and the epoch while it works.
         """
         mixed = int(np.random.SeedSequence([seed, cursor.epoch]).generate_state(1)[0])
-        given: Iterable[Any] = with_own_numbers(self.loader, mixed)
+        from_loader: Iterable[Any] = with_own_numbers(self.loader, mixed)
         if not self.targets:
-            given = (batch if isinstance(batch, (tuple, list)) else (batch,) for batch in given)
-        batches = (_parts(batch, self.structure, 1 + self.targets) for batch in given)
+            from_loader = (batch if isinstance(batch, (tuple, list)) else (batch,) for batch in from_loader)
+        batches = (_parts(batch, self.structure, 1 + self.targets) for batch in from_loader)
         full = (parts for parts in batches if len(parts[0]))
         checked = loader_batches.of_size(full, self.required_size, _rows)
         yield from loader_batches.windows(self.loader, checked, cursor, _rows, _pieces)

@@ -72,10 +72,10 @@ def inputs_of(call: Callable[..., Any], name: str = "the model", targets: bool |
         for parameter in parameters
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    needed = sum(one.default is one.empty for one in positional)
+    needed = sum(parameter.default is parameter.empty for parameter in positional)
     arrays = needed
-    for one in positional[needed:]:
-        if not _may_be_array(one):
+    for optional in positional[needed:]:
+        if not _may_be_array(optional):
             break
         arrays += 1
     endless = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)

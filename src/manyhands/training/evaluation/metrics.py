@@ -105,17 +105,17 @@ class Metrics:
         return values
 
 
-def metrics_of(given: Any, own: Callable[[Any], Meter | None], join: Join) -> Metrics:
+def metrics_of(metrics: Any, own: Callable[[Any], Meter | None], join: Join) -> Metrics:
     """The metrics that are meant by a dict, a list, or a single one.
 
     ``own`` makes a meter of the framework's own kinds of metrics, and gives None for what is none of them.
     """
-    if given is None:
+    if metrics is None:
         return Metrics()
-    if isinstance(given, Mapping):
-        pairs = list(given.items())
+    if isinstance(metrics, Mapping):
+        pairs = list(metrics.items())
     else:
-        several = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        several = list(metrics) if isinstance(metrics, Sequence) and not isinstance(metrics, str) else [metrics]
         pairs = [(name_of(metric), metric) for metric in several]
     meters: dict[str, Meter] = {}
     for name, metric in pairs:
@@ -166,7 +166,7 @@ def _first_parameter(function: Any) -> str | None:
         return None
 
 
-def _explained(name: str, work: Callable[..., Any], given: tuple[str, str], *arguments: Any) -> Any:
+def _explained(name: str, work: Callable[..., Any], shown: tuple[str, str], *arguments: Any) -> Any:
     """What a metric's code gives; an error in it is one of that metric. ``given``: outputs and targets, in words."""
     try:
         return work(*arguments)
@@ -174,8 +174,8 @@ def _explained(name: str, work: Callable[..., Any], given: tuple[str, str], *arg
         raise
     except Exception as error:
         raise MetricFailed(
-            f"metric {name!r} failed with {type(error).__name__}: {error}. It was given outputs ({given[0]}) and "
-            f"targets ({given[1]}), on the host"
+            f"metric {name!r} failed with {type(error).__name__}: {error}. It was given outputs ({shown[0]}) and "
+            f"targets ({shown[1]}), on the host"
         ) from error
 
 
@@ -186,9 +186,8 @@ def _in_words(value: Any) -> str:
     leaves, structure = tree.flatten(value)
     shapes = [str(tuple(leaf.shape)) if hasattr(leaf, "shape") else type(leaf).__name__ for leaf in leaves]
     if isinstance(value, Mapping):
-        return (
-            f"a dict: {', '.join(f'{path} {one}' for path, one in zip(tree.paths(structure, ''), shapes, strict=True))}"
-        )
+        paths = tree.paths(structure, "")
+        return f"a dict: {', '.join(f'{path} {shape}' for path, shape in zip(paths, shapes, strict=True))}"
     return shapes[0] if len(shapes) == 1 else f"a {type(value).__name__} of {', '.join(shapes)}"
 
 
@@ -199,7 +198,7 @@ def _plain(value: Any, name: str) -> Any:
             value = getattr(value, method)()
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)):
-        values = [_plain(one, name) for one in value]
+        values = [_plain(entry, name) for entry in value]
         return values[0] if len(values) == 1 else values
     if isinstance(value, (bool, int, float)):
         return float(value) if math.isfinite(value) else None

@@ -91,8 +91,8 @@ def check_rows(outputs: Any, samples: int) -> None:
     for leaf, path in zip(leaves, tree.paths(structure, "output"), strict=True):
         shape = getattr(leaf, "shape", None)
         if shape is None or not len(shape) or int(shape[0]) != samples:
-            what = f"a {type(leaf).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
+            shown = f"a {type(leaf).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
             raise BadBatch(
-                f"the model answers {samples} samples with {what} ({path}): predictions and metrics need arrays with "
+                f"the model answers {samples} samples with {shown} ({path}): predictions and metrics need arrays with "
                 "one row per sample. Let the model return only those in evaluation mode"
             )

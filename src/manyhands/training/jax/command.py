@@ -48,8 +48,8 @@ def on_cpu(count: int) -> dict[str, Any]:
 
 def from_first(make: Callable[[], Any]) -> Any:
     world.check()
-    made = json.dumps(make()).encode() if jax.process_index() == 0 else b""
-    return json.loads(world.from_first(made))
+    first_value = json.dumps(make()).encode() if jax.process_index() == 0 else b""
+    return json.loads(world.from_first(first_value))
 
 
 def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, NDArray[Any]]:
@@ -61,11 +61,11 @@ def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict
         if double:
             doubled(net)
         skeleton = Skeleton(net)
-        skeleton.put_into(net, jax.tree.map(lambda one: jnp.asarray(nudged(one, way.nudge)), skeleton.numbers(net)))
+        skeleton.put_into(net, jax.tree.map(lambda leaf: jnp.asarray(nudged(leaf, way.nudge)), skeleton.numbers(net)))
         # An optimizer with a memory, so that differences of early steps would show.
         trainer = Trainer(way.epochs, optimizer=optax.sgd(0.02, momentum=0.9), quiet=True, **on_cpu(way.devices), **how)
         trainer.fit(net, part)
-        return {name: np.array(one) for name, one in _tensors(net).items()}
+        return {name: np.array(tensor) for name, tensor in _tensors(net).items()}
 
 
 def layers(model: nnx.Module) -> list[Any]:

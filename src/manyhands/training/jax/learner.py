@@ -199,7 +199,7 @@ class JaxLearner:
     def _average_as_weights(self) -> State:
         """In the weights' own kind of numbers."""
         return {
-            part: jax.tree.map(lambda one, own: one.astype(own.dtype), self.state[average], self.state[part])
+            part: jax.tree.map(lambda mean, weight: mean.astype(weight.dtype), self.state[average], self.state[part])
             for average, part in self._averages.items()
         }
 
@@ -209,11 +209,11 @@ class JaxLearner:
         self._sent.append((step, self.sums))
 
     def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
-        found = []
+        arrived = []
         while self._sent and (wait or running_sums.is_there(self._sent[0][1])):
             step, sums = self._sent.popleft()
-            found.append((step, self._own(sums)))
-        return found
+            arrived.append((step, self._own(sums)))
+        return arrived
 
     def learning_rates(self) -> dict[str, float]:
         """Optax keeps its rates inside functions: known are one that the trainer has given, and injected ones."""
@@ -264,32 +264,32 @@ class JaxLearner:
         rest = self.state.get("average_of_rest", self.state["rest"])
         return {**named(self.state["average"]), **named(rest)}
 
-    def _restore_average(self, found: Mapping[str, bytes]) -> None:
+    def _restore_average(self, blobs: Mapping[str, bytes]) -> None:
         self._start_average()
-        if "average" not in found:
+        if "average" not in blobs:
             self.notes.append(NO_AVERAGE)
             return
         own = self._average_by_name()
-        saved = tensors.fitting(found["average"], own, "an average of another model's weights")
+        saved = tensors.fitting(blobs["average"], own, "an average of another model's weights")
         for average in self._averages:
             self._refill(average, saved)
 
-    def restore(self, saved: Mapping[str, Any], found: Mapping[str, bytes], figures: Figures) -> None:
+    def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
         own = {**named(self.state["parameters"]), **named(self.state["rest"])}
-        weights = tensors.fitting(found["model"], own, "weights of another model")
+        weights = tensors.fitting(blobs["model"], own, "weights of another model")
         for part in ("parameters", "rest"):
             self._refill(part, weights)
         for part, what in (
             ("optimizer", "numbers of another optimizer"),
             ("random", "random numbers of another model"),
         ):
-            if part in found:  # weights from another framework come alone
+            if part in blobs:  # weights from another framework come alone
                 own = named(self.state[part])
-                saved_part = tensors.fitting(found[part], own, what)
+                saved_part = tensors.fitting(blobs[part], own, what)
                 kept = [name for name in own if saving.is_kept(name, self.optimizer_options, saved)]
                 self._refill(part, {**saved_part, **{name: own[name] for name in kept}})
         if "average" in self.state:
-            self._restore_average(found)
+            self._restore_average(blobs)
         # All processes have the same sums: those of the first.
         first = Figures.from_json(json.loads(self.from_first(json.dumps(figures.as_json()).encode())))
         self.steps.counts_right = first.counted
@@ -339,5 +339,5 @@ def _wide(leaf: Any) -> Any:
 
 def _injected(state: Any) -> dict[str, Any]:
     """What ``optax.inject_hyperparams`` keeps in an optimizer's state; others are in functions, and so the job's."""
-    numbers = {name: np.asarray(one) for name, one in named(state).items() if "hyperparams" in name.split(".")}
-    return {name: one.item() for name, one in numbers.items() if not one.ndim and np.isfinite(one)}
+    numbers = {name: np.asarray(leaf) for name, leaf in named(state).items() if "hyperparams" in name.split(".")}
+    return {name: number.item() for name, number in numbers.items() if not number.ndim and np.isfinite(number)}

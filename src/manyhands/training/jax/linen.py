@@ -64,14 +64,14 @@ def as_linen(wrapped: Any) -> Any:
 
 def _plain(variables: Any) -> Any:
     """Dicts: a bound module may have frozen ones."""
-    return {name: _plain(one) for name, one in variables.items()} if isinstance(variables, Mapping) else variables
+    return {name: _plain(value) for name, value in variables.items()} if isinstance(variables, Mapping) else variables
 
 
 def in_mode(model: nnx.Module, *, training: bool) -> None:
     """Tell every Linen module in the model in which mode it is; what a call says itself stays."""
     for _, layer in nnx.iter_modules(model):
         if isinstance(layer, nnx.bridge.ToNNX):
-            object.__setattr__(layer, "__class__", _told(layer, training=training))
+            object.__setattr__(layer, "__class__", _with_mode(layer, training=training))
 
 
 def keeps_statistics(layer: nnx.Module) -> bool:
@@ -79,7 +79,7 @@ def keeps_statistics(layer: nnx.Module) -> bool:
     return isinstance(layer, nnx.bridge.ToNNX) and bool(_collections(layer))
 
 
-def _told(layer: Any, *, training: bool) -> Any:
+def _with_mode(layer: Any, *, training: bool) -> Any:
     parameters = inspect.signature(type(layer.to_nnx__module).__call__).parameters
     mode = {name: training for name in _TRAINING if name in parameters}
     mode |= {name: not training for name in _EVALUATING if name in parameters}

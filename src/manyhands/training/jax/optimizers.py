@@ -16,8 +16,12 @@ from manyhands.training.jax.book.module import Module
 
 
 def _by_name() -> dict[str, Any]:
-    functions = {name: one for name, one in vars(optax).items() if inspect.isfunction(one) and not name.startswith("_")}
-    return {name: one for name, one in functions.items() if _is_maker(name, one)}
+    functions = {
+        name: function
+        for name, function in vars(optax).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+    }
+    return {name: function for name, function in functions.items() if _is_maker(name, function)}
 
 
 def _is_maker(name: str, function: Any) -> bool:
@@ -56,30 +60,30 @@ def optimizer_for(
         optimizer = model.configure_optimizers()
         check(optimizer, None)
     if isinstance(optimizer, optax.GradientTransformation):
-        made = optimizer
+        transformation = optimizer
     else:
         make, rate = OPTIMIZERS.maker(model, optimizer, lr)
-        made = make(**rate)
-    if not isinstance(made, optax.GradientTransformation):
+        transformation = make(**rate)
+    if not isinstance(transformation, optax.GradientTransformation):
         raise BadSettings(
-            f"optimizer= gave a {type(made).__name__}: a function of the rate has to make one of Optax's optimizers, "
-            "as lambda rate: optax.adam(rate)"
+            f"optimizer= gave a {type(transformation).__name__}: a function of the rate has to make one of Optax's "
+            "optimizers, as lambda rate: optax.adam(rate)"
         )
     parts: list[str] = []
-    _state_names(jax.eval_shape(made.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)}), parts)
+    _state_names(jax.eval_shape(transformation.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)}), parts)
     if scheduled and "ScaleByScheduleState" in parts:
         raise BadSettings(
             "schedule= and an optimizer whose learning rate is a schedule of Optax: both would be applied. Give the "
             "optimizer a plain number, or leave out schedule="
         )
-    return made, "+".join(parts) or "sgd"
+    return transformation, "+".join(parts) or "sgd"
 
 
-def rate_of(model: Any, optimizer: Any, lr: float | None, made: optax.GradientTransformation) -> float | None:
+def rate_of(model: Any, optimizer: Any, lr: float | None, transformation: optax.GradientTransformation) -> float | None:
     """The learning rate of an optimizer, as far as it can be known: Optax keeps it inside functions."""
-    state = jax.eval_shape(made.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)})
+    state = jax.eval_shape(transformation.init, {"one": jax.ShapeDtypeStruct((1,), jnp.float32)})
     if hasattr(state, "hyperparams"):  # of optax.inject_hyperparams
-        rate = made.init({"one": jnp.zeros(1)}).hyperparams.get("learning_rate")
+        rate = transformation.init({"one": jnp.zeros(1)}).hyperparams.get("learning_rate")
         return None if rate is None else float(rate)
     if isinstance(optimizer, optax.GradientTransformation) or OPTIMIZERS.configured_by(model, lr):
         return None
@@ -87,11 +91,11 @@ def rate_of(model: Any, optimizer: Any, lr: float | None, made: optax.GradientTr
     return next((float(rate) for rate in rate_option.values()), None)
 
 
-def _state_names(state: Any, found: list[str]) -> None:
+def _state_names(state: Any, names: list[str]) -> None:
     """The names of all parts of an optimizer's state that hold something, as TraceState or ScaleByAdamState."""
     if not isinstance(state, tuple):
         return
     if hasattr(state, "_fields") and state._fields:
-        found.append(type(state).__name__)
+        names.append(type(state).__name__)
     for part in state:
-        _state_names(part, found)
+        _state_names(part, names)

@@ -56,10 +56,12 @@ class Skeleton:
     def numbers(self, model: nnx.Module) -> Numbers:
         """All numbers of a model of this kind; variables that a call has added to it are left out."""
         _, *states = nnx.split(model, *self._filters)
-        found = {part: nnx.to_pure_dict(state) for part, state in zip(PARTS, states, strict=True)}
-        found = {part: _only(tree, self._pure(part)) for part, tree in found.items()}
-        found["random"] = _mapped(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, found["random"])
-        return found
+        numbers = {part: nnx.to_pure_dict(state) for part, state in zip(PARTS, states, strict=True)}
+        numbers = {part: _only(tree, self._pure(part)) for part, tree in numbers.items()}
+        numbers["random"] = _mapped(
+            lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, numbers["random"]
+        )
+        return numbers
 
     def model(self, numbers: Numbers) -> nnx.Module:
         """A new model with those numbers."""
@@ -70,8 +72,8 @@ class Skeleton:
         nnx.update(model, *(self._filled(part, numbers[part]) for part in PARTS))
 
     def _pure(self, part: str) -> Tree:
-        found: Tree = nnx.to_pure_dict(self._states[part])
-        return found
+        pure: Tree = nnx.to_pure_dict(self._states[part])
+        return pure
 
     def _filled(self, part: str, tree: Tree) -> Any:
         if part == "random":
@@ -133,8 +135,8 @@ def _leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _mapped(function: Any, tree: Tree) -> Tree:
-    found: Tree = jax.tree.map(function, tree)
-    return found
+    mapped: Tree = jax.tree.map(function, tree)
+    return mapped
 
 
 def _is_key(leaf: Any) -> bool:

@@ -95,8 +95,8 @@ class World:
         """
         if self.platform != "cpu":
             return 16
-        given = os.environ.get("NPROC", "")
-        threads = int(given) if given.isdecimal() else machine.usable_cores()
+        limit = os.environ.get("NPROC", "")
+        threads = int(limit) if limit.isdecimal() else machine.usable_cores()
         return 2 if len(self.devices) == 1 or threads >= 4 * len(self.devices) else 1
 
     def put(self, array: Any, *, in_parts: bool = False) -> jax.Array:

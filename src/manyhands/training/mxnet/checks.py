@@ -45,9 +45,9 @@ def check_block(model: Any) -> None:
 def check_model(model: Any, settings: Settings, devices: int) -> None:
     check_block(model)
     own = replicas.distinct(model)
-    if all(one.grad_req == "null" for one in own):
+    if all(parameter.grad_req == "null" for parameter in own):
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
-    if any(one._stype != "default" or one._grad_stype != "default" for one in own):
+    if any(parameter._stype != "default" or parameter._grad_stype != "default" for parameter in own):
         raise BadSettings("parameters and gradients that are sparse cannot be trained here: make the layer dense")
     if settings.step.batch_stats == "global" and devices > 1 and replicas.normalises(model):
         batch_norm.check(model)
@@ -56,7 +56,7 @@ def check_model(model: Any, settings: Settings, devices: int) -> None:
 def check_values(model: Any) -> None:
     """Refuse to compute with a model that has no values yet."""
     check_block(model)
-    if any(one._data is None for one in replicas.distinct(model)):
+    if any(parameter._data is None for parameter in replicas.distinct(model)):
         raise BadSettings("the model has no values yet: model.initialize(), and call it on a few samples")
 
 
@@ -67,10 +67,12 @@ def check_parts(objective: Objective, data: Source) -> None:
 
 def make_parameters(model: Any, data: Source, seed: int, objective: Objective | None = None) -> None:
     """Draw parameters that nobody initialised, by the seed, and give those a shape that wait for a first batch."""
-    missing = [one for one in replicas.distinct(model) if one._data is None and not one._deferred_init]
+    missing = [
+        parameter for parameter in replicas.distinct(model) if parameter._data is None and not parameter._deferred_init
+    ]
     for parameter in missing:
         parameter.initialize()
-    if any(one._deferred_init for one in replicas.distinct(model)) and not data.is_read_once:
+    if any(parameter._deferred_init for parameter in replicas.distinct(model)) and not data.is_read_once:
         with autograd.pause():
             few = laid_for(model, few_samples(data, _FEW))
             checked_answer(model, (few if objective is None else objective.without_weights(few))[:-1])
@@ -123,7 +125,7 @@ def check_loss(model: Any, objective: Objective, data: Source, parts: int) -> st
     arrays = loss_trial.arrays_of(data)
     chosen, attributes = loss_trial.choose(arrays), replicas.attributes(model)
     seen = loss_trial.seen_of(data, chosen)
-    trained = [one.list_data()[0] for one in replicas.distinct(model) if one.grad_req != "null"]
+    trained = [parameter.list_data()[0] for parameter in replicas.distinct(model) if parameter.grad_req != "null"]
 
     def compute(numbers: Sequence[int], rows: Sequence[int]) -> Pass:
         picked = arrays.rows([numbers[row] for row in rows])

@@ -61,7 +61,7 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, n
     momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
     with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):
         before = tensors.pack(state.model_tensors(model))
-        first = {name: nudged(one, way.nudge) for name, one in state.model_tensors(model).items()}
+        first = {name: nudged(tensor, way.nudge) for name, tensor in state.model_tensors(model).items()}
         try:
             state.restore_model(model, tensors.pack(first))
             Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **how).fit(model, part)

@@ -48,20 +48,20 @@ class Feed:
             order = np.arange(self.source.count)
         numbers = [modes.native(order.astype(np.int32), device) for device in self.devices] if self.on_devices else None
         for window in windows:
-            found: Shards = []
+            shards: Shards = []
             for index, device in enumerate(self.devices):
                 start, stop = window.part(index, len(self.devices), shares, least=self.least)
                 if start == stop:
-                    found.append(None)
+                    shards.append(None)
                 elif self.on_devices is not None and numbers is not None:
                     here = numbers[index][start:stop]
-                    found.append(
+                    shards.append(
                         self._prepared(tuple(modes.take(on_device, here) for on_device in self.on_devices[index]))
                     )
                 else:
                     rows = self.source.rows(order[start:stop])
-                    found.append(self._prepared(tuple(modes.native(row, device) for row in rows)))
-            yield window, found
+                    shards.append(self._prepared(tuple(modes.native(row, device) for row in rows)))
+            yield window, shards
 
     def stream(
         self, cursor: Cursor, shares: Sequence[float] | None, seed: int, *, whole: bool = False
@@ -71,13 +71,13 @@ class Feed:
         for window, batch in undivided(self.source.windows(cursor, seed), whole):
             if self.look is not None:
                 self.look(batch)
-            found: Shards = []
+            shards: Shards = []
             for index, device in enumerate(self.devices):
                 begin, end = window.part(index, len(self.devices), shares, least=self.least)
                 rows = slice(begin - window.start, end - window.start)
                 cut = tuple(modes.native(part[rows], device) for part in batch)
-                found.append(self._cast(cut) if end > begin else None)
-            yield window, found
+                shards.append(self._cast(cut) if end > begin else None)
+            yield window, shards
 
     def _prepared(self, rows: Batch) -> Batch:
         assert isinstance(self.source, Arrays)

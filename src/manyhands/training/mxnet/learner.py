@@ -76,7 +76,7 @@ class GluonLearner:
         how: Any = {"clip": clip, "accumulate": accumulate, "together": together, "spared": spared}
         self.plain_step = Step(trainer, objective, self.metrics, **how)
         self.draws = _draws_numbers(model) or not objective.is_gluons
-        self._plain_arrays = {name: (one, one.asnumpy()) for name, one in replicas.plain_arrays(model).items()}
+        self._plain_arrays = {name: (array, array.asnumpy()) for name, array in replicas.plain_arrays(model).items()}
         if several:
             over = "the whole batch" if whole else "its own samples, and the model has those of the largest share"
             self.notes.append(f"batch normalisation: each device takes the statistics of {over}")

@@ -56,35 +56,35 @@ OPTIMIZERS = Optimizers(
 )
 
 
-def trainer_for(model: Any, given: Any, lr: float | None, *, scheduled: bool, devices: Sequence[mx.Context]) -> Any:
+def trainer_for(model: Any, optimizer: Any, lr: float | None, *, scheduled: bool, devices: Sequence[mx.Context]) -> Any:
     """Gluon's trainer for a model that is on its devices.
 
-    ``given``: an optimizer, its name, a function of the rate that makes one, a ``gluon.Trainer`` of some of the model's
-    parameters; None is what the model's ``configure_optimizers`` says, or plain SGD. The job has a copy of it.
+    ``optimizer``: an optimizer, its name, a function of the rate that makes one, a ``gluon.Trainer`` of some of the
+    model's parameters; None is what the model's ``configure_optimizers`` says, or plain SGD. The job has a copy of it.
     """
-    if given is None and OPTIMIZERS.configured_by(model, lr):
-        given = model.configure_optimizers()
+    if optimizer is None and OPTIMIZERS.configured_by(model, lr):
+        optimizer = model.configure_optimizers()
     trained, scale = replicas.distinct(model), None
-    if isinstance(given, gluon.Trainer):
+    if isinstance(optimizer, gluon.Trainer):
         own = set(map(id, trained))
-        trained = list(given._params)
-        if any(id(one) not in own for one in trained):
+        trained = list(optimizer._params)
+        if any(id(parameter) not in own for parameter in trained):
             raise BadSettings("the optimizer has parameters that are not of this model: make it of its own")
         # Its own steps divide by the number of samples; here the loss has been divided already.
-        given, scale = given.optimizer, given._scale
-    if not isinstance(given, Optimizer):
-        make, rate = OPTIMIZERS.maker(model, given, lr)
-        given = make(**rate)
-    if not isinstance(given, Optimizer):
+        optimizer, scale = optimizer.optimizer, optimizer._scale
+    if not isinstance(optimizer, Optimizer):
+        make, rate = OPTIMIZERS.maker(model, optimizer, lr)
+        optimizer = make(**rate)
+    if not isinstance(optimizer, Optimizer):
         raise BadSettings(
-            f"optimizer= gave a {type(given).__name__}: a function of the learning rate has to make one of "
+            f"optimizer= gave a {type(optimizer).__name__}: a function of the learning rate has to make one of "
             "mx.optimizer, as lambda rate: mx.optimizer.Adam(learning_rate=rate)"
         )
-    _check_fits(given, scheduled=scheduled, devices=devices)
+    _check_fits(optimizer, scheduled=scheduled, devices=devices)
     # Without the statistics: at its first step the trainer sends the first device's of all that it has to the others.
-    trained = [one for one in trained if one.grad_req != "null"]
-    fresh = _fresh(given)
-    fresh.rescale_grad = given.rescale_grad if scale is None else scale
+    trained = [parameter for parameter in trained if parameter.grad_req != "null"]
+    fresh = _fresh(optimizer)
+    fresh.rescale_grad = optimizer.rescale_grad if scale is None else scale
     # On the kvstore an update would be made once and sent to all, but gradients could not be clipped before it.
     return gluon.Trainer(trained, fresh, kvstore="device", update_on_kvstore=False)
 

@@ -27,7 +27,7 @@ def _trial(model: Any, inputs: Any) -> Iterator[Any]:
 
 def _gradient_bytes(model: Any) -> int:
     trained = [parameter for parameter in model.collect_params().values() if parameter.grad_req != "null"]
-    return sum(one.data(one.list_ctx()[0]).asnumpy().nbytes for one in trained)
+    return sum(parameter.data(parameter.list_ctx()[0]).asnumpy().nbytes for parameter in trained)
 
 
 predict = PredictByFit("mxnet", Trainer, _trial, _gradient_bytes, command.model, (1, 28, 28))

@@ -22,13 +22,13 @@ _NOT_SAVED = ("lr", *_COUNTED)
 
 def model_tensors(model: Any) -> dict[str, NDArray[Any]]:
     """All that a model holds, as the first of its devices has it; waits."""
-    return {name: one.list_data()[0].asnumpy() for name, one in replicas.parameters(model).items()}
+    return {name: parameter.list_data()[0].asnumpy() for name, parameter in replicas.parameters(model).items()}
 
 
 def restore_model(model: Any, blob: bytes) -> None:
     """Put weights into a model; a checkpoint of another model is refused, with the differences named."""
     own = replicas.parameters(model)
-    arrays = {name: one.list_data()[0] for name, one in own.items()}
+    arrays = {name: parameter.list_data()[0] for name, parameter in own.items()}
     for name, values in tensors.fitting(blob, arrays, "weights of another model").items():
         set_values(own[name], values)
 

@@ -159,9 +159,11 @@ class Trainer(BaseTrainer):
             checks.make_parameters(model, train, settings.seed, objective)
             look = checks.check_labels(objective, train, test)
             note = checks.check_loss(model, objective, train, max(len(devices), settings.step.accumulate))
-        schedule, given = self._option("schedule"), self._option("optimizer")
+        schedule, optimizer = self._option("schedule"), self._option("optimizer")
         with replicas.on(model, devices, "float64" if settings.precision == "fp64" else None):
-            trainer = optimizers.trainer_for(model, given, settings.lr, scheduled=schedule is not None, devices=devices)
+            trainer = optimizers.trainer_for(
+                model, optimizer, settings.lr, scheduled=schedule is not None, devices=devices
+            )
             learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
             learner.notes += [] if note is None else [note]
             how: Any = {

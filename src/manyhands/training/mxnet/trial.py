@@ -25,8 +25,8 @@ _TOO_LARGE = ("out of memory", "Failed to allocate CPU Memory", "larger than 2^3
 @contextlib.contextmanager
 def without_a_trace(model: Any) -> Iterator[None]:
     """Within it the model may be trained; afterwards it holds what it held, also what had no values or no shape yet."""
-    parameters = [(one, dict(vars(one))) for one in replicas.distinct(model)]
-    blocks = [(one, dict(vars(one))) for one in replicas.layers(model)]
+    parameters = [(parameter, dict(vars(parameter))) for parameter in replicas.distinct(model)]
+    blocks = [(block, dict(vars(block))) for block in replicas.layers(model)]
     arrays = [(array, array.copy()) for array in replicas.plain_arrays(model).values()]
     attributes = replicas.attributes(model)
     with modes.numpy_like(modes.of_model(model)), loader_randomness.kept():

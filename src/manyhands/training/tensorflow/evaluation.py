@@ -53,7 +53,9 @@ class Evaluation:
         how: Any = {"on_host": feed.on_host, "gathered": self.world.size > 1}
         program = self.step.predictor(prepared_by(feed.source), **how)
         outputs = _outputs(self.world, take)
-        self._run(lambda *given: (program(*given), ()), feed, alive, outputs, pieces.batch_size_for(self.batch_size))
+        self._run(
+            lambda *arguments: (program(*arguments), ()), feed, alive, outputs, pieces.batch_size_for(self.batch_size)
+        )
 
     def _run(
         self,
@@ -77,9 +79,9 @@ class Evaluation:
 
     def _tested(self, *, counted: bool) -> Figures:
         """The figures over all processes; sums with a count of their own are divided now."""
-        own = np.sum([one.numpy() for one in self.step.on_each(self.step.test_sums)], axis=0)
-        own[BAD_STEP] = self.step.counts_right or counted
-        whole = np.sum(self.world.gather(own.tolist()), axis=0)
+        sums_here = np.sum([sums.numpy() for sums in self.step.on_each(self.step.test_sums)], axis=0)
+        sums_here[BAD_STEP] = self.step.counts_right or counted
+        whole = np.sum(self.world.gather(sums_here.tolist()), axis=0)
         totals, counts = np.split(whole[BAD_STEP + 1 :], [MOST_SUMS])
         means = np.divide(totals, counts, out=np.zeros_like(totals), where=counts != 0)
         means[: self.step.sums_of_loss][counts[: self.step.sums_of_loss] == 0] = self.step.nothing_counts
@@ -97,11 +99,11 @@ class Evaluator:
         step = Step(world.strategy, function, None, (), settings)
         if world.size > 1:  # others may have drawn other weights than the first process
             for variable in (*step.weights, *step.kept):
-                own = step.on_each(variable)
-                value = own[0].numpy()
+                replicas = step.on_each(variable)
+                value = replicas[0].numpy()
                 first = np.frombuffer(world.from_first(value.tobytes()), value.dtype).reshape(value.shape)
-                for one in own:
-                    one.assign(first)
+                for replica in replicas:
+                    replica.assign(first)
         self.evaluation = Evaluation(step, world, objective, settings.batch_size)
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:

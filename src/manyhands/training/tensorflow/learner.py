@@ -84,7 +84,7 @@ class KerasLearner:
             over = "the whole batch" if self.step_of.all_take_part else "each device's shard"
             notes.append(f"batch normalisation takes its statistics over {over}")
         objects = self.job.objective.objects if isinstance(self.job.objective, Supervised) else []
-        if self.settings.precision == "fp64" and any(one.dtype == "float32" for one in objects):
+        if self.settings.precision == "fp64" and any(loss.dtype == "float32" for loss in objects):
             notes.append("the loss computes in float32, as it was made: give it dtype='float64'")
         return notes
 
@@ -127,7 +127,7 @@ class KerasLearner:
         if self._coming is not None and self._coming.done():
             self._shown, self._coming = self._coming.result(), None
         if self._coming is None:
-            snapshot = [one.read_value() for one in self.step_of.on_each(self.step_of.sums)]
+            snapshot = [variable.read_value() for variable in self.step_of.on_each(self.step_of.sums)]
             self._coming = self._reader.submit(self._figures, snapshot)
         return self._shown
 
@@ -156,11 +156,11 @@ class KerasLearner:
         self._sent.append((step, self._reader.submit(self._figures, [sums])))
 
     def arrived_figures(self, *, wait: bool) -> list[tuple[int, Figures]]:
-        found = []
+        arrived = []
         while self._sent and (wait or self._sent[0][1].done()):
             step, figures = self._sent.popleft()
-            found.append((step, dataclasses.replace(figures.result(), bad_step=None)))
-        return found
+            arrived.append((step, dataclasses.replace(figures.result(), bad_step=None)))
+        return arrived
 
     def learning_rates(self) -> dict[str, float]:
         """What the host knows: the optimizer's rate at the beginning times the factor, or a schedule at this step."""
@@ -186,7 +186,7 @@ class KerasLearner:
     def _figures(self, parts: Sequence[Any]) -> Figures:
         """The sums of this process's replicas together."""
         values = [part.numpy() for part in parts]
-        loss, right, count = (float(one) for one in np.sum(values, axis=0)[:BAD_STEP])
+        loss, right, count = (float(total) for total in np.sum(values, axis=0)[:BAD_STEP])
         bad = min(float(value[BAD_STEP]) for value in values)
         counted = self.step_of.counts_right or self._counted
         return Figures(loss, right, count, None if math.isinf(bad) else int(bad), counted)
@@ -290,8 +290,8 @@ class KerasLearner:
 
     def _set(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
         for variable, value in zip(variables, values, strict=True):
-            for one in self.step_of.on_each(variable):
-                one.assign(value)
+            for replica in self.step_of.on_each(variable):
+                replica.assign(value)
 
     # The end
 

@@ -19,18 +19,18 @@ def names(model: Any) -> list[str]:
     paths = [variable.path.split("/") for variable in model.weights]
     if all(len(path) > 1 and path[0] == model.name for path in paths):
         paths = [path[1:] for path in paths]
-    found: dict[tuple[str, ...], str] = {}  # by the layers' own names, from the outermost
+    by_scope: dict[tuple[str, ...], str] = {}  # by the layers' own names, from the outermost
     numbers: Counter[tuple[str, ...]] = Counter()
-    given: Counter[str] = Counter()
+    uses: Counter[str] = Counter()
     result = []
     for path in paths:
         for depth in range(1, len(path)):
             scope = tuple(path[:depth])
-            if scope not in found:
+            if scope not in by_scope:
                 kind = (*scope[:-1], _NUMBER.sub("", scope[-1]))
-                found[scope] = kind[-1] + (f"_{numbers[kind]}" if numbers[kind] else "")
+                by_scope[scope] = kind[-1] + (f"_{numbers[kind]}" if numbers[kind] else "")
                 numbers[kind] += 1
-        name = "/".join([*(found[tuple(path[:depth])] for depth in range(1, len(path))), path[-1]])
-        given[name] += 1
-        result.append(name if given[name] == 1 else f"{name} ({given[name]})")  # two layers may have the same name
+        name = "/".join([*(by_scope[tuple(path[:depth])] for depth in range(1, len(path))), path[-1]])
+        uses[name] += 1
+        result.append(name if uses[name] == 1 else f"{name} ({uses[name]})")  # two layers may have the same name
     return result

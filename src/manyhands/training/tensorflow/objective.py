@@ -47,7 +47,7 @@ class Supervised:
     @property
     def objects(self) -> list[keras.losses.Loss]:
         """Those losses that the user gave as objects of Keras's."""
-        return [one for one in keras.tree.flatten(self.loss.loss) if isinstance(one, keras.losses.Loss)]
+        return [loss for loss in keras.tree.flatten(self.loss.loss) if isinstance(loss, keras.losses.Loss)]
 
     @property
     def is_mean(self) -> bool:
@@ -56,7 +56,7 @@ class Supervised:
     @property
     def is_sum(self) -> bool:
         """Whether the loss is a sum over the batch, so that it grows with the size of batches."""
-        return any(one.reduction == "sum" for one in self.objects)
+        return any(loss.reduction == "sum" for loss in self.objects)
 
     def __call__(self, model: Any, batch: Batch, *, training: bool) -> Losses:
         parts = parts_of(model, batch)

@@ -70,20 +70,20 @@ def stateless(optimizer: Any, variables: Sequence[Any], originals: Sequence[Any]
     kind = type(optimizer)
     try:
         with_function: Any = type(kind.__name__, (kind, Stateless), {})
-        made = with_function.from_config(optimizer.get_config())
+        stateless_optimizer = with_function.from_config(optimizer.get_config())
     except Exception as error:
         raise BadSettings(
             f"an optimizer is made anew for the devices from what its get_config() says, and a {kind.__name__} could "
             f"not be ({type(error).__name__}: {error}): give it a get_config with all arguments of its __init__"
         ) from error
-    made.loss_scale_factor = None  # it would divide by what no loss was multiplied with
-    made.build(variables)
-    made._exclude_from_weight_decay = {
-        made._var_key(variable)
+    stateless_optimizer.loss_scale_factor = None  # it would divide by what no loss was multiplied with
+    stateless_optimizer.build(variables)
+    stateless_optimizer._exclude_from_weight_decay = {
+        stateless_optimizer._var_key(variable)
         for variable, other in zip(variables, originals, strict=True)
         if not optimizer._use_weight_decay(other.value)
     }
-    return made
+    return stateless_optimizer
 
 
 def memory(optimizer: Any, like: Any, model: Any) -> list[Any]:
@@ -139,13 +139,13 @@ def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return optimizer
     make, rate = OPTIMIZERS.maker(model, optimizer, lr)
-    made = make(**rate)
-    if not isinstance(made, keras.optimizers.Optimizer):
+    returned = make(**rate)
+    if not isinstance(returned, keras.optimizers.Optimizer):
         raise BadSettings(
-            f"optimizer= gave a {type(made).__name__}: a function of the learning rate has to make an optimizer of "
+            f"optimizer= gave a {type(returned).__name__}: a function of the learning rate has to make an optimizer of "
             "Keras, as lambda rate: keras.optimizers.Adam(rate)"
         )
-    return made
+    return returned
 
 
 @keras.saving.register_keras_serializable("manyhands")

@@ -102,10 +102,10 @@ class Logger(Callback):
 
     # For subclasses
 
-    def folder(self, training: Training, given: Path | None) -> Path:
+    def folder(self, training: Training, chosen: Path | None) -> Path:
         """Where to write: what the user gave, or the run's folder."""
-        if given is not None:
-            return given
+        if chosen is not None:
+            return chosen
         if training.run is None:
             raise BadSettings(f"{type(self).__name__} has no folder to write to: give Trainer(run=...), or folder=")
         return training.run

@@ -31,7 +31,7 @@ class _Accuracy(Accuracy[jax.Device]):
 
     def homes(self, net: Any) -> list[jax.Device]:
         tensors = [tensor for _, tensor in _backend.model_tensors(net)] if isinstance(net, nnx.Module) else []
-        return list(dict.fromkeys(one for tensor in tensors for one in tensor.devices()))
+        return list(dict.fromkeys(device for tensor in tensors for device in tensor.devices()))
 
     def destination(self, net: Any, device: jax.Device | Device | str | None) -> jax.Device | None:
         """Samples of a net that is sharded over several devices stay where they are."""

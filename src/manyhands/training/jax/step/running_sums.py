@@ -52,7 +52,7 @@ def add(
     counts = [before[0] + (0 if right is None else right), before[1] + count, jnp.minimum(before[2], bad)]
     return {
         "loss": _longer(sums["loss"], new),
-        "counts": jnp.stack([one.astype(jnp.int32) for one in counts]),
+        "counts": jnp.stack([count.astype(jnp.int32) for count in counts]),
         "divisor": _longer(sums["divisor"], jnp.asarray(count if divisor is None else divisor, kind)),
     }
 
@@ -78,6 +78,6 @@ def figures(sums: Sums, *, counted: bool) -> Figures:
 
 def mean_of(sums: Sums, *, counted: bool) -> Figures:
     """What the sums of a test say, whose loss is divided once, by all divisors together."""
-    found = figures(sums, counted=counted)
+    summed = figures(sums, counted=counted)
     divisor = float(np.asarray(sums["divisor"], np.float64).sum())
-    return found if divisor == found.count else found.weighed(divisor)
+    return summed if divisor == summed.count else summed.weighed(divisor)

@@ -164,10 +164,10 @@ class Steps:
             right = value.right
         if self.clip:
             norm = optax.global_norm(gradients)
-            gradients = jax.tree.map(lambda one: one * (self.clip / jnp.maximum(norm, self.clip)), gradients)
+            gradients = jax.tree.map(lambda gradient: gradient * (self.clip / jnp.maximum(norm, self.clip)), gradients)
         updates, optimizer = self.optimizer.update(gradients, state["optimizer"], before, value=loss)
         # The whole update is multiplied, weight decay too where it is part of it: as if the rate were another one.
-        updates = jax.tree.map(lambda one: (one * factor).astype(one.dtype), updates)
+        updates = jax.tree.map(lambda update: (update * factor).astype(update.dtype), updates)
         after = {**numbers, "parameters": optax.apply_updates(before, updates), "optimizer": optimizer}
         if self.decay is not None:
             for average, part in AVERAGES.items():
@@ -206,7 +206,7 @@ class Steps:
 
         numbers = {part: state[part] for part in ("random", "rest")}
         whole = accumulated(work, rows, numbers, division, self.accumulate)
-        gradients = jax.tree.map(lambda one: one / whole.count.astype(one.dtype), whole.gradients)
+        gradients = jax.tree.map(lambda gradient: gradient / whole.count.astype(gradient.dtype), whole.gradients)
         return whole.total / whole.count, whole.numbers, whole.right, gradients
 
     def _loss(
@@ -271,4 +271,4 @@ def _as_parameters(batch: Batch, parameters: Any) -> Batch:
 
 
 def _chosen(good: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda one, other: jnp.where(good, one, other), new, old)
+    return jax.tree.map(lambda after, before: jnp.where(good, after, before), new, old)

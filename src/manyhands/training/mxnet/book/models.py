@@ -131,7 +131,7 @@ def initialise(net: Any, seed: int | None = None, *, only: Sequence[gluon.Parame
     generator = np.random.Generator(np.random.Philox(seed))
     wanted = None if only is None else set(map(id, only))
     drawn = [layer for layer in replicas.layers(net) if isinstance(layer, (nn.Dense, _Conv))]
-    here = {id(one) for layer in drawn for one in (layer.weight, layer.bias)}
+    here = {id(parameter) for layer in drawn for parameter in (layer.weight, layer.bias)}
     for name, parameter in replicas.parameters(net).items():
         if parameter._data is None and not parameter._deferred_init:
             parameter.initialize(mx.init.Zero() if id(parameter) in here else None)

@@ -31,7 +31,9 @@ class Average:
         """Begin with the weights as they are."""
         kept = {id(statistic) for statistic in replicas.statistics(self._model)}
         self._parameters = [
-            one for one in replicas.distinct(self._model) if id(one) not in kept or self._averages_statistic(one)
+            parameter
+            for parameter in replicas.distinct(self._model)
+            if id(parameter) not in kept or self._averages_statistic(parameter)
         ]
         self._average = [[array.copy() for array in parameter.list_data()] for parameter in self._parameters]
 
@@ -88,7 +90,9 @@ class Average:
         if "average" not in blobs:
             return False
         own = replicas.parameters(self._model)
-        values = tensors.fitting(blobs["average"], {n: one.list_data()[0] for n, one in own.items()}, "an average")
+        values = tensors.fitting(
+            blobs["average"], {n: parameter.list_data()[0] for n, parameter in own.items()}, "an average"
+        )
         by_parameter: dict[int, NDArray[Any]] = {id(own[name]): value for name, value in values.items()}
         for parameter, of_parameter in zip(self._parameters, self._average, strict=True):
             for array in of_parameter:

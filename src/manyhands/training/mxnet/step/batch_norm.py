@@ -75,11 +75,11 @@ class Together:
                 _here.seat = None
 
         issued = [self._threads.submit(work, seat) for seat in range(len(passes))]
-        errors = [error for one in issued if (error := one.exception()) is not None]
+        errors = [error for future in issued if (error := future.exception()) is not None]
         for error in errors:
             if not isinstance(error, threading.BrokenBarrierError):
                 raise error
-        return [one.result() for one in issued]
+        return [future.result() for future in issued]
 
 
 class _Meeting:
@@ -111,7 +111,7 @@ def _forward(layer: Any, x: Any) -> Any:
     meeting, own = seat
     kwargs, device = layer._kwargs, x.context
     axis = kwargs["axis"] % len(x.shape)
-    axes = tuple(one for one in range(len(x.shape)) if one != axis)
+    axes = tuple(number for number in range(len(x.shape)) if number != axis)
     count = x.size // x.shape[axis]
     brought = meeting.exchange(own, (x.sum(axis=axes, keepdims=True), count))
     whole = sum(samples for _, samples in brought)
@@ -119,7 +119,7 @@ def _forward(layer: Any, x: Any) -> Any:
     away = x - mean
     brought = meeting.exchange(own, (away * away).sum(axis=axes, keepdims=True))
     variance = _sum(brought, device) / whole
-    shape = tuple(-1 if one == axis else 1 for one in range(len(x.shape)))
+    shape = tuple(-1 if number == axis else 1 for number in range(len(x.shape)))
     result = away * (variance + kwargs["eps"]) ** -0.5
     if not kwargs["fix_gamma"]:
         result = result * layer.gamma.data(device).reshape(shape)

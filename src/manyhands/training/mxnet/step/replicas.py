@@ -22,8 +22,8 @@ _OF_EVERY_BLOCK = frozenset(vars(gluon.HybridBlock()))
 
 def parameters(model: Any) -> dict[str, gluon.Parameter]:
     """All parameters by names that depend on nothing but the model's structure."""
-    found: dict[str, gluon.Parameter] = model._collect_params_with_prefix()
-    return found
+    parameters: dict[str, gluon.Parameter] = model._collect_params_with_prefix()
+    return parameters
 
 
 def distinct(model: Any) -> list[gluon.Parameter]:
@@ -64,7 +64,11 @@ def plain_arrays(model: Any) -> dict[str, Any]:
 
 def statistics(model: Any) -> list[gluon.Parameter]:
     """What layers count along with training, as batch normalisation does: parameters that no gradient belongs to."""
-    return [one for one in distinct(model) if not one._differentiable and not isinstance(one, gluon.Constant)]
+    return [
+        parameter
+        for parameter in distinct(model)
+        if not parameter._differentiable and not isinstance(parameter, gluon.Constant)
+    ]
 
 
 def normalises(model: Any) -> bool:
@@ -79,21 +83,21 @@ def on(model: Any, devices: Sequence[mx.Context], dtype: str | None = None) -> I
 
     The values that count are those of the first device.
     """
-    homes = [(one, list(one.list_ctx()), one.dtype) for one in distinct(model)]
+    homes = [(parameter, list(parameter.list_ctx()), parameter.dtype) for parameter in distinct(model)]
     with modes.numpy_like(modes.of_model(model)):
         try:
             if dtype is not None:
                 model.cast(dtype)
-            for one, _, _ in homes:
-                place(one, devices)
+            for parameter, _, _ in homes:
+                place(parameter, devices)
             yield
         finally:
             if dtype is not None and homes:
                 model.cast(homes[0][2])
-            for one, home, before in homes:
-                place(one, home)
-                if one.dtype != before:
-                    one.cast(before)
+            for parameter, home, before in homes:
+                place(parameter, home)
+                if parameter.dtype != before:
+                    parameter.cast(before)
 
 
 def place(parameter: gluon.Parameter, devices: Sequence[mx.Context]) -> None:

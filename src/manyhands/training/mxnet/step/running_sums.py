@@ -107,21 +107,21 @@ class Metrics:
     def arrived(self, *, wait: bool) -> list[tuple[int, Figures]]:
         """What was sent and is on the host, with its step; ``wait``: all of it."""
         under_way = {id(sums) for _, sums in self._coming}
-        found = []
+        figures = []
         while self._sent and (wait or id(self._sent[0][2]) not in under_way):
             step, count, sums = self._sent.popleft()
-            found.append((step, self._figures(count, sums)))
-        return found
+            figures.append((step, self._figures(count, sums)))
+        return figures
 
     def read(self) -> Figures:
         """The figures of all that was issued; waits."""
         return self._figures(self._count, self._on_the_way())
 
     def _together(self, parts: list[Any]) -> Any:
-        found = mx.np.zeros((), dtype="float64", ctx=self.device)
+        total = mx.np.zeros((), dtype="float64", ctx=self.device)
         for part in parts:
-            found = found + part.as_np_ndarray().reshape(()).astype("float64").as_in_ctx(self.device)
-        return found
+            total = total + part.as_np_ndarray().reshape(()).astype("float64").as_in_ctx(self.device)
+        return total
 
     def _on_the_way(self) -> Any:
         """The sums as they are after what was issued so far, on their way to the host."""

@@ -61,11 +61,11 @@ class Step:
         self.average: Average | None = None
         self.parameters: list[gluon.Parameter] = list(trainer._params)
         self.attributes = replicas.attributes(objective.model)
-        self._written = [one for one in self.parameters if one.grad_req == "write" and accumulate > 1]
+        self._written = [parameter for parameter in self.parameters if parameter.grad_req == "write" and accumulate > 1]
         for parameter in self._written:
             parameter.grad_req = "add"
         # Also those that the user made so: the update is that of one batch.
-        self._added_to = [one for one in self.parameters if one.grad_req == "add"]
+        self._added_to = [parameter for parameter in self.parameters if parameter.grad_req == "add"]
 
     def close(self) -> None:
         for parameter in self.parameters:
@@ -112,7 +112,7 @@ class Step:
         parts, losses = min(self.accumulate, size), []
         for part in range(parts):
             start, stop = size * part // parts, size * (part + 1) // parts
-            batch = shard if parts == 1 else tuple(one[start:stop] for one in shard)
+            batch = shard if parts == 1 else tuple(column[start:stop] for column in shard)
             loss, minimised = self._forward(batch, whole)
             _backward([minimised])
             losses.append(loss)
@@ -176,7 +176,7 @@ class Step:
             return
         with numpy_like():
             for number in range(devices):
-                gradients = [one.list_grad()[number].as_np_ndarray() for one in used]
+                gradients = [parameter.list_grad()[number].as_np_ndarray() for parameter in used]
                 scale = factor(gradients)
                 for gradient in gradients:
                     gradient *= scale.astype(gradient.dtype)

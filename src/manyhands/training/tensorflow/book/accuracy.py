@@ -42,8 +42,8 @@ class _Accuracy(Accuracy[TensorFlowDevice]):
 
     def homes(self, net: Any) -> list[TensorFlowDevice]:
         """Where the net is, or else where TensorFlow puts things."""
-        found = [tensor for _, tensor in _backend.model_tensors(net)] if isinstance(net, keras.Layer) else []
-        return [_backend.device_of(found[0] if found else tf.constant(0.0))]
+        tensors = [tensor for _, tensor in _backend.model_tensors(net)] if isinstance(net, keras.Layer) else []
+        return [_backend.device_of(tensors[0] if tensors else tf.constant(0.0))]
 
     def destination(self, net: Any, device: TensorFlowDevice | Device | str | None) -> TensorFlowDevice:
         """Any device will do: the net is called with copies of its weights there."""

@@ -73,8 +73,8 @@ class RepeatableDataset:
                 name = f"manyhands_seed_{number}_{place}"
                 graph.node.append(_constant(name, seed))
                 node.input[place] = name
-        made = gen_experimental_dataset_ops.dataset_from_graph(graph.SerializeToString())
-        return dataset_ops._VariantDataset(made, self.dataset.element_spec)
+        variant = gen_experimental_dataset_ops.dataset_from_graph(graph.SerializeToString())
+        return dataset_ops._VariantDataset(variant, self.dataset.element_spec)
 
     def _seeds(self, seeds: list[int], number: int, epoch: int | None) -> list[int]:
         """Those of the number-th shuffle of a dataset. TensorFlow's 0, 0 is one without a seed."""
@@ -82,7 +82,7 @@ class RepeatableDataset:
             return seeds
         parts = [seed % 2**64 for seed in seeds] if any(seeds) else [self._seed, number]
         mixed = np.random.SeedSequence([*parts, 0 if epoch is None else epoch]).generate_state(2, np.uint32)
-        return [int(one) + 1 for one in mixed]
+        return [int(number) + 1 for number in mixed]
 
 
 class EndlessDataset:
@@ -91,7 +91,7 @@ class EndlessDataset:
     def __init__(self, data: Any, batches: int) -> None:
         self._data, self._batches, self._epoch = data, batches, 0
         self._left: Iterator[Any] | None = None
-        self._given = 0  # batches from the first on, of which those that are left are the next
+        self._passed = 0  # batches from the first on, of which those that are left are the next
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -101,11 +101,11 @@ class EndlessDataset:
 
     def __iter__(self) -> Iterator[Any]:
         start = self._epoch * self._batches
-        if self._left is None or self._given != start:
-            made = self._data.made_anew() if isinstance(self._data, RepeatableDataset) else self._data
-            self._left, self._given = iter(made.skip(start)), start
+        if self._left is None or self._passed != start:
+            dataset = self._data.made_anew() if isinstance(self._data, RepeatableDataset) else self._data
+            self._left, self._passed = iter(dataset.skip(start)), start
         for batch in itertools.islice(self._left, self._batches):
-            self._given += 1
+            self._passed += 1
             yield batch
 
 
@@ -116,21 +116,21 @@ def repeatable(data: Any, seed: int, batches: int | None = None) -> Any:
     """
     if not isinstance(data, tf.data.Dataset):
         return data
-    made = _seeded(data, seed)
+    seeded = _seeded(data, seed)
     if batches is None or int(data.cardinality()) != tf.data.INFINITE_CARDINALITY:
-        return made
-    return EndlessDataset(made, batches)
+        return seeded
+    return EndlessDataset(seeded, batches)
 
 
 def _seeded(data: Any, seed: int) -> Any:
     if not _shuffles(data):
         return data
     try:
-        made = RepeatableDataset(data, seed)
-        made.made_anew(0)
+        dataset = RepeatableDataset(data, seed)
+        dataset.made_anew(0)
     except Exception:  # a graph of more than 2 GB, or with something that has no form in a graph
         return data  # its batches are compared where a job is resumed
-    return made
+    return dataset
 
 
 def _shuffles(dataset: Any) -> bool:

@@ -84,4 +84,4 @@ def _fits(source: Arrays, devices: Sequence[Any]) -> bool:
     if any(backend.neutral(device).kind != "gpu" for device in devices):
         return False
     memory = [backend.describe(device).memory for device in devices]
-    return all(one is not None and source.nbytes < one.total * _PART for one in memory)
+    return all(record is not None and source.nbytes < record.total * _PART for record in memory)

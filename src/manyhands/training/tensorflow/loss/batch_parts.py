@@ -126,7 +126,7 @@ def checked_answer(model: Any, parts: Parts, *, training: bool) -> Any:
         named = any(isinstance(part, dict) for part in parts.inputs)
         shapes = ", ".join(_shape_of(part) for part in parts.inputs)
         inputs = getattr(model, "inputs", None) or ()
-        wanted = ", ".join(_shape_of({one.name: one} if named else one) for one in inputs)
+        wanted = ", ".join(_shape_of({tensor.name: tensor} if named else tensor) for tensor in inputs)
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         takes = f"takes inputs of shape {wanted}" if wanted else f"does not take it ({reason})"
         raise BadBatch(
@@ -142,7 +142,7 @@ def _shape_of(part: Any) -> str:
 
 
 def _cure(parts: Parts, model: Any) -> str:
-    if any(len(one.shape) == 3 for one in keras.tree.flatten(parts.inputs)) and any(
+    if any(len(tensor.shape) == 3 for tensor in keras.tree.flatten(parts.inputs)) and any(
         isinstance(layer, keras.layers.Conv2D) for layer in model._flatten_layers()
     ):
         return ": images need an axis of channels, X[..., np.newaxis] gives grey ones theirs"

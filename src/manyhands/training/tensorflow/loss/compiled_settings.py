@@ -77,7 +77,7 @@ def has_own_compute_loss(model: Any) -> bool:
 
 def accuracy(model: Any) -> Any:
     """The function that counts right answers where the model was compiled with accuracy; else None."""
-    wanted = [one for metrics in _metrics(model).values() for one in keras.tree.flatten(metrics)]
+    wanted = [metric for metrics in _metrics(model).values() for metric in keras.tree.flatten(metrics)]
     return _right if wanted else None
 
 

@@ -81,9 +81,9 @@ class Losses:
 
     def __add__(self, other: Losses) -> Losses:
         _check_reductions(self, other)
-        means = [one.mean for one in (self, other) if one.mean is not None]
-        mean = tf.add_n([tf.cast(one, means[0].dtype) for one in means]) if means else None
-        totals = [one.total for one in (self, other) if one.total is not None]
+        means = [losses.mean for losses in (self, other) if losses.mean is not None]
+        mean = tf.add_n([tf.cast(value, means[0].dtype) for value in means]) if means else None
+        totals = [losses.total for losses in (self, other) if losses.total is not None]
         total = functools.reduce(Total.__add__, totals) if totals else None
         by_user = self.by_user or other.by_user
         return replace(self, mean=mean, sums=self.sums + other.sums, total=total, by_user=by_user)
@@ -93,15 +93,15 @@ class Losses:
             return value * tf.cast(weight, value.dtype)
 
         mean = None if self.mean is None else times(self.mean)
-        sums = tuple(LossSum(times(one.total), one.count) for one in self.sums)
+        sums = tuple(LossSum(times(part.total), part.count) for part in self.sums)
         total = None if self.total is None else replace(self.total, value=times(self.total.value))
         return replace(self, mean=mean, sums=sums, total=total)
 
 
 def _check_reductions(*losses: Losses) -> None:
     """Numbers for each sample cannot be added to one number: Keras fails there, too."""
-    some = [one for one in losses if one.mean is not None or one.sums or one.total is not None]
-    kinds = [one.total is not None and one.total.per_sample is not None for one in some]
+    some = [part for part in losses if part.mean is not None or part.sums or part.total is not None]
+    kinds = [part.total is not None and part.total.per_sample is not None for part in some]
     if any(kinds) and not all(kinds):
         raise BadSettings(
             "a loss with reduction=None gives numbers for each sample, to which other losses, regularizers and "
@@ -126,8 +126,8 @@ class KerasLoss:
         for path, loss, weight, _ in self._flat(y_true, y_pred):
             truth, answer = _at(y_true, path), _at(y_pred, path)
             weights = _at(sample_weight, path, missing=None) if is_nested(sample_weight) else sample_weight
-            one = losses_of(loss, truth, answer, weights, self._dtype(loss, answer))
-            total += one if weight is None else one * weight
+            of_output = losses_of(loss, truth, answer, weights, self._dtype(loss, answer))
+            total += of_output if weight is None else of_output * weight
         return total
 
     def _by_output(self, name: str, parts: Any, y_pred: Any) -> Any:
@@ -147,23 +147,23 @@ class KerasLoss:
             return next(iter(parts.values() if isinstance(parts, dict) else parts))
         if isinstance(y_pred, dict):
             return parts if isinstance(parts, dict) else dict(zip(self.output_names or y_pred, parts, strict=True))
-        return type(y_pred)(parts.get(one) for one in names) if isinstance(parts, dict) else type(y_pred)(parts)
+        return type(y_pred)(parts.get(output) for output in names) if isinstance(parts, dict) else type(y_pred)(parts)
 
     def _flat(self, y_true: Any, y_pred: Any) -> Any:
         """Keras's own resolution: which loss, and which weight, for which output."""
         if self._resolved is None:
-            made = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
+            resolved = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
             try:
-                made.build(y_true, y_pred)
+                resolved.build(y_true, y_pred)
             except (KeyError, ValueError, TypeError) as error:
                 shown = self.loss if isinstance(self.loss, (str, list, tuple, dict)) else type(self.loss).__name__
                 raise BadSettings(f"loss={shown!r} does not fit the model's outputs: {error}") from error
-            self._resolved = made
+            self._resolved = resolved
         return self._resolved._flat_losses
 
     def _dtype(self, loss: Any, answer: Any) -> Any:
         """A loss object computes in the precision it was made for, a name or a function in the model's."""
-        by_user = any(loss is one for one in keras.tree.flatten(self.loss))
+        by_user = any(loss is user_loss for user_loss in keras.tree.flatten(self.loss))
         return loss.dtype if by_user or not tf.is_tensor(answer) else answer.dtype.name
 
 
@@ -176,18 +176,18 @@ def _at(parts: Any, path: Sequence[Any], **missing: None) -> Any:
 
 def check_names(loss: Any) -> None:
     """Refuse what Keras has no loss for."""
-    for one in keras.tree.flatten(loss):
-        if isinstance(one, str) and one.lower() not in _BY_SHAPE and one not in ALL_OBJECTS_DICT:
+    for name in keras.tree.flatten(loss):
+        if isinstance(name, str) and name.lower() not in _BY_SHAPE and name not in ALL_OBJECTS_DICT:
             known = sorted(name for name in ALL_OBJECTS_DICT if name.islower() and len(name) > 4)
-            raise BadSettings(f"loss={one!r}: Keras has no loss of this name. It has {', '.join(known)}")
+            raise BadSettings(f"loss={name!r}: Keras has no loss of this name. It has {', '.join(known)}")
 
 
 def are_of_keras(loss: Any) -> bool:
     """Whether all are Keras's own losses, by name, as classes, functions or objects."""
 
-    def is_of_keras(one: Any) -> bool:
-        kind = one if isinstance(one, type) or inspect.isfunction(one) else type(one)
-        return isinstance(one, str) or (kind is not LossFunctionWrapper and kind.__module__.startswith("keras.src."))
+    def is_of_keras(part: Any) -> bool:
+        kind = part if isinstance(part, type) or inspect.isfunction(part) else type(part)
+        return isinstance(part, str) or (kind is not LossFunctionWrapper and kind.__module__.startswith("keras.src."))
 
     return all(map(is_of_keras, keras.tree.flatten(loss)))
 
@@ -195,8 +195,8 @@ def are_of_keras(loss: Any) -> bool:
 def of_whole_batch(loss: Any) -> str | None:
     """The name of a loss that is a ratio over all samples of a batch, if there is one."""
     for kind in (keras.losses.Dice, keras.losses.Tversky):
-        for one in keras.tree.flatten(loss):
-            if isinstance(one, kind) or one is kind or one in (kind.__name__, kind.__name__.lower()):
+        for part in keras.tree.flatten(loss):
+            if isinstance(part, kind) or part is kind or part in (kind.__name__, kind.__name__.lower()):
                 return str(kind.__name__)
     return None
 
@@ -208,7 +208,8 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
         return as_keras(loss(y_true, y_pred, **weights), name=loss.name)
     masks = [keras.src.backend.get_keras_mask(y_pred)] if tf.is_tensor(y_pred) else []
     y_pred, y_true = (
-        keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(leaf, dtype), one) for one in (y_pred, y_true)
+        keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(leaf, dtype), values)
+        for values in (y_pred, y_true)
     )
     _check_shapes(loss, y_true, y_pred)
     values = loss.call(y_true, y_pred)
@@ -224,7 +225,7 @@ def losses_of(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, dtype: An
             )
         return reduced(values, name=name)
     masks = [mask for mask in (*masks, keras.src.backend.get_keras_mask(values)) if mask is not None]
-    mask = tf.logical_and(*(tf.cast(one, tf.bool) for one in masks)) if len(masks) == 2 else next(iter(masks), None)
+    mask = tf.logical_and(*(tf.cast(mask, tf.bool) for mask in masks)) if len(masks) == 2 else next(iter(masks), None)
     return _weighed(tf.cast(values, dtype), mask, sample_weight, loss.reduction)
 
 

@@ -52,7 +52,7 @@ def _graph(function: Function, data: Arrays) -> Any:
             losses, _ = function(weights, kept, (seed,), data.nested(data.prepare(arrays)), training=True)
             terms = _terms(losses, tf.shape(arrays[0])[0])
         gradients = [tape.gradient(total, weights, unconnected_gradients="zero") for total, _ in terms]
-        dense = [[tf.convert_to_tensor(one) for one in part] for part in gradients]
+        dense = [[tf.convert_to_tensor(gradient) for gradient in part] for part in gradients]
         return [(total, count, part) for (total, count), part in zip(terms, dense, strict=True)]
 
     parts = [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in data.arrays]
@@ -62,7 +62,7 @@ def _graph(function: Function, data: Arrays) -> Any:
 def _terms(losses: Losses, size: Any) -> list[tuple[Any, Any]]:
     mean = [] if losses.mean is None else [(losses.mean * tf.cast(size, losses.mean.dtype), size)]
     total = [] if losses.total is None else [(losses.total.value, tf.constant(0))]
-    return mean + total + [(one.total, one.count) for one in losses.sums]
+    return mean + total + [(loss_sum.total, loss_sum.count) for loss_sum in losses.sums]
 
 
 def _term(total: Any, count: Any, gradients: Sequence[Any]) -> Term:

@@ -66,16 +66,16 @@ def addresses(place: launcher.Place, seconds: float = _SECONDS) -> list[str]:
 def _collect(place: launcher.Place, seconds: float) -> list[str]:
     """The first process: write down who comes, then tell everyone."""
     end = time.monotonic() + seconds
-    found = {0: f"{place.address}:{_free_port(place.address)}"}
+    addresses_by_rank = {0: f"{place.address}:{_free_port(place.address)}"}
     guests: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as open_ones:
         door = open_ones.enter_context(socket.create_server((place.address, place.port + 1)))
-        while len(found) < place.size:
+        while len(addresses_by_rank) < place.size:
             try:
                 door.settimeout(max(0.01, end - time.monotonic()))
                 guest, _ = door.accept()
             except TimeoutError:
-                missing = sorted(set(range(place.size)) - set(found))
+                missing = sorted(set(range(place.size)) - set(addresses_by_rank))
                 raise WorkerFailed(
                     f"of {place.size} processes {missing} did not come to {place.address}:{place.port + 1} within "
                     f"{seconds:g} seconds: did they start, and can they reach this machine?"
@@ -84,8 +84,8 @@ def _collect(place: launcher.Place, seconds: float) -> list[str]:
             guest.settimeout(5)
             report = _understood(_line(guest), place.size)
             if report is not None:  # who comes twice has lost the first connection
-                found[report[0]], guests[report[0]] = report[1], guest
-        everybody = [found[rank] for rank in range(place.size)]
+                addresses_by_rank[report[0]], guests[report[0]] = report[1], guest
+        everybody = [addresses_by_rank[rank] for rank in range(place.size)]
         for guest in guests.values():
             guest.sendall(json.dumps(everybody).encode() + b"\n")
     return everybody
@@ -136,16 +136,16 @@ def _understood(line: str, size: int) -> tuple[int, str] | None:
 def _all_of(line: str, size: int) -> list[str]:
     """The first process's list; an answer that is none counts as no answer."""
     try:
-        found = json.loads(line)
+        everybody = json.loads(line)
     except ValueError:
-        found = None
-    if not isinstance(found, list) or len(found) != size or not all(map(_is_address, found)):
+        everybody = None
+    if not isinstance(everybody, list) or len(everybody) != size or not all(map(_is_address, everybody)):
         raise ConnectionError("what answered is not the first process of this job")
-    return found
+    return everybody
 
 
 def _is_address(text: object) -> bool:
-    if not isinstance(text, str) or len(text) > 300 or any(one.isspace() for one in text):
+    if not isinstance(text, str) or len(text) > 300 or any(character.isspace() for character in text):
         return False
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 65536

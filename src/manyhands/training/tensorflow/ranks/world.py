@@ -63,12 +63,12 @@ class World:
             return [list(numbers)]
         table = np.zeros((self.size, len(numbers)))
         table[self.rank] = numbers
-        found: list[list[float]] = self._summed(table).tolist()
-        return found
+        rows: list[list[float]] = self._summed(table).tolist()
+        return rows
 
     def _summed(self, own: Array) -> Array:
-        found = _sums(self.strategy)(tf.convert_to_tensor(own.ravel()))
-        values: Array = self.strategy.experimental_local_results(found)[0].numpy()
+        summed = _sums(self.strategy)(tf.convert_to_tensor(own.ravel()))
+        values: Array = self.strategy.experimental_local_results(summed)[0].numpy()
         return values.reshape(own.shape)
 
 

@@ -37,11 +37,11 @@ def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
     before = keras.config.dtype_policy()
     try:
         keras.config.set_dtype_policy(policy or before)
-        made = _made_anew(model, policy)
-        if not made.built and few is not None:
-            answer_of(made, parts_of(made, few).inputs, training=False)
+        new_model = _made_anew(model, policy)
+        if not new_model.built and few is not None:
+            answer_of(new_model, parts_of(new_model, few).inputs, training=False)
         if getattr(model, "compiled", False) and model.loss is not None:  # its compute_loss may ask for it
-            made.compile(loss=model.loss, loss_weights=model._compile_loss._user_loss_weights)
+            new_model.compile(loss=model.loss, loss_weights=model._compile_loss._user_loss_weights)
     except Exception as error:
         raise BadSettings(
             f"a {type(model).__name__} cannot be made anew in {policy or 'its own precision'} "
@@ -50,31 +50,31 @@ def like(model: Any, policy: str | None, few: Batch | None = None) -> Any:
         ) from error
     finally:
         keras.config.set_dtype_policy(before)
-    _take_over(made, model)
-    return made
+    _take_over(new_model, model)
+    return new_model
 
 
 def _made_anew(model: Any, policy: str | None) -> Any:
     def again(layer: Any) -> Any:
-        return type(layer).from_config(_told(layer.get_config(), policy))
+        return type(layer).from_config(_with_policy(layer.get_config(), policy))
 
     # A model that is nothing but its layers is made of them: their classes need not be known by name.
     plain = type(model) is keras.Sequential or type(model) is Functional
     return keras.models.clone_model(model, clone_function=again) if plain and model.built else again(model)
 
 
-def _told(config: Any, policy: str | None) -> Any:
+def _with_policy(config: Any, policy: str | None) -> Any:
     """A configuration with another precision for every layer in it."""
     if isinstance(config, dict):
         if policy is not None and config.get("class_name") == "DTypePolicy":
             return {**config, "config": {"name": policy}}
-        return {key: _told(value, policy) for key, value in config.items()}
-    return [_told(one, policy) for one in config] if isinstance(config, list) else config
+        return {key: _with_policy(value, policy) for key, value in config.items()}
+    return [_with_policy(entry, policy) for entry in config] if isinstance(config, list) else config
 
 
-def _take_over(made: Any, model: Any) -> None:
-    own, others = made.weights, model.weights
-    if [tuple(one.shape) for one in own] != [tuple(one.shape) for one in others]:
+def _take_over(new_model: Any, model: Any) -> None:
+    own, others = new_model.weights, model.weights
+    if [tuple(weight.shape) for weight in own] != [tuple(weight.shape) for weight in others]:
         raise BadSettings(
             f"a {type(model).__name__} that is made anew from its get_config() has other weights: make the model "
             "yourself in the precision that you want, and leave precision='auto'"

@@ -77,10 +77,10 @@ class Step:
 
     def keep_average(self, averaging: Averaging) -> None:
         """Before the first step: keep a moving average of the weights, in float32 at least."""
-        statistics = [one for one in self.kept if averaging.buffers and one.dtype.is_floating]
+        statistics = [variable for variable in self.kept if averaging.buffers and variable.dtype.is_floating]
         self.averaged = [*self.weights, *statistics]
-        first = [self.on_each(one)[0].numpy() for one in self.averaged]
-        self.average = [self._own(one.astype(np.promote_types(one.dtype, np.float32))) for one in first]
+        first = [self.on_each(variable)[0].numpy() for variable in self.averaged]
+        self.average = [self._own(value.astype(np.promote_types(value.dtype, np.float32))) for value in first]
         self._decay = averaging.decay
 
     def on_each(self, variable: Any) -> list[Any]:
@@ -100,8 +100,8 @@ class Step:
 
         replica = functools.partial(self._train_replica, prepare, on_host)
 
-        def work(*given: Any) -> None:
-            self.strategy.run(replica, args=given)
+        def work(*arguments: Any) -> None:
+            self.strategy.run(replica, args=arguments)
 
         return _compiled(work)
 
@@ -113,12 +113,12 @@ class Step:
         """
 
         replica = functools.partial(self._test_replica, prepare, on_host, answers, gathered)
-        return _compiled(lambda *given: self.strategy.run(replica, args=given))
+        return _compiled(lambda *arguments: self.strategy.run(replica, args=arguments))
 
     def predictor(self, prepare: Prepare, *, on_host: bool, gathered: bool) -> Any:
         """What the model answers, of each replica: ``(data, order, bounds)``."""
         replica = functools.partial(self._predict_replica, prepare, on_host, gathered)
-        return _compiled(lambda *given: self.strategy.run(replica, args=given))
+        return _compiled(lambda *arguments: self.strategy.run(replica, args=arguments))
 
     # What one replica does
 
@@ -128,7 +128,7 @@ class Step:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         begin, end = bounds[replica], bounds[replica + 1]
         whole, weights = bounds[-1] - bounds[0], [tf.convert_to_tensor(weight) for weight in self.weights]
-        kept = [tf.convert_to_tensor(one) for one in self.kept]
+        kept = [tf.convert_to_tensor(variable) for variable in self.kept]
         parts, sums = self.settings.step.accumulate, _no_figures()
         gradients: list[list[Any]] = []
         for part in range(parts):
@@ -163,7 +163,7 @@ class Step:
             self._terms = len(terms)
             gradients = [tape.gradient(term, weights, unconnected_gradients="zero") for term in terms]
             return (
-                [[tf.convert_to_tensor(one) for one in part] for part in gradients],
+                [[tf.convert_to_tensor(gradient) for gradient in part] for part in gradients],
                 after,
                 self._figures(losses, size, whole),
             )
@@ -174,8 +174,8 @@ class Step:
         def nothing() -> tuple[list[list[Any]], list[Any], list[Any]]:  # traced after the other branch
             return [[tf.zeros_like(weight) for weight in weights] for _ in range(self._terms)], kept, _no_figures()
 
-        found: tuple[list[list[Any]], list[Any], list[Any]] = tf.cond(size > 0, work, nothing)
-        return found
+        outcome: tuple[list[list[Any]], list[Any], list[Any]] = tf.cond(size > 0, work, nothing)
+        return outcome
 
     def _divided(self, gradients: list[list[Any]], figures: list[Any], whole: Any) -> tuple[Any, list[Any]]:
         """This replica's part of the loss and of its gradients, each sum divided by the count of all replicas."""
@@ -193,16 +193,16 @@ class Step:
         return tf.tensor_scatter_nd_add(plain, [[LOSS]], [loss]), first
 
     def _update(self, gradients: list[Any], weights: list[Any], kept: list[Any], loss: Any, factor: Any) -> None:
-        memory = [tf.convert_to_tensor(one) for one in self.memory]
+        memory = [tf.convert_to_tensor(variable) for variable in self.memory]
         used = list(memory)
         if self.rate is not None:
             used[self.rate] = memory[self.rate] * tf.cast(factor, memory[self.rate].dtype)
         new_weights, new_memory = self.optimizer.stateless_apply(used, gradients, weights)
         if self.rate is not None:
             new_memory[self.rate] = memory[self.rate]
-        average = [tf.convert_to_tensor(one) for one in self.average]
+        average = [tf.convert_to_tensor(variable) for variable in self.average]
         old = [*weights, *memory, *map(tf.convert_to_tensor, self.kept), *average]
-        statistics = [one for one in kept if one.dtype.is_floating]
+        statistics = [value for value in kept if value.dtype.is_floating]
         averaged = [*new_weights, *statistics][: len(average)]  # see keep_average: all statistics, or none
         new = [*new_weights, *new_memory, *kept, *self._moved(average, averaged)]
         if self.settings.step.on_nan == "continue":  # a batch without a loss shall leave no trace
@@ -212,8 +212,8 @@ class Step:
 
     def _moved(self, average: list[Any], values: list[Any]) -> list[Any]:
         """The moving average with the values of this step; infinity, as in a mask, stays."""
-        wide = [tf.cast(value, one.dtype) for one, value in zip(average, values, strict=True)]
-        moved = [one + (value - one) * (1 - self._decay) for one, value in zip(average, wide, strict=True)]
+        wide = [tf.cast(value, mean.dtype) for mean, value in zip(average, values, strict=True)]
+        moved = [mean + (value - mean) * (1 - self._decay) for mean, value in zip(average, wide, strict=True)]
         return [tf.where(a == b, b, c) for a, b, c in zip(average, wide, moved, strict=True)]
 
     def _test_replica(
@@ -253,7 +253,7 @@ class Step:
     def _values(self) -> tuple[list[Any], list[Any]]:
         """This replica's weights and statistics."""
         return [tf.convert_to_tensor(weight) for weight in self.weights], [
-            tf.convert_to_tensor(one) for one in self.kept
+            tf.convert_to_tensor(variable) for variable in self.kept
         ]
 
     def _figures(self, losses: Losses, size: Any, whole: Any) -> list[Any]:
@@ -269,10 +269,10 @@ class Step:
         loss += zero if losses.total is None else losses.total.shown(whole)
         plain = tf.stack([loss, zero if losses.right is None else losses.right, count])
         self.sums_of_loss = len(losses.sums)
-        pairs = [(tf.cast(one.total, tf.float64), tf.cast(one.count, tf.float64)) for one in losses.sums]
+        pairs = [(tf.cast(loss_sum.total, tf.float64), tf.cast(loss_sum.count, tf.float64)) for loss_sum in losses.sums]
         pairs += [(zero, zero)] * (MOST_SUMS - len(pairs))
         totals, counts = (tf.stack(column) for column in zip(*pairs, strict=True))
-        return [tf.where(size > 0, one, tf.zeros_like(one)) for one in (plain, totals, counts)]
+        return [tf.where(size > 0, part, tf.zeros_like(part)) for part in (plain, totals, counts)]
 
     def _sums_together(self) -> Any:
         """The sums over all replicas of all processes, on each of them; without the first bad step."""
@@ -290,8 +290,8 @@ class Step:
         def share(source: Any) -> None:
             chosen = tf.distribute.get_replica_context().replica_id_in_sync_group == source
             shared = [*self.kept, *self.average[len(self.weights) :]]
-            own = [tf.convert_to_tensor(one) for one in shared]
-            masked = [tf.where(chosen, one, tf.zeros_like(one)) for one in own]
+            own = [tf.convert_to_tensor(variable) for variable in shared]
+            masked = [tf.where(chosen, value, tf.zeros_like(value)) for value in own]
             for variable, value in zip(shared, _over_replicas(masked), strict=True):
                 variable.assign(value)
 
@@ -331,21 +331,21 @@ def _compiled(work: Callable[..., Any]) -> Any:
 def _gathered(data: Batch, numbers: Any, on_host: bool) -> Batch:
     """The samples of those numbers; from the host's memory only they go to the device."""
     if not on_host:
-        return tuple(tf.gather(one, numbers) for one in data)
+        return tuple(tf.gather(array, numbers) for array in data)
     with tf.device(_HOST):
-        found = [tf.gather(one, numbers) for one in data]
-    return tuple(tf.identity(one) for one in found)
+        rows = [tf.gather(array, numbers) for array in data]
+    return tuple(tf.identity(part) for part in rows)
 
 
 def _over_replicas(values: Sequence[Any]) -> list[Any]:
     """The sums over all replicas; TensorFlow packs values of one kind of number together, and only those."""
-    replicas, found = tf.distribute.get_replica_context(), list(values)
+    replicas, summed = tf.distribute.get_replica_context(), list(values)
     for kind in dict.fromkeys(value.dtype for value in values):
         places = [place for place, value in enumerate(values) if value.dtype == kind]
         sums = replicas.all_reduce(tf.distribute.ReduceOp.SUM, [values[place] for place in places])
-        for place, one in zip(places, sums, strict=True):
-            found[place] = one
-    return found
+        for place, total in zip(places, sums, strict=True):
+            summed[place] = total
+    return summed
 
 
 def _terms(losses: Losses, size: Any, whole: Any) -> list[Any]:
@@ -353,12 +353,12 @@ def _terms(losses: Losses, size: Any, whole: Any) -> list[Any]:
 
     Without samples: nothing.
     """
-    sums = [one.total / tf.cast(whole, one.total.dtype) for one in losses.sums]
+    sums = [loss_sum.total / tf.cast(whole, loss_sum.total.dtype) for loss_sum in losses.sums]
     totals = [] if losses.total is None else [losses.total.value]
     first = tf.zeros((), (*totals, *sums)[0].dtype) if losses.mean is None else losses.mean
     first *= tf.cast(size, first.dtype) / tf.cast(whole, first.dtype)
     first += sum(tf.cast(total, first.dtype) for total in totals)
-    return [tf.where(size > 0, one, tf.zeros_like(one)) for one in (first, *sums)]
+    return [tf.where(size > 0, term, tf.zeros_like(term)) for term in (first, *sums)]
 
 
 def _no_figures() -> list[Any]:
