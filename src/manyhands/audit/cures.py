@@ -144,15 +144,15 @@ def _without(wait: _Wait, line: Statement, read: ast.Call) -> tuple[int, int, st
             if inner.func.attr not in ("detach", "cpu", "numpy") or inner.func.end_lineno != line.number:
                 break
             begin, inner = line.dot(inner), inner.func.value
-        kept = ".copy()" if function.attr == "asnumpy" else _KEPT[wait.framework]
-        return begin, line.end(read), kept
+        on_device = ".copy()" if function.attr == "asnumpy" else _KEPT[wait.framework]
+        return begin, line.end(read), on_device
     value = read.args[0]  # float(x), np.asarray(x)
     text = line.text(value)
     if isinstance(function, ast.Name) and function.id == "int":
         return line.start(read), line.end(read), _INTEGER[wait.framework].format(_bracketed(value, text))
-    kept = _KEPT[wait.framework]
+    on_device = _KEPT[wait.framework]
     is_part = isinstance(line.parent(read), (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript))
-    return line.start(read), line.end(read), (_bracketed(value, text) if kept or is_part else text) + kept
+    return line.start(read), line.end(read), (_bracketed(value, text) if on_device or is_part else text) + on_device
 
 
 def _bracketed(node: ast.expr, text: str) -> str:

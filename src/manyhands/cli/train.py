@@ -207,12 +207,14 @@ def run(options: argparse.Namespace) -> int:
     say(f"data: {data.source}; {samples:,} to train on, {len(data.test.labels):,} to test with")
     # Under torchrun all processes do the job of the first one, in the folder that it makes.
     folder_name, chosen = recipes.from_first(lambda: (_folder(options), chosen))
-    folder, how = Path(folder_name), _trainer_options(chosen, recipes) | where
+    folder, options_of_trainer = Path(folder_name), _trainer_options(chosen, recipes) | where
     say(f"{chosen['model']} for {_how_long(chosen)} on {', '.join(devices)}")
     changes = {name: value for name, value in _asked(options, begun).items() if value != begun.get(name, value)}
     for name, value in changes.items():
         say(flags.changed(name, value, begun[name]))
-    trainer = mh.Trainer(**how, run=folder, resume="auto" if options.resume else None, quiet=options.quiet)
+    trainer = mh.Trainer(
+        **options_of_trainer, run=folder, resume="auto" if options.resume else None, quiet=options.quiet
+    )
     trainer.run_config = {"train": {**chosen, "framework": framework}}
     trainer.announced = [_SETTINGS.get(name, name) for name in changes] + ["learning_rate"] * ("lr" in changes)
     try:

@@ -146,7 +146,7 @@ class Times(dict[str, list[float]]):
 
         With five rounds or more the outermost ones on both sides are left out: a busy moment is no finding.
         """
-        ratios = sorted(other / own for own, other in zip(self[name], self[to], strict=True))
+        ratios = sorted(other / mine for mine, other in zip(self[name], self[to], strict=True))
         middle = statistics.median(ratios)
         if len(ratios) >= 5:
             ratios = ratios[1:-1]

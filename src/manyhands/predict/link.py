@@ -54,11 +54,11 @@ class Link:
     def bandwidth(self, devices: int) -> float:
         """Of an all-reduce over so many devices: that of the slowest part of the ring."""
         inside = min(devices, self.per_node)
-        own = next((speed for most, speed in self.bandwidths if inside <= most), self.bandwidths[-1][1])
+        inside_node = next((speed for most, speed in self.bandwidths if inside <= most), self.bandwidths[-1][1])
         if self.nodes(devices) == 1 or self.network is None:
-            return own
+            return inside_node
         across = self.network.bandwidth(self.nodes(devices))
-        return across if self.per_node == 1 else min(own, across)
+        return across if self.per_node == 1 else min(inside_node, across)
 
     def as_dict(self) -> dict[str, Any]:
         network = None if self.network is None else self.network.as_dict()

@@ -69,9 +69,9 @@ def run(bench: Bench) -> Finding:
     return Finding(conclusion, [times.table(to="read each norm", title=title)], [times.bars(title)], notes)
 
 
-def _of_keeping(kept: Any) -> str:
-    if kept.faster:
-        return f"Reading each norm takes {kept.ratio:.2f} times as long as a log that stays on the device."
-    if kept.slower:
-        return f"Reading each norm costs nothing here: a log that stays on the device {kept}."
+def _of_keeping(comparison: Any) -> str:
+    if comparison.faster:
+        return f"Reading each norm takes {comparison.ratio:.2f} times as long as a log that stays on the device."
+    if comparison.slower:
+        return f"Reading each norm costs nothing here: a log that stays on the device {comparison}."
     return "Reading each norm costs nothing that can be measured here: the host has nothing to run ahead of."

@@ -58,8 +58,8 @@ def run(bench: Bench) -> Finding:
     title = f"{count:,} parameters in {len(shapes)} tensors"
     table = Table(("way", "time", "per number"), rows, title)
     plots = [
-        Plot("bar", f"Time to {verb} one number", [_bars(own)], y_label="time", unit="s", log_y=True)
-        for verb, own in each.items()
+        Plot("bar", f"Time to {verb} one number", [_bars(seconds_each)], y_label="time", unit="s", log_y=True)
+        for verb, seconds_each in each.items()
     ]
     note = f"Number by number: the first {some} numbers of the first tensor."
     return Finding(_conclusion(each, count), [table], plots, [note])
@@ -75,8 +75,8 @@ def _rows(verb: str, times: Times, each: Mapping[str, float]) -> list[tuple[str,
 
 def _conclusion(each: dict[str, dict[str, float]], count: int) -> str:
     best = {
-        verb: min(("tensor by tensor", "all at once", "joined first"), key=own.__getitem__)
-        for verb, own in each.items()
+        verb: min(("tensor by tensor", "all at once", "joined first"), key=seconds_each.__getitem__)
+        for verb, seconds_each in each.items()
     }
     ratio = each["read"][_ONE_BY_ONE] / each["read"][best["read"]]
     written = each["write"][_ONE_BY_ONE] / each["write"][best["write"]]

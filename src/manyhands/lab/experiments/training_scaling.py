@@ -80,12 +80,12 @@ def _count(bench: Bench, model: str) -> int:
 
 
 def _train(bench: Bench, job: Job, data: fashion_mnist.FashionMnist) -> Outcome:
-    how = recipes.of(bench.framework)
-    train, test = how.data(data, job.batch_size)
+    framework_recipes = recipes.of(bench.framework)
+    train, test = framework_recipes.data(data, job.batch_size)
     epochs = bench.size(gpu=6, cpu=4, quick=3)
     trainer = bench.mh.Trainer(max_epochs=epochs, lr=job.lr, quiet=True, devices=bench.for_trainer(job.devices))
     parts = train.first(_count(bench, job.model)), test.first(500) if bench.quick else test
-    rows: list[dict[str, Any]] = trainer.fit(how.model(job.model, seed=0), *parts).rows
+    rows: list[dict[str, Any]] = trainer.fit(framework_recipes.model(job.model, seed=0), *parts).rows
     spent = [row["seconds"] for row in rows[1:]]
     settings = {"batch size": job.batch_size, "lr": job.lr, "devices": job.devices, "model": job.model}
     bench.kept.extend(Trial("epoch", settings, value) for value in spent)

@@ -28,8 +28,8 @@ _AGAIN = 4  # forward passes that the slow device computes for nothing: it has a
 def run(bench: Bench) -> Finding:
     from manyhands.lab.torch.slow_model import SlowOnRank
 
-    how = recipes.of(bench.framework)
-    train = how.data(fashion_mnist.load(), 256)[0].first(bench.size(gpu=8192, cpu=4096, quick=1536))
+    framework_recipes = recipes.of(bench.framework)
+    train = framework_recipes.data(fashion_mnist.load(), 256)[0].first(bench.size(gpu=8192, cpu=4096, quick=1536))
     has_gpu = bench.gpu() is not None
     both: Any = ["gpu:0", "cpu"] if has_gpu else bench.for_trainer(2)
     alone: Any = ["gpu:0"] if has_gpu else bench.for_trainer(1)
@@ -41,7 +41,7 @@ def run(bench: Bench) -> Finding:
     times, losses, shares = Times(), dict[str, list[float]](), dict[str, Any]()
     for name, options in ways.items():
         bench.say(name)
-        net = SlowOnRank(how.model("lenet", seed=0), rank=1, again=0 if has_gpu else _AGAIN)
+        net = SlowOnRank(framework_recipes.model("lenet", seed=0), rank=1, again=0 if has_gpu else _AGAIN)
         epochs = bench.size(gpu=7, cpu=7, quick=5)
         trainer = bench.mh.Trainer(max_epochs=epochs, batch_size=256, lr=0.05, precision="fp32", quiet=True, **options)
         result = trainer.fit(net, train)

@@ -58,7 +58,7 @@ class WeightNames:
         for name, tensor in tensors.items():
             layer, _, kind = name.rpartition(".")
             normalises = f"{layer}.running_mean" in tensors
-            framework = {common: own for own, common in (self.norm if normalises else self.layer).items()}
+            framework = {common: name for name, common in (self.norm if normalises else self.layer).items()}
             if kind not in framework:
                 raise _unknown(name, model)
             path = self.path_from_common(layer.split("."), model)

@@ -98,9 +98,9 @@ class BestCheckpoint(Callback):
     def on_checkpoint(self, training: Training, path: Path) -> None:
         if path.parent.name != _REGULAR or self._path is None:
             return
-        kept = {step for _, step in self._best}
+        best_steps = {step for _, step in self._best}
         for step in self._dropped:
-            if step not in kept:
+            if step not in best_steps:
                 checkpoint_folder.delete(checkpoint_folder.path_of(self._path, step))
         self._dropped = []
 

@@ -81,9 +81,9 @@ def check_monitors(followed: Mapping[str, str], known: Sequence[str], why_not: C
         if not is_known(name, known):
             raise BadSettings(f"{who}: {unknown(name, known)}")
         if (why := why_not(name)) is not None:
-            others = ", ".join(figure for figure in known if not figure.endswith("_acc"))
+            figures = ", ".join(figure for figure in known if not figure.endswith("_acc"))
             raise BadSettings(
-                f"{who}: there is no figure {name!r}, because {why}. There are {others}; metrics={{'name': function}} "
+                f"{who}: there is no figure {name!r}, because {why}. There are {figures}; metrics={{'name': function}} "
                 "adds others"
             )
 

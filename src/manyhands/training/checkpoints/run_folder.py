@@ -256,10 +256,10 @@ class RunFolder:
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the rows of later steps: for a run that goes on from an earlier one."""
-        kept = b"".join(line for line, row in self._rows() if not _is_after(row.get("step"), step))
-        if self.metrics_path.exists() and self.metrics_path.stat().st_size != len(kept):
+        lines = b"".join(line for line, row in self._rows() if not _is_after(row.get("step"), step))
+        if self.metrics_path.exists() and self.metrics_path.stat().st_size != len(lines):
             with named_refusals(self.path):
-                atomic_files.replace(self.metrics_path, kept)
+                atomic_files.replace(self.metrics_path, lines)
         self._may_be_torn = False
 
     def _rows(self) -> list[tuple[bytes, dict[str, Any]]]:

@@ -171,10 +171,10 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **settings.get("step", {})}
 
 
-def is_kept(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def is_kept(name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Whether an option of the optimizer is the job's own: it was made with another value than the saved one was."""
     options = saved.get("optimizer_options", {})
-    return name in options and own.get(name) != options[name]
+    return name in options and current.get(name) != options[name]
 
 
 def rows_before(run: RunFolder, last_row: int) -> list[dict[str, Any]]:

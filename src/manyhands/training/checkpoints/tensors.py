@@ -31,20 +31,20 @@ def unpack(blob: bytes) -> dict[str, NDArray[Any]]:
         raise CheckpointDamaged(f"a file of the checkpoint holds no tensors that can be read: {error}") from error
 
 
-def fitting(blob: bytes, own: Mapping[str, Any], what: str) -> dict[str, NDArray[Any]]:
+def fitting(blob: bytes, expected: Mapping[str, Any], contents: str) -> dict[str, NDArray[Any]]:
     """The saved tensors, if they have the names and shapes of one's own; each in the dtype of one's own.
 
     Others are refused, with the differences named. ``what`` they are: "weights of another model".
     """
     saved = unpack(blob)
-    differences = [f"{name} is missing" for name in own.keys() - saved.keys()]
-    differences += [f"{name} is unknown here" for name in saved.keys() - own.keys()]
+    differences = [f"{name} is missing" for name in expected.keys() - saved.keys()]
+    differences += [f"{name} is unknown here" for name in saved.keys() - expected.keys()]
     differences += [
-        f"{name} is {tuple(saved[name].shape)}, here it is {tuple(own[name].shape)}"
-        for name in own.keys() & saved.keys()
-        if tuple(saved[name].shape) != tuple(own[name].shape)
+        f"{name} is {tuple(saved[name].shape)}, here it is {tuple(expected[name].shape)}"
+        for name in expected.keys() & saved.keys()
+        if tuple(saved[name].shape) != tuple(expected[name].shape)
     ]
     if differences:
         shown = "; ".join(sorted(differences)[:_NAMED]) + ("; ..." if len(differences) > _NAMED else "")
-        raise WrongCheckpoint(f"these are {what}: {shown}")
-    return {name: saved[name].astype(tensor.dtype) for name, tensor in own.items()}
+        raise WrongCheckpoint(f"these are {contents}: {shown}")
+    return {name: saved[name].astype(tensor.dtype) for name, tensor in expected.items()}

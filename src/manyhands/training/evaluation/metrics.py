@@ -105,7 +105,7 @@ class Metrics:
         return values
 
 
-def metrics_of(metrics: Any, own: Callable[[Any], Meter | None], join: Join) -> Metrics:
+def metrics_of(metrics: Any, framework_meter: Callable[[Any], Meter | None], join: Join) -> Metrics:
     """The metrics that are meant by a dict, a list, or a single one.
 
     ``own`` makes a meter of the framework's own kinds of metrics, and gives None for what is none of them.
@@ -120,7 +120,7 @@ def metrics_of(metrics: Any, own: Callable[[Any], Meter | None], join: Join) -> 
     meters: dict[str, Meter] = {}
     for name, metric in pairs:
         _check_name(name, meters)
-        meters[name] = own(metric) or _of_function(name, metric, join)
+        meters[name] = framework_meter(metric) or _of_function(name, metric, join)
     return Metrics(meters)
 
 

@@ -54,7 +54,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict[str, NDArray[Any]]:
     part = replace(data.spread(way.samples), batch_size=way.batch_size)
-    how: dict[str, Any] = {"step": Step(shares=way.shares), "precision": way.precision, "loss": loss}
+    options: dict[str, Any] = {"step": Step(shares=way.shares), "precision": way.precision, "loss": loss}
     double = way.precision == "fp64"
     with jax.enable_x64(True) if double else contextlib.nullcontext():
         net = copy.deepcopy(model)
@@ -63,7 +63,9 @@ def trained(model: nnx.Module, data: Arrays, way: Way, loss: Any = None) -> dict
         skeleton = Skeleton(net)
         skeleton.put_into(net, jax.tree.map(lambda leaf: jnp.asarray(nudged(leaf, way.nudge)), skeleton.numbers(net)))
         # An optimizer with a memory, so that differences of early steps would show.
-        trainer = Trainer(way.epochs, optimizer=optax.sgd(0.02, momentum=0.9), quiet=True, **on_cpu(way.devices), **how)
+        trainer = Trainer(
+            way.epochs, optimizer=optax.sgd(0.02, momentum=0.9), quiet=True, **on_cpu(way.devices), **options
+        )
         trainer.fit(net, part)
         return {name: np.array(tensor) for name, tensor in _tensors(net).items()}
 

@@ -88,14 +88,18 @@ class Evaluation:
         if isinstance(data, Stream):
             batches = data.windows(Cursor(), self.seed)
             for window, parts in loader_batches.agreed(batches, self._all_have, data.loader):
-                how = division(window.size, devices, None)
-                yield window, feed.sent(parts, how, self.world), how
+                divided = division(window.size, devices, None)
+                yield window, feed.sent(parts, divided, self.world), divided
             return
         order = np.arange(data.count)
         size = _even(data.count, batch_size_for(self.batch_size))
         for window in windows(Cursor(), data.count, size if self.is_mean else whole_size(data, self.batch_size)):
-            how = division(window.size, devices, None)
-            yield window, None if arrays is not None else feed.rows_of(data, order, window, how, self.world), how
+            divided = division(window.size, devices, None)
+            yield (
+                window,
+                None if arrays is not None else feed.rows_of(data, order, window, divided, self.world),
+                divided,
+            )
 
     def _all_have(self, number: int) -> bool:
         if self.world.size == 1:
@@ -147,8 +151,8 @@ def first_numbers(skeleton: Skeleton, model: nnx.Module, world: World, *, double
 
 
 def _of_the_first(tree: Any, world: World) -> Any:
-    own = named(tree)
-    return refilled(tree, tensors.fitting(world.from_first(tensors.pack(own)), own, "numbers of another model"))
+    leaves = named(tree)
+    return refilled(tree, tensors.fitting(world.from_first(tensors.pack(leaves)), leaves, "numbers of another model"))
 
 
 def _doubled(leaf: Any) -> Any:

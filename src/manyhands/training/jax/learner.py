@@ -111,8 +111,8 @@ class JaxLearner:
             self.notes.append("statistics of normalisation are over the whole batch, as on one device")
         if self.settings.step.wrt is not None:
             parts = (self.state["parameters"], self.state["rest"])
-            trained, others = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
-            self.notes.append(f"wrt: {trained} numbers are trained, {others} others stay as they are")
+            trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
+            self.notes.append(f"wrt: {trained} numbers are trained, {frozen} others stay as they are")
 
     @property
     def data(self) -> Source:
@@ -189,12 +189,12 @@ class JaxLearner:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        own = {part: self.state[part] for part in self._averages.values()}
+        weights = {part: self.state[part] for part in self._averages.values()}
         self.state.update(self._average_as_weights())
         try:
             yield
         finally:
-            self.state.update(own)
+            self.state.update(weights)
 
     def _average_as_weights(self) -> State:
         """In the weights' own kind of numbers."""
@@ -269,14 +269,14 @@ class JaxLearner:
         if "average" not in blobs:
             self.notes.append(NO_AVERAGE)
             return
-        own = self._average_by_name()
-        saved = tensors.fitting(blobs["average"], own, "an average of another model's weights")
+        expected = self._average_by_name()
+        saved = tensors.fitting(blobs["average"], expected, "an average of another model's weights")
         for average in self._averages:
             self._refill(average, saved)
 
     def restore(self, saved: Mapping[str, Any], blobs: Mapping[str, bytes], figures: Figures) -> None:
-        own = {**named(self.state["parameters"]), **named(self.state["rest"])}
-        weights = tensors.fitting(blobs["model"], own, "weights of another model")
+        expected = {**named(self.state["parameters"]), **named(self.state["rest"])}
+        weights = tensors.fitting(blobs["model"], expected, "weights of another model")
         for part in ("parameters", "rest"):
             self._refill(part, weights)
         for part, what in (
@@ -284,10 +284,10 @@ class JaxLearner:
             ("random", "random numbers of another model"),
         ):
             if part in blobs:  # weights from another framework come alone
-                own = named(self.state[part])
-                saved_part = tensors.fitting(blobs[part], own, what)
-                kept = [name for name in own if saving.is_kept(name, self.optimizer_options, saved)]
-                self._refill(part, {**saved_part, **{name: own[name] for name in kept}})
+                expected = named(self.state[part])
+                saved_part = tensors.fitting(blobs[part], expected, what)
+                job_options = [name for name in expected if saving.is_kept(name, self.optimizer_options, saved)]
+                self._refill(part, {**saved_part, **{name: expected[name] for name in job_options}})
         if "average" in self.state:
             self._restore_average(blobs)
         # All processes have the same sums: those of the first.
@@ -323,8 +323,8 @@ def _home(array: jax.Array, like: Any) -> Any:
     if not isinstance(like, jax.Array):
         return host
     host = host.astype(like.dtype)
-    kept = like.committed or isinstance(like.sharding, jax.sharding.NamedSharding)
-    return jax.device_put(host, like.sharding) if kept else jax.device_put(host)
+    is_placed = like.committed or isinstance(like.sharding, jax.sharding.NamedSharding)
+    return jax.device_put(host, like.sharding) if is_placed else jax.device_put(host)
 
 
 def _as_floats(shares: Any) -> list[float] | None:

@@ -58,8 +58,10 @@ def with_weights(model: Any) -> Any:
 
 def as_linen(wrapped: Any) -> Any:
     """The Linen module, bound to the variables of the NNX module that was made of it."""
-    own = {name: value for name, value in vars(wrapped).items() if not name.startswith(("to_nnx__", "_pytree__"))}
-    return wrapped.to_nnx__module.bind(bridge_variables.nnx_attrs_to_linen_vars(own))
+    attributes = {
+        name: value for name, value in vars(wrapped).items() if not name.startswith(("to_nnx__", "_pytree__"))
+    }
+    return wrapped.to_nnx__module.bind(bridge_variables.nnx_attrs_to_linen_vars(attributes))
 
 
 def _plain(variables: Any) -> Any:

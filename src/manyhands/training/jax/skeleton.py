@@ -40,8 +40,8 @@ class Skeleton:
 
     def __init__(self, model: nnx.Module, wrt: Any = None) -> None:
         if not isinstance(model, nnx.Module):
-            how = f" ({linen.HOW} makes one of this Linen module)" if linen.is_linen(model) else ""
-            raise refusals.not_a_model(model, f"a flax.nnx.Module{how}")
+            advice = f" ({linen.HOW} makes one of this Linen module)" if linen.is_linen(model) else ""
+            raise refusals.not_a_model(model, f"a flax.nnx.Module{advice}")
         self._filters = (nnx.Param if wrt is None else _filter(wrt), nnx.RngState, ...)
         self._graph, *states = nnx.split(model, *self._filters)
         self._states = dict(zip(PARTS, states, strict=True))

@@ -101,10 +101,10 @@ class World:
 
     def put(self, array: Any, *, in_parts: bool = False) -> jax.Array:
         """An array that every process has, on every device: the whole of it, or one part each."""
-        host, how = np.asarray(array), self.in_parts if in_parts else self.everywhere
+        host, sharding = np.asarray(array), self.in_parts if in_parts else self.everywhere
         if self.size == 1:
-            return jax.device_put(host, how)
-        return jax.make_array_from_callback(host.shape, how, lambda index: host[index])
+            return jax.device_put(host, sharding)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     def number(self, value: float, dtype: Any = None) -> jax.Array:
         """A number on every device; sent, but not waited for."""

@@ -44,10 +44,10 @@ def check_block(model: Any) -> None:
 
 def check_model(model: Any, settings: Settings, devices: int) -> None:
     check_block(model)
-    own = replicas.distinct(model)
-    if all(parameter.grad_req == "null" for parameter in own):
+    parameters = replicas.distinct(model)
+    if all(parameter.grad_req == "null" for parameter in parameters):
         raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
-    if any(parameter._stype != "default" or parameter._grad_stype != "default" for parameter in own):
+    if any(parameter._stype != "default" or parameter._grad_stype != "default" for parameter in parameters):
         raise BadSettings("parameters and gradients that are sparse cannot be trained here: make the layer dense")
     if settings.step.batch_stats == "global" and devices > 1 and replicas.normalises(model):
         batch_norm.check(model)

@@ -57,14 +57,14 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, n
         checks.make_parameters(model, data, 0)
     part = Arrays(data.spread(way.samples).arrays, data.prepare, data.native, way.batch_size)
     step = Step(shares=way.shares, batch_stats="global")
-    how: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss}
+    options: dict[str, Any] = {"step": step, "precision": way.precision, "loss": loss}
     momentum = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9)
     with replicas.on(model, [mx.cpu()], _DTYPES[way.precision]):
         before = tensors.pack(state.model_tensors(model))
         first = {name: nudged(tensor, way.nudge) for name, tensor in state.model_tensors(model).items()}
         try:
             state.restore_model(model, tensors.pack(first))
-            Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **how).fit(model, part)
+            Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **options).fit(model, part)
             return state.model_tensors(model)
         finally:
             state.restore_model(model, before)

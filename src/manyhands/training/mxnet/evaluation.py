@@ -100,8 +100,8 @@ def target_of(model: Any, batch: Batch) -> Any:
 
 def call_of(model: Any) -> Any:
     """How a block is called; what a hybrid block is written with gets MXNet's operations first."""
-    own = type(model)
-    if isinstance(model, mx.gluon.HybridBlock) and own.forward is mx.gluon.HybridBlock.forward:
+    kind = type(model)
+    if isinstance(model, mx.gluon.HybridBlock) and kind.forward is mx.gluon.HybridBlock.forward:
         return lambda x, *args: None  # MXNet says only then how many it takes
     return model.forward
 

@@ -73,8 +73,8 @@ class GluonLearner:
         clip, accumulate = settings.gradient_clip_val, settings.step.accumulate
         together = Together(model, len(devices)) if several and whole else None
         spared = Spared(model, trainer) if settings.step.on_nan == "continue" else None
-        how: Any = {"clip": clip, "accumulate": accumulate, "together": together, "spared": spared}
-        self.plain_step = Step(trainer, objective, self.metrics, **how)
+        options: Any = {"clip": clip, "accumulate": accumulate, "together": together, "spared": spared}
+        self.plain_step = Step(trainer, objective, self.metrics, **options)
         self.draws = _draws_numbers(model) or not objective.is_gluons
         self._plain_arrays = {name: (array, array.asnumpy()) for name, array in replicas.plain_arrays(model).items()}
         if several:
@@ -166,8 +166,8 @@ class GluonLearner:
 
     def save(self) -> Saved | None:
         self._share_statistics()
-        attributes, others = self.plain_step.attributes.saved()
-        self._note(f"{name} has changed, and is not in checkpoints: it is more than plain numbers" for name in others)
+        attributes, unsaved = self.plain_step.attributes.saved()
+        self._note(f"{name} has changed, and is not in checkpoints: it is more than plain numbers" for name in unsaved)
         return Saved(
             state={
                 "attributes": attributes,

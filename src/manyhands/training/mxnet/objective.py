@@ -120,8 +120,8 @@ def checked_answer(model: Any, inputs: Batch) -> Any:
 def _refuse_whole_numbers(model: Any, inputs: Batch) -> None:
     """Samples of whole numbers that its layers do not take, where they would take them as floating-point numbers."""
     kind = np.dtype(replicas.distinct(model)[0].dtype).name
-    others = {np.dtype(part.dtype).name for part in inputs if "float" not in np.dtype(part.dtype).name}
-    if not others:
+    kinds = {np.dtype(part.dtype).name for part in inputs if "float" not in np.dtype(part.dtype).name}
+    if not kinds:
         return
     try:
         with autograd.pause():
@@ -129,7 +129,7 @@ def _refuse_whole_numbers(model: Any, inputs: Batch) -> None:
     except Exception:
         return
     raise BadBatch(
-        f"the samples are {', '.join(sorted(others))}, the model's weights {kind}, and MXNet does not compute with "
+        f"the samples are {', '.join(sorted(kinds))}, the model's weights {kind}, and MXNet does not compute with "
         f"both: give X.astype('{kind}')"
     ) from None
 

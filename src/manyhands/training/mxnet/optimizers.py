@@ -66,9 +66,9 @@ def trainer_for(model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
         optimizer = model.configure_optimizers()
     trained, scale = replicas.distinct(model), None
     if isinstance(optimizer, gluon.Trainer):
-        own = set(map(id, trained))
+        model_parameters = set(map(id, trained))
         trained = list(optimizer._params)
-        if any(id(parameter) not in own for parameter in trained):
+        if any(id(parameter) not in model_parameters for parameter in trained):
             raise BadSettings("the optimizer has parameters that are not of this model: make it of its own")
         # Its own steps divide by the number of samples; here the loss has been divided already.
         optimizer, scale = optimizer.optimizer, optimizer._scale

@@ -27,10 +27,10 @@ def model_tensors(model: Any) -> dict[str, NDArray[Any]]:
 
 def restore_model(model: Any, blob: bytes) -> None:
     """Put weights into a model; a checkpoint of another model is refused, with the differences named."""
-    own = replicas.parameters(model)
-    arrays = {name: parameter.list_data()[0] for name, parameter in own.items()}
+    parameters = replicas.parameters(model)
+    arrays = {name: parameter.list_data()[0] for name, parameter in parameters.items()}
     for name, values in tensors.fitting(blob, arrays, "weights of another model").items():
-        set_values(own[name], values)
+        set_values(parameters[name], values)
 
 
 # The optimizer. Gluon's trainer has one updater per device; all of them hold the same.
@@ -46,22 +46,22 @@ def optimizer_numbers(trainer: gluon.Trainer) -> dict[str, Any]:
     """How often each parameter was updated, and the optimizer's own numbers, as JSON."""
     optimizer = trainer.optimizer
     counts = optimizer._all_index_update_counts.get(trainer._contexts[0].device_id, {})
-    own = {name: value for name, value in vars(optimizer).items() if name not in _NOT_SAVED and _is_plain(value)}
+    options = {name: value for name, value in vars(optimizer).items() if name not in _NOT_SAVED and _is_plain(value)}
     return {
         "updates": optimizer.num_update,
         "counts": {str(index): count for index, count in counts.items()},
-        "numbers": own,
+        "numbers": options,
     }
 
 
 def optimizer_options(trainer: gluon.Trainer) -> dict[str, Any]:
     """What the optimizer was made with."""
-    own = vars(trainer.optimizer)
-    return {name: value for name, value in own.items() if name not in _COUNTED and _is_plain(value)}
+    attributes = vars(trainer.optimizer)
+    return {name: value for name, value in attributes.items() if name not in _COUNTED and _is_plain(value)}
 
 
 def restore_optimizer(
-    trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str, Any], kept: Callable[[str], bool]
+    trainer: gluon.Trainer, blob: bytes, numbers: Mapping[str, Any], is_kept: Callable[[str], bool]
 ) -> None:
     """Go on with what was saved, on the devices of this trainer; ``kept`` says which options stay as they are."""
     optimizer, saved = trainer.optimizer, tensors.unpack(blob)
@@ -71,7 +71,7 @@ def restore_optimizer(
             f"the optimizer's state is of {max(counts) + 1} parameters, the model has {len(trainer._params)}"
         )
     for name, value in numbers["numbers"].items():
-        if name in vars(optimizer) and not kept(name):
+        if name in vars(optimizer) and not is_kept(name):
             setattr(optimizer, name, value)
     optimizer.num_update = numbers["updates"]
     for number, (device, updater) in enumerate(zip(trainer._contexts, trainer._updaters, strict=True)):

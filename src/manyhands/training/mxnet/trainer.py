@@ -166,14 +166,14 @@ class Trainer(BaseTrainer):
             )
             learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
             learner.notes += [] if note is None else [note]
-            how: Any = {
+            options: Any = {
                 "schedule": schedule,
                 "run": run,
                 "resume": resume,
                 "callbacks": dispatcher.plan,
                 "metrics": self._metrics(),
             }
-            result = Loop(learner, settings, dispatcher.event, **how).fit()
+            result = Loop(learner, settings, dispatcher.event, **options).fit()
         result.devices = self.device_names
         return result
 

@@ -42,9 +42,9 @@ def trained(model: Any, data: Arrays, way: Way, loss: Any = None) -> dict[str, A
     net = precision.like(model, _POLICIES[way.precision], checks.few_samples(part, 2))
     net.set_weights([nudged(weight, way.nudge) for weight in net.get_weights()])
     step = Step(shares=way.shares, batch_stats="global")
-    how: dict[str, Any] = {"step": step, "loss": loss, "batch_size": way.batch_size}
+    options: dict[str, Any] = {"step": step, "loss": loss, "batch_size": way.batch_size}
     momentum = keras.optimizers.SGD(0.02, momentum=0.9)  # has a memory, so that differences of early steps show
-    Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **how).fit(net, part)
+    Trainer(way.epochs, optimizer=momentum, quiet=True, **on_cpu(way.devices), **options).fit(net, part)
     return dict(zip(naming.names(net), net.get_weights(), strict=True))
 
 
@@ -72,5 +72,5 @@ def load_weights(model: Any, run: str | Path) -> Any:
 
 
 def _restore(net: Any, weights: bytes) -> None:
-    own = dict(zip(naming.names(net), net.get_weights(), strict=True))
-    net.set_weights(list(tensors.fitting(weights, own, "weights of another model").values()))
+    expected = dict(zip(naming.names(net), net.get_weights(), strict=True))
+    net.set_weights(list(tensors.fitting(weights, expected, "weights of another model").values()))

@@ -40,8 +40,8 @@ class Evaluation:
         self.step.set_sums(self.step.test_sums, Figures())
         answers = take is not None
         if answers not in self._programs:
-            how: Any = {"on_host": feed.on_host, "answers": answers, "gathered": answers and self.world.size > 1}
-            self._programs[answers] = self.step.tester(prepared_by(feed.source), **how)
+            options: Any = {"on_host": feed.on_host, "answers": answers, "gathered": answers and self.world.size > 1}
+            self._programs[answers] = self.step.tester(prepared_by(feed.source), **options)
         whole, size = not self.objective.is_mean, pieces.batch_size_for(self.batch_size)
         if whole or (isinstance(self.objective, Supervised) and self.objective.is_sum):  # a sum grows with the batch
             size = pieces.whole_size(feed.source, self.batch_size)
@@ -50,8 +50,8 @@ class Evaluation:
 
     def predict(self, feed: Feed, alive: Callable[[], None], take: Take) -> None:
         """What the model answers to all samples."""
-        how: Any = {"on_host": feed.on_host, "gathered": self.world.size > 1}
-        program = self.step.predictor(prepared_by(feed.source), **how)
+        options: Any = {"on_host": feed.on_host, "gathered": self.world.size > 1}
+        program = self.step.predictor(prepared_by(feed.source), **options)
         outputs = _outputs(self.world, take)
         self._run(
             lambda *arguments: (program(*arguments), ()), feed, alive, outputs, pieces.batch_size_for(self.batch_size)
@@ -98,7 +98,7 @@ class Evaluator:
         self.feed = Feed(data, world.strategy, world.devices, check)
         step = Step(world.strategy, function, None, (), settings)
         if world.size > 1:  # others may have drawn other weights than the first process
-            for variable in (*step.weights, *step.kept):
+            for variable in (*step.weights, *step.statistics):
                 replicas = step.on_each(variable)
                 value = replicas[0].numpy()
                 first = np.frombuffer(world.from_first(value.tobytes()), value.dtype).reshape(value.shape)

@@ -141,13 +141,13 @@ class KerasLearner:
             for both in zip(self.step_of.averaged, self.step_of.average, strict=True)
             for weight, average in zip(*map(self.step_of.on_each, both), strict=True)
         ]
-        kept = [weight.read_value() for weight, _ in pairs]
+        weights = [weight.read_value() for weight, _ in pairs]
         for weight, average in pairs:
             weight.assign(tf.cast(average.read_value(), weight.dtype))
         try:
             yield
         finally:
-            for (weight, _), value in zip(pairs, kept, strict=True):
+            for (weight, _), value in zip(pairs, weights, strict=True):
                 weight.assign(value)
 
     def send_figures(self, step: int) -> None:
@@ -178,9 +178,9 @@ class KerasLearner:
         self._coming, self._shown = None, None
 
     def _of_all(self, sums: Any) -> list[Figures]:
-        own = self._figures(self.step_of.on_each(sums))
-        bad = math.inf if own.bad_step is None else own.bad_step
-        rows = self.world.gather([own.loss_sum, own.right, own.count, own.counted, min(bad, 2.0**62)])
+        figures = self._figures(self.step_of.on_each(sums))
+        bad = math.inf if figures.bad_step is None else figures.bad_step
+        rows = self.world.gather([figures.loss_sum, figures.right, figures.count, figures.counted, min(bad, 2.0**62)])
         return [Figures(a, b, c, None if bad == 2.0**62 else int(bad), bool(counted)) for a, b, c, counted, bad in rows]
 
     def _figures(self, parts: Sequence[Any]) -> Figures:
@@ -252,14 +252,16 @@ class KerasLearner:
         """Running statistics differ from device to device; those of the (first) largest share count."""
         if not self.step_of.all_take_part:
             largest = self.shares.index(max(self.shares)) if self.shares else 0
-            self.step_of.share_kept(np.int32(largest))
+            self.step_of.share_statistics(np.int32(largest))
 
     def _variables(self) -> list[Any]:
         """This process's replicas' variables for each of the model's weights, in the model's order."""
-        function, own = self.step_of.function, self.step_of
+        function, step = self.step_of.function, self.step_of
         by_id = {
             id(variable): ours
-            for variable, ours in zip([*function.trained, *function.kept], [*own.weights, *own.kept], strict=True)
+            for variable, ours in zip(
+                [*function.trained, *function.statistics], [*step.weights, *step.statistics], strict=True
+            )
         }
         return [by_id[id(variable)] for variable in self.job.layers.weights]
 
@@ -276,16 +278,16 @@ class KerasLearner:
         return tensors.pack({str(number): value for number, value in enumerate(self._memory())})
 
     def _set_weights(self, blob: bytes) -> None:
-        own = dict(zip(self.names, self._weights(), strict=True))
-        values = tensors.fitting(blob, own, "weights of another model")
+        expected = dict(zip(self.names, self._weights(), strict=True))
+        values = tensors.fitting(blob, expected, "weights of another model")
         self._set(self._variables(), list(values.values()))
 
     def _set_memory(self, blob: bytes) -> None:
         """The learning rate is the job's own, not the checkpoint's."""
-        own = {str(number): value for number, value in enumerate(self._memory())}
-        values = tensors.fitting(blob, own, "the memory of another optimizer")
+        expected = {str(number): value for number, value in enumerate(self._memory())}
+        values = tensors.fitting(blob, expected, "the memory of another optimizer")
         if self.step_of.rate is not None:
-            values[str(self.step_of.rate)] = own[str(self.step_of.rate)]
+            values[str(self.step_of.rate)] = expected[str(self.step_of.rate)]
         self._set(self.step_of.memory, list(values.values()))
 
     def _set(self, variables: Sequence[Any], values: Sequence[Array]) -> None:

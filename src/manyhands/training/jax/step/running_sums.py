@@ -23,11 +23,11 @@ _NEVER = 2**31 - 1  # the first bad step, as long as there is none
 def from_figures(figures: Figures) -> Sums:
     """Sums to begin with, as NumPy's arrays."""
     first = np.float64(np.float32(figures.loss_sum))
-    kept = [first, figures.loss_sum - first] if math.isfinite(figures.loss_sum) else [figures.loss_sum, 0.0]
+    loss = [first, figures.loss_sum - first] if math.isfinite(figures.loss_sum) else [figures.loss_sum, 0.0]
     bad = _NEVER if figures.bad_step is None else figures.bad_step
     kind = np.float64 if jax.config.jax_enable_x64 else np.float32
     return {
-        "loss": np.array(kept, kind),
+        "loss": np.array(loss, kind),
         "counts": np.array([figures.right, figures.count, bad], np.int32),
         "divisor": np.zeros(2, kind),
     }

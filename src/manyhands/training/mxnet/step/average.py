@@ -29,11 +29,11 @@ class Average:
 
     def restart(self) -> None:
         """Begin with the weights as they are."""
-        kept = {id(statistic) for statistic in replicas.statistics(self._model)}
+        statistics = {id(statistic) for statistic in replicas.statistics(self._model)}
         self._parameters = [
             parameter
             for parameter in replicas.distinct(self._model)
-            if id(parameter) not in kept or self._averages_statistic(parameter)
+            if id(parameter) not in statistics or self._averages_statistic(parameter)
         ]
         self._average = [[array.copy() for array in parameter.list_data()] for parameter in self._parameters]
 
@@ -42,10 +42,10 @@ class Average:
 
     def share_statistics(self, source: int) -> None:
         """Give every device the averages of statistics that one of them has."""
-        kept = {id(statistic) for statistic in replicas.statistics(self._model)}
+        statistics = {id(statistic) for statistic in replicas.statistics(self._model)}
         for parameter, arrays in zip(self._parameters, self._average, strict=True):
             for number, array in enumerate(arrays):
-                if id(parameter) in kept and number != source:
+                if id(parameter) in statistics and number != source:
                     arrays[source].copyto(array)
 
     def arrays(self) -> Iterator[Any]:
@@ -67,12 +67,12 @@ class Average:
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
         """Within it the model's weights are the average."""
-        kept = [weight.copy() for _, weight in self._pairs()]
+        weights = [weight.copy() for _, weight in self._pairs()]
         self.put_into_model()
         try:
             yield
         finally:
-            for before, (_, weight) in zip(kept, self._pairs(), strict=True):
+            for before, (_, weight) in zip(weights, self._pairs(), strict=True):
                 before.copyto(weight)
 
     def put_into_model(self) -> None:
@@ -89,11 +89,11 @@ class Average:
         self.restart()
         if "average" not in blobs:
             return False
-        own = replicas.parameters(self._model)
+        parameters = replicas.parameters(self._model)
         values = tensors.fitting(
-            blobs["average"], {n: parameter.list_data()[0] for n, parameter in own.items()}, "an average"
+            blobs["average"], {n: parameter.list_data()[0] for n, parameter in parameters.items()}, "an average"
         )
-        by_parameter: dict[int, NDArray[Any]] = {id(own[name]): value for name, value in values.items()}
+        by_parameter: dict[int, NDArray[Any]] = {id(parameters[name]): value for name, value in values.items()}
         for parameter, of_parameter in zip(self._parameters, self._average, strict=True):
             for array in of_parameter:
                 module = mx.np if isinstance(array, mx.np.ndarray) else mx.nd

@@ -125,8 +125,8 @@ def _forward(layer: Any, x: Any) -> Any:
         result = result * layer.gamma.data(device).reshape(shape)
     before = np.float32(kwargs["momentum"])  # as MXNet's own layer has it, also where it computes in float64
     with autograd.pause():
-        for kept, now in ((layer.running_mean, mean), (layer.running_var, variance)):
-            array = kept.data(device)
+        for running, now in ((layer.running_mean, mean), (layer.running_var, variance)):
+            array = running.data(device)
             array[:] = array * float(before) + now.reshape((-1,)) * float(1 - before)
     return result + layer.beta.data(device).reshape(shape)
 

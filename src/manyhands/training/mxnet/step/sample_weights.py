@@ -48,14 +48,14 @@ def _inputs(model: Any) -> tuple[int, float]:
     """The fewest and the most inputs that a model takes."""
     if isinstance(model, (gluon.nn.Sequential, gluon.nn.HybridSequential)):
         return 1, 1
-    kind, own = type(model), getattr(model, "_reg_params", {})
+    kind, registered = type(model), getattr(model, "_reg_params", {})
     hybrid = isinstance(model, gluon.HybridBlock) and kind.forward is gluon.HybridBlock.forward
     function, before = (kind.hybrid_forward, 2) if hybrid else (kind.forward, 1)
     fewest, most = 0, 0.0
     for parameter in list(inspect.signature(function).parameters.values())[before:]:
         if parameter.kind is parameter.VAR_POSITIONAL:
             most = math.inf
-        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name not in own:
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name not in registered:
             most += 1
             fewest += parameter.default is parameter.empty
     return max(1, fewest), max(1.0, most)

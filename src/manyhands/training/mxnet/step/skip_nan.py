@@ -38,8 +38,8 @@ class Spared:
         """To be called after it: ``good`` says, on a device, whether the step was one."""
         with numpy_like():
             on_device = {device: good.as_in_ctx(device) for device in self._trainer._contexts}
-            for array, kept in zip(self._arrays(), self._kept, strict=True):
-                chosen = mx.np.where(on_device[array.context], array.as_np_ndarray(), kept.as_np_ndarray())
+            for array, before in zip(self._arrays(), self._kept, strict=True):
+                chosen = mx.np.where(on_device[array.context], array.as_np_ndarray(), before.as_np_ndarray())
                 array.as_np_ndarray()[:] = chosen
 
     def _arrays(self) -> Iterator[Any]:

@@ -74,8 +74,8 @@ class _OnDevice:
         if not net.built or all(_backend.is_on(tensor, device) for _, tensor in _backend.model_tensors(net)):
             return lambda X: net(X, training=False)
         with tf.device(device):
-            own = [[tf.identity(v) for v in part] for part in (net.trainable_variables, net.non_trainable_variables)]
-        return lambda X: net.stateless_call(*own, X, training=False)[0]
+            copies = [[tf.identity(v) for v in part] for part in (net.trainable_variables, net.non_trainable_variables)]
+        return lambda X: net.stateless_call(*copies, X, training=False)[0]
 
 
 _functions = _Accuracy(_backend)

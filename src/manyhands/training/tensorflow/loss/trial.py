@@ -44,12 +44,12 @@ def check(function: Function, data: Arrays) -> tuple[str | None, loss_trial.Chos
 def _graph(function: Function, data: Arrays) -> Any:
     """The terms of the loss with their gradients, traced once: the user's code runs for no pass but the first."""
     weights = [tf.convert_to_tensor(variable.value) for variable in function.trained]
-    kept = [tf.convert_to_tensor(variable.value) for variable in function.kept]
+    statistics = [tf.convert_to_tensor(variable.value) for variable in function.statistics]
 
     def work(seed: Any, *arrays: Any) -> list[tuple[Any, Any, list[Any]]]:
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(weights)
-            losses, _ = function(weights, kept, (seed,), data.nested(data.prepare(arrays)), training=True)
+            losses, _ = function(weights, statistics, (seed,), data.nested(data.prepare(arrays)), training=True)
             terms = _terms(losses, tf.shape(arrays[0])[0])
         gradients = [tape.gradient(total, weights, unconnected_gradients="zero") for total, _ in terms]
         dense = [[tf.convert_to_tensor(gradient) for gradient in part] for part in gradients]

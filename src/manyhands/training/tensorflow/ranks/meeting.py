@@ -43,8 +43,8 @@ def read_tf_config() -> None:
         raise BadSettings(
             "TF_CONFIG has tasks other than workers: here every process is a worker, the first is worker 0"
         )
-    own = {"RANK": rank, "WORLD_SIZE": len(workers), "MASTER_ADDR": host, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in own.items()})
+    environment = {"RANK": rank, "WORLD_SIZE": len(workers), "MASTER_ADDR": host, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()})
 
 
 def resolver(place: launcher.Place) -> Any:
@@ -97,8 +97,8 @@ def _report(place: launcher.Place, seconds: float) -> list[str]:
     while True:
         try:
             with socket.create_connection((place.address, place.port + 1), timeout=5) as host:
-                own = host.getsockname()[0]
-                report = {_HELLO: 1, "rank": place.rank, "address": f"{_bracketed(own)}:{_free_port(own)}"}
+                address = host.getsockname()[0]
+                report = {_HELLO: 1, "rank": place.rank, "address": f"{_bracketed(address)}:{_free_port(address)}"}
                 host.sendall(json.dumps(report).encode() + b"\n")
                 host.settimeout(max(0.01, end - time.monotonic()))
                 return _all_of(_line(host, _LONGEST * place.size), place.size)

@@ -66,10 +66,10 @@ class World:
         rows: list[list[float]] = self._summed(table).tolist()
         return rows
 
-    def _summed(self, own: Array) -> Array:
-        summed = _sums(self.strategy)(tf.convert_to_tensor(own.ravel()))
+    def _summed(self, addends: Array) -> Array:
+        summed = _sums(self.strategy)(tf.convert_to_tensor(addends.ravel()))
         values: Array = self.strategy.experimental_local_results(summed)[0].numpy()
-        return values.reshape(own.shape)
+        return values.reshape(addends.shape)
 
 
 @functools.cache
@@ -95,11 +95,11 @@ def of_devices(devices: Sequence[Any]) -> World:
         world = World(tf.distribute.MirroredStrategy(devices, cross_device_ops=sums))
     with world.strategy.scope():
         probe = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ, trainable=False)
-    for device, own in zip(devices, world.strategy.experimental_local_results(probe), strict=True):
-        if not backend.is_on(own, device):
+    for device, variable in zip(devices, world.strategy.experimental_local_results(probe), strict=True):
+        if not backend.is_on(variable, device):
             raise PlacementFailed(
                 f"TensorFlow was asked for a replica on {backend.neutral(device)} and made it on "
-                f"{backend.neutral(backend.device_of(own))} without a word. Is that device there? "
+                f"{backend.neutral(backend.device_of(variable))} without a word. Is that device there? "
                 "See: manyhands devices"
             )
     return world

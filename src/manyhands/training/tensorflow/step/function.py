@@ -44,8 +44,8 @@ class Function:
         self._attributes = Attributes(_own_layers(model), ignored=_OF_EVERY_MODEL)
         self.unknown = list(_unknown_variables(model))
         self.trained: list[Any] = list(model.trainable_variables)
-        own = {id(variable) for variable in self.trained}
-        self.kept = [variable for variable in model.weights if id(variable) not in own]
+        trained = {id(variable) for variable in self.trained}
+        self.statistics = [variable for variable in model.weights if id(variable) not in trained]
         # Layers without a generator of their own take Keras's global one, of which every thread has another.
         self._unseeded = keras.random.SeedGenerator(0)
         weights = {id(variable) for variable in model.weights}
@@ -54,28 +54,28 @@ class Function:
         self._keys = keys.astype(np.int64).astype(np.int32).reshape(-1, 2)
 
     def __call__(
-        self, weights: Sequence[Any], kept: Sequence[Any], numbers: Sequence[Any], batch: Batch, *, training: bool
+        self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any], batch: Batch, *, training: bool
     ) -> tuple[Losses, list[Any]]:
         """The loss, regularizers and ``add_loss`` included, and the statistics after it.
 
         ``numbers`` (of the step, the replica and the like) tell one draw of random numbers from another.
         """
-        with self._within(weights, kept, numbers) as scope:
+        with self._within(weights, statistics, numbers) as scope:
             losses = self.objective(self.model, batch, training=training)
             if not losses.complete:
                 losses = sum((Losses(_penalty(loss)) for loss in self.model.losses), losses)
-        return losses, [scope.get_current_value(variable) for variable in self.kept]
+        return losses, [scope.get_current_value(variable) for variable in self.statistics]
 
-    def answer(self, weights: Sequence[Any], kept: Sequence[Any], numbers: Sequence[Any], batch: Batch) -> Any:
+    def answer(self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any], batch: Batch) -> Any:
         """What the model says to a batch with or without targets, in evaluation mode and full precision."""
-        with self._within(weights, kept, numbers):
+        with self._within(weights, statistics, numbers):
             inputs = batch_parts.inputs_of(self.model, batch, self.inputs)
             return widened(batch_parts.checked_answer(self.model, batch_parts.Parts(inputs, ()), training=False))
 
     @contextlib.contextmanager
-    def _within(self, weights: Sequence[Any], kept: Sequence[Any], numbers: Sequence[Any]) -> Iterator[Any]:
+    def _within(self, weights: Sequence[Any], statistics: Sequence[Any], numbers: Sequence[Any]) -> Iterator[Any]:
         """The model has these values, and random numbers of its own."""
-        mapping = [*zip(self.trained, weights, strict=True), *zip(self.kept, kept, strict=True)]
+        mapping = [*zip(self.trained, weights, strict=True), *zip(self.statistics, statistics, strict=True)]
         mapping += zip(self._generators, self._seeds(numbers), strict=True)
         scope = keras.StatelessScope(state_mapping=mapping, collect_losses=True, initialize_variables=False)
         with self._own_generator(), self._as_it_was(), _as_one_replica(), scope:

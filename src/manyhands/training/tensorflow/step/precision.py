@@ -73,12 +73,12 @@ def _with_policy(config: Any, policy: str | None) -> Any:
 
 
 def _take_over(new_model: Any, model: Any) -> None:
-    own, others = new_model.weights, model.weights
-    if [tuple(weight.shape) for weight in own] != [tuple(weight.shape) for weight in others]:
+    new_weights, weights = new_model.weights, model.weights
+    if [tuple(weight.shape) for weight in new_weights] != [tuple(weight.shape) for weight in weights]:
         raise BadSettings(
             f"a {type(model).__name__} that is made anew from its get_config() has other weights: make the model "
             "yourself in the precision that you want, and leave precision='auto'"
         )
-    for variable, other in zip(own, others, strict=True):
+    for variable, other in zip(new_weights, weights, strict=True):
         variable.assign(other.numpy())
         variable.trainable = other.trainable

@@ -47,7 +47,7 @@ class Step:
         self.strategy, self.function, self.optimizer, self.settings = strategy, function, optimizer, settings
         self.rate = None if optimizer is None else optimizers.rate_of(optimizer)
         self.weights = [self._own(variable.numpy()) for variable in function.trained]
-        self.kept = [self._own(variable.numpy()) for variable in function.kept]
+        self.statistics = [self._own(variable.numpy()) for variable in function.statistics]
         self.memory = [self._own(value) for value in memory]
         self.sums = self._own(np.array([0, 0, 0, _NONE_BAD]))
         # After the four figures: the totals of sums with a count of their own, and the counts.
@@ -62,7 +62,7 @@ class Step:
         self.nothing_counts = 0.0  # the mean of a sum whose count is 0; known when the loss was traced
         self.sums_of_loss = 0
         self._terms = 1  # of the loss: its mean over samples, and the sums; known when it was traced
-        self.share_kept = _compiled(self._share_kept)
+        self.share_statistics = _compiled(self._share_statistics)
         self.sums_together = _compiled(self._sums_together)
 
     def _own(self, value: Array) -> Any:
@@ -77,8 +77,8 @@ class Step:
 
     def keep_average(self, averaging: Averaging) -> None:
         """Before the first step: keep a moving average of the weights, in float32 at least."""
-        statistics = [variable for variable in self.kept if averaging.buffers and variable.dtype.is_floating]
-        self.averaged = [*self.weights, *statistics]
+        floating = [variable for variable in self.statistics if averaging.buffers and variable.dtype.is_floating]
+        self.averaged = [*self.weights, *floating]
         first = [self.on_each(variable)[0].numpy() for variable in self.averaged]
         self.average = [self._own(value.astype(np.promote_types(value.dtype, np.float32))) for value in first]
         self._decay = averaging.decay
@@ -125,10 +125,8 @@ class Step:
     def _train_replica(
         self, prepare: Prepare, on_host: bool, data: Batch, order: Any, bounds: Any, number: Any, factor: Any
     ) -> None:
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        begin, end = bounds[replica], bounds[replica + 1]
-        whole, weights = bounds[-1] - bounds[0], [tf.convert_to_tensor(weight) for weight in self.weights]
-        kept = [tf.convert_to_tensor(variable) for variable in self.kept]
+        (replica, begin, end), whole = _place(bounds), bounds[-1] - bounds[0]
+        weights, statistics = self._values()
         parts, sums = self.settings.step.accumulate, _no_figures()
         gradients: list[list[Any]] = []
         for part in range(parts):
@@ -138,7 +136,7 @@ class Step:
                 return prepare(_gathered(data, order[start:stop], on_host))
 
             numbers = (number, replica, part)
-            more, kept, now = self._part(rows, stop - start, whole, weights, kept, numbers)
+            more, statistics, now = self._part(rows, stop - start, whole, weights, statistics, numbers)
             gradients = [_added(*both) for both in zip(gradients, more, strict=True)] if gradients else more
             sums = _added(sums, now)
         figures, summed = self._divided(gradients, sums, whole)
@@ -146,24 +144,24 @@ class Step:
         *summed, loss = _over_replicas([*summed, share])
         if self.settings.gradient_clip_val:
             summed, _ = tf.clip_by_global_norm(summed, self.settings.gradient_clip_val)
-        self._update(summed, weights, kept, loss, factor)
+        self._update(summed, weights, statistics, loss, factor)
         none_bad = tf.constant(_NONE_BAD, tf.float64)
         _add(self.sums, figures, tf.where(tf.math.is_finite(loss), none_bad, tf.cast(number, tf.float64)))
 
     def _part(
-        self, rows: Callable[[], Batch], size: Any, whole: Any, weights: list[Any], kept: list[Any], numbers: Any
+        self, rows: Callable[[], Batch], size: Any, whole: Any, weights: list[Any], statistics: list[Any], numbers: Any
     ) -> tuple[list[list[Any]], list[Any], list[Any]]:
         """Gradients of each term of the loss, statistics and figures of a part of a shard, if it has samples."""
 
         def work() -> tuple[list[list[Any]], list[Any], list[Any]]:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
                 tape.watch(weights)
-                losses, after = self.function(weights, kept, numbers, rows(), training=True)
+                losses, after = self.function(weights, statistics, numbers, rows(), training=True)
                 terms = _terms(losses, size, whole)
             self._terms = len(terms)
             gradients = [tape.gradient(term, weights, unconnected_gradients="zero") for term in terms]
             return (
-                [[tf.convert_to_tensor(gradient) for gradient in part] for part in gradients],
+                list(map(_read, gradients)),
                 after,
                 self._figures(losses, size, whole),
             )
@@ -172,42 +170,46 @@ class Step:
             return work()
 
         def nothing() -> tuple[list[list[Any]], list[Any], list[Any]]:  # traced after the other branch
-            return [[tf.zeros_like(weight) for weight in weights] for _ in range(self._terms)], kept, _no_figures()
+            return (
+                [[tf.zeros_like(weight) for weight in weights] for _ in range(self._terms)],
+                statistics,
+                _no_figures(),
+            )
 
         outcome: tuple[list[list[Any]], list[Any], list[Any]] = tf.cond(size > 0, work, nothing)
         return outcome
 
     def _divided(self, gradients: list[list[Any]], figures: list[Any], whole: Any) -> tuple[Any, list[Any]]:
         """This replica's part of the loss and of its gradients, each sum divided by the count of all replicas."""
-        (first, *others), (plain, totals, counts) = gradients, figures
-        if not others:
+        (first, *of_sums), (plain, totals, counts) = gradients, figures
+        if not of_sums:
             return plain, first
         (counts,) = _over_replicas([counts])
-        for number, sums in enumerate(others):
+        for number, sums in enumerate(of_sums):
             # The gradients are those of the sum over the number of samples, so that half precision can hold them.
             factor = tf.math.divide_no_nan(tf.cast(whole, tf.float64), counts[number])
             first = [a + b * tf.cast(factor, b.dtype) for a, b in zip(first, sums, strict=True)]
-        used = tf.range(MOST_SUMS) < len(others)
+        used = tf.range(MOST_SUMS) < len(of_sums)
         nothing = tf.where(used & (counts == 0), tf.constant(self.nothing_counts, tf.float64), 0.0)
         loss = tf.reduce_sum(tf.math.divide_no_nan(totals, counts) + nothing) * tf.cast(whole, tf.float64)
         return tf.tensor_scatter_nd_add(plain, [[LOSS]], [loss]), first
 
-    def _update(self, gradients: list[Any], weights: list[Any], kept: list[Any], loss: Any, factor: Any) -> None:
-        memory = [tf.convert_to_tensor(variable) for variable in self.memory]
+    def _update(self, gradients: list[Any], weights: list[Any], statistics: list[Any], loss: Any, factor: Any) -> None:
+        memory = _read(self.memory)
         used = list(memory)
         if self.rate is not None:
             used[self.rate] = memory[self.rate] * tf.cast(factor, memory[self.rate].dtype)
         new_weights, new_memory = self.optimizer.stateless_apply(used, gradients, weights)
         if self.rate is not None:
             new_memory[self.rate] = memory[self.rate]
-        average = [tf.convert_to_tensor(variable) for variable in self.average]
-        old = [*weights, *memory, *map(tf.convert_to_tensor, self.kept), *average]
-        statistics = [value for value in kept if value.dtype.is_floating]
-        averaged = [*new_weights, *statistics][: len(average)]  # see keep_average: all statistics, or none
-        new = [*new_weights, *new_memory, *kept, *self._moved(average, averaged)]
+        average = _read(self.average)
+        old = [*weights, *memory, *_read(self.statistics), *average]
+        floating = [value for value in statistics if value.dtype.is_floating]
+        averaged = [*new_weights, *floating][: len(average)]  # see keep_average: all statistics, or none
+        new = [*new_weights, *new_memory, *statistics, *self._moved(average, averaged)]
         if self.settings.step.on_nan == "continue":  # a batch without a loss shall leave no trace
             new = [tf.where(tf.math.is_finite(loss), a, b) for a, b in zip(new, old, strict=True)]
-        for variable, value in zip([*self.weights, *self.memory, *self.kept, *self.average], new, strict=True):
+        for variable, value in zip([*self.weights, *self.memory, *self.statistics, *self.average], new, strict=True):
             variable.assign(value)
 
     def _moved(self, average: list[Any], values: list[Any]) -> list[Any]:
@@ -223,11 +225,11 @@ class Step:
         pairs: list[Any] = []
 
         def work() -> Any:
-            weights, kept = self._values()
+            weights, statistics = self._values()
             batch = prepare(_gathered(data, order[begin:end], on_host))
-            losses, _ = self.function(weights, kept, (0, replica), batch, training=False)
+            losses, _ = self.function(weights, statistics, (0, replica), batch, training=False)
             if answers and losses.answer is None:  # a step of the model's own keeps it to itself
-                answer = self.function.answer(weights, kept, (0, replica), batch)
+                answer = self.function.answer(weights, statistics, (0, replica), batch)
                 losses = replace(losses, answer=answer, targets=batch[-1] if len(batch) > 1 else ())
             pairs.append((losses.answer, losses.targets) if answers else ())
             return self._figures(losses, end - begin, bounds[-1] - bounds[0]), pairs[0]
@@ -252,9 +254,7 @@ class Step:
 
     def _values(self) -> tuple[list[Any], list[Any]]:
         """This replica's weights and statistics."""
-        return [tf.convert_to_tensor(weight) for weight in self.weights], [
-            tf.convert_to_tensor(variable) for variable in self.kept
-        ]
+        return _read(self.weights), _read(self.statistics)
 
     def _figures(self, losses: Losses, size: Any, whole: Any) -> list[Any]:
         """The three figures, and the totals and counts of the sums; without samples all are nothing."""
@@ -278,25 +278,29 @@ class Step:
         """The sums over all replicas of all processes, on each of them; without the first bad step."""
 
         def add_up() -> Any:
-            own = tf.convert_to_tensor(self.sums)
+            sums = tf.convert_to_tensor(self.sums)
             none_bad = tf.constant([_NONE_BAD], tf.float64)
-            return tf.concat([_over_replicas([own[:BAD_STEP]])[0], none_bad], 0)
+            return tf.concat([_over_replicas([sums[:BAD_STEP]])[0], none_bad], 0)
 
         return self.strategy.run(add_up)
 
-    def _share_kept(self, source: Any) -> None:
+    def _share_statistics(self, source: Any) -> None:
         """Every replica gets the statistics of one of them."""
 
         def share(source: Any) -> None:
             chosen = tf.distribute.get_replica_context().replica_id_in_sync_group == source
-            shared = [*self.kept, *self.average[len(self.weights) :]]
-            own = [tf.convert_to_tensor(variable) for variable in shared]
-            masked = [tf.where(chosen, value, tf.zeros_like(value)) for value in own]
+            shared = [*self.statistics, *self.average[len(self.weights) :]]
+            masked = [tf.where(chosen, value, tf.zeros_like(value)) for value in _read(shared)]
             for variable, value in zip(shared, _over_replicas(masked), strict=True):
                 variable.assign(value)
 
-        if self.kept and self.replicas > 1:
+        if self.statistics and self.replicas > 1:
             self.strategy.run(share, args=(source,))
+
+
+def _read(variables: Sequence[Any]) -> list[Any]:
+    """The values of variables, or sparse gradients as dense ones."""
+    return [tf.convert_to_tensor(variable) for variable in variables]
 
 
 def _place(bounds: Any) -> tuple[Any, Any, Any]:
@@ -369,10 +373,10 @@ def _added(some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return [a + b for a, b in zip(some, others, strict=True)]
 
 
-def _add(variable: Any, figures: Any, bad_step: Any, others: Sequence[Any] = ()) -> None:
+def _add(variable: Any, figures: Any, bad_step: Any, more: Sequence[Any] = ()) -> None:
     before = tf.convert_to_tensor(variable)
     bad = tf.minimum(before[BAD_STEP], bad_step)
     after = [before[:BAD_STEP] + figures, [bad]]
-    if others:
-        after.append(before[BAD_STEP + 1 :] + tf.concat(others, 0))
+    if more:
+        after.append(before[BAD_STEP + 1 :] + tf.concat(more, 0))
     variable.assign(tf.concat(after, 0))
