@@ -123,7 +123,7 @@ def _read(wait: _Wait, line: Statement) -> str | None:
 
 
 def _kept(wait: _Wait, line: Statement, reads: list[ast.Call]) -> str | None:
-    """The line with these reads left out, where nobody needs their values at once."""
+    """The line with these reads left out, where their values are not needed at once."""
     if not reads:
         return _rarely(wait, line)
     fate = max(line.fate(call) for call in reads)
@@ -160,7 +160,7 @@ def _bracketed(node: ast.expr, text: str) -> str:
 
 
 def _rarely(wait: _Wait, line: Statement) -> str | None:
-    """A line that only tells something can be left out in most steps."""
+    """A line that only reports something can be left out in most steps."""
     if line.is_rare():
         return wait.in_words
     if not isinstance(line.whole(), ast.Expr):

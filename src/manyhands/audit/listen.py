@@ -1,4 +1,4 @@
-"""Connect a framework's hooks to whoever listens to a whole program."""
+"""Connect a framework's hooks to the recorder of a whole program."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
         recorder.frameworks.add(framework)
         try:
             listen.begin(framework, recorder, settings["warmup"], at_step)
-        except Exception as error:  # the program shall run all the same
+        except Exception as error:  # the program runs all the same
             recorder.remarks.append(f"{framework} could not be watched: {type(error).__name__}: {error}")
 
     code, ended = 1, "killed"

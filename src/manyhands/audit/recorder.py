@@ -104,7 +104,7 @@ class Recorder:
         self._host = self._device = 0.0
         return work
 
-    # What hooks tell besides waits
+    # What hooks report besides waits
 
     def launch(self, seconds: float, line: tuple[int, Line] | None = None, *, kernel: bool = True) -> None:
         """An operation was launched on what stands in for a device; ``line``: a run of a user's function, its line."""
@@ -121,7 +121,7 @@ class Recorder:
     def step(self, who: object, *, loop: bool = False) -> None:
         """An optimizer has made its step: a step ends when one does so that has already made one in it.
 
-        A ``loop`` that tells its steps itself (the trainer) counts alone.
+        Where a ``loop`` (the trainer's) reports its steps, only these count.
         """
         with self._lock:
             if loop:

@@ -120,7 +120,7 @@ def set_user_roots(*folders: str) -> None:
 def current(depth: int = 1) -> Site | None:
     """The site of a wait that happens now, ``depth`` calls above.
 
-    None: nobody is to be told. It was asked for by name, or no line of the user's led to it (a library's own thread).
+    None: nothing is reported. The wait was asked for by name, or no line of the user's led to it (a library's thread).
     """
     frame: FrameType | None = sys._getframe(depth)
     library: Line | None = None

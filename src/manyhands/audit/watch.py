@@ -1,8 +1,8 @@
-"""Where hooks and sinks meet: a hook says that the host waits, and whoever listens hears of it.
+"""Where hooks and sinks meet: a hook announces a wait of the host, and every sink gets it.
 
 A sink listens to the whole process (the command) or to one context (:func:`.guard.guard`): contexts are those of
 :mod:`contextvars`, so neither another thread's nor another task's waits reach it. Hooks ask :data:`listening` first,
-so that they cost next to nothing while nobody listens.
+so that they cost next to nothing without a sink.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def here(sink: Sink) -> Iterator[None]:
 
 
 def sinks() -> tuple[Sink, ...]:
-    """Who would hear of a wait now: nobody within a call that was already announced."""
+    """The sinks that get a wait now: none within a call that was already announced."""
     if getattr(_inside, "a_wait", False):
         return ()
     return (*_everywhere, *_here.get())

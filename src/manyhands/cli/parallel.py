@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         "--devices",
         type=flags.whole_number(1),
         metavar="N",
-        help="also say what it would take on so many devices (simulated); default: no forecast",
+        help="also say what it would take on this many devices (simulated); default: no forecast",
     )
     parser.set_defaults(run_command=run)
 

@@ -43,7 +43,7 @@ def ask(
 ) -> dict[str, Any]:
     """The report of one framework, or ``{"framework": ..., "error": why there is none}``."""
     report: dict[str, Any] = {}
-    # What it says on stderr goes to a file: a pipe that nobody reads fills up, and then the child waits for ever.
+    # What it says on stderr goes to a file: a pipe that is not read fills up, and the child would hang.
     with tempfile.TemporaryFile("w+", errors="replace") as noise:
         child = subprocess.Popen(
             _command(framework, measured=measured),

@@ -134,7 +134,7 @@ class Bench:
     ) -> Times:
         """Time each way in turns, after a warm-up, with a wait for all devices at the end of each.
 
-        ``settings`` go with the raw trials into the report (a size, a batch size). ``rounds``: exactly so many; by
+        ``settings`` go with the raw trials into the report (a size, a batch size). ``rounds``: exactly this many; by
         default as many as a few seconds allow, and at least 3 (7 without ``quick``).
         """
         settings = dict(settings or {})

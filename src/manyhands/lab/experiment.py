@@ -62,11 +62,11 @@ class Experiment:
     one_core: bool = False
 
     def uses_one_core(self, gpus: int) -> bool:
-        """Whether each device is one core of the CPU, where there are so many GPUs."""
+        """Whether each device is one core of the CPU, where there are this many GPUs."""
         return self.virtual(gpus) or (self.one_core and not gpus)
 
     def virtual(self, gpus: int) -> bool:
-        """Whether virtual devices stand in, where there are so many GPUs."""
+        """Whether virtual devices stand in, where there are this many GPUs."""
         return self.devices > (gpus if self.apart else max(1, gpus))
 
 
@@ -82,7 +82,7 @@ def experiment(
     """Make an experiment of a function.
 
     ``frameworks``: where it makes sense. ``devices``: how many ``bench.devices`` may be asked for; where fewer are
-    real, so many virtual ones are made. ``devices=1`` means: the GPU if there is one, else the CPU. ``apart``:
+    real, this many virtual ones are made. ``devices=1`` means: the GPU if there is one, else the CPU. ``apart``:
     none of them may be the host, because there are copies to show. ``one_core``: without a GPU the CPU computes with
     one thread, because ways are compared and not numbers of threads (beside other programs two can be much slower).
     """

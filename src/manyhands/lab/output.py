@@ -40,7 +40,7 @@ class Output:
         return [path for path in (self.html, self.json, *inside) if path is not None]
 
     def write(self, report: Report) -> list[Path]:
-        """Write everything anew; the paths of the page and the trials."""
+        """Write all files; gives the paths of the page and the trials."""
         path = self.folder
         try:
             for path in self.pages():

@@ -94,7 +94,7 @@ def environment(*, one_core: bool) -> dict[str, str]:
 
 
 def perform(experiment: Experiment, bench: Bench) -> Result:
-    """Run it here, and tell how it ended."""
+    """Run it in this process; the result says how it ended."""
     begin = time.perf_counter()
     status, finding, why = "done", None, ""
     try:
@@ -124,7 +124,7 @@ def _child(settings: dict[str, Any]) -> None:
     os.set_inheritable(pipe, False)  # a process that the experiment starts must not hold it open
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    def tell(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         os.write(pipe, json.dumps(message).encode() + b"\n")
 
     experiment = experiments.load(settings["experiment"])
@@ -135,7 +135,7 @@ def _child(settings: dict[str, Any]) -> None:
         real_gpus=settings["gpus"],
         most_devices=experiment.devices,
         apart=experiment.apart,
-        say=lambda text: tell({"say": text}),
+        say=lambda text: send({"say": text}),
     )
     data = json.dumps({"result": perform(experiment, bench).as_data()}).encode() + b"\n"
     with open(pipe, "wb") as stream:

@@ -48,7 +48,7 @@ _PROTOCOLS = {
 
 
 def all_reduce(link: Link, size: float, devices: int) -> Seconds:
-    """Seconds to sum so many bytes over so many devices."""
+    """Seconds to sum this many bytes over this many devices."""
     if devices == 1 or size <= 0:
         return Seconds(0.0, 0.0)
     bandwidth = link.bandwidth(devices)

@@ -29,7 +29,7 @@ KINDS = ("nvlink", "pcie", "network", "measured")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bandwidths in bytes a second, for all-reduces over up to so many devices of one node."""
+    """Bandwidths in bytes a second, for all-reduces over up to this many devices of one node."""
 
     name: str
     kind: str
@@ -52,7 +52,7 @@ class Link:
         return -(-devices // self.per_node)
 
     def bandwidth(self, devices: int) -> float:
-        """Of an all-reduce over so many devices: that of the slowest part of the ring."""
+        """Of an all-reduce over this many devices: that of the slowest part of the ring."""
         inside = min(devices, self.per_node)
         inside_node = next((speed for most, speed in self.bandwidths if inside <= most), self.bandwidths[-1][1])
         if self.nodes(devices) == 1 or self.network is None:
@@ -117,7 +117,7 @@ LINKS: Mapping[str, Link] = _links()
 def link(text: str | Link | Path, per_node: int | None = None) -> Link:
     """A link by name (``nvlink``, ``pcie+ethernet-25g``) or from a JSON file; ``measured`` is the framework's.
 
-    ``a+b``: a within a node, the network b between nodes. ``per_node``: so many devices in each node.
+    ``a+b``: a within a node, the network b between nodes. ``per_node``: this many devices in each node.
     """
     chosen = text if isinstance(text, Link) else _parsed(str(text))
     if per_node is None:

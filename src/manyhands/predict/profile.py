@@ -26,7 +26,7 @@ _HOST_SECONDS = (454 / 62 + 4) * 13.4e-6
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of the parts of a step on a shard of so many samples; ``threads`` matter on a CPU only."""
+    """Seconds of the parts of a step on a shard of this many samples; ``threads`` matter on a CPU only."""
 
     batch: int
     forward: float
@@ -49,7 +49,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """How devices made of one CPU slow each other down, measured with so many of them at once.
+    """How devices made of one CPU slow each other down, measured with this many of them at once.
 
     ``slowdown``: the mean time of a step beside the others, over that of a step alone. ``straggling``: how much later
     than on average the last of them is done, as a part of that mean time.
@@ -157,7 +157,7 @@ class Profile:
         return max(1, self.cores // devices) if self.cores else 0
 
     def slowdown(self, devices: int) -> float:
-        """Of a step beside so many devices made of one CPU: measured, and beyond that more of them take turns."""
+        """Of a step beside this many devices made of one CPU: measured, and beyond that more of them take turns."""
         crowd = self.crowd(devices)
         if crowd is None:
             return self._turns(devices)
@@ -174,7 +174,7 @@ class Profile:
         return max(1.0, devices * self.threads(devices) / self.cores) if self.cores else 1.0
 
     def step(self, batch: float, devices: int) -> StepTime:
-        """The parts of a step on one of so many devices, alone on it."""
+        """The parts of a step on one of this many devices, alone on it."""
         threads = self.threads(devices)
         counts = sorted({point.threads for point in self.times}, key=lambda count: abs(count - threads))
         points = sorted((point for point in self.times if point.threads == counts[0]), key=lambda point: point.batch)

@@ -10,7 +10,7 @@ contention          computing and communicating slow each other down: of the tim
                     is hidden (GEMMs beside prioritised collectives: arXiv 2412.14335, 2024); on PCIe batches
                     from the host go the same way as gradients; devices made of one CPU share its cores, caches and
                     memory (measured with steps of several processes at once)
-stragglers          everybody waits for the slowest of N. Equal GPUs differ by 8% from end to end (arXiv 2208.11035,
+stragglers          all wait for the slowest of N. Equal GPUs differ by 8% from end to end (arXiv 2208.11035,
                     2022); a box plot's ends are 5.4 standard deviations apart, so one is 1.5%. Of devices made of one
                     CPU it is measured
 copies              of gradients into and out of buckets, where a framework makes them (DDP: 2 to 5 ms per 100 MB)
@@ -58,7 +58,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What so many devices give. ``batch`` is that of all devices together."""
+    """What this many devices give. ``batch`` is that of all devices together."""
 
     devices: int
     batch: int
@@ -68,7 +68,7 @@ class Row:
     memory: Memory | None
     fits: bool | None
     pays: bool
-    pays_from: int | None  # the smallest batch size at which so many devices pay; None: none does
+    pays_from: int | None  # the smallest batch size at which this many devices pay; None: none does
 
     @property
     def shard(self) -> int:
@@ -199,12 +199,12 @@ def _straggling(profile: Profile, devices: int, together: int, assumptions: Assu
 
 
 def _slowest(devices: int) -> float:
-    """How many standard deviations the slowest of so many is behind their mean (Blom, 1958)."""
+    """How many standard deviations the slowest of this many is behind their mean (Blom, 1958)."""
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
 def _pays_from(profile: Profile, link: Link, devices: int, assumptions: Assumptions) -> int | None:
-    """The smallest batch size at which so many devices pay; None: none does, or none that fits into memory."""
+    """The smallest batch size at which this many devices pay; None: none does, or none that fits into memory."""
 
     def pays(shard: int) -> bool:
         terms = step_terms(profile, link, devices, shard * devices, assumptions)

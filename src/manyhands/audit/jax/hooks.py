@@ -1,7 +1,7 @@
 """Which calls of JAX make the host wait.
 
 A value that the host asks for is waited for, also where ``jit`` has been called long before. Not the transfer guard:
-it forbids copies that nobody waits for, and does not see ``float(x)``.
+it forbids copies that do not wait, and does not see ``float(x)``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def used_device() -> bool:
 
 
 def install() -> None:
-    """Wrap everything, once; it stays, and does nothing while nobody listens."""
+    """Wrap everything, once; the wrappers stay, and do nothing without a sink."""
     installation.wrap_numpy()
     if not installation.begins():
         return

@@ -31,7 +31,7 @@ def used_device() -> bool:
 
 
 def install() -> None:
-    """Wrap everything, once; it stays, and does nothing while nobody listens."""
+    """Wrap everything, once; the wrappers stay, and do nothing without a sink."""
     if not installation.begins():
         return
     for owner, name in ((mx.nd.NDArray, "NDArray"), (mx.np.ndarray, "ndarray")):

@@ -110,7 +110,7 @@ def _steps(report: Report, warmup: int, changes: Sequence[Change]) -> Steps | No
 
 
 def _where(report: Report) -> tuple[str | None, str | None]:
-    """What the gain can be measured on, and why not on anything where that is so."""
+    """What the gain can be measured on; or why it cannot be measured."""
     if not report.predicted:
         return "gpu", None
     reasons = [coverage.NOT_MEASURED_ON_CPU[name] for name in report.frameworks if name in coverage.NOT_MEASURED_ON_CPU]

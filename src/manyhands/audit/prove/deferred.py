@@ -2,7 +2,7 @@
 
 ``total += loss.item()`` waits for the device. If ``loss.item()`` gives a :class:`Deferred`, ``total`` becomes the
 unfinished sum ``0.0 + loss.item()``; it is computed in Python, in the same order and with the same rounding, when
-somebody asks for it. Who asks: an ``if``, ``float()``, ``print``, an index, a library that wants a number.
+it is needed: by an ``if``, ``float()``, ``print``, an index, a library that wants a number.
 
 >>> first = Deferred(lambda value: value / 4, (3.0,), line=0)
 >>> total = 1.0 + first
@@ -23,7 +23,7 @@ _IMMUTABLE = (int, float, complex, str)
 
 
 class Deferred:
-    """A value that nobody has waited for yet. ``line`` is the number of the line that it was read in."""
+    """A value that was not waited for yet. ``line`` is the number of the line that it was read in."""
 
     # Called when values that were read in a line are needed, once however many they are: with the line's number.
     needed: ClassVar[Callable[[int], None] | None] = None

@@ -1,4 +1,4 @@
-"""Which findings ``--prove`` can cure by itself, how, and why it leaves the others alone."""
+"""Which findings ``--prove`` can cure automatically, how, and why it leaves the others alone."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class SecondPass:
     ) -> None:
         self._changes, self._cured, self._result = changes, cured, result
         self._first, self._last = warmup, warmup + steps
-        self._clock = clock  # the number of a line whose runs are the steps, where nothing else tells them
+        self._clock = clock  # the line whose runs are the steps, where no optimizer makes steps
         self._ticks = 0
         self._begin = 0.0
         self._frameworks: list[Values] = []

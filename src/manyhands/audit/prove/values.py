@@ -21,7 +21,7 @@ class Values(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self, value: Any) -> Any:
-        """A copy on the device, as the value is now, which nobody waits for."""
+        """A copy of the value on the device, made without waiting."""
 
     @abc.abstractmethod
     def drain(self) -> None:
@@ -38,7 +38,7 @@ class Values(abc.ABC):
         return args[0] if args and self.on_device(args[0]) else None
 
     def is_number(self, name: str, value: Any) -> bool:
-        """Whether a read by this name gives a number or a text, which nobody can change."""
+        """Whether a read by this name gives a number or a text, which is immutable."""
         return name in _NUMBERS or (name == "tolist" and value.ndim == 0)
 
     def copied(self, name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -134,7 +134,7 @@ def make(recorder: Recorder, *, program: str, warmup: int, record: dict[str, Any
 
 
 def _is_loop(count: int, recorder: Recorder) -> bool:
-    """Whether a line waited so often that it counts: in a program without steps, a few times are no loop."""
+    """Whether a line waited so often that it counts: in a program without steps, a few waits are not a loop."""
     return recorder.steps > 0 or count >= _FEWEST
 
 

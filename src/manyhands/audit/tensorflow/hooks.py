@@ -38,7 +38,7 @@ def used_device() -> bool:
 
 
 def install() -> None:
-    """Wrap everything, once; it stays, and does nothing while nobody listens."""
+    """Wrap everything, once; the wrappers stay, and do nothing without a sink."""
     installation.wrap_numpy()
     if not installation.begins():
         return

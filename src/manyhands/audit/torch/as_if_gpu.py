@@ -1,4 +1,4 @@
-"""A virtual device stands in for the GPU, so that a laptop tells what would wait on one.
+"""A virtual device stands in for the GPU, so that a laptop shows what would wait on one.
 
 Every operation there is an entry of a predicted timeline: what the host takes to launch it and the device to compute
 it, from a profile.

@@ -1,8 +1,8 @@
 """Wrap the calls of PyTorch that can wait. Methods are replaced on ``torch.Tensor``, functions in their modules.
 
-Not chosen: ``torch.cuda.set_sync_debug_mode`` (its warnings go through the program's own filters, tell no time and miss
+Not chosen: ``torch.cuda.set_sync_debug_mode`` (its warnings go through the program's filters, have no times and miss
 ``synchronize`` and pageable copies with ``non_blocking=True``) and modes (they cost microseconds for each operation).
-A wrapper costs a fraction of a microsecond while nobody listens, and only in the calls of the table.
+A wrapper costs a fraction of a microsecond without a sink, and only in the calls of the table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def used_device() -> bool:
 
 
 def install() -> None:
-    """Wrap everything, once; it stays, and does nothing while nobody listens."""
+    """Wrap everything, once; the wrappers stay, and do nothing without a sink."""
     global _installed
     with _lock:
         if _installed:

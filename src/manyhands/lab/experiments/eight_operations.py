@@ -72,7 +72,7 @@ def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:
 
 
 def _overlap(times: Times) -> float:
-    """How many chains run at once if they are simply written down: so many in every round."""
+    """How many chains run at once if they are simply written down: this many in every round."""
     return min(_CHAINS * alone / all_of_them for alone, all_of_them in zip(times[_ALONE], times[_WRITTEN], strict=True))
 
 

@@ -135,7 +135,7 @@ class Timer:
         self.start()
 
     def start(self) -> None:
-        """Begin anew."""
+        """Restart the clock."""
         self._began = time.perf_counter()
 
     def stop(self) -> float:
@@ -281,7 +281,7 @@ class Animator:
 
 
 def _number(value: Any) -> float:
-    """A number, or a tensor of one element; MXNet's older arrays have a word of their own for it."""
+    """A number, or a tensor of one element; MXNet's older arrays have their own method for it."""
     return float(value.asnumpy().item() if hasattr(value, "asnumpy") else value)
 
 

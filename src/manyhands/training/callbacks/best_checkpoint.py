@@ -109,7 +109,7 @@ class BestCheckpoint(Callback):
         return {"best": [list(pair) for pair in self._best], "dropped": list(self._dropped), **watched}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the best so far. A job that watches another figure begins anew, and leaves what is there alone."""
+        """Go on with the best so far. A job that follows another figure starts afresh, and leaves these alone."""
         if (state["monitor"], state["mode"]) != (self._monitor.name, self._monitor.mode):
             return
         self._best = [(value, step) for value, step in state["best"]]

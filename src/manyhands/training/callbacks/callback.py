@@ -136,7 +136,7 @@ class Callback:
         """The training is over; ``training.error`` is the error that ended it, or None. Always called after a start."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint shall keep of this callback, as JSON."""
+        """The state of this callback that a checkpoint keeps, as JSON."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

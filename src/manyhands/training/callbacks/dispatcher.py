@@ -1,8 +1,8 @@
 """The caller's end of a training: events of the first process become calls of callbacks, and what they want its answer.
 
 An event is a dictionary with a ``kind``. One that ``asks`` gets an answer: whether to stop and why, and into which
-folders to write a checkpoint; or the callbacks' states. One that does not ask is answered only if the training shall
-stop, and nobody waits for that.
+folders to write a checkpoint; or the callbacks' states. One that does not ask is answered only if the training is to
+stop, and the loop does not wait for that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Dispatcher:
     """Calls the callbacks of one training, in their order; a context manager."""
 
     def __init__(self, callbacks: Sequence[Callback], plan: CallbackPlan, training: Training, *, first: bool) -> None:
-        """``first``: whether this is the job's first process; in others nobody is called."""
+        """``first``: whether this is the job's first process; in others no callback is called."""
         self.plan, self.training = plan, training
         self._callbacks = dict(zip(names(callbacks), callbacks, strict=True)) if first else {}
         self._means = {name: StepMeans() for name, callback in self._callbacks.items() if callback.every}
@@ -119,7 +119,7 @@ class Dispatcher:
         for name in self._callbacks:
             self._begun.append(name)
             self._call(name, "on_fit_start", training)
-        for text in tuple(self._notes):  # without callbacks none of them is told, and each is kept again
+        for text in tuple(self._notes):  # without callbacks each is kept again
             self._note({"text": text})
 
     def _epoch_start(self, event: Event) -> None:

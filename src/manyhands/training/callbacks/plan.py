@@ -16,8 +16,8 @@ from manyhands.training.callbacks.callback import Averaging, Callback
 class CallbackPlan:
     """The same in every process of a job, so that all of them take part in what is shared."""
 
-    asks: bool = False  # whether somebody may stop the training or have a state
-    every: tuple[int, ...] = ()  # after every so many steps figures are sent
+    asks: bool = False  # whether a callback may stop the training or has a state
+    every: tuple[int, ...] = ()  # figures are sent every N steps, for each N of these
     rates: bool = False  # whether the learning rate is reported
     average: Averaging | None = None  # of the weights, where one is kept
 

@@ -23,7 +23,7 @@ class Reporter:
 
     def __init__(self, loop: Loop, plan: CallbackPlan) -> None:
         self._loop, self.plan = loop, plan
-        self.stop: str | None = None  # why the training shall end
+        self.stop: str | None = None  # why the training is to end
         self.stopped_by = ""  # what wants it to: "early stopping", "stopped by callback"
         self.wanted: list[str] = []  # folders of the run that a checkpoint is wanted in
         self.states_before: Event | None = None  # the callbacks' states in the checkpoint that the job goes on from
@@ -106,7 +106,7 @@ class Reporter:
             self.heard(self._loop.say({**self._place(event), **place}))
 
     def heard(self, answer: Event | None) -> None:
-        """What callbacks have said without being asked: that the training shall end."""
+        """An answer that was not asked for: a callback ends the training."""
         self._loop.ending.wish = self._loop.ending.wish or answer
 
     def _place(self, event: Event) -> Event:

@@ -1,7 +1,7 @@
 """The names in a folder of checkpoints, and how one is put there, replaced and deleted without a gap.
 
 A whole checkpoint is named after its step. Everything else in the folder is a leftover, whose name
-starts with a dot and tells its step, what it is, and who made it::
+starts with a dot and has its step, its role, and the process that made it::
 
     step-00000100/
     step-00000200/

@@ -43,7 +43,7 @@ class RunLock:
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError):
-            self.path.unlink()  # before the lock is given up: it is nobody else's yet
+            self.path.unlink()  # before the lock is released, so that no other job holds it yet
         self._forget()
 
     def _try(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class RunLock:
                 os.close(descriptor)
                 return
             os.ftruncate(descriptor, 0)
-            with contextlib.suppress(OSError):  # a full disk: locked, only nobody is named
+            with contextlib.suppress(OSError):  # a full disk: the run is locked, but the file does not name the holder
                 os.write(descriptor, f"process {os.getpid()} on {platform.node() or 'this machine'}\n".encode())
         except OSError as error:
             holder = os.pread(descriptor, _LONGEST, 0).decode(errors="replace").strip()

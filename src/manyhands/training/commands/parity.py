@@ -5,7 +5,7 @@ differences of rounding grow without bound. A short last batch and uneven shards
 from the whole of the data: in sorted ones the first may all be equally long, and a mean over tokens then looks like one
 over samples. Such a loss is refused by the trainer on N devices, which ends the comparison with its message.
 
-Where a net has kinks, float32 may not even keep the first steps: one value in a million is so near to zero that the
+Where a net has kinks, float32 may not even keep the first steps: one value in a million is so close to zero that the
 last bit decides on which side of a ReLU it is, and then its whole gradient is there or is not. N devices add in another
 order, so their last bits differ. Whether that explains a difference is measured, not assumed: both are held against the
 same steps in float64. One device is trained again, up to sixteen times, from weights that differ in their last bit
@@ -156,7 +156,7 @@ def nudged(values: Any, seed: int | None) -> Any:
 
 
 def _extent(count: int, batch_size: int, steps: int) -> tuple[int, int]:
-    """How many samples, and how many epochs of them: at least so many steps, and the last of an epoch is short."""
+    """How many samples, and how many epochs of them: at least this many steps, and the last of an epoch is short."""
     short = max(1, batch_size // 3)
     count = min(count, batch_size * steps - short)
     if count % batch_size == 0 and count > short:

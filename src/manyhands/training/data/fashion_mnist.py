@@ -236,7 +236,7 @@ def _require(directory: Path) -> None:
 
 
 def _places() -> list[tuple[Path, str]]:
-    """The directories to look in, first to last, each with a word on what it is."""
+    """The directories to look in, first to last, each with a short description."""
     places = [(_user_cache(), "the user cache"), (DEBIAN_DIRECTORY, "Debian's package dataset-fashion-mnist")]
     if named := os.environ.get("MANYHANDS_DATA"):
         places.insert(0, (Path(os.path.expanduser(named)), "$MANYHANDS_DATA"))
@@ -244,7 +244,7 @@ def _places() -> list[tuple[Path, str]]:
 
 
 def _passed_over() -> str:
-    """A note for a user whose ``$MANYHANDS_DATA`` was of no use."""
+    """A note where ``$MANYHANDS_DATA`` is set and lacks files."""
     named = os.environ.get("MANYHANDS_DATA")
     missing = _missing(Path(os.path.expanduser(named))) if named else []
     return f"; not from $MANYHANDS_DATA ({named}), which lacks {', '.join(missing)}" if missing else ""
@@ -277,7 +277,7 @@ def _download() -> Path:
 
 
 def _fetch(name: str, expected: str, directory: Path) -> None:
-    """Download one file under a name of its own, check it, then rename it: whoever comes last wins, unharmed."""
+    """Download one file to a temporary name, check it, then rename it: two downloads at once do no harm."""
     digest = hashlib.sha256()
     descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=directory)
     try:

@@ -1,7 +1,7 @@
 """Random numbers that a loader draws on the host: its own, so that they can be drawn again.
 
 A loader that shuffles by itself draws from the random numbers of the whole program. Here NumPy's and Python's are
-seeded while it works, and put back whenever it has given something: an epoch that is gone through again has the same
+seeded while it works, and put back after each batch: an epoch that is iterated again has the same
 order, and the program's own numbers go on as if nothing had been drawn.
 """
 

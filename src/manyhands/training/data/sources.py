@@ -146,7 +146,7 @@ class Arrays:
         return replace(self, arrays=self.rows(slice(count)))
 
     def spread(self, count: int) -> Arrays:
-        """Only so many samples, from the first to the last: data may be sorted, by length or by label."""
+        """Only this many samples, from the first to the last: data may be sorted, by length or by label."""
         return replace(self, arrays=self.rows(spread(self.count, count)))
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ _TIMES = 8  # as many samples as a training step, where that takes few
 
 
 def batch_size_for(batch_size: int) -> int:
-    """How many samples to evaluate at once, where training processes so many."""
+    """How many samples to evaluate at once, where training processes this many."""
     return max(batch_size, min(_AT_ONCE, _TIMES * batch_size))
 
 
@@ -36,7 +36,7 @@ Join = Callable[[list[Any]], Any]  # the framework's concatenation along the fir
 class Late:
     """What is still on its way to the host, handed on in order; the newest ``ahead`` are not waited for.
 
-    ``hand_on=None``: nobody wants it.
+    ``hand_on=None``: it is dropped.
     """
 
     def __init__(self, hand_on: Callable[[Any], None] | None, ahead: int = 1) -> None:

@@ -174,7 +174,7 @@ def _outputs(take: Take | None) -> Late:
 
 
 def prepared_by(source: Source) -> Callable[[Any], Any]:
-    """What prepares a batch, as a function by which programs can be told apart."""
+    """What prepares a batch, as a function: compiled programs are cached by it."""
     return source.prepare if isinstance(source, Arrays) else as_it_is
 
 

@@ -110,7 +110,7 @@ def has_default_loss(model: nnx.Module) -> bool:
 
 
 def check_shares(objective: Objective) -> None:
-    """Refuse uneven shares where nobody knows which of a model's answers belong to the rows that fill up."""
+    """Refuse uneven shares where it is not known which of a model's answers belong to padding rows."""
     if not isinstance(objective, Supervised):
         raise BadSettings(
             "uneven shares fill up every device's part with rows that do not count, and training_step(batch) does not "

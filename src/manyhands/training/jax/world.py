@@ -91,7 +91,7 @@ class World:
         """How many steps may be under way.
 
         On CPU devices a step holds a thread of XLA's pool per device until all of them have met. Steps that were
-        issued ahead can take the threads that the first one waits for: on two cores two devices then wait for ever.
+        issued ahead can take the threads that the first one waits for: on two cores two devices then deadlock.
         """
         if self.platform != "cpu":
             return 16
@@ -113,12 +113,12 @@ class World:
     def put_anew(self, tree: Any) -> Any:
         """A tree of arrays on every device, each in memory of its own: it may be given away (donated) to a step."""
 
-        def anew(array: Any) -> jax.Array:
+        def copied(array: Any) -> jax.Array:
             # A copy for each device: on a CPU an array may be the very memory that it was made of.
             parts = [jax.device_put(np.array(array), device) for device in self._own]
             return jax.make_array_from_single_device_arrays(parts[0].shape, self.everywhere, parts)
 
-        return jax.tree.map(anew, tree)
+        return jax.tree.map(copied, tree)
 
     def divided(self, tree: Any) -> Any:
         """Inside a step: let every array of the tree lie on the devices in parts, by its first dimension."""

@@ -7,7 +7,7 @@ process chooses::
     step      1    2  ...  40  ...  81  ...
     asked     *             *        *        the first process measured 40 steps a second
 
-One process has nobody to ask: it stops after the step in which the signal came. A callback that stops the training from
+A single process stops after the step in which the signal came. A callback that stops the training from
 ``on_steps`` is heard in the same way: no step waits for its answer.
 """
 
@@ -38,7 +38,7 @@ class Ending:
         self.requests = stop_signals.current()
         self.signal: str | None = None  # that has stopped the job
         self.reached: str | None = None  # the limit that has ended it: "max_steps" or "max_time"
-        self.wish: dict[str, Any] | None = None  # in the first process: a callback's, that the training shall end
+        self.wish: dict[str, Any] | None = None  # in the first process: a callback's, to end the training
         self.stop: dict[str, Any] | None = None  # that wish, when all processes know it
         self._before = 0.0  # seconds of training in the jobs that this one resumes
         self._begun = self._asked_at = time.monotonic()
@@ -62,7 +62,7 @@ class Ending:
         return self.reached is not None
 
     def check(self, step: int) -> bool:
-        """Whether the job ends after so many steps; asks the other processes now and then."""
+        """Whether the job ends after this many steps; asks the other processes now and then."""
         if self.is_reached(step) or self.signal or self.stop:
             return True
         if self.learner.size == 1:

@@ -46,7 +46,7 @@ def first_batches(source: Any, limit: float | None, batch_size: int, option: str
 
 
 class FirstBatches:
-    """A loader that ends after so many batches; otherwise it is the one inside."""
+    """A loader that ends after this many batches; otherwise it is the one inside."""
 
     def __init__(self, loader: Any, batches: int) -> None:
         self._loader, self._batches = loader, batches

@@ -15,7 +15,7 @@ _PROC = Path("/proc/self")
 
 
 def bound(processes: int) -> int:
-    """The bytes that each of so many processes may take: a host that is full takes other programs with it."""
+    """The bytes that each of this many processes may take: a host without free memory kills other programs."""
     return int((machine.host_memory().free or 0) * _SHARE / processes)
 
 

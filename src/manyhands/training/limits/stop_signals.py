@@ -60,7 +60,7 @@ _current = Requests()
 
 
 def current() -> Requests:
-    """The requests to this process: signals that it got, or what its caller told a worker."""
+    """The requests to this process: signals that it got, or what a worker's caller passed on."""
     return _current
 
 

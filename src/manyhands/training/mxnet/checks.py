@@ -66,7 +66,7 @@ def check_parts(objective: Objective, data: Source) -> None:
 
 
 def make_parameters(model: Any, data: Source, seed: int, objective: Objective | None = None) -> None:
-    """Draw parameters that nobody initialised, by the seed, and give those a shape that wait for a first batch."""
+    """Initialise parameters without values, by the seed; deferred ones get their shapes from a first batch."""
     missing = [
         parameter for parameter in replicas.distinct(model) if parameter._data is None and not parameter._deferred_init
     ]
@@ -160,8 +160,8 @@ def laid_for(model: Any, batch: Batch) -> Batch:
     first: gluon.Parameter = replicas.distinct(model)[0]
     device, dtype = first.list_ctx()[0], first.dtype
 
-    def laid(part: Any) -> Any:
+    def moved(part: Any) -> Any:
         part = part.as_in_context(device)
         return part.astype(dtype) if "float" in np.dtype(part.dtype).name else part
 
-    return tuple(map(laid, batch))
+    return tuple(map(moved, batch))

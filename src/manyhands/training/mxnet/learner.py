@@ -120,7 +120,7 @@ class GluonLearner:
         self.plain_step(batch, window.size, window.step)
 
     def _seed(self, step: int) -> None:
-        """Begin the random numbers of every device anew: MXNet cannot save where it is in them.
+        """Seed the random numbers of every device: MXNet cannot save the state of its generators.
 
         They depend on nothing but the seed, the step and the device, so a job that goes on draws the same ones.
         """

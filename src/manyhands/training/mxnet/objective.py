@@ -153,7 +153,7 @@ def objective_for(model: Any, loss: Callable[[Any, Any], Any] | None) -> Objecti
 
 
 def _loss(value: Any, size: int, name: str, right: Any | None = None) -> Loss:
-    """What the user's code gave for so many samples; MXNet's older arrays have no scalars, but a length of 1."""
+    """What the user's code gave for this many samples; MXNet's older arrays have no scalars, but a length of 1."""
     if isinstance(value, LossSum):
         total, count = value.total, value.count
         if not _is_scalar(total) or not (_is_scalar(count) or isinstance(count, numbers.Real)):

@@ -1,7 +1,7 @@
 """Steps on a Gluon block that leave no trace, for ``trainer.find_batch_size``.
 
 A deep copy of a block cannot be trained: its parameters have no place for gradients. So the steps are made on the block
-itself, with copies of its arrays in it. The arrays of the caller are set aside meanwhile and never written to, so they
+itself, with copies of its arrays in it. The arrays of the caller are kept apart meanwhile and never written to, so they
 come back bit-equal, also after an error of MXNet's engine, which spoils every array that a failed operation would have
 written.
 """

@@ -66,7 +66,7 @@ class Supervised:
 
 @dataclass
 class ClassScores:
-    """The book's kind of loss, ``loss(y_hat, y)``: a Module's own, or cross-entropy where nobody says another."""
+    """The book's kind of loss, ``loss(y_hat, y)``: a Module's own, or cross-entropy by default."""
 
     own: bool = False
     labels: ClassLabels | None = None

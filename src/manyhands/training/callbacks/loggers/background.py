@@ -64,7 +64,7 @@ class Background:
     def _warn(self, error: OSError) -> None:
         if not self._refused:  # once, until it works again
             self._refused = True
-            with contextlib.suppress(Warning):  # where warnings are errors: this thread has nobody to raise them to
+            with contextlib.suppress(Warning):  # where warnings are errors: this thread has no caller to raise them to
                 warnings.warn(
                     f"{self._name} could not write: {error.strerror or error}. The training goes on", stacklevel=2
                 )

@@ -15,7 +15,7 @@ NO_FIGURES = ("epoch", "step", "whole")
 
 
 class Logger(Callback):
-    """Writes figures: the row of every epoch, and with ``every`` also the means over every so many steps.
+    """Writes figures: the row of every epoch, and with ``every`` also the means over that many steps.
 
     A logger of your own overrides :meth:`write_row` and :meth:`write_steps`, and if need be :meth:`open`,
     :meth:`flush` and :meth:`close`. These five are called in order, in a thread of their own: a slow disk or network
@@ -86,7 +86,7 @@ class Logger(Callback):
         return self.kept()
 
     def kept(self) -> dict[str, Any]:
-        """What a checkpoint shall keep of this logger, as JSON."""
+        """The state of this logger that a checkpoint keeps, as JSON."""
         return {}
 
     def _hand_over(self, write: Any, training: Training, figures: dict[str, Any]) -> None:

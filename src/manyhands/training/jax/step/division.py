@@ -2,7 +2,7 @@
 
 A step is one program over all devices, and each of them holds the same number of rows. Where samples are divided
 evenly the compiler cuts the batch itself, and counts nothing twice where it does not come out even: ten samples on
-three devices are rows of four, and the last two rows are nobody's. With shares, each device has its own number of
+three devices are rows of four, and the last two rows are padding. With shares, each device has its own number of
 samples, and every device as many rows as the largest share; the rows left over repeat a sample of the batch, with
 weight zero::
 

@@ -1,6 +1,6 @@
 """Loss and accuracy of an epoch, summed on the devices and read late.
 
-A step gives them anew, so an older one can be looked at without waiting. JAX computes in 32 bits, where a long sum of
+Each step returns new arrays, so older sums can be read without waiting. JAX computes in 32 bits, where a long sum of
 small numbers loses them: the loss is summed in two numbers, the second of which holds what the first has rounded away.
 """
 

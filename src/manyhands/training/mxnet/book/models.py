@@ -1,8 +1,8 @@
 """The models that examples and experiments train, written with Gluon's own layers.
 
 Images are 28 by 28 (Fashion-MNIST) unless a docstring says more. A new model has shapes but, as always in Gluon, no
-weights: :func:`initialise` draws them, ``net.initialize()`` too, and a trainer does where nobody did. They work in both
-of MXNet's modes, with ``mx.np`` (``npx.set_np()``) and with ``mx.nd``.
+weights: :func:`initialise` draws them, ``net.initialize()`` too, and a trainer does for parameters without values.
+They work in both of MXNet's modes, with ``mx.np`` (``npx.set_np()``) and with ``mx.nd``.
 """
 
 from __future__ import annotations

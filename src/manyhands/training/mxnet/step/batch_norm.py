@@ -1,6 +1,6 @@
 """Batch normalisation over the whole batch, wherever its samples are.
 
-The program tells MXNet one device's forward pass after the other's, but a layer that normalises over all devices needs
+The host issues one device's forward pass after the other's, but a layer that normalises over all devices needs
 every device to have come as far as itself. So each device's pass is issued by a thread of its own, and in such a layer
 the threads meet: each brings the sum of its samples, takes those of all others to its own device, and goes on with the
 same mean; then once more for the squared deviations. Two samples with the values 1 and 3 on one device and one with 8
@@ -69,7 +69,7 @@ class Together:
                 with numpy_like(numpy_mode):
                     return passes[seat]()
             except BaseException:
-                meeting.barrier.abort()  # the others would wait for ever
+                meeting.barrier.abort()  # or the other threads would never return
                 raise
             finally:
                 _here.seat = None

@@ -65,7 +65,7 @@ class Metrics:
         self._shards.append(loss)
 
     def add_up(self, step: int, count: int, finite: Sequence[Any] = ()) -> Any:
-        """Add the step's parts, of so many samples, to the sums; whether its loss is a number, on the device.
+        """Add the step's parts, of this many samples, to the sums; gives whether its loss is finite, on the device.
 
         ``finite``: 1 or 0, each of them is to be 1 as well.
         """

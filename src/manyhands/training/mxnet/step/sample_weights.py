@@ -24,7 +24,7 @@ def parts_of(model: Any, loss: Any, batch: Sequence[Any]) -> tuple[Sequence[Any]
 
 
 def are_in(model: Any, loss: Any, parts: int) -> bool:
-    """Whether the last part of a batch with so many is the weights."""
+    """Whether the last part of a batch with this many is the weights."""
     if parts < 3 or not isinstance(loss, gluon.loss.Loss):
         return False
     fewest, most = _inputs(model)

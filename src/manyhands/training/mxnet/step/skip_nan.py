@@ -1,6 +1,6 @@
 """``on_nan="continue"``: a batch whose loss is NaN leaves no trace in weights, statistics or optimizer state.
 
-Whether the loss is a number is known on a device alone, and the host shall not wait for it. So the step is made in any
+Only a device knows whether the loss is NaN, and the host must not wait for it. So the step is made in any
 case, with copies kept of all that it may change, and afterwards each device chooses, array by array: what the step made
 of it, or the copy. How often a parameter was updated is counted in Python, and is not taken back: optimizers that use
 it (Adam's first steps) count the batch that was left out.

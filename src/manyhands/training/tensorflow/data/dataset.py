@@ -11,7 +11,7 @@ of an epoch is then a function of the epoch::
 Where the dataset repeats itself, one iteration draws several orders; each epoch then gets generators with seeds made of
 the user's and the epoch.
 
-A dataset without an end has epochs of so many batches (``Limits(limit_batches=100)``). As in Keras each goes on where
+A dataset without an end has epochs of ``Limits(limit_batches=100)`` batches. As in Keras each goes on where
 the one before it ended.
 """
 
@@ -86,7 +86,7 @@ class RepeatableDataset:
 
 
 class EndlessDataset:
-    """A dataset without an end, in epochs of so many batches."""
+    """A dataset without an end, in epochs of ``batches`` batches."""
 
     def __init__(self, data: Any, batches: int) -> None:
         self._data, self._batches, self._epoch = data, batches, 0

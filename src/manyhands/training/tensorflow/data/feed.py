@@ -1,6 +1,6 @@
 """Where the samples of a step are: resident on every device, or on the host.
 
-On GPUs whole arrays are laid down once on each device, if they fit there well; a step then sends only where its shards
+On GPUs whole arrays are copied once to each device, if they fit there well; a step then sends only where its shards
 begin and end. On CPU devices they stay where they are, in the host's memory, and so does a loader's batch: the rows of
 a shard go to its device, and only they.
 """

@@ -1,10 +1,10 @@
 """How the processes of a job learn each other's addresses.
 
-TensorFlow wants to know the address of every process; a launcher tells only where the first one is (``MASTER_ADDR``,
+TensorFlow wants to know the address of every process; a launcher gives only that of the first (``MASTER_ADDR``,
 ``MASTER_PORT``). So each takes a free port and reports it to the first, at the port after the launcher's own; the first
 answers all of them with the list. A report is one line of JSON: ``{"manyhands": 1, "rank": 2, "address":
 "10.0.0.3:41234"}``. What is no such line is not answered, and the job waits on for the real ones. Where ``TF_CONFIG``
-is set, it says all that is needed, and nobody meets.
+is set, it has all addresses, and no connection is made.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def addresses(place: launcher.Place, seconds: float = _SECONDS) -> list[str]:
 
 
 def _collect(place: launcher.Place, seconds: float) -> list[str]:
-    """The first process: write down who comes, then tell everyone."""
+    """The first process: collect all addresses, then send the list to every process."""
     end = time.monotonic() + seconds
     addresses_by_rank = {0: f"{place.address}:{_free_port(place.address)}"}
     guests: dict[int, socket.socket] = {}

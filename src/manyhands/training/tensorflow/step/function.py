@@ -58,7 +58,7 @@ class Function:
     ) -> tuple[Losses, list[Any]]:
         """The loss, regularizers and ``add_loss`` included, and the statistics after it.
 
-        ``numbers`` (of the step, the replica and the like) tell one draw of random numbers from another.
+        ``numbers`` (of the step, the replica and the like) seed the random numbers of this call.
         """
         with self._within(weights, statistics, numbers) as scope:
             losses = self.objective(self.model, batch, training=training)

@@ -1,4 +1,4 @@
-"""A model in another precision. In Keras that is a property of its layers, so the model is made anew.
+"""A model in another precision. In Keras that is a property of its layers, so the model is rebuilt.
 
 Layers get it from their configuration, and those that a layer makes for itself by Keras's setting for the whole
 program, which is put back. The weights of the new model are those of the old one.

@@ -207,7 +207,7 @@ class Step:
         floating = [value for value in statistics if value.dtype.is_floating]
         averaged = [*new_weights, *floating][: len(average)]  # see keep_average: all statistics, or none
         new = [*new_weights, *new_memory, *statistics, *self._moved(average, averaged)]
-        if self.settings.step.on_nan == "continue":  # a batch without a loss shall leave no trace
+        if self.settings.step.on_nan == "continue":  # a batch whose loss is NaN leaves no trace
             new = [tf.where(tf.math.is_finite(loss), a, b) for a, b in zip(new, old, strict=True)]
         for variable, value in zip([*self.weights, *self.memory, *self.statistics, *self.average], new, strict=True):
             variable.assign(value)
@@ -326,8 +326,8 @@ def _from_all(rows: Any) -> Any:
 def _compiled(work: Callable[..., Any]) -> Any:
     """A graph of TensorFlow's for one job.
 
-    TensorFlow warns of functions that are traced again and again, and tells them apart by their code: it would warn of
-    several short jobs in one program. An object that has no code of its own is told apart as itself.
+    TensorFlow warns of functions that are traced again and again, and identifies them by their code: it would warn of
+    several short jobs in one program. A partial has no code of its own, and is identified as an object.
     """
     return tf.function(functools.partial(work), autograph=False, reduce_retracing=True)
 
