@@ -22,8 +22,9 @@ No constant is fitted to a table of training times; ``benchmarks/predict.py`` co
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -142,11 +143,7 @@ def sharing_memory(profile: Profile, link: Link, devices: int) -> int:
 def largest_shard(profile: Profile, link: Link, devices: int) -> int:
     """The most samples of a device that fit into its memory; 0: not even one."""
     capacity = math.inf if profile.capacity is None else profile.capacity / sharing_memory(profile, link, devices)
-    low, high = 0, _LARGEST_BATCH
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _peak(profile, middle, devices) <= capacity else (low, middle)
-    return low
+    return _first(lambda shard: _peak(profile, shard, devices) > capacity, _LARGEST_BATCH) - 1
 
 
 def step_terms(profile: Profile, link: Link, devices: int, batch: int, assumptions: Assumptions) -> dict[str, float]:
@@ -214,13 +211,13 @@ def _pays_from(profile: Profile, link: Link, devices: int, assumptions: Assumpti
     if profile.capacity is not None and profile.memory:
         while most > 1 and _peak(profile, most, devices) > profile.capacity:
             most //= 2
-    low, high = 0, max(1, most)
-    if not pays(high):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high * devices
+    most = max(1, most)
+    return _first(pays, most) * devices if pays(most) else None
+
+
+def _first(is_true: Callable[[int], bool], last: int) -> int:
+    """The first number from 1 on for which something is true, and stays so; ``last`` at most."""
+    return 1 + bisect.bisect_left(range(1, last), True, key=is_true)
 
 
 def _peak(profile: Profile, shard: int, devices: int) -> float:

@@ -32,9 +32,9 @@ def unpack(blob: bytes) -> dict[str, NDArray[Any]]:
 
 
 def fitting(blob: bytes, expected: Mapping[str, Any], contents: str) -> dict[str, NDArray[Any]]:
-    """The saved tensors, if they have the names and shapes of one's own; each in the dtype of one's own.
+    """The saved tensors, if they have the expected names and shapes; each in the expected dtype.
 
-    Others are refused, with the differences named. ``what`` they are: "weights of another model".
+    Others are refused, with the differences named. ``contents``: what they are then, "weights of another model".
     """
     saved = unpack(blob)
     differences = [f"{name} is missing" for name in expected.keys() - saved.keys()]

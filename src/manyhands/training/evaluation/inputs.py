@@ -82,6 +82,23 @@ def inputs_of(call: Callable[..., Any], name: str = "the model", targets: bool |
     return Inputs(name, needed, math.inf if endless else arrays, math.inf if endless else len(positional), targets)
 
 
+def argument_range(function: Callable[..., Any], ignored: Sequence[str] = ()) -> tuple[int, float]:
+    """The fewest and the most positional arguments of a function, at least one; without those that are ``ignored``.
+
+    >>> argument_range(lambda x, mask=None: x), argument_range(lambda *inputs: inputs)
+    ((1, 2), (1, inf))
+    """
+    fewest: int = 0
+    most: float = 0
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            most = math.inf
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and name not in ignored:
+            most += 1
+            fewest += parameter.default is parameter.empty
+    return max(1, fewest), max(1, most)
+
+
 def _may_be_array(optional: inspect.Parameter) -> bool:
     if optional.name in _NO_ARRAYS or isinstance(optional.default, (bool, int, float, str)):
         return False

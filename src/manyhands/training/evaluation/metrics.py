@@ -108,7 +108,7 @@ class Metrics:
 def metrics_of(metrics: Any, framework_meter: Callable[[Any], Meter | None], join: Join) -> Metrics:
     """The metrics that are meant by a dict, a list, or a single one.
 
-    ``own`` makes a meter of the framework's own kinds of metrics, and gives None for what is none of them.
+    ``framework_meter`` makes a meter of the framework's own metric objects; None for anything else.
     """
     if metrics is None:
         return Metrics()
@@ -167,7 +167,7 @@ def _first_parameter(function: Any) -> str | None:
 
 
 def _explained(name: str, work: Callable[..., Any], shown: tuple[str, str], *arguments: Any) -> Any:
-    """What a metric's code gives; an error in it is one of that metric. ``given``: outputs and targets, in words."""
+    """What a metric's code gives; an error in it names the metric. ``shown``: outputs and targets, in words."""
     try:
         return work(*arguments)
     except ManyhandsError:

@@ -6,14 +6,15 @@ them. As in Gluon a sample's loss is multiplied by its weight, and the mean is s
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from mxnet import gluon
 
 from manyhands.errors import BadBatch
+from manyhands.training.evaluation.inputs import argument_range
 
 
 def parts_of(model: Any, loss: Any, batch: Sequence[Any]) -> tuple[Sequence[Any], Any, Any]:
@@ -48,14 +49,6 @@ def _inputs(model: Any) -> tuple[int, float]:
     """The fewest and the most inputs that a model takes."""
     if isinstance(model, (gluon.nn.Sequential, gluon.nn.HybridSequential)):
         return 1, 1
-    kind, registered = type(model), getattr(model, "_reg_params", {})
-    hybrid = isinstance(model, gluon.HybridBlock) and kind.forward is gluon.HybridBlock.forward
-    function, before = (kind.hybrid_forward, 2) if hybrid else (kind.forward, 1)
-    fewest, most = 0, 0.0
-    for parameter in list(inspect.signature(function).parameters.values())[before:]:
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            most = math.inf
-        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name not in registered:
-            most += 1
-            fewest += parameter.default is parameter.empty
-    return max(1, fewest), max(1.0, most)
+    is_hybrid = isinstance(model, gluon.HybridBlock) and type(model).forward is gluon.HybridBlock.forward
+    function = functools.partial(model.hybrid_forward, None) if is_hybrid else model.forward
+    return argument_range(function, list(getattr(model, "_reg_params", {})))

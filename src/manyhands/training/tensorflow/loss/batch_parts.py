@@ -8,7 +8,6 @@ number of inputs the last part is the target. A batch with dicts or lists of arr
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from keras.src.models.functional import Functional
 from manyhands.errors import BadBatch, ManyhandsError
 from manyhands.training import refusals
 from manyhands.training.data.structure import is_nested
-from manyhands.training.evaluation.inputs import Inputs
+from manyhands.training.evaluation.inputs import Inputs, argument_range
 from manyhands.training.tensorflow.book.module import Module
 
 _NOT_INPUTS = ("training", "mask")
@@ -93,23 +92,10 @@ def _inputs(model: Any) -> tuple[int, float]:
         return 1, 1
     if isinstance(model, Module):
         if type(model).forward is not Module.forward:
-            return _named(model.forward)
+            return argument_range(model.forward, _NOT_INPUTS)
         net = getattr(model, "net", None)
         return _inputs(net) if isinstance(net, keras.Layer) else (1, math.inf)
-    return _named(model.call)
-
-
-def _named(function: Any) -> tuple[int, float]:
-    fewest, most = 0, 0.0
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            continue
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            most = math.inf
-        elif parameter.kind is not parameter.KEYWORD_ONLY and name not in _NOT_INPUTS:
-            most += 1
-            fewest += parameter.default is parameter.empty
-    return max(1, fewest), max(1.0, most)
+    return argument_range(model.call, _NOT_INPUTS)
 
 
 def _outputs(model: Any) -> int:
