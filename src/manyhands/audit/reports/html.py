@@ -7,7 +7,7 @@ from html import escape
 
 from manyhands.audit.reports.proof import Proof, words
 from manyhands.audit.reports.report import Finding, Report, Span
-from manyhands.audit.reports.seconds import counted, seconds
+from manyhands.audit.reports.seconds import seconds
 
 _STYLE = """
 :root { color-scheme: light dark; --wait: #d33; --work: #48a; --mark: #d333; --line: #8884; }
@@ -36,7 +36,7 @@ def page(report: Report) -> str:
     title = f"manyhands audit: {report.program}"
     parts = [
         f'<h1>{escape(title)}</h1><p id="verdict">{escape(report.verdict)}</p>',
-        *(f'<p class="small">{escape(note)}</p>' for note in _notes(report)),
+        *(f'<p class="small">{escape(note)}</p>' for note in report.notes + report.remarks()),
         _table(report) if report.findings else "",
         _proof(report.proof) if report.proof is not None else "",
         _timeline(report.timeline) if report.timeline else "",
@@ -54,27 +54,13 @@ def page_of(title: str, body: str, style: str = "") -> str:
     )
 
 
-def _notes(report: Report) -> list[str]:
-    notes = list(report.notes)
-    if report.silenced:
-        notes.append(f"silenced by comments (manyhands: wait-ok): {counted(report.silenced, 'wait')}")
-    if report.known:
-        notes.append(f"known from the baseline and not shown: {report.known}")
-    return notes
-
-
 def _table(report: Report) -> str:
     steps = report.counted_steps or 1
-    heads = "".join(f'<th class="figure">{name}</th>' for name in ("waited", "gained", "per step", "in all"))
+    heads = "".join(f'<th class="figure">{name}</th>' for name in report.findings[0].figures(steps))
     rows = []
     for finding in report.findings:
-        gained = "moves on" if finding.moves else "-" if finding.gained is None else seconds(finding.gained / steps)
-        often = "-" if finding.per_step is None else f"{finding.per_step:.3g}"
-        figures = (seconds(finding.waited / steps), gained, often, str(finding.count))
-        names = ("waited", "gained", "per step", "in all")
-        cells = [
-            f'<td class="figure" data-name="{name}">{figure}</td>' for name, figure in zip(names, figures, strict=True)
-        ]
+        figures = finding.figures(steps).items()
+        cells = [f'<td class="figure" data-name="{name}">{figure}</td>' for name, figure in figures]
         beside = f'<div class="small">in {escape(finding.library)}</div>' if finding.library else ""
         where = f"{escape(finding.file)}:{finding.line}"
         cells.append(f"<td><b>{where}</b>{beside}<div><code>{escape(finding.source)}</code></div></td>")

@@ -12,6 +12,7 @@ from manyhands.audit.critical_path import Drawn, Length, Wait, Work, gains, simu
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Entry, Key, Recorder
 from manyhands.audit.reports.proof import Proof
+from manyhands.audit.reports.seconds import counted, seconds
 from manyhands.audit.sites import shown_path
 
 SCHEMA = 1
@@ -40,6 +41,13 @@ class Finding:
     moves: bool  # removing it only moves the wait elsewhere
     cure: str
     framework: str = "torch"
+
+    def figures(self, steps: int) -> dict[str, str]:
+        """Its times a step and its counts, as a table shows them."""
+        gained = "moves on" if self.moves else "-" if self.gained is None else seconds(self.gained / steps)
+        per_step = "-" if self.per_step is None else f"{self.per_step:.3g}"
+        waited = seconds(self.waited / steps)
+        return {"waited": waited, "gained": gained, "per step": per_step, "in all": str(self.count)}
 
 
 @dataclass
@@ -75,6 +83,12 @@ class Report:
     notes: list[str] = field(default_factory=list)
     verdict: str = ""
     proof: Proof | None = None  # of --prove
+
+    def remarks(self) -> list[str]:
+        """What was left out of the findings."""
+        silenced = f"silenced by comments (manyhands: wait-ok): {counted(self.silenced, 'wait')}"
+        known = f"known from the baseline and not shown: {self.known}"
+        return [silenced] * bool(self.silenced) + [known] * bool(self.known)
 
     def as_data(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
