@@ -15,8 +15,8 @@ from manyhands.device import FRAMEWORKS
 
 # Where a flag has another name than the library's option.
 _FLAGS = {"max_epochs": "--epochs", "every": "--checkpoint-every", "keep": "--keep-checkpoints"}
-_LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
-_NAMES = ("max_epochs", "micro_batch_size", "batch_size", "batch_stats", "on_nan", *_LIMITS)
+LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
+_NAMES = ("max_epochs", "micro_batch_size", "batch_size", "batch_stats", "on_nan", *LIMITS)
 # These are also plain words: they are flags only where a value follows.
 _OF_STEP = ("shares", "accumulate", "fast", "compile", "parallel")
 _WORDS = ("lr", "seed", "precision", "devices", "run", "resume", "framework", "every", "keep", *_OF_STEP)

@@ -51,8 +51,6 @@ _ALWAYS: dict[str, Any] = {
 }
 # Those of a step that mean the same in the library.
 _STEP = ("accumulate", "micro_batch_size", "batch_stats", "on_nan", "fast", "compile", "parallel")
-# Those of limits.
-_LIMITS = ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches")
 _ON_GPU: dict[str, Any] = {"model": "resnet18", "epochs": 10, "batch_size": 256, "lr": 0.1}
 _ON_CPU: dict[str, Any] = {"model": "lenet", "epochs": 4, "batch_size": 128, "lr": 0.05}
 _EPOCHS_OF_SUBSET = 20  # of 4,000 images: as many as lenet needs for a test accuracy of 0.85
@@ -327,7 +325,7 @@ def _trainer_options(chosen: dict[str, Any], recipes: Recipes) -> dict[str, Any]
         "precision": chosen["precision"],
         "step": Step(shares=parse_shares(chosen["shares"]), **{name: chosen[name] for name in _STEP}),
         "checkpoints": Checkpoints(every=chosen["checkpoint_every"], keep=chosen["keep_checkpoints"]),
-        "limits": Limits(**{name: chosen[name] for name in _LIMITS}),
+        "limits": Limits(**{name: chosen[name] for name in flags.LIMITS}),
     }
 
 

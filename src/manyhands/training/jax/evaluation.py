@@ -38,14 +38,14 @@ from manyhands.training.settings import Settings
 
 @dataclass
 class Evaluation:
-    """The programs of a job, and the devices that they run on."""
+    """The programs of a job, without training."""
 
     steps: Steps
-    world: World
-    batch_size: int
-    seed: int = 0
-    is_mean: bool = True  # whether the loss is known to be a mean over samples, so that it is the same in any batches
+    is_mean: bool  # whether the loss is known to be a mean over samples, so that it is the same in any batches
     _under_way: deque[Any] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.world, self.settings = self.steps.world, self.steps.settings
 
     def figures(
         self,
@@ -86,14 +86,15 @@ class Evaluation:
         """Every batch in the order of the data: its rows in parts on the devices, or None where they live there."""
         devices = len(self.world.devices)
         if isinstance(data, Stream):
-            batches = data.windows(Cursor(), self.seed)
+            batches = data.windows(Cursor(), self.settings.seed)
             for window, parts in loader_batches.agreed(batches, self._all_have, data.loader):
                 divided = division(window.size, devices, None)
                 yield window, feed.sent(parts, divided, self.world), divided
             return
         order = np.arange(data.count)
-        size = _even(data.count, batch_size_for(self.batch_size))
-        for window in windows(Cursor(), data.count, size if self.is_mean else whole_size(data, self.batch_size)):
+        batch_size = self.settings.batch_size
+        size = _even(data.count, batch_size_for(batch_size)) if self.is_mean else whole_size(data, batch_size)
+        for window in windows(Cursor(), data.count, size):
             divided = division(window.size, devices, None)
             yield (
                 window,
@@ -125,9 +126,8 @@ class Evaluator:
         skeleton = Skeleton(model)
         optimizer = optax.with_extra_args_support(optax.identity())
         self.rank, self.world, self.data = world.rank, world, data
-        steps = Steps(skeleton, objective, optimizer, world, dtype, clip=0.0, spares=False)
-        is_mean = objective.is_mean(model)
-        self.evaluation = Evaluation(steps, world, settings.batch_size, settings.seed, is_mean)
+        steps = Steps(skeleton, objective, optimizer, world, dtype, settings)
+        self.evaluation = Evaluation(steps, objective.is_mean(model))
         self.state = first_numbers(skeleton, model, world, double=settings.precision == "fp64")
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:

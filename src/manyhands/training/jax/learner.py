@@ -66,16 +66,7 @@ class JaxLearner:
         self.shares = _as_floats(job.settings.step.shares)
         self.notes: list[str] = []
         optimizer = optax.with_extra_args_support(job.optimizer)
-        self.steps = Steps(
-            job.skeleton,
-            job.objective,
-            optimizer,
-            world,
-            job.dtype,
-            clip=job.settings.gradient_clip_val,
-            spares=job.settings.step.on_nan == "continue",
-            accumulate=job.settings.step.accumulate,
-        )
+        self.steps = Steps(job.skeleton, job.objective, optimizer, world, job.dtype, job.settings)
         self.state: State = self._first_state(optimizer)
         self._averages: Mapping[str, str] = {}  # that are kept, and what they are of
         self.optimizer_options = _injected(self.state["optimizer"])
@@ -234,8 +225,7 @@ class JaxLearner:
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures | None:
         if self.job.test is None:
             return None
-        is_mean = self.job.objective.is_mean(self.job.model)
-        evaluation = Evaluation(self.steps, self.world, self.settings.batch_size, self.settings.seed, is_mean)
+        evaluation = Evaluation(self.steps, self.job.objective.is_mean(self.job.model))
         return evaluation.figures(self.state, self.job.test, self.test_arrays, alive, take)
 
     # Checkpoints

@@ -28,7 +28,6 @@ from manyhands.training.mxnet.step import replicas
 from manyhands.training.mxnet.step.average import Average
 from manyhands.training.mxnet.step.batch_norm import Together
 from manyhands.training.mxnet.step.running_sums import Metrics
-from manyhands.training.mxnet.step.skip_nan import Spared
 from manyhands.training.mxnet.step.step import Step
 from manyhands.training.running_sums import Figures
 from manyhands.training.settings import Settings
@@ -70,11 +69,8 @@ class GluonLearner:
         self.feed = Feed(data, devices, dtype, least=2 if several and not whole else 1, look=look)
         self.test_feed = None if test is None else Feed(test, devices, dtype, look=look)
         self.metrics = Metrics(self.devices[0])
-        clip, accumulate = settings.gradient_clip_val, settings.step.accumulate
         together = Together(model, len(devices)) if several and whole else None
-        spared = Spared(model, trainer) if settings.step.on_nan == "continue" else None
-        options: Any = {"clip": clip, "accumulate": accumulate, "together": together, "spared": spared}
-        self.plain_step = Step(trainer, objective, self.metrics, **options)
+        self.plain_step = Step(trainer, objective, self.metrics, settings, together)
         self.draws = _draws_numbers(model) or not objective.is_gluons
         self._plain_arrays = {name: (array, array.asnumpy()) for name, array in replicas.plain_arrays(model).items()}
         if several:

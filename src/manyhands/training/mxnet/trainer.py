@@ -166,14 +166,8 @@ class Trainer(BaseTrainer):
             )
             learner = GluonLearner(model, trainer, objective, settings, train, test, devices, look)
             learner.notes += [] if note is None else [note]
-            options: Any = {
-                "schedule": schedule,
-                "run": run,
-                "resume": resume,
-                "callbacks": dispatcher.plan,
-                "metrics": self._metrics(),
-            }
-            result = Loop(learner, settings, dispatcher.event, **options).fit()
+            options = {"schedule": schedule, "run": run, "resume": resume, "metrics": self._metrics()}
+            result = Loop(learner, settings, dispatcher.event, callbacks=dispatcher.plan, **options).fit()
         result.devices = self.device_names
         return result
 

@@ -28,9 +28,9 @@ from manyhands.training.tensorflow.step.step import BAD_STEP, COUNT, LOSS, MOST_
 class Evaluation:
     """A model's replicas, and the programs that compute with them without training."""
 
-    def __init__(self, step: Step, world: World, objective: Objective, batch_size: int) -> None:
-        """``batch_size``: that of training."""
-        self.step, self.world, self.objective, self.batch_size = step, world, objective, batch_size
+    def __init__(self, step: Step, world: World) -> None:
+        self.step, self.world = step, world
+        self.objective, self.batch_size = step.function.objective, step.settings.batch_size
         self._programs: dict[bool, Any] = {}  # with and without the model's answers
 
     def figures(
@@ -104,7 +104,7 @@ class Evaluator:
                 first = np.frombuffer(world.from_first(value.tobytes()), value.dtype).reshape(value.shape)
                 for replica in replicas:
                     replica.assign(first)
-        self.evaluation = Evaluation(step, world, objective, settings.batch_size)
+        self.evaluation = Evaluation(step, world)
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
         return self.evaluation.figures(self.feed, alive, take)

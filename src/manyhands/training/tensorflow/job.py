@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.data.sources import Source
-from manyhands.training.evaluation.metrics import Metrics
-from manyhands.training.schedules import Schedule
 from manyhands.training.settings import Settings
 from manyhands.training.tensorflow.checks import LabelCheck
 from manyhands.training.tensorflow.objective import Objective
@@ -25,8 +21,4 @@ class Job:
     test: Source | None
     settings: Settings
     labels: LabelCheck | None = None
-    schedule: Schedule | None = None
-    run: RunPlan | None = None
-    resume: Path | None = None
-    metrics: Metrics = field(default_factory=Metrics)
     notes: list[str] = field(default_factory=list)

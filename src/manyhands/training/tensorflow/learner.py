@@ -67,7 +67,7 @@ class KerasLearner:
         self.feed = self._feed(job.train)
         self.test_feed = None if job.test is None else self._feed(job.test)
         self._train = self.step_of.trainer(prepared_by(job.train), on_host=self.feed.on_host)
-        self.evaluation = Evaluation(self.step_of, world, job.objective, job.settings.batch_size)
+        self.evaluation = Evaluation(self.step_of, world)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="manyhands-figures")
         self._coming: Future[Figures] | None = None
         self._shown: Figures | None = None

@@ -103,26 +103,26 @@ class Trainer(BaseTrainer):
     ) -> Result:
         here = world.join() if launcher.size() > 1 else world.of_devices(self._natives())
         settings.check_devices(here.replicas)
-        job = self._job(model, settings, run, resume)
+        job = self._job(model, settings)
         if here.replicas > 1 or settings.step.accumulate > 1:
             note = checks.check_loss(job.layers, job.objective, job.train)
             job.notes += [] if note is None else [note]
+        options = {"schedule": self._option("schedule"), "run": run, "resume": resume, "metrics": self._metrics()}
         with _statistics_over(job.layers, settings.step.batch_stats):
-            result = _fit(job, here, dispatcher)
+            result = _fit(job, here, dispatcher, **options)
         if here.size > 1:
             result.devices = launcher.device_names(backend.neutral(here.devices[0]).kind)
         else:
             result.devices = self.device_names
         return result
 
-    def _job(self, model: Any, settings: Settings, run: RunPlan | None, resume: Path | None) -> Job:
+    def _job(self, model: Any, settings: Settings) -> Job:
         checks.check_model(model)
         loss = self._option("loss")
         compiled_settings.check(model, loss=loss, tests=self.test_source is not None)
         checks.materialise(model, self.train_source)
-        schedule = self._option("schedule")
         optimizer = optimizers.optimizer_for(self._option("optimizer"), model, settings.lr)
-        if schedule is not None:
+        if self._option("schedule") is not None:
             _check_settable(optimizer)
         layers = precision.in_precision(model, settings.precision, checks.few_samples(self.train_source, 2))
         compiled_settings.check_precision(layers)
@@ -137,10 +137,6 @@ class Trainer(BaseTrainer):
             test=self.test_source,
             settings=settings,
             labels=labels,
-            schedule=schedule,
-            run=run,
-            resume=resume,
-            metrics=self._metrics(),
         )
 
     def _evaluate(self, model: Any, source: Source, settings: Settings) -> dict[str, Any]:
@@ -183,23 +179,14 @@ def train(net: Any, num_gpus: int, batch_size: int, lr: float, num_epochs: int =
     return result
 
 
-def _fit(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:
+def _fit(job: Job, here: world.World, dispatcher: Dispatcher, **options: Any) -> Result:
+    """``options``: of the loop."""
     try:
         learner = KerasLearner(job, here)
         for callback in dispatcher.callbacks:
             if isinstance(callback, KerasCallback):
                 callback.of_model(job.model, learner.bring_home)
-        loop = Loop(
-            learner,
-            job.settings,
-            dispatcher.event,
-            schedule=job.schedule,
-            run=job.run,
-            resume=job.resume,
-            callbacks=dispatcher.plan,
-            metrics=job.metrics,
-        )
-        result = loop.fit()
+        result = Loop(learner, job.settings, dispatcher.event, callbacks=dispatcher.plan, **options).fit()
     except _LOST as error:
         if here.size == 1:
             raise

@@ -33,6 +33,7 @@ from manyhands.training.jax.step.masking import counting_only
 from manyhands.training.jax.step.running_sums import Sums
 from manyhands.training.jax.world import World
 from manyhands.training.python_attributes import Attributes
+from manyhands.training.settings import Settings
 
 # A job's numbers: "parameters", "random" and "rest" of the model, "optimizer", AVERAGES of the parameters and of the
 # rest where they are kept, and "at": where in the epoch's order the job stands, and the number of the step.
@@ -49,9 +50,7 @@ class Steps:
     optimizer: optax.GradientTransformationExtraArgs
     world: World
     dtype: Any  # what layers compute in; None: in that of their parameters
-    clip: float
-    spares: bool  # a step whose loss is NaN changes nothing
-    accumulate: int = 1  # micro-batches of a batch
+    settings: Settings
     counts_right: bool = False  # whether answers can be right; known once a program is traced
     tests_right: bool = False  # the same of evaluations
 
@@ -153,7 +152,7 @@ class Steps:
     ) -> tuple[State, Sums]:
         """``rows`` are what ``batch_of`` makes a batch of: its samples, or their numbers."""
         before = state["parameters"]
-        if self.accumulate > 1:
+        if self.settings.step.accumulate > 1:
             loss, numbers, right, gradients = self._in_micro_batches(state, rows, batch_of, division)
         else:
             loss_of = jax.value_and_grad(self._loss, has_aux=True)
@@ -162,9 +161,9 @@ class Steps:
                 before, state["random"], state["rest"], batch, division.weights
             )
             right = value.right
-        if self.clip:
-            norm = optax.global_norm(gradients)
-            gradients = jax.tree.map(lambda gradient: gradient * (self.clip / jnp.maximum(norm, self.clip)), gradients)
+        if clip := self.settings.gradient_clip_val:
+            scale = clip / jnp.maximum(optax.global_norm(gradients), clip)
+            gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
         updates, optimizer = self.optimizer.update(gradients, state["optimizer"], before, value=loss)
         # The whole update is multiplied, weight decay too where it is part of it: as if the rate were another one.
         updates = jax.tree.map(lambda update: (update * factor).astype(update.dtype), updates)
@@ -173,7 +172,7 @@ class Steps:
             for average, part in AVERAGES.items():
                 if average in state:
                     after[average] = jax.tree.map(self._averaged, state[average], after[part])
-        if self.spares:
+        if self.settings.step.on_nan == "continue":  # a batch whose loss is NaN changes nothing
             good = jnp.isfinite(loss)
             after = {name: _chosen(good, after[name], state[name]) for name in after}
         position, step = state["at"]
@@ -205,7 +204,7 @@ class Steps:
             return Sum(total, count, right, gradients, after)
 
         numbers = {part: state[part] for part in ("random", "rest")}
-        whole = accumulated(work, rows, numbers, division, self.accumulate)
+        whole = accumulated(work, rows, numbers, division, self.settings.step.accumulate)
         gradients = jax.tree.map(lambda gradient: gradient / whole.count.astype(gradient.dtype), whole.gradients)
         return whole.total / whole.count, whole.numbers, whole.right, gradients
 

@@ -36,6 +36,7 @@ from manyhands.training.mxnet.step.batch_norm import Together
 from manyhands.training.mxnet.step.running_sums import Metrics
 from manyhands.training.mxnet.step.skip_nan import Spared
 from manyhands.training.python_attributes import Attributes
+from manyhands.training.settings import Settings
 
 _TINY = 1e-6  # added to a norm before dividing by it, as PyTorch does
 _AT_ONCE = 100  # arrays that one operation looks through; 200 are its limit
@@ -49,19 +50,19 @@ class Step:
         trainer: gluon.Trainer,
         objective: Objective,
         metrics: Metrics,
-        *,
-        clip: float = 0.0,
-        accumulate: int = 1,
-        together: Together | None = None,
-        spared: Spared | None = None,
+        settings: Settings,
+        together: Together | None,
     ) -> None:
-        """``together``: layers normalise over all devices; ``spared``: a batch with a bad loss is left out."""
-        self.trainer, self.objective, self.metrics = trainer, objective, metrics
-        self.clip, self.accumulate, self.together, self.spared = clip, accumulate, together, spared
+        """``together``: layers normalise over all devices."""
+        self.trainer, self.objective, self.metrics, self.together = trainer, objective, metrics, together
+        self.clip, self.accumulate = settings.gradient_clip_val, settings.step.accumulate
+        self.spared = Spared(objective.model, trainer) if settings.step.on_nan == "continue" else None
         self.average: Average | None = None
         self.parameters: list[gluon.Parameter] = list(trainer._params)
         self.attributes = replicas.attributes(objective.model)
-        self._written = [parameter for parameter in self.parameters if parameter.grad_req == "write" and accumulate > 1]
+        self._written = [
+            parameter for parameter in self.parameters if parameter.grad_req == "write" and self.accumulate > 1
+        ]
         for parameter in self._written:
             parameter.grad_req = "add"
         # Also those that the user made so: the update is that of one batch.
