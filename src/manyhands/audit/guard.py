@@ -12,12 +12,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
-from manyhands.audit import cures, watch
+from manyhands.audit import watch
 from manyhands.audit.kinds import Kind
 from manyhands.audit.sites import Site, name_callers_in_warnings
+from manyhands.audit.stall import Stall
 from manyhands.device import FRAMEWORKS
 from manyhands.errors import BadSettings, HiddenWait
 
@@ -26,33 +26,6 @@ Mode = Literal["forbid", "warn", "count"]
 
 class HiddenWaitWarning(UserWarning):
     """The host waited for a device within ``mh.guard("warn")``."""
-
-
-@dataclass(frozen=True)
-class Stall:
-    """One hidden wait: what was called where."""
-
-    kind: Kind
-    call: str
-    site: Site
-    framework: str = "torch"
-
-    @property
-    def line(self) -> str:
-        """``file:line`` of the user's code."""
-        return str(self.site.user)
-
-    @property
-    def cure(self) -> str:
-        library = self.site.library.file if self.site.library is not None else ""
-        line = self.site.user
-        place = line.file, line.number
-        return cures.cure(self.kind, self.call, line.code, library, framework=self.framework, place=place)
-
-    def __str__(self) -> str:
-        beside = f" (in {self.site.library})" if self.site.library is not None else ""
-        code = f": {self.site.user.code}" if self.site.user.code else ""
-        return f"{self.line}{beside}: {self.kind.title} ({self.call}){code}. Cure: {self.cure}"
 
 
 class Seen:
@@ -88,7 +61,7 @@ class Seen:
         if event.site.allowed is not None:
             self.allowed += 1
             return
-        stall = Stall(event.kind, event.call, event.site, event.framework)
+        stall = event.stall
         self._counts[stall] += 1
         if self._mode == "warn":
             line = event.site.user

@@ -11,6 +11,7 @@ from manyhands.audit.critical_path import Wait, Work
 from manyhands.audit.kinds import Kind
 from manyhands.audit.profile import Profile, h200
 from manyhands.audit.sites import Line, Site
+from manyhands.audit.stall import Stall
 from manyhands.audit.watch import Event
 
 _MOST_ENTRIES = 500_000
@@ -20,22 +21,12 @@ _TINY_LAUNCHES = 32  # of one line in one run of its function, per step
 
 
 @dataclass(frozen=True)
-class Key:
-    """What makes two waits the same finding."""
-
-    kind: Kind
-    call: str
-    site: Site
-    framework: str = "torch"
-
-
-@dataclass(frozen=True)
 class Entry:
     """One piece of the record: work before a wait, and the wait."""
 
     step: int
     work: Work
-    key: Key | None
+    key: Stall | None
     wait: Wait | None  # with the number of its finding still open (-1)
     seconds: float = 0.0
     times: int = 1
@@ -49,7 +40,7 @@ class Recorder:
         self.steps = 0
         self.step_times: list[float] = [time.perf_counter()]
         self.entries: list[Entry] = []
-        self.others: list[tuple[int, Key, float]] = []  # waits of other threads than the loop's
+        self.others: list[tuple[int, Stall, float]] = []  # waits of other threads than the loop's
         self.used_device = False
         self.frameworks: set[str] = set()
         self.forks = 0
@@ -73,7 +64,7 @@ class Recorder:
         self.used_device = True
 
     def after(self, event: Event) -> None:
-        key = Key(event.kind, event.call, event.site, event.framework)
+        key = event.stall
         thread = threading.get_ident()
         with self._lock:
             if thread != self._thread:
@@ -82,7 +73,7 @@ class Recorder:
             self._add(key, event)
             self._last = time.perf_counter() if self.profile is None else self._last
 
-    def _add(self, key: Key, event: Event) -> None:
+    def _add(self, key: Stall, event: Event) -> None:
         if len(self.entries) >= _MOST_ENTRIES:
             self.incomplete = True
             return
@@ -158,7 +149,7 @@ class Recorder:
                 # Its host time is in the work since the last wait: moved here, so that it can be left out.
                 wait = Wait(-1, host=min(self._host, count * self.profile.launch), drains=False)
                 self._host -= wait.host
-                key = Key(Kind.LAUNCHES, "operations", Site(line))
+                key = Stall(Kind.LAUNCHES, "operations", Site(line))
                 self.entries.append(Entry(self.steps, self._taken(), key, wait, wait.host, count))
         self._launches.clear()
 

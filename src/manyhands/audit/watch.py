@@ -17,6 +17,7 @@ from typing import Protocol
 
 from manyhands.audit import sites
 from manyhands.audit.kinds import Kind
+from manyhands.audit.stall import Stall
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Event:
     nbytes: int = 0
     predicted: bool = False  # on a virtual device, which does not wait
     framework: str = "torch"
+
+    @property
+    def stall(self) -> Stall:
+        return Stall(self.kind, self.call, self.site, self.framework)
 
 
 class Sink(Protocol):

@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.audit import cures
 from manyhands.audit.critical_path import Drawn, Length, Wait, Work, gains, simulate
 from manyhands.audit.kinds import Kind
-from manyhands.audit.recorder import Entry, Key, Recorder
+from manyhands.audit.recorder import Entry, Recorder
 from manyhands.audit.reports.proof import Proof
 from manyhands.audit.reports.seconds import counted, seconds
 from manyhands.audit.sites import shown_path
+from manyhands.audit.stall import Stall
 
 SCHEMA = 1
 _DRAWN = 3  # steps of the timeline
@@ -152,7 +152,7 @@ def _is_loop(count: int, recorder: Recorder) -> bool:
     return recorder.steps > 0 or count >= _FEWEST
 
 
-def _record(report: Report, timeline: list[Work | Wait], keys: dict[Key, int]) -> dict[str, Any]:
+def _record(report: Report, timeline: list[Work | Wait], keys: dict[Stall, int]) -> dict[str, Any]:
     names = [(number, _finding(key, 0, 0.0, None, report)) for key, number in keys.items()]
     return {
         "timeline": [dataclasses.astuple(item) for item in timeline],
@@ -161,7 +161,7 @@ def _record(report: Report, timeline: list[Work | Wait], keys: dict[Key, int]) -
     }
 
 
-def _drawn(entries: list[Entry], keys: dict[Key, int], recorder: Recorder) -> list[Span]:
+def _drawn(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) -> list[Span]:
     """What the host and the device do in a few steps."""
     names = {number: f"{shown_path(key.site.user.file)}:{key.site.user.number}" for key, number in keys.items()}
     drawn: list[Drawn] = []
@@ -191,9 +191,9 @@ def _first_step(recorder: Recorder, warmup: int, report: Report) -> int:
     return warmup
 
 
-def _open_keys(entries: list[Entry]) -> tuple[dict[Key, int], int]:
+def _open_keys(entries: list[Entry]) -> tuple[dict[Stall, int], int]:
     """The findings that no comment allows, numbered; and how many waits a comment allows."""
-    keys: dict[Key, int] = {}
+    keys: dict[Stall, int] = {}
     silenced = 0
     for entry in entries:
         if entry.key is None:
@@ -205,7 +205,7 @@ def _open_keys(entries: list[Entry]) -> tuple[dict[Key, int], int]:
     return keys, silenced
 
 
-def _timeline(entries: list[Entry], keys: dict[Key, int], recorder: Recorder) -> list[Work | Wait]:
+def _timeline(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) -> list[Work | Wait]:
     """The record as the simulation wants it.
 
     On a real device what it did between two waits is not known, but how long it was busy in a step is (or is taken to
@@ -265,10 +265,8 @@ def _fill_times(report: Report, recorder: Recorder, first: int, length: Length, 
     report.cost = total  # the findings' part of it is known when they are
 
 
-def _finding(key: Key, count: int, waited: float, gained: float | None, report: Report) -> Finding:
+def _finding(key: Stall, count: int, waited: float, gained: float | None, report: Report) -> Finding:
     line = key.site.user
-    library = key.site.library.file if key.site.library else ""
-    place = line.file, line.number
     return Finding(
         kind=key.kind.value,
         file=shown_path(line.file),
@@ -282,7 +280,7 @@ def _finding(key: Key, count: int, waited: float, gained: float | None, report: 
         waited=waited,
         gained=gained,
         moves=gained is not None and waited > 0 and gained < 0.05 * waited,
-        cure=cures.cure(key.kind, key.call, line.code, library, framework=key.framework, place=place),
+        cure=key.cure,
         framework=key.framework,
     )
 
