@@ -56,6 +56,12 @@ class Settings:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise BadSettings(f"seed={self.seed!r}: give a number from 0 to 2**63 - 1")
 
+    @property
+    def fixed_shares(self) -> list[float] | None:
+        """How large each device's part of a batch is; None where all are equal, or measured."""
+        shares = self.step.shares
+        return None if shares is None or isinstance(shares, str) else [float(share) for share in shares]
+
     def check_devices(self, count: int) -> None:
         """What can only be said once the number of devices is known."""
         if self.batch_size < count:
@@ -63,16 +69,16 @@ class Settings:
                 f"batch_size={self.batch_size} is smaller than the number of devices, {count}: a batch is divided over "
                 f"them. Give at least {count}, or fewer devices"
             )
-        if self.step.shares is not None and self.step.shares != "measured":
-            _shares.check(self.step.shares, count)
+        if self.fixed_shares is not None:
+            _shares.check(self.fixed_shares, count)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON keeps it: the options of a topic are one object."""
         plain = asdict(self)
         if callable(pick := self.step.activation_checkpointing):
             plain["step"]["activation_checkpointing"] = getattr(pick, "__qualname__", type(pick).__name__)
-        if self.step.shares is not None and not isinstance(self.step.shares, str):
-            plain["step"]["shares"] = [float(share) for share in self.step.shares]
+        if self.fixed_shares is not None:
+            plain["step"]["shares"] = self.fixed_shares
         if self.step.wrt is not None:
             plain["step"]["wrt"] = getattr(self.step.wrt, "__name__", None) or str(self.step.wrt)
         return plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class JaxLearner:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
         self.optimizer_name = job.optimizer_name
-        self.shares = _as_floats(job.settings.step.shares)
+        self.shares = job.settings.fixed_shares
         self.notes: list[str] = []
         optimizer = optax.with_extra_args_support(job.optimizer)
         self.steps = Steps(job.skeleton, job.objective, optimizer, world, job.dtype, job.settings)
@@ -315,10 +315,6 @@ def _home(array: jax.Array, like: Any) -> Any:
     host = host.astype(like.dtype)
     is_placed = like.committed or isinstance(like.sharding, jax.sharding.NamedSharding)
     return jax.device_put(host, like.sharding) if is_placed else jax.device_put(host)
-
-
-def _as_floats(shares: Any) -> list[float] | None:
-    return [float(share) for share in shares] if isinstance(shares, Sequence) else None
 
 
 def _wide(leaf: Any) -> Any:

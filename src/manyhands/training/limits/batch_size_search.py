@@ -46,15 +46,15 @@ class Search:
         self._measured: tuple[int, int] | None = None  # samples at once, and the bytes that they took
 
     def largest(self, maximum: int | None) -> int:
-        count, step = len(self.devices), self.trainer._option("step")
+        count = len(self.devices)
         if not self.micro:
             most = min(maximum or self.data.count, self.data.count)
             if most < count:
                 raise BadSettings(f"{most} samples are fewer than the devices, {count}: give a larger maximum")
             return batch_size.largest(lambda size: self._fits(size, None), most, count)
-        whole = self.trainer._settings_with(self.trainer._option("batch_size") or self.data.batch_size).batch_size
-        shares = None if step.shares is None or isinstance(step.shares, str) else step.shares
-        shard = max(_shares.sizes(whole, count, shares))
+        settings = self.trainer._settings_with(self.trainer._option("batch_size") or self.data.batch_size)
+        whole = settings.batch_size
+        shard = max(_shares.sizes(whole, count, settings.fixed_shares))
         return batch_size.largest(lambda size: self._fits(whole, size), min(maximum or shard, shard), 1)
 
     def _fits(self, batch: int, micro: int | None) -> bool:

@@ -58,8 +58,7 @@ class GluonLearner:
         self.model, self.trainer, self.objective, self.settings = model, trainer, objective, settings
         self.devices, self.data, self.test = list(devices), data, test
         self.notes: list[str] = []
-        given = settings.step.shares
-        self.shares = [float(share) for share in given] if given is not None and given != "measured" else None
+        self.shares = settings.fixed_shares
         self.optimizer_name = type(trainer.optimizer).__name__
         self.optimizer_options = state.optimizer_options(trainer)
         self.base_rate = None if trainer.optimizer.lr_scheduler else float(trainer.learning_rate)

@@ -51,8 +51,7 @@ class KerasLearner:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
         self.data: Source = job.train
-        given = job.settings.step.shares
-        self.shares = None if given is None else [float(share) for share in given]
+        self.shares = job.settings.fixed_shares
         self.optimizer_name = type(job.optimizer).__name__
         self.optimizer_options = optimizers.options(job.optimizer)
         function = Function(job.layers, job.objective, job.settings.seed)
