@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from manyhands import torch as mh
 from manyhands.errors import CannotGuard
+from manyhands.parallel import pieces
 
 pytestmark = pytest.mark.skipif(
     torch._C._len_torch_dispatch_stack() > 0, reason="Dynamo captures nothing beside a dispatch mode"
@@ -230,3 +231,47 @@ def test_guarding_a_training_step_leaves_its_optimizer_alone() -> None:
         assert [{**group, "params": len(group["params"])} for group in optimizer.param_groups] == settings
     assert (type(optimizer).step, type(optimizer).zero_grad) == (update, clear)
     assert fast.planned.guards is not None
+
+
+def cleared_and_derived() -> Callable[[torch.Tensor], torch.Tensor]:
+    layer = nn.Linear(8, 2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for weight in layer.parameters():
+            weight.grad = None
+        loss = layer(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def test_what_is_compiled_after_a_captured_step_knows_nothing_of_it() -> None:
+    """Dynamo's one None for all captures would be read from ``layer.weight.grad`` here, as the queue's ``maxlen``."""
+    step = cleared_and_derived()
+    assert mh.parallel(step, synchronous=True)(X[0, 0]).isfinite()
+    queue = deque([1, 2])
+
+    def append(x: torch.Tensor) -> torch.Tensor:
+        queue.append(queue[0])
+        return x * 2
+
+    assert torch.equal(torch.compile(append, backend="eager")(X), X * 2)
+    assert list(queue) == [1, 2, 1]
+
+
+def test_what_others_compiled_before_does_not_disturb_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_TOO_SHORT", 0.0)
+    step = cleared_and_derived()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        torch.compile(lambda function, x: function(x), backend="eager")(step, X[0, 0])
+    queue = deque([1, 2])
+
+    def append(x: torch.Tensor) -> torch.Tensor:
+        queue.append(queue[0])
+        return x * 2
+
+    fast = mh.parallel(append, synchronous=True)
+    assert [torch.equal(fast(X), X * 2) for _ in range(3)] == [True] * 3
+    assert list(queue) == [1, 2, 1, 1, 1]
+    assert "Dynamo failed" not in fast.explain()

@@ -104,7 +104,8 @@ def dynamo_enabled() -> Iterator[None]:
 
     settings = {name: value for name, value in _FOR_GUARDS.items() if hasattr(torch._dynamo.config, name)}
     patch = torch._dynamo.config.patch(settings)
-    with torch.compiler.set_stance("default"), patch, warnings.catch_warnings(), _opaque_optimizers():
+    stance = torch.compiler.set_stance("default")
+    with stance, patch, warnings.catch_warnings(), _opaque_optimizers(), _constants_without_source():
         warnings.simplefilter("ignore")
         yield
 
@@ -139,6 +140,39 @@ def _opaque_optimizers() -> Iterator[None]:
             yield
         finally:
             kind.var_getattr, kind.call_method = getting, calling
+
+
+@contextmanager
+def _constants_without_source() -> Iterator[None]:
+    """Keep Dynamo from marking the None (True, False) that all its captures share with the place where one was read.
+
+    PyTorch 2.12 and 2.13 do so for ``weight.grad`` after ``zero_grad()``. Every later capture in the process, of any
+    function, may then read its own None from that place, and fail (https://github.com/pytorch/pytorch/pull/194749).
+    """
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.variables import TensorVariable, constant
+
+    kind: Any = TensorVariable
+    names = ("CONSTANT_VARIABLE_NONE", "CONSTANT_VARIABLE_TRUE", "CONSTANT_VARIABLE_FALSE")
+    shared: list[Any] = [getattr(constant, name) for name in names if hasattr(constant, name)]
+    getting = kind.var_getattr
+
+    def var_getattr(tensor: Any, translator: Any, name: str) -> Any:
+        result = getting(tensor, translator, name)
+        if result.source is not None and any(result is one for one in shared):
+            marked = result.clone()
+            result.source = None
+            return marked
+        return result
+
+    with compile_lock:
+        for constant_variable in shared:
+            constant_variable.source = None  # somebody else's capture may have left it
+        kind.var_getattr = var_getattr
+        try:
+            yield
+        finally:
+            kind.var_getattr = getting
 
 
 def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +217,7 @@ class _Frames:
         self._left: dict[CodeType, str] = {}  # to Python
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
-        from torch._dynamo import config, convert_frame
+        from torch._dynamo import config
         from torch._dynamo.types import ConvertFrameReturn
 
         code = frame.f_code
@@ -191,7 +225,7 @@ class _Frames:
         if left is None:
             settings = {name: value for name, value in _IN_PIECES.items() if hasattr(config, name)}
             try:
-                with convert_frame.compile_lock, config.patch(settings), _quiet(), self._listening():
+                with _constants_without_source(), config.patch(settings), _quiet(), self._listening():
                     result = self._convert(frame, *arguments)
                 if result.guarded_code is not None or "skipfiles" in str(result.skip_reason):
                     return result
