@@ -377,7 +377,7 @@ def test_an_error_of_dynamo_or_ours_means_plain_execution_and_a_note(monkeypatch
         assert torch.equal(found[0], expected[0])
         assert found[1] == expected[1]
     assert "is run plainly: it cannot be planned (AssertionError: out of order)" in fast.explain()
-    monkeypatch.setattr(compat._Frames, "_listening", breaks_down)
+    monkeypatch.setattr(compat.dynamo._Frames, "_listening", breaks_down)
     fast = in_pieces(breaks_thrice)
     assert torch.equal(printed(lambda: fast(X))[0], printed(lambda: breaks_thrice(X))[0])
     assert "Dynamo failed, so that a part is run plainly (AssertionError: out of order)" in fast.explain()
