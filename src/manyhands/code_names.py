@@ -111,8 +111,9 @@ def is_foreign(value: Any) -> bool:
     return root == "manyhands" or "site-packages" in file or "dist-packages" in file
 
 
-def slots_of(one: type) -> list[str]:
+@functools.lru_cache(maxsize=1000)
+def slots_of(cls: type) -> list[str]:
     """The names of a class's slots."""
-    declared = [vars(owner).get("__slots__", ()) for owner in one.__mro__]
+    declared = [vars(owner).get("__slots__", ()) for owner in cls.__mro__]
     words = [word for slots in declared for word in ((slots,) if isinstance(slots, str) else slots)]
     return [word for word in words if not word.startswith("__")]

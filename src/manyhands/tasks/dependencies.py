@@ -34,8 +34,9 @@ class Ledger:
         needs = dict.fromkeys(reached, REACHES) | dict.fromkeys(inputs, TAKES)
         job.touched = job.listed = only_read = reads | written if written else reads
         if needs:  # else nothing in it is unknown
-            written = self._may_be(written) if written else written
-            job.listed = only_read = self._as_written(job.touched) | written
+            # What is written may be all that unknown results may be in; what is read was perhaps written through these.
+            written = self._reached(written, lambda unknown: unknown.touched) if written else written
+            job.listed = only_read = self._reached(job.touched, lambda unknown: unknown.overwritten) | written
         for memory in job.listed:
             if (writer := self._writer.get(memory)) is not None:
                 needs.setdefault(writer, ORDER)
@@ -103,14 +104,6 @@ class Ledger:
 
     def _stored_in(self, job: Job) -> Set[Hashable]:
         return self._regions.of(job.stored_in(job.value))
-
-    def _may_be(self, memories: Set[Hashable]) -> Set[Hashable]:
-        """These memories, and all that the unknown results among them may be in."""
-        return self._reached(memories, lambda job: job.touched)
-
-    def _as_written(self, memories: Set[Hashable]) -> Set[Hashable]:
-        """These memories, and those through which the unknown results among them were perhaps written to."""
-        return self._reached(memories, lambda job: job.overwritten)
 
     def _reached(self, memories: Set[Hashable], further: Callable[[Job], Set[Hashable]]) -> Set[Hashable]:
         """These memories, those that the results among them are in, and what leads further from unknown ones."""

@@ -76,37 +76,22 @@ class Variable(NamedTuple):
             return False
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Reached:
     """What some values lead to."""
 
-    __slots__ = (
-        "arrays",
-        "for_good",
-        "futures",
-        "helpers",
-        "holders",
-        "in_turn",
-        "inputs",
-        "locks",
-        "memories",
-        "objects",
-        "variables",
-        "words",
-    )
-
-    def __init__(self) -> None:
-        self.memories: set[Hashable] = set()  # that they are, or may be, in
-        self.inputs: list[Job] = []  # whose results are among the arguments
-        self.futures: list[Job] = []  # whose futures a function or an object holds
-        self.arrays: list[object] = []  # NumPy's, and buffers
-        self.objects: list[object] = []  # that a framework may have something to say of
-        self.holders: list[object] = []  # Python's containers and the user's objects
-        self.variables: list[Variable] = []
-        self.helpers: list[Variable] = []  # globals that name a function or a class, and what classes have
-        self.in_turn: Collection[object] = ()  # of the objects, those that one task at a time can use
-        self.locks = False  # whether a lock, or the like, is among them
-        self.words: set[str] | None = None  # the names of attributes that are looked up; None: perhaps all
-        self.for_good = True  # whether this is all that there will ever be, as long as the variables stay
+    memories: set[Hashable] = dataclasses.field(default_factory=set)  # that they are, or may be, in
+    inputs: list[Job] = dataclasses.field(default_factory=list)  # whose results are among the arguments
+    futures: list[Job] = dataclasses.field(default_factory=list)  # whose futures a function or an object holds
+    arrays: list[object] = dataclasses.field(default_factory=list)  # NumPy's, and buffers
+    objects: list[object] = dataclasses.field(default_factory=list)  # that a framework may have something to say of
+    holders: list[object] = dataclasses.field(default_factory=list)  # Python's containers and the user's objects
+    variables: list[Variable] = dataclasses.field(default_factory=list)
+    helpers: list[Variable] = dataclasses.field(default_factory=list)  # globals that name code, and what classes have
+    in_turn: Collection[object] = ()  # of the objects, those that one task at a time can use
+    locks: bool = False  # whether a lock, or the like, is among them
+    words: set[str] | None = None  # the names of attributes that are looked up; None: perhaps all
+    for_good: bool = True  # whether this is all that there will ever be, as long as the variables stay
 
 
 class _Walk:
@@ -411,15 +396,10 @@ def attributes(owner: object) -> list[tuple[str, object]]:
     by_name = getattr(owner, "__dict__", None)
     pairs: list[tuple[str, object]] = list(by_name.items()) if type(by_name) is dict else []
     cls: type = type(owner)
-    for name in _slots(cls):
+    for name in slots_of(cls):
         if (value := getattr(owner, name, _MISSING)) is not _MISSING:
             pairs.append((name, value))
     return pairs
-
-
-@functools.lru_cache(maxsize=1000)
-def _slots(cls: type) -> list[str]:
-    return slots_of(cls)
 
 
 # Each handles values of its classes: `_kind` looks it up by the class.

@@ -17,7 +17,6 @@ from manyhands.backends.planning import CallT, DevicesT, Planning, PlanT, TraceT
 from manyhands.errors import CannotFuse, first_line
 from manyhands.parallel.plan import Planned
 from manyhands.parallel.way import AS_WRITTEN, Way
-from manyhands.schedule.graph import Graph
 from manyhands.schedule.timing import in_turns
 
 _WHOLE = "whole graph"
@@ -38,7 +37,8 @@ def better(
     ``choose`` plans a trace, ``seconds_of`` gives the seconds of a call of what is planned. ``whole``: the function is
     compiled as a whole, too.
     """
-    can_overlap = planned.schedule is None or _can_overlap(planned.schedule.graph)
+    measured = None if planned.schedule is None else planned.schedule.graph
+    can_overlap = measured is None or measured.work() > _SIDE_BY_SIDE * measured.critical_path()
     compiled = False
     if whole:
         compiled, planned = _better_of(planned, backend.fuse_whole, trace, choose, seconds_of, _WHOLE)
@@ -46,10 +46,6 @@ def better(
         planned.notes.append("compiled regions are not tried: tasks need each other, so lanes cannot help")
         return planned
     return _better_of(planned, backend.fuse, trace, choose, seconds_of, "")[1]
-
-
-def _can_overlap(measured: Graph) -> bool:
-    return measured.work() > _SIDE_BY_SIDE * measured.critical_path()
 
 
 def _better_of(
@@ -83,7 +79,7 @@ def _better_of(
     better.predicted = planned.predicted | predicted
     better.notes += [note for note in worse.notes if note not in better.notes]
     if not lanes:
-        count, before = sum(_is_region(task.name) for task in fused.tasks), len(trace.tasks)
+        count, before = sum(task.name.startswith("fused ") for task in fused.tasks), len(trace.tasks)
         better.notes.append(f"{count} compiled regions: {len(fused.tasks)} tasks instead of {before}")
         better.notes += fused.passes
     return True, better
@@ -97,7 +93,3 @@ def _is_ahead(first: Planned, second: Planned, seconds_of: Callable[[Planned], f
     """Whether the first takes less time than the second; both keep the times that were measured here."""
     first.seconds[first.way], second.seconds[second.way] = in_turns(first, second, seconds_of)
     return first.seconds[first.way] < second.seconds[second.way]
-
-
-def _is_region(name: str) -> bool:
-    return name.startswith("fused ")

@@ -177,9 +177,8 @@ def candidates(measured: Graph) -> list[_Named]:
         (f"{count} lanes", schedule(measured, lanes_for(measured, count), switch_seconds=_WAIT)) for count in _LANES
     ]
     if measured.critical_path() > _LONG * measured.work():
-        schedules += [(f"{count} beside the longest chain", _beside(measured, count)) for count in _BESIDE]
+        schedules += [
+            (f"{count} beside the longest chain", schedule_beside(measured, lanes_for(measured, count + 1)))
+            for count in _BESIDE
+        ]
     return sorted(schedules, key=lambda pair: simulate(pair[1], wait_seconds=_WAIT).seconds)
-
-
-def _beside(measured: Graph, count: int) -> Schedule:
-    return schedule_beside(measured, lanes_for(measured, count + 1))
