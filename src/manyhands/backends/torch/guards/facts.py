@@ -80,12 +80,18 @@ def _test(fact: Fact, name: Callable[[Any], str]) -> str:
         now = f"{holder}.grad is not None" if fact.value is ... else f"{holder}.grad is {name(fact.value)}"
         hooked = f"{holder}._backward_hooks or {holder}._post_accumulate_grad_hooks"
         return f"{now} and {holder}.requires_grad is {fact.key} and not ({hooked})"
-    inner = {"cell": ".cell_contents", "attribute": f".{fact.key}"}
-    now = holder + (inner[fact.kind] if fact.kind in inner else f"[{name(fact.key)}]")
+    now = f"{holder}{_inside(fact, name)}"
     if isinstance(fact.value, PLAIN) and fact.value is not None and not isinstance(fact.value, bool):
         known = name(fact.value)
         return f"{now} is {known} or same({now}, {known})"
     return f"{now} is {name(fact.value)}"
+
+
+def _inside(fact: Fact, name: Callable[[Any], str]) -> str:
+    """Where in its holder the value is. An item's key may be a large tensor: it is not written out."""
+    if fact.kind == "cell":
+        return ".cell_contents"
+    return f".{fact.key}" if fact.kind == "attribute" else f"[{name(fact.key)}]"
 
 
 def _same(value: Any, expected: Any) -> bool:
