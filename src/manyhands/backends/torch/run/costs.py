@@ -34,6 +34,7 @@ from manyhands.schedule.task import Task
 _ISSUE = 8e-6  # seconds in which Python issues an operation
 _CROWD = 8  # how many copies of an operation run at once when it is measured how much of the chip it fills
 _LAUNCH = 1e-6  # seconds that the smallest operation takes
+_DRAWN = 1 << 14  # made-up numbers that are drawn; the others of a tensor repeat them
 _TO_HOST = 50e9  # bytes a second between a GPU and page-locked memory of the host
 
 
@@ -183,8 +184,16 @@ def _made_up(value: Any) -> Any:
     meta = value.meta["val"]
     # Filled before it gets its strides: an expanded tensor cannot be written to.
     count = 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride(), strict=True))
-    numbers = torch.zeros(max(count, 0) if meta.numel() else 0, dtype=meta.dtype, device=meta.device)
-    return (numbers.uniform_() if meta.is_floating_point() else numbers).as_strided(meta.shape, meta.stride())
+    count = max(count, 0) if meta.numel() else 0
+    if not meta.is_floating_point():
+        return torch.zeros(count, dtype=meta.dtype, device=meta.device).as_strided(meta.shape, meta.stride())
+    numbers = torch.empty(count, dtype=meta.dtype, device=meta.device)
+    numbers[:_DRAWN].uniform_()
+    filled = _DRAWN
+    while filled < count:  # drawing all of them would take longer than most operations
+        numbers[filled : 2 * filled] = numbers[: min(filled, count - filled)]
+        filled *= 2
+    return numbers.as_strided(meta.shape, meta.stride())
 
 
 # The roofline
