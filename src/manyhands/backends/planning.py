@@ -180,9 +180,15 @@ class Planning(Protocol[TraceT, CallT, DevicesT, PlanT]):
         """The trace compiled as one task; :class:`~manyhands.errors.CannotFuse` says why not."""
 
     def guards(
-        self, function: Callable[..., Value], arguments: tuple[Value, ...], keywords: dict[str, Value]
+        self,
+        function: Callable[..., Value],
+        arguments: tuple[Value, ...],
+        keywords: dict[str, Value],
+        trace: TraceT,
     ) -> Callable[[tuple[Value, ...], dict[str, Value]], bool] | None:
-        """Tells of a call whether all that the code looks at is as it was; None: the trace's own guards have to do.
+        """Tells of a call whether all that the code looks at is as it was, beside what the trace's own guards watch.
+
+        None: they have to do.
 
         :class:`~manyhands.errors.CannotGuard` says why there are no others.
         """

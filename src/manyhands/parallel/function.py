@@ -280,7 +280,7 @@ class Parallel(ParallelFunction[P, R]):
         _, arguments, keywords = call.given
         try:
             with _tracing:
-                planned.guards = self.backend.guards(self.function, arguments, keywords)
+                planned.guards = self.backend.guards(self.function, arguments, keywords, trace)
         except CannotGuard as error:
             planned.notes.append(f"guarded by rules of our own: Dynamo cannot follow it ({error})")
         if planned.guards is None or AS_WRITTEN not in planned.seconds:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -92,6 +92,7 @@ class Trace:
     # Whether everything that the function takes from outside is as it was when it was traced.
     holds: Callable[[], bool] = field(repr=False, default=lambda: True)
     changed: Callable[[], str | None] = field(repr=False, default=lambda: None)  # what of that is not, in words
+    watched: Callable[[], Mapping[int, object]] = field(repr=False, default=dict)  # the objects that it asks, by id
     # How far results may be from plain execution's: another kernel may add in another order.
     close: float = 1e-5
     # The trace that this one is of, where parts of it are compiled: it can be run in float64.
@@ -138,6 +139,7 @@ class Trace:
         """The same function, with another graph over the same constants."""
         other = described(compat.graph_module(self.module, graph), self.structure)
         other.gradients, other.holds, other.changed = self.gradients, self.holds, self.changed
+        other.watched = self.watched
         return other
 
 

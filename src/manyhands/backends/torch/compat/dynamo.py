@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import FrameSummary
 from types import CodeType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -89,25 +90,45 @@ _FOR_GUARDS = {
     "trace_autograd_ops": True,
     "allow_rnn": True,
     "skip_nnmodule_hook_guards": False,
+    "side_effect_replay_policy": "silent",  # otherwise every gradient that is left behind is described with its stack
 }
 
 _UPDATES = ("step", "zero_grad")
+_EMPTY_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class Layers(Protocol):
+    """Modules that need not be looked at by Dynamo, or not as closely."""
+
+    def are_hooks_watched(self, module: torch.nn.Module) -> bool:
+        """Whether somebody else notices when a module gets a hook."""
+
+    def stand_in(self, module: torch.nn.Module, fake: torch.Tensor) -> Callable[..., Any] | None:
+        """What gives a fake result of the module, called with a fake tensor; None where Dynamo has to follow it."""
 
 
 @contextmanager
-def dynamo_enabled() -> Iterator[None]:
+def dynamo_enabled(layers: Layers) -> Iterator[None]:
     """Dynamo captures here, also where the user has switched it off: a function is not to be run instead.
 
-    What it warns of is for users of torch.compile.
+    What it warns of is for users of torch.compile. Nor does it write down for people what it guards.
     """
     import torch._dynamo
+    from torch._dynamo.convert_frame import compile_lock
 
     settings = {name: value for name, value in _FOR_GUARDS.items() if hasattr(torch._dynamo.config, name)}
     patch = torch._dynamo.config.patch(settings)
-    stance = torch.compiler.set_stance("default")
-    with stance, patch, warnings.catch_warnings(), _opaque_optimizers(), _constants_without_source():
+    with torch.compiler.set_stance("default"), patch, warnings.catch_warnings(), compile_lock:
         warnings.simplefilter("ignore")
-        yield
+        with _opaque_optimizers(), _constants_without_source(), _known_layers(layers), _without_words():
+            yield
 
 
 @contextmanager
@@ -116,7 +137,6 @@ def _opaque_optimizers() -> Iterator[None]:
 
     Where it follows an update it breaks the graph, and sets ``capturable`` of the user's optimizer.
     """
-    from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.misc import LambdaVariable
     from torch._dynamo.variables.optimizer import OptimizerVariable
@@ -134,12 +154,77 @@ def _opaque_optimizers() -> Iterator[None]:
             return ConstantVariable.create(None)
         return calling(optimizer, translator, name, *arguments)
 
-    with compile_lock:
-        kind.var_getattr, kind.call_method = var_getattr, call_method
-        try:
-            yield
-        finally:
-            kind.var_getattr, kind.call_method = getting, calling
+    kind.var_getattr, kind.call_method = var_getattr, call_method
+    try:
+        yield
+    finally:
+        kind.var_getattr, kind.call_method = getting, calling
+
+
+@contextmanager
+def _known_layers(layers: Layers) -> Iterator[None]:
+    """Dynamo does not follow a layer that has a stand-in, nor guard hooks that are watched."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables import ConstDictVariable, TensorVariable
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    kind: Any = UnspecializedNNModuleVariable
+    calling, getting = kind.call_function, kind.var_getattr
+
+    def call_function(layer: Any, translator: Any, arguments: Any, keywords: Any) -> Any:
+        if len(arguments) == 1 and not keywords and layer.source is not None and _is_as_it_was(layer, translator):
+            tensor = arguments[0].realize() if hasattr(arguments[0], "realize") else arguments[0]
+            fake = tensor.as_proxy().node.meta.get("example_value") if type(tensor) is TensorVariable else None
+            stand_in = layers.stand_in(layer.value, fake) if type(fake) is FakeTensor else None
+            if stand_in is not None:
+                install_guard(layer.source.make_guard(GuardBuilder.ID_MATCH))
+                proxy = translator.output.create_proxy("call_function", stand_in, (tensor.as_proxy(),), {})
+                return wrap_fx_proxy(translator, proxy)
+        return calling(layer, translator, arguments, keywords)
+
+    def var_getattr(layer: Any, translator: Any, name: str) -> Any:
+        watched = name in _EMPTY_HOOKS and layers.are_hooks_watched(layer.value) and not getattr(layer.value, name)
+        if watched and not translator.output.side_effects.has_pending_mutation_of_attr(layer, name):
+            return ConstDictVariable({})
+        return getting(layer, translator, name)
+
+    kind.call_function, kind.var_getattr = call_function, var_getattr
+    try:
+        yield
+    finally:
+        kind.call_function, kind.var_getattr = calling, getting
+
+
+def _is_as_it_was(layer: Any, translator: Any) -> bool:
+    """Whether the captured code has neither changed a module nor looked into it so far."""
+    effects, module = translator.output.side_effects, layer.value
+    looked_into = any(vars(module)[name] in effects for name in ("_parameters", "_buffers", "_modules"))
+    return not looked_into and not effects.has_pending_mutation(layer)
+
+
+@contextmanager
+def _without_words() -> Iterator[None]:
+    """Dynamo describes each guard, and names each function that it follows, for logs that nobody reads here."""
+    from torch._dynamo import guards, symbolic_convert
+
+    def no_words(parts: Any, *_: Any, **__: Any) -> list[str]:
+        return parts if isinstance(parts, list) else [parts]
+
+    quick: dict[Any, dict[str, Any]] = {
+        guards: {"get_verbose_code_parts": no_words},
+        symbolic_convert: {"get_funcname": lambda *_: None},
+    }
+    before = {
+        place: {name: vars(place)[name] for name in names if name in vars(place)} for place, names in quick.items()
+    }
+    for place, names in before.items():
+        vars(place).update({name: quick[place][name] for name in names})
+    try:
+        yield
+    finally:
+        for place, names in before.items():
+            vars(place).update(names)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ follows the code byte by byte and writes down what it looked at. So it captures 
 it, and its check is asked before every replay.
 
 A whole training step is captured with its backward pass. An optimizer's update would break the graph, so Dynamo takes
-it for a call that does nothing: settings and state of optimizers are left to our own guards.
+it for a call that does nothing: settings and state of optimizers are left to our own guards. So are layers of PyTorch
+of which Dynamo has followed one of the same kind (:mod:`.known_layers`), and the hooks of modules.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch import compat
+from manyhands.backends.torch.capture.trace import Trace
+from manyhands.backends.torch.guards.known_layers import KnownLayers
 from manyhands.errors import CannotGuard, first_line
 from manyhands.generated import function as generated
 
@@ -29,10 +32,13 @@ class _Captured(Exception):
     """Raised in place of the captured graph: the function is not to be run."""
 
 
-def guards(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Check | None:
+def guards(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], trace: Trace | None = None
+) -> Check | None:
     """Tells of a call's arguments whether Dynamo would capture the same; None where it is not asked.
 
-    Raises :class:`CannotGuard` where Dynamo cannot follow the function.
+    What the guards of ``trace`` watch is not watched twice, so its ``holds`` has to be asked as well. Raises
+    :class:`CannotGuard` where Dynamo cannot follow the function.
     """
     if compat.count_dispatch_modes():  # as virtual devices have one: there Dynamo captures nothing
         return None
@@ -41,8 +47,9 @@ def guards(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
     def instead(*_: Any) -> Any:
         raise _Captured
 
+    layers = KnownLayers({} if trace is None else trace.watched())
     try:
-        with compat.dynamo_enabled():
+        with compat.dynamo_enabled(layers):
             compat.compile_whole(call, lambda graph, inputs: instead)(function, arguments, keywords)
     except _Captured:
         check = compat.dynamo_check(call)
@@ -53,8 +60,10 @@ def guards(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
     if check is None:
         raise CannotGuard("Dynamo kept no guards")
 
+    layers_hold = layers.check()
+
     def still_the_same(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        return check({"function": function, "arguments": arguments, "keywords": keywords})
+        return layers_hold() and check({"function": function, "arguments": arguments, "keywords": keywords})
 
     if not still_the_same(arguments, keywords):
         raise CannotGuard("Dynamo's guards refuse the call that they were made for")

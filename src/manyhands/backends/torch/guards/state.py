@@ -16,7 +16,7 @@ import functools
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,11 @@ class Outside:
         if self._check is None:
             self._check = compiled(self._facts)
         return self._check()
+
+    @property
+    def seen(self) -> Mapping[int, object]:
+        """All objects that facts are about, by their ids."""
+        return self._seen
 
     def changed(self) -> Fact | None:
         """The first fact that no longer holds."""
@@ -222,7 +227,8 @@ class Outside:
                     self._class(content)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
-        if is_foreign(function):
+        if is_foreign(function):  # it may stand for one that is not: torch.no_grad()(net)
+            self._visit(vars(function).get("__wrapped__"), name)
             return
         names = words_of(function.__code__)
         if (word := next((word for word in names if word in _BY_OTHER_NAMES), None)) is not None:
