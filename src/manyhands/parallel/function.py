@@ -276,8 +276,10 @@ class Parallel(ParallelFunction[P, R]):
         return planned
 
     def _add_guards(self, planned: Planned, call: Call, trace: Trace) -> None:
-        """Let Dynamo guard what the code looks at, if it can follow it; what that costs has to be won first."""
+        """Let Dynamo guard what the code looks at, if it can follow it; what guards cost has to be won first."""
         _, arguments, keywords = call.given
+        if self._is_lost_to_guards(planned, planned.holds):  # without those of Dynamo, which take long to make
+            return
         try:
             with _tracing:
                 planned.guards = self.backend.guards(self.function, arguments, keywords, trace)
@@ -287,13 +289,21 @@ class Parallel(ParallelFunction[P, R]):
             return
         if planned.way.means is Means.GRAPH and self.backend.can_run_ahead(trace):
             planned.ahead = planned.starts.get(planned.run)
-        cost = self.backend.seconds(lambda: planned.is_valid_for(arguments, keywords), None, lambda: None, _GUARD_CALLS)
-        if planned.seconds[planned.way] + cost >= planned.seconds[AS_WRITTEN]:
-            planned.notes.append(
-                f"{planned.way} is not used: its guards take {cost * 1e6:.0f} us of every call, more than it gains"
-            )
-            planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
-            planned.guards = planned.ahead = None
+        self._is_lost_to_guards(planned, lambda: planned.is_valid_for(arguments, keywords))
+
+    def _is_lost_to_guards(self, planned: Planned, check: Callable[[], bool]) -> bool:
+        """Whether asking its guards takes what a plan gains; then plain execution is used."""
+        if AS_WRITTEN not in planned.seconds:
+            return False
+        cost = self.backend.seconds(check, None, lambda: None, _GUARD_CALLS)
+        if planned.seconds[planned.way] + cost < planned.seconds[AS_WRITTEN]:
+            return False
+        planned.notes.append(
+            f"{planned.way} is not used: its guards take {cost * 1e6:.0f} us of every call, more than it gains"
+        )
+        planned.run, planned.way, planned.exactness = self._plainly, AS_WRITTEN, None
+        planned.guards = planned.ahead = None
+        return True
 
     def _plainly(self, _: Sequence[object], arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
         return self.plain(*arguments, **keywords)
