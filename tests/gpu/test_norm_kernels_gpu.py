@@ -16,6 +16,7 @@ from manyhands.backends.torch.kernels import batch_norm as kernels  # noqa: E402
 aten = torch.ops.aten
 SHAPES = [
     (256, 64, 28, 28), (256, 512, 4, 4), (3, 24, 5, 7), (2, 8, 1, 1), (7, 1000, 3, 3), (4096, 64), (2, 16, 3, 4, 5),
+    (3, 8000, 2, 2), (129, 8, 31, 33),
 ]  # fmt: skip
 CLOSE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # one bit, where two roundings fall apart
 
@@ -104,6 +105,99 @@ def test_forward_and_backward(shape: tuple[int, ...], dtype: Any, added: bool, r
                     torch.testing.assert_close(got.double() / scale, wanted / scale, rtol=0, atol=CLOSE[dtype])
                 if kept is not None:
                     assert torch.equal(kept, let_through)
+
+
+def in_one(one: dict[str, Any], shortcut: Any, relu: bool, *, momentum: float = 0.1) -> list[Any]:
+    """Result, mean, deviation and running statistics of the operation that does it all."""
+    made = [torch.full_like(one["x"], float("nan")), torch.empty_like(one["mean"]), torch.empty_like(one["mean"])]
+    running = [one["mean"].clone(), one["variance"].clone()]
+    kernels.forward_(*made, one["x"], *running, momentum, 1e-5, one["weight"], one["bias"], shortcut, relu)
+    return made + running
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_kernel_does_what_two_do(
+    shape: tuple[int, ...], dtype: Any, added: bool, relu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit; and so it is where the blocks cannot run at the same time, and there are two kernels after all."""
+    one = layer(shape, dtype)
+    shortcut = one["added"] if added else None
+    running = [one["mean"].clone(), one["variance"].clone()]
+    mean, deviation = kernels.statistics(one["x"], *running, 0.1, 1e-5)
+    y = torch.full_like(one["x"], float("nan"))
+    kernels.apply_(y, one["x"], mean, deviation, one["weight"], one["bias"], shortcut, relu)
+    expected = [y, mean, deviation, *running]
+    assert all(map(torch.equal, in_one(one, shortcut, relu), expected))
+    monkeypatch.setattr(kernels, "_run_together", lambda *_: False)
+    assert all(map(torch.equal, in_one(one, shortcut, relu), expected))
+
+
+def test_statistics_alone_into_memory() -> None:
+    one = layer((64, 40, 6, 6), torch.bfloat16)
+    expected = kernels.statistics(one["x"], None, None, 0.1, 1e-5)
+    found = torch.empty_like(one["mean"]), torch.empty_like(one["mean"])
+    kernels.forward_(None, *found, one["x"], None, None, 0.1, 1e-5, None, None, None, False)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("shape", [(256, 512, 4, 4), (256, 64, 28, 28), (7, 1000, 3, 3)], ids=str)
+def test_in_a_graph(shape: tuple[int, ...]) -> None:
+    """Captured, and replayed many times: blocks that wait for each other find their counters as they left them."""
+    one = layer(shape, torch.bfloat16)
+
+    def step() -> list[Any]:
+        y, mean, deviation, *running = in_one(one, one["added"], True)
+        kept = torch.empty_like(y)
+        normal = one["x"], mean, deviation, one["weight"], one["bias"]
+        return [y, *running, kept, *kernels.backward(one["gradient"], one["added"], *normal, y, True, kept)]
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(25):
+        for tensor in found:
+            tensor.zero_()
+        graph.replay()
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_kernels_whose_blocks_wait_run_beside_others(captured: bool) -> None:
+    """Two streams of them, and one of products that fill the GPU: all come to an end, and to the same results."""
+    layers = [layer(shape, torch.bfloat16) for shape in ((256, 64, 28, 28), (256, 512, 4, 4))]
+    expected = [in_one(one, None, True) for one in layers]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    full = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def work() -> list[list[Any]]:
+        found, main = [], torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(main)
+        for _ in range(8):
+            with torch.cuda.stream(streams[2]):
+                full @ full
+            for one, stream in zip(layers, streams, strict=False):
+                with torch.cuda.stream(stream):
+                    found.append(in_one(one, None, True))
+        for stream in streams:
+            main.wait_stream(stream)
+        return found
+
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = work()
+        for _ in range(5):
+            graph.replay()
+    else:
+        found = work()
+    torch.cuda.synchronize()
+    for number, results in enumerate(found):
+        assert all(map(torch.equal, results, expected[number % 2]))
 
 
 @pytest.mark.parametrize("dtype", list(CLOSE), ids=str)

@@ -10,8 +10,9 @@
 //         32-47   (2,0)  |  (2,1)
 //         48-63   (0,0)  |  (0,1)             again the first
 //
-// Sums over all rows: each thread's own, then the block's, then the last block to finish adds up those of all blocks.
-// Which one that is makes no difference, the order of the additions is always the same: so the results are, to the bit.
+// Sums over all rows: each thread's own, then the block's, then those of all blocks are added up: by the last block to
+// finish, or by every block, after it has waited for the others ("forward"). Who does it makes no difference, the order
+// of the additions is always the same: so the results are, to the bit.
 //
 // What one operation of PyTorch's would have rounded before the next one took it is rounded here too (T::rounded). So
 // results differ from those of separate operations only by the order in which statistics are summed.
@@ -106,6 +107,18 @@ __device__ void load_channels(const float* from, int column, float* values, floa
     for (int i = 0; i < V; i++) values[i] = from ? from[column * V + i] : otherwise;
 }
 
+// A kernel may begin while the one before it, which is ours too, ends: what that one writes is read after the wait.
+__device__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ void wait_for_last() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Whether this block is the last of its columns to come here: what the others wrote before is then visible.
 __device__ bool is_last(unsigned int* tickets) {
     __shared__ bool last;
@@ -120,174 +133,285 @@ __device__ bool is_last(unsigned int* tickets) {
     return last;
 }
 
-// Adds two numbers of each channel up over all threads of all blocks. True for the threads that have the sums in the
-// end: each of them those of four channels, from "channel" on. "partial" holds two rows of channels for each block.
-__device__ bool added_up(
-    const float* first, const float* second, float* partial, unsigned int* tickets, int vectors, int& channel,
-    float4& one, float4& other) {
-    __shared__ float ones[MOST][THREADS], others[MOST][THREADS];
-    int me = thread_number(), all = blockDim.x * blockDim.y, channels = vectors * V;
-    int column = blockIdx.y * blockDim.x + threadIdx.x;
-
-    // The block's.
-#pragma unroll
-    for (int i = 0; i < V; i++) ones[i][me] = first[i], others[i][me] = second[i];
-    for (int half = blockDim.y / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.y < half) {
-            int mate = me + half * blockDim.x;
-#pragma unroll
-            for (int i = 0; i < V; i++) ones[i][me] += ones[i][mate], others[i][me] += others[i][mate];
-        }
+// Waits until all blocks of these columns have come here; they have to run at the same time. The highest bit of a gate
+// turns when the last one comes, and the others are zero again: so the next launch finds it as good as new.
+__device__ void all_come(unsigned int* gates) {
+    __syncthreads();
+    if (thread_number() == 0) {
+        __threadfence();
+        unsigned int* gate = &gates[blockIdx.y];
+        unsigned int before = atomicAdd(gate, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u), now;
+        do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(gate) : "memory");
+        while (((before ^ now) & 0x80000000u) == 0);
+        __threadfence();
     }
-    if (threadIdx.y == 0 && column < vectors) {
-        float* mine = partial + (size_t)blockIdx.x * 2 * channels + column * V;
-#pragma unroll
-        for (int i = 0; i < V; i++) mine[i] = ones[i][me], mine[channels + i] = others[i][me];
-    }
-    if (!is_last(tickets)) return false;
-
-    // All blocks': a thread for four channels, and as many groups of such threads as there are.
-    int width = blockDim.x * V / 4, groups = all / width, group = me / width;
-    channel = blockIdx.y * blockDim.x * V + me % width * 4;
-    one = other = make_float4(0, 0, 0, 0);
-    if (channel < channels) {
-#pragma unroll 8
-        for (int block = group; block < gridDim.x; block += groups) {
-            const float* from = partial + (size_t)block * 2 * channels + channel;
-            float4 a = __ldcg((const float4*)from), b = __ldcg((const float4*)(from + channels));
-            one.x += a.x, one.y += a.y, one.z += a.z, one.w += a.w;
-            other.x += b.x, other.y += b.y, other.z += b.z, other.w += b.w;
-        }
-    }
-    float* sums[8] = {&one.x, &one.y, &one.z, &one.w, &other.x, &other.y, &other.z, &other.w};
-    for (int half = groups / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (group >= half && group < 2 * half)
-#pragma unroll
-            for (int i = 0; i < 8; i++) ones[i][me] = *sums[i];
-        __syncthreads();
-        if (group < half)
-#pragma unroll
-            for (int i = 0; i < 8; i++) *sums[i] += ones[i][me + half * width];
-    }
-    return group == 0 && channel < channels;
+    __syncthreads();
 }
 
-// Mean and deviation of each channel. Differences from a number near the mean are summed up, so that squares lose no
-// digits: from the mean of a few rows, the same ones for all threads.
+// Where a block adds up: for each of its channels two sums, first those of one kind and then those of the other.
+struct __align__(16) Sums {
+    float of_parts[THREADS / 32 * 2 * WIDEST * MOST];  // of warps, then of blocks
+    float all[2 * WIDEST * MOST];
+    float near[WIDEST * MOST];
+};
+
+// Adds two numbers of each channel up over all threads of the block, and leaves them in memory for the others.
+__device__ void add_up_block(Sums& sums, float* first, float* second, float* partial) {
+    int me = thread_number(), warp = me / 32, warps = blockDim.x * blockDim.y / 32;
+    int channels = blockDim.x * V, count = 2 * channels;
+#pragma unroll
+    for (int i = 0; i < V; i++)
+        for (int apart = blockDim.x; apart < 32; apart *= 2) {
+            first[i] += __shfl_xor_sync(0xffffffffu, first[i], apart);
+            second[i] += __shfl_xor_sync(0xffffffffu, second[i], apart);
+        }
+    if (me % 32 < blockDim.x) {
+        float* mine = sums.of_parts + warp * count + threadIdx.x * V;
+#pragma unroll
+        for (int i = 0; i < V; i++) mine[i] = first[i], mine[channels + i] = second[i];
+    }
+    __syncthreads();
+    float* ours = partial + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * count;
+    for (int which = me; which < count; which += blockDim.x * blockDim.y) {
+        float sum = 0;
+        for (int part = 0; part < warps; part++) sum += sums.of_parts[part * count + which];
+        ours[which] = sum;
+    }
+}
+
+// Adds up what all blocks of these columns have left: the sums are in sums.all.
+__device__ void add_up_blocks(Sums& sums, const float* partial) {
+    int me = thread_number(), all = blockDim.x * blockDim.y, count = 2 * blockDim.x * V;
+    int width = count / 4, groups = all / width, group = me / width;  // a thread for four sums of some blocks
+    const float4* from = (const float4*)(partial + (size_t)blockIdx.y * gridDim.x * count) + me % width;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+    for (int block = group; block < gridDim.x; block += groups) {
+        float4 more = __ldcg(from + (size_t)block * width);
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    ((float4*)sums.of_parts)[me] = sum;
+    __syncthreads();
+    for (int which = me; which < count; which += all) {
+        float whole = 0;
+        for (int part = 0; part < groups; part++) whole += sums.of_parts[part * count + which];
+        sums.all[which] = whole;
+    }
+    __syncthreads();
+}
+
+// Reads rows of a layer and sums up, of each channel, differences from a number near the mean, so that their squares lose
+// no digits: from the mean of a few rows, the same ones for all threads. HELD rows of a thread stay in registers.
+template <int HELD>
+__device__ void sum_up(
+    Sums& sums, uint4* held, const uint4* x, const Place& place, float* sum, float* square, int rows, int vectors) {
+    constexpr int AT_ONCE = 4, FEW = 4;
+    if (!place.inside) return;
+    float near[V] = {};
+    uint4 few[FEW], bits[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < FEW; k++) few[k] = x[(size_t)(rows / FEW) * k * vectors + place.column];
+    load<HELD>(held, x, place, place.row, rows, vectors);
+#pragma unroll
+    for (int k = 0; k < FEW; k++) {
+        float v[V];
+        T::unpack(few[k], v);
+#pragma unroll
+        for (int i = 0; i < V; i++) near[i] += v[i] / FEW;
+    }
+    if (threadIdx.y == 0)
+#pragma unroll
+        for (int i = 0; i < V; i++) sums.near[threadIdx.x * V + i] = near[i];
+    int row = place.row + HELD * place.stride;
+    load<AT_ONCE>(bits, x, place, row, rows, vectors);
+    auto add = [&](uint4 numbers) {
+        float v[V];
+        T::unpack(numbers, v);
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            float difference = v[i] - near[i];
+            sum[i] += difference;
+            square[i] += difference * difference;
+        }
+    };
+#pragma unroll
+    for (int k = 0; k < HELD; k++)
+        if (place.row + k * place.stride < rows) add(held[k]);
+    while (row < rows) {
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            if (row + k * place.stride < rows) add(bits[k]);
+        row += AT_ONCE * place.stride;
+        load<AT_ONCE>(bits, x, place, row, rows, vectors);
+    }
+}
+
+// Mean and deviation of a channel of the block's, when all sums are there.
+struct Statistics {
+    float mean, deviation, variance;
+    __device__ Statistics(const Sums& sums, int channel, int rows, int epsilon_bits) {
+        float sum = sums.all[channel], offset = sum / rows, apart = sums.all[blockDim.x * V + channel] - sum * offset;
+        if (apart < 0) apart = 0;  // by rounding; what is no number stays so, which fmaxf would hide
+        mean = sums.near[channel] + offset;
+        deviation = rsqrtf(apart / rows + __int_as_float(epsilon_bits));
+        variance = apart / (rows - 1);
+    }
+};
+
+struct Kept {  // what is left of statistics; the running ones may be missing
+    float *mean, *deviation, *running_mean, *running_variance;
+    __device__ void keep(const Statistics& of, int channel, int momentum_bits) const {
+        mean[channel] = of.mean, deviation[channel] = of.deviation;
+        if (!running_mean) return;
+        float momentum = __int_as_float(momentum_bits);
+        running_mean[channel] = (1 - momentum) * running_mean[channel] + momentum * of.mean;
+        running_variance[channel] = (1 - momentum) * running_variance[channel] + momentum * of.variance;
+    }
+};
+
+// Mean and deviation of each channel.
 extern "C" __global__ void __launch_bounds__(THREADS) statistics(
     const uint4* x, float* partial, float* mean, float* deviation, float* running_mean, float* running_variance,
     unsigned int* tickets, int rows, int vectors, int epsilon_bits, int momentum_bits) {
-    constexpr int AT_ONCE = 4, FEW = 4;
-    __shared__ float middles[WIDEST * MOST];
+    __shared__ Sums sums;
     Place place(vectors);
-    float near[V] = {}, sum[V] = {}, square[V] = {};
-    if (place.inside) {
-        uint4 few[FEW], bits[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < FEW; k++) few[k] = x[(size_t)(rows / FEW) * k * vectors + place.column];
-        load<AT_ONCE>(bits, x, place, place.row, rows, vectors);
-#pragma unroll
-        for (int k = 0; k < FEW; k++) {
-            float v[V];
-            T::unpack(few[k], v);
-#pragma unroll
-            for (int i = 0; i < V; i++) near[i] += v[i] / FEW;
-        }
-#pragma unroll
-        for (int i = 0; i < V; i++)
-            if (threadIdx.y == 0) middles[threadIdx.x * V + i] = near[i];
-        for (int row = place.row; row < rows;) {
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; k++) {
-                if (row + k * place.stride >= rows) continue;
-                float v[V];
-                T::unpack(bits[k], v);
-#pragma unroll
-                for (int i = 0; i < V; i++) {
-                    float difference = v[i] - near[i];
-                    sum[i] += difference;
-                    square[i] += difference * difference;
-                }
-            }
-            row += AT_ONCE * place.stride;
-            load<AT_ONCE>(bits, x, place, row, rows, vectors);
-        }
-    }
-    int channel;
-    float4 sums, squares;
-    if (!added_up(sum, square, partial, tickets, vectors, channel, sums, squares)) return;
-    const float s[4] = {sums.x, sums.y, sums.z, sums.w}, q[4] = {squares.x, squares.y, squares.z, squares.w};
-    for (int i = 0; i < 4; i++) {
-        int which = channel + i;
-        float offset = s[i] / rows, apart = q[i] - s[i] * offset;
-        if (apart < 0) apart = 0;  // by rounding; what is no number stays so, which fmaxf would hide
-        float middle = middles[which - blockIdx.y * blockDim.x * V] + offset;
-        mean[which] = middle;
-        deviation[which] = rsqrtf(apart / rows + __int_as_float(epsilon_bits));
-        if (running_mean) {
-            float momentum = __int_as_float(momentum_bits);
-            running_mean[which] = (1 - momentum) * running_mean[which] + momentum * middle;
-            running_variance[which] = (1 - momentum) * running_variance[which] + momentum * (apart / (rows - 1));
-        }
-    }
+    float sum[V] = {}, square[V] = {};
+    uint4 held[4];
+    let_next_begin();
+    sum_up<4>(sums, held, x, place, sum, square, rows, vectors);
+    add_up_block(sums, sum, square, partial);
+    if (!is_last(tickets)) return;
+    add_up_blocks(sums, partial);
+    Kept kept{mean, deviation, running_mean, running_variance};
+    int first = blockIdx.y * blockDim.x * V;
+    for (int which = thread_number(); which < blockDim.x * V; which += blockDim.x * blockDim.y)
+        if (first + which < vectors * V)
+            kept.keep(Statistics(sums, which, rows, epsilon_bits), first + which, momentum_bits);
 }
 
 // The columns of a normalisation: y = w * (x - mean) * deviation + b.
 struct Normal {
     float mean[V], deviation[V], weight[V], bias[V];
-    __device__ Normal(const float* m, const float* d, const float* w, const float* b, int column) {
-        load_channels(m, column, mean, 0.f);
-        load_channels(d, column, deviation, 1.f);
+    __device__ Normal(const float* w, const float* b, int column) {
         load_channels(w, column, weight, 1.f);
         load_channels(b, column, bias, 0.f);
+    }
+    __device__ void take(const float* m, const float* d, int column) {
+        load_channels(m, column, mean, 0.f);
+        load_channels(d, column, deviation, 1.f);
     }
     __device__ float operator()(float x, int i) const {
         return T::rounded(weight[i] * (x - mean[i]) * deviation[i] + bias[i]);
     }
 };
 
-template <bool RELU, bool ADDED>
-__device__ void apply(
-    uint4* y, const uint4* x, const float* mean, const float* deviation, const float* weight, const float* bias,
-    const uint4* added, int rows, int vectors) {
-    constexpr int AT_ONCE = 4;
-    Place place(vectors);
-    if (!place.inside) return;
-    Normal normal(mean, deviation, weight, bias, place.column);
-    for (int row = place.row; row < rows; row += AT_ONCE * place.stride) {
-        uint4 bits[AT_ONCE], more[AT_ONCE];
-        load<AT_ONCE>(bits, x, place, row, rows, vectors);
-        if (ADDED) load<AT_ONCE>(more, added, place, row, rows, vectors);
+// What a ReLU makes of all numbers below; without one none is. What is no number stays so.
+__device__ float floor_of(int relu) { return relu ? 0.f : __int_as_float(0xff800000); }
+
+// Writes some rows of a thread, of which "bits" are the numbers and "more" those to be added.
+template <bool ADDED, int COUNT>
+__device__ void write(
+    uint4* y, const uint4* bits, const uint4* more, const Normal& normal, float floor, const Place& place, int row,
+    int rows, int vectors) {
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            int at = row + k * place.stride;
-            if (at >= rows) continue;
-            float v[V], a[V];
-            T::unpack(bits[k], v);
-            if (ADDED) T::unpack(more[k], a);
+    for (int k = 0; k < COUNT; k++) {
+        int at = row + k * place.stride;
+        if (at >= rows) continue;
+        float v[V], a[V];
+        T::unpack(bits[k], v);
+        if (ADDED) T::unpack(more[k], a);
 #pragma unroll
-            for (int i = 0; i < V; i++) {
-                float value = normal(v[i], i);
-                if (ADDED) value += a[i];
-                v[i] = RELU && value < 0 ? 0.f : value;
-            }
-            y[(size_t)at * vectors + place.column] = T::packed(v);
+        for (int i = 0; i < V; i++) {
+            float value = normal(v[i], i);
+            if (ADDED) value += a[i];
+            v[i] = value < floor ? floor : value;
         }
+        y[(size_t)at * vectors + place.column] = T::packed(v);
     }
 }
 
-#define APPLY(name, RELU, ADDED)                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS) name(                                                \
-        uint4* y, const uint4* x, const float* mean, const float* deviation, const float* weight,              \
-        const float* bias, const uint4* added, int rows, int vectors) {                                        \
-        apply<RELU, ADDED>(y, x, mean, deviation, weight, bias, added, rows, vectors);                         \
+template <bool ADDED>
+__device__ void apply(
+    uint4* y, const uint4* x, const float* mean, const float* deviation, const float* weight, const float* bias,
+    const uint4* added, int relu, int rows, int vectors) {
+    constexpr int AT_ONCE = 4;
+    Place place(vectors);
+    if (!place.inside) return;
+    uint4 bits[AT_ONCE], more[AT_ONCE];
+    load<AT_ONCE>(bits, x, place, place.row, rows, vectors);
+    wait_for_last();
+    Normal normal(weight, bias, place.column);
+    normal.take(mean, deviation, place.column);
+    for (int row = place.row; row < rows;) {
+        if (ADDED) load<AT_ONCE>(more, added, place, row, rows, vectors);
+        write<ADDED, AT_ONCE>(y, bits, more, normal, floor_of(relu), place, row, rows, vectors);
+        row += AT_ONCE * place.stride;
+        load<AT_ONCE>(bits, x, place, row, rows, vectors);
     }
-APPLY(apply_, false, false)
-APPLY(apply_relu, true, false)
-APPLY(apply_added, false, true)
-APPLY(apply_added_relu, true, true)
+}
+
+// Statistics, and what is written with them, in one: all blocks run at the same time, and wait for each other in the
+// middle. A thread still holds its first rows then; of the others it takes the last first, which are near as yet.
+template <bool ADDED>
+__device__ void forward(
+    uint4* y, const uint4* x, const float* weight, const float* bias, const uint4* added, int relu, float* partial,
+    const Kept& kept, unsigned int* gates, int rows, int vectors, int epsilon_bits, int momentum_bits) {
+    constexpr int AT_ONCE = 4, HELD = 2 * AT_ONCE;
+    __shared__ Sums sums;
+    Place place(vectors);
+    float sum[V] = {}, square[V] = {};
+    uint4 held[HELD], more[AT_ONCE], next[AT_ONCE], next_more[AT_ONCE];
+    sum_up<HELD>(sums, held, x, place, sum, square, rows, vectors);
+    int column = place.inside ? place.column : 0;
+    Normal normal(weight, bias, column);
+    if (ADDED && place.inside) load<AT_ONCE>(more, added, place, place.row, rows, vectors);
+    add_up_block(sums, sum, square, partial);
+    all_come(gates);
+    add_up_blocks(sums, partial);
+
+    int first = blockIdx.y * blockDim.x * V, channels = blockDim.x * V;
+    for (int which = thread_number(); which < channels; which += blockDim.x * blockDim.y) {
+        Statistics found(sums, which, rows, epsilon_bits);
+        sums.all[which] = found.mean, sums.all[channels + which] = found.deviation;
+        if (blockIdx.x == 0 && first + which < vectors * V) kept.keep(found, first + which, momentum_bits);
+    }
+    __syncthreads();
+    if (!place.inside) return;
+    normal.take(sums.all, sums.all + channels, threadIdx.x);
+
+    int step = AT_ONCE * place.stride, begin = place.row + HELD * place.stride;
+    int row = begin < rows ? begin + (rows - 1 - begin) / step * step : begin - step;
+    if (row >= begin) load<AT_ONCE>(next, x, place, row, rows, vectors);
+    if (ADDED) load<AT_ONCE>(next_more, added, place, place.row + step, rows, vectors);
+    float floor = floor_of(relu);
+    write<ADDED, AT_ONCE>(y, held, more, normal, floor, place, place.row, rows, vectors);
+    write<ADDED, AT_ONCE>(y, held + AT_ONCE, next_more, normal, floor, place, place.row + step, rows, vectors);
+    for (; row >= begin; row -= step) {
+        uint4 bits[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) bits[k] = next[k];
+        if (ADDED) load<AT_ONCE>(more, added, place, row, rows, vectors);
+        if (row - step >= begin) load<AT_ONCE>(next, x, place, row - step, rows, vectors);
+        write<ADDED, AT_ONCE>(y, bits, more, normal, floor, place, row, rows, vectors);
+    }
+}
+
+#define FORWARD(name, ADDED)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS) apply##name(                                         \
+        uint4* y, const uint4* x, const float* mean, const float* deviation, const float* weight,              \
+        const float* bias, const uint4* added, int relu, int rows, int vectors) {                              \
+        apply<ADDED>(y, x, mean, deviation, weight, bias, added, relu, rows, vectors);                         \
+    }                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) forward##name(                                    \
+        uint4* y, const uint4* x, const float* weight, const float* bias, const uint4* added, int relu,        \
+        float* partial, float* mean, float* deviation, float* running_mean, float* running_variance,           \
+        unsigned int* gates, int rows, int vectors, int epsilon_bits, int momentum_bits) {                     \
+        Kept kept{mean, deviation, running_mean, running_variance};                                            \
+        forward<ADDED>(                                                                                        \
+            y, x, weight, bias, added, relu, partial, kept, gates, rows, vectors, epsilon_bits, momentum_bits);\
+    }
+FORWARD(, false)
+FORWARD(_added, true)
 
 // Which gradients a ReLU behind the normalisation let through: all (there was none), those where the normalisation, made
 // again, is above zero, or those where the result of the ReLU is.
@@ -309,10 +433,13 @@ __device__ void reduce(
     const float* deviation, const float* weight, const float* bias, float* partial, float* for_weight,
     float* for_bias, unsigned int* tickets, int rows, int vectors) {
     constexpr int AT_ONCE = 2;
+    __shared__ Sums sums;
     Place place(vectors);
     float sum[V] = {}, product[V] = {};
+    let_next_begin();
     if (place.inside) {
-        Normal normal(mean, deviation, weight, bias, place.column);
+        Normal normal(weight, bias, place.column);
+        normal.take(mean, deviation, place.column);
         for (int row = place.row; row < rows; row += AT_ONCE * place.stride) {
             uint4 bits_g[AT_ONCE], bits_m[AT_ONCE], bits_x[AT_ONCE], bits_r[AT_ONCE];
             load<AT_ONCE>(bits_g, gradient, place, row, rows, vectors);
@@ -342,14 +469,15 @@ __device__ void reduce(
             }
         }
     }
-    int channel;
-    float4 sums, products;
-    if (!added_up(sum, product, partial, tickets, vectors, channel, sums, products)) return;
-    const float s[4] = {sums.x, sums.y, sums.z, sums.w}, p[4] = {products.x, products.y, products.z, products.w};
-    for (int i = 0; i < 4; i++) {
-        for_bias[channel + i] = s[i];
-        for_weight[channel + i] = p[i] * deviation[channel + i];
-    }
+    add_up_block(sums, sum, product, partial);
+    if (!is_last(tickets)) return;
+    add_up_blocks(sums, partial);
+    int first = blockIdx.y * blockDim.x * V, channels = blockDim.x * V;
+    for (int which = thread_number(); which < channels; which += blockDim.x * blockDim.y)
+        if (first + which < vectors * V) {
+            for_bias[first + which] = sums.all[which];
+            for_weight[first + which] = sums.all[channels + which] * deviation[first + which];
+        }
 }
 
 #define REDUCE(name, MASK, KEEP, SUM)                                                                          \
@@ -378,7 +506,9 @@ __device__ void backward(
     constexpr int AT_ONCE = 2;
     Place place(vectors);
     if (!place.inside) return;
-    Normal normal(mean, deviation, weight, bias, place.column);
+    Normal normal(weight, bias, place.column);
+    normal.take(mean, deviation, place.column);
+    wait_for_last();
     float share[V], slope[V];  // of each gradient what goes into the mean, and into the deviation
     load_channels(for_bias, place.column, share, 0.f);
     load_channels(for_weight, place.column, slope, 0.f);

@@ -2,13 +2,18 @@
 
 PyTorch runs ``relu(batch_norm(x) + shortcut)`` as four kernels, each of which reads the whole layer and three of which
 write it: statistics, normalisation, addition, ReLU; and as three more backward. The GPU computes next to nothing in
-them, it waits for memory. Here it is two kernels forward and two backward (``batch_norm.cu``), and what is only read to
+them, it waits for memory. Here it is one kernel forward and two backward (``batch_norm.cu``), and what is only read to
 be passed on is not written:
 
+    batch_norm_forward_(y, mean, deviation, x, ...)      both of these, in one kernel:
     batch_norm_statistics(x)                          -> mean, deviation (one over it); running statistics move on
     batch_norm_apply_(y, x, ..., added, relu=True)       y = relu(normalised x + added)
     batch_norm_backward(gradient, more, x, ...)       -> gradients of x, weight and bias, past the ReLU, of a
                                                          gradient that is the sum of two, if there is more
+
+The one kernel forward gives what the two give, to the bit. All of its blocks have to run at the same time. Backward,
+two kernels are better: weight gradients run beside them, and a kernel that waits until it has the whole GPU takes as
+much from them as it wins. So the second begins early, while the first one ends.
 
 They are for numbers that lie channel by channel on an NVIDIA GPU (:func:`fits`). Elsewhere the same operations are made
 of PyTorch's, slowly: that is what tests compare with, and what lets them run without a GPU.
@@ -19,10 +24,11 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from manyhands.backends.torch.kernels.nvrtc import Kernels, compiled
+from manyhands.backends.torch.kernels.nvrtc import Kernels, Launch, compiled
 from manyhands.errors import CannotCompile
 
 _aten = torch.ops.aten
@@ -30,9 +36,10 @@ _FILE = "batch_norm.cu"
 _NUMBERS = {torch.bfloat16: "BFloat", torch.float16: "Half", torch.float32: "Float"}
 _VECTOR = 16  # bytes that a thread reads at once
 _WIDEST = 32  # vectors of a row that a block reads
+_WIDE = {"sums": 8, "numbers": 32}  # rather; sums of few columns are quickly added up over blocks
 _THREADS = {"sums": 512, "numbers": 128}
 _BLOCKS = {"sums": 1, "numbers": 4}  # for each multiprocessor
-_ROWS = {"sums": 8, "numbers": 4}  # at least, for each thread
+_ROWS = {"sums": 4, "numbers": 4}  # at least, for each thread
 _MOST_COLUMNS = 64  # of blocks: 16,384 channels in bfloat16
 _TICKETS = 4096 * _MOST_COLUMNS
 _LEAST_CAPABILITY = (8, 0)  # converts to bfloat16
@@ -47,11 +54,17 @@ _library.define(
     "Tensor? added, bool relu) -> ()"
 )
 _library.define(
+    "batch_norm_forward_(Tensor(a!)? y, Tensor(b!) mean, Tensor(c!) deviation, Tensor x, Tensor(d!)? running_mean, "
+    "Tensor(e!)? running_variance, float momentum, float epsilon, Tensor? weight, Tensor? bias, Tensor? added, "
+    "bool relu) -> ()"
+)
+_library.define(
     "batch_norm_backward(Tensor gradient, Tensor? more, Tensor x, Tensor mean, Tensor deviation, Tensor? weight, "
     "Tensor? bias, Tensor? result, bool relu, Tensor(a!)? kept) -> (Tensor, Tensor, Tensor)"
 )
 statistics = torch.ops.manyhands.batch_norm_statistics.default
 apply_ = torch.ops.manyhands.batch_norm_apply_.default
+forward_ = torch.ops.manyhands.batch_norm_forward_.default
 backward = torch.ops.manyhands.batch_norm_backward.default
 
 
@@ -61,8 +74,9 @@ def ready(device: torch.device, dtypes: tuple[torch.dtype, ...] = (torch.bfloat1
         return
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise CannotCompile("the GPU is older than these kernels are written for")
-    for dtype in dtypes:
-        compiled(_FILE, device, NUMBER=_NUMBERS[dtype])
+    with ThreadPoolExecutor(len(dtypes)) as pool:  # a compiler works without Python's lock
+        for made in [pool.submit(compiled, _FILE, device, NUMBER=_NUMBERS[dtype]) for dtype in dtypes]:
+            made.result()
     _tickets(device)
 
 
@@ -101,6 +115,13 @@ def _is_plain(channels: torch.Tensor | None, device: torch.device) -> bool:
     )
 
 
+def per_channel(x: torch.Tensor, running_mean: torch.Tensor | None) -> torch.Tensor:
+    """Memory for the means or the deviations of this, of the type that :func:`statistics` gives them."""
+    if x.device.type == "cpu":
+        return torch.empty(x.shape[1], dtype=x.dtype if running_mean is None else running_mean.dtype)
+    return _per_channel(x)
+
+
 def _is_by_channel(x: torch.Tensor) -> bool:
     """Whether the channels of one place lie side by side, and all places one after the other."""
     return x.movedim(1, -1).is_contiguous()
@@ -117,27 +138,48 @@ def _shape(x: torch.Tensor, kind: str) -> tuple[int, int, tuple[int, int], tuple
     """Rows, vectors in a row, the grid of blocks and the shape of one: as many blocks as run at the same time."""
     vectors = x.shape[1] * x.element_size() // _VECTOR
     rows = x.numel() // x.shape[1]
-    wide = min(_WIDEST, 1 << (vectors - 1).bit_length())
+    wide = min(_WIDE[kind], 1 << (vectors - 1).bit_length())
+    while wide * _MOST_COLUMNS < vectors:
+        wide *= 2
     high = _THREADS[kind] // wide
     columns = -(-vectors // wide)
-    together = torch.cuda.get_device_properties(x.device).multi_processor_count * _BLOCKS[kind]
+    together = _multiprocessors(x.device) * _BLOCKS[kind]
     worth = -(-rows // (high * _ROWS[kind]))
     return rows, vectors, (max(1, min(worth, together // columns)), columns), (wide, high)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _run_together(kernels: Kernels, device: torch.device, grid: tuple[int, int]) -> bool:
+    """Whether all blocks of such a grid can run at the same time, each on a multiprocessor of its own."""
+    return grid[0] * grid[1] <= _multiprocessors(device) and kernels.can_launch(Launch.TOGETHER)
 
 
 _taken = itertools.count()
 _boards: dict[torch.device, torch.Tensor] = {}
 
 
-def _tickets(device: torch.device) -> torch.Tensor:
-    """Zeros by which the blocks of one launch count themselves; they leave zeros behind.
+def _counters(device: torch.device, which: int) -> torch.Tensor:
+    """Numbers by which the blocks of one launch count themselves; they leave them ready for the next launch.
 
     Launches that run at the same time need different ones: they come in turns out of very many.
     """
     if device not in _boards:
-        _boards[device] = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
+        _boards[device] = torch.zeros(2, _TICKETS, dtype=torch.int32, device=device)
     begin = next(_taken) * _MOST_COLUMNS % _TICKETS
-    return _boards[device][begin : begin + _MOST_COLUMNS]
+    return _boards[device][which, begin : begin + _MOST_COLUMNS]
+
+
+def _tickets(device: torch.device) -> torch.Tensor:
+    """For blocks of which the last one has to know that it is the last."""
+    return _counters(device, 0)
+
+
+def _gates(device: torch.device) -> torch.Tensor:
+    """For blocks that wait for each other."""
+    return _counters(device, 1)
 
 
 def _bits(number: float) -> int:
@@ -149,6 +191,12 @@ def _per_channel(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
 
 
+def _partial(x: torch.Tensor, grid: tuple[int, int], block: tuple[int, int]) -> torch.Tensor:
+    """For two sums of each channel of each block."""
+    count = grid[0] * grid[1] * 2 * block[0] * _VECTOR // x.element_size()
+    return torch.empty(count, dtype=torch.float32, device=x.device)
+
+
 def _statistics_on_gpu(
     x: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -156,13 +204,25 @@ def _statistics_on_gpu(
     momentum: float,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, vectors, grid, block = _shape(x, "sums")
     mean, deviation = _per_channel(x), _per_channel(x)
-    partial = torch.empty(grid[0] * 2 * x.shape[1], dtype=torch.float32, device=x.device)
+    _take_statistics(mean, deviation, x, running_mean, running_variance, momentum, epsilon)
+    return mean, deviation
+
+
+def _take_statistics(
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None,
+    momentum: float,
+    epsilon: float,
+) -> None:
+    rows, vectors, grid, block = _shape(x, "sums")
+    partial = _partial(x, grid, block)
     moved = (running_mean, running_variance, _tickets(x.device))
     numbers = (rows, vectors, _bits(epsilon), _bits(momentum))
     _of(x).launch("statistics", grid, block, x, partial, mean, deviation, *moved, *numbers)
-    return mean, deviation
 
 
 def _apply_on_gpu(
@@ -175,9 +235,55 @@ def _apply_on_gpu(
     added: torch.Tensor | None,
     relu: bool,
 ) -> None:
+    _normalise(y, x, (mean, deviation, weight, bias), added, relu, Launch.AFTER)
+
+
+def _normalise(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    normal: tuple[torch.Tensor | None, ...],
+    added: torch.Tensor | None,
+    relu: bool,
+    how: Launch,
+) -> None:
     rows, vectors, grid, block = _shape(x, "numbers")
-    name = "apply_" + "_".join(["added"] * (added is not None) + ["relu"] * relu)
-    _of(x).launch(name, grid, block, y, x, mean, deviation, weight, bias, added, rows, vectors)
+    name = "apply" if added is None else "apply_added"
+    _of(x).launch(name, grid, block, y, x, *normal, added, int(relu), rows, vectors, how=how)
+
+
+def _forward_on_gpu(
+    y: torch.Tensor | None,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None,
+    momentum: float,
+    epsilon: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    added: torch.Tensor | None,
+    relu: bool,
+) -> None:
+    kernels = _of(x)
+    rows, vectors, grid, block = _shape(x, "sums")
+    wait = grid[0] > 1  # for each other: blocks of the same columns
+    if y is None or (wait and not _run_together(kernels, x.device, grid)):
+        _take_statistics(mean, deviation, x, running_mean, running_variance, momentum, epsilon)
+        if y is not None:
+            _normalise(y, x, (mean, deviation, weight, bias), added, relu, _early(kernels))
+        return
+    name = "forward" if added is None else "forward_added"
+    behind = (weight, bias, added, int(relu))
+    made = (_partial(x, grid, block), mean, deviation, running_mean, running_variance, _gates(x.device))
+    numbers = (rows, vectors, _bits(epsilon), _bits(momentum))
+    how = Launch.TOGETHER if wait else Launch.AFTER
+    kernels.launch(name, grid, block, y, x, *behind, *made, *numbers, how=how)
+
+
+def _early(kernels: Kernels) -> Launch:
+    """For the second of two kernels that follow each other."""
+    return Launch.EARLY if kernels.can_launch(Launch.EARLY) else Launch.AFTER
 
 
 def _backward_on_gpu(
@@ -195,19 +301,19 @@ def _backward_on_gpu(
     kernels, normal = _of(x), (mean, deviation, weight, bias)
     rows, vectors, grid, block = _shape(x, "sums")
     for_weight, for_bias = _per_channel(x), _per_channel(x)
-    partial = torch.empty(grid[0] * 2 * x.shape[1], dtype=torch.float32, device=x.device)
+    partial, for_x = _partial(x, grid, block), torch.empty_like(x)
     mask = "all" if not relu else "again" if result is None else "result"
     if more is not None and kept is None:
         kept = torch.empty_like(x)
-    name = "_".join(["reduce", mask] + ["keep"] * (kept is not None) + ["sum"] * (more is not None))
-    sums = (partial, for_weight, for_bias, _tickets(x.device))
-    kernels.launch(name, grid, block, gradient, more, x, result, kept, *normal, *sums, rows, vectors)
+    name = "_".join([mask] + ["keep"] * (kept is not None) + ["sum"] * (more is not None))
+    given = (gradient, more, x, result, kept, *normal, partial, for_weight, for_bias)
+    kernels.launch(f"reduce_{name}", grid, block, *given, _tickets(x.device), rows, vectors)
     if kept is not None:
         gradient, result, mask = kept, None, "all"
-    for_x = torch.empty_like(x)
     rows, vectors, grid, block = _shape(x, "numbers")
     made = (*normal, for_weight, for_bias)
-    kernels.launch(f"backward_{mask}", grid, block, for_x, gradient, x, result, *made, rows, vectors)
+    given_again = (for_x, gradient, x, result, *made, rows, vectors)
+    kernels.launch(f"backward_{mask}", grid, block, *given_again, how=_early(kernels))
     return for_x, for_weight, for_bias
 
 
@@ -244,6 +350,28 @@ def _apply(
     y.copy_(value.relu() if relu else value)
 
 
+def _forward(
+    y: torch.Tensor | None,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_variance: torch.Tensor | None,
+    momentum: float,
+    epsilon: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    added: torch.Tensor | None,
+    relu: bool,
+) -> None:
+    for memory, taken in zip(
+        (mean, deviation), _statistics(x, running_mean, running_variance, momentum, epsilon), strict=True
+    ):
+        memory.copy_(taken)
+    if y is not None:
+        _apply(y, x, mean, deviation, weight, bias, added, relu)
+
+
 def _backward(
     gradient: torch.Tensor,
     more: torch.Tensor | None,
@@ -274,6 +402,7 @@ def _backward(
 for _name, _here, _on_gpu in (
     ("batch_norm_statistics", _statistics, _statistics_on_gpu),
     ("batch_norm_apply_", _apply, _apply_on_gpu),
+    ("batch_norm_forward_", _forward, _forward_on_gpu),
     ("batch_norm_backward", _backward, _backward_on_gpu),
 ):
     _library.impl(_name, _here, "CPU")

@@ -12,6 +12,7 @@ A launch can be captured in a CUDA graph like any other. Compiling and loading c
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import os
 import sys
@@ -23,6 +24,36 @@ import torch
 from manyhands.errors import CannotCompile
 
 
+class Launch(enum.Enum):
+    """How a kernel starts; the values are those of the driver's launch attributes.
+
+    ``AFTER``: when everything before it on the stream has ended.
+    ``TOGETHER``: all of its blocks run at the same time, so they may wait for each other.
+    ``EARLY``: while the kernel before it still runs. Both are ours: the one before says when (``launch_dependents``),
+    and this one waits where it needs what that one writes (``griddepcontrol.wait``).
+    """
+
+    AFTER = 0
+    TOGETHER = 2
+    EARLY = 6
+
+
+_COOPERATIVE = 95  # the device's attribute
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("gap", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 class Kernels:
     """The kernels of a source file, loaded on one device."""
 
@@ -31,7 +62,12 @@ class Kernels:
         self._functions: dict[str, ctypes.c_void_p] = {}
 
     def launch(
-        self, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: torch.Tensor | int | None
+        self,
+        name: str,
+        grid: tuple[int, int],
+        block: tuple[int, int],
+        *arguments: torch.Tensor | int | None,
+        how: Launch = Launch.AFTER,
     ) -> None:
         """Put a kernel on the device's current stream; None is a null pointer, a number an ``int``."""
         given = [
@@ -39,16 +75,38 @@ class Kernels:
             for argument in arguments
         ]
         places = (ctypes.c_void_p * len(given))(*(ctypes.addressof(one) for one in given))
-        self.launch_at(name, grid, block, places)
+        self.launch_at(name, grid, block, places, how)
 
     def launch_at(
-        self, name: str, grid: tuple[int, int], block: tuple[int, int], places: ctypes.Array[ctypes.c_void_p]
+        self,
+        name: str,
+        grid: tuple[int, int],
+        block: tuple[int, int],
+        places: ctypes.Array[ctypes.c_void_p],
+        how: Launch = Launch.AFTER,
     ) -> None:
         """The same, with the places of its arguments in memory."""
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        kernel = self.function(name)
         with torch.cuda.device(self._device):
-            answer = self.driver.cuLaunchKernel(self.function(name), *grid, 1, *block, 1, 0, stream, places, None)
+            if how is Launch.AFTER:
+                answer = self.driver.cuLaunchKernel(kernel, *grid, 1, *block, 1, 0, stream, places, None)
+            else:
+                attribute = _Attribute(how.value, value=1)
+                config = _Config(*grid, 1, *block, 1, 0, stream, ctypes.pointer(attribute), 1)
+                answer = self.driver.cuLaunchKernelEx(ctypes.byref(config), kernel, places, None)
         _check(self.driver, answer, f"the kernel {name} could not be launched")
+
+    @functools.cache  # noqa: B019  there is one for each device and source, for ever
+    def can_launch(self, how: Launch) -> bool:
+        """Whether device and driver can start kernels like this, in a CUDA graph too."""
+        if how is Launch.EARLY:
+            return driver_version() >= 12030 and torch.cuda.get_device_capability(self._device) >= (9, 0)
+        if how is Launch.TOGETHER:
+            able = ctypes.c_int()
+            asked = self.driver.cuDeviceGetAttribute(ctypes.byref(able), _COOPERATIVE, self._device.index)
+            return driver_version() >= 11080 and asked == 0 and bool(able.value)
+        return True
 
     def function(self, name: str) -> ctypes.c_void_p:
         """The kernel as CUDA's driver knows it."""
