@@ -167,9 +167,26 @@ def frozen(net: Net, x: torch.Tensor) -> torch.Tensor:
     return residual(net, x)
 
 
+def reads_running_statistics(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.norm(x)
+    return functional.relu(y) * (1 + net.norm.running_mean.sum() + net.norm.running_var[0])
+
+
+def changes_running_statistics(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.norm(x)
+    net.norm.running_mean.data.mul_(0.5)
+    return functional.relu(y)
+
+
+def for_its_statistics(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.norm(x)
+    return functional.relu(net.other(net.second(x)))
+
+
 WAYS = [
     residual, out_of_place, in_place, two_norms, before_activation, no_relu, two_readers, view_of_it, norm_of_norm,
     twice_the_same, shortcut_changes, weight_changes, changes_past_autograd, gradient_of_another,
     other_additions, added_twice, many_use_the_result, many_blocks,
     three_sides, made_again, other_numbers, held, gradient_of_gradient, frozen,
+    reads_running_statistics, changes_running_statistics, for_its_statistics,
 ]  # fmt: skip

@@ -1,16 +1,17 @@
 """BatchNorm in training, fused with the addition and the ReLU that follow it, forward and backward.
 
 PyTorch runs ``relu(batch_norm(x) + shortcut)`` as four kernels that read the whole layer, and as three more backward.
-Our own kernels (:mod:`manyhands.backends.torch.kernels.batch_norm`) need two each way:
+Our own kernels (:mod:`manyhands.backends.torch.kernels.batch_norm`) need one and two:
 
-    y = native_batch_norm(x, ...)            mean, deviation = batch_norm_statistics(x)
-    z = add(y, shortcut)                     r = empty
-    r = relu(z)                              batch_norm_apply_(r, x, mean, deviation, ..., shortcut, relu=True)
+    y = native_batch_norm(x, ...)            mean, deviation, r = empty
+    z = add(y, shortcut)
+    r = relu(z)                              batch_norm_forward_(r, mean, deviation, x, ..., shortcut, relu=True)
     ...                                      ...
     g = add(g1, g2)                          kept = empty
     t = threshold_backward(g, r, 0)          dx, dw, db = batch_norm_backward(g1, g2, x, mean, ..., r, True, kept)
     dx, dw, db = native_batch_norm_backward(t, x, ...)      (kept is t, where something else uses it: the shortcut)
 
+Where something uses the statistics before the ReLU, they are computed by an operation of their own.
 Without an addition the ReLU's mask is computed again from ``x``, so ``r`` is not read in the backward pass. Results are
 equal up to the order in which the statistics are summed.
 """
@@ -43,6 +44,7 @@ class _Norm:
     relu: Node | None = None
     mean: Node | None = None  # of our own statistics
     deviation: Node | None = None
+    whole: bool = False  # statistics and result in one operation, at the place of the last one
 
     @property
     def last(self) -> Node:
@@ -71,6 +73,7 @@ def fuse_norms(trace: Trace) -> tuple[Trace, str | None]:
     for node in rewriting.nodes(_aten.native_batch_norm.default):
         if _fits(node):
             norms.append(_matched(rewriting, node, {norm.addition for norm in norms}))
+            norms[-1].whole = _is_whole(rewriting, norms[-1])
     if not norms:
         return trace, None
     done = Counter[str]()
@@ -113,6 +116,16 @@ def _matched(rewriting: Rewriting, node: Node, taken: set[Node | None]) -> _Norm
     return norm
 
 
+def _is_whole(rewriting: Rewriting, norm: _Norm) -> bool:
+    """Whether nothing uses the statistics, or touches the running ones, before the last of the fused operations."""
+    if norm.y is None:
+        return False
+    users = [user for number in (1, 2) for part in parts(norm.node).get(number, ()) for user in part.users]
+    last = rewriting.place(norm.last)
+    later = all(user.op == "output" or rewriting.place(user) > last for user in users)
+    return later and rewriting.untouched(norm.node.args[3:5], norm.node, norm.last)
+
+
 def _only_user(node: Node | None) -> Node | None:
     return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
 
@@ -134,19 +147,26 @@ def _alike(first: Any, second: Any) -> bool:
 
 
 def _write_statistics(rewriting: Rewriting, norm: _Norm) -> None:
-    """Our own statistics instead of the normalisation, whose results are written later."""
+    """Our own statistics instead of the normalisation, whose results are written later; or memory for them."""
     node = norm.node
-    arguments: Any = node.args
-    x, _, _, running_mean, running_variance, _, momentum, epsilon = arguments[:8]
     forms = tuple(node.meta["val"][1:3])
     with rewriting.graph.inserting_before(node):
-        inputs = (x, running_mean, running_variance, momentum, epsilon)
-        whole = rewriting.call(kernels.statistics, inputs, forms)
-        norm.mean, norm.deviation = rewriting.part(whole, 0), rewriting.part(whole, 1)
+        if norm.whole:
+            norm.mean, norm.deviation = rewriting.empty(forms[0]), rewriting.empty(forms[1])
+        else:
+            both = rewriting.call(kernels.statistics, _of_statistics(norm), forms)
+            norm.mean, norm.deviation = rewriting.part(both, 0), rewriting.part(both, 1)
     for number, ours in ((1, norm.mean), (2, norm.deviation)):
         for part in parts(node).get(number, ()):
             part.replace_all_uses_with(ours)
             rewriting.graph.erase_node(part)
+
+
+def _of_statistics(norm: _Norm) -> tuple[Any, ...]:
+    """What an operation that computes them is given."""
+    arguments: Any = norm.node.args
+    x, _, _, running_mean, running_variance, _, momentum, epsilon = arguments[:8]
+    return x, running_mean, running_variance, momentum, epsilon
 
 
 def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
@@ -156,10 +176,14 @@ def _write_forward(rewriting: Rewriting, norm: _Norm) -> Counter[str]:
         return Counter(normalisations=1)
     x, weight, bias = norm.given
     last = norm.last
-    with rewriting.graph.inserting_before(last):
+    # The part that is the result may stand behind operations that follow the normalisation.
+    with rewriting.graph.inserting_before(norm.node if last is norm.y else last):
         result = rewriting.empty(x.meta["val"])
-        inputs = (result, x, norm.mean, norm.deviation, weight, bias, norm.added, norm.relu is not None)
-        rewriting.call(kernels.apply_, inputs)
+        behind = (weight, bias, norm.added, norm.relu is not None)
+        if norm.whole:
+            rewriting.call(kernels.forward_, (result, norm.mean, norm.deviation, *_of_statistics(norm), *behind))
+        else:
+            rewriting.call(kernels.apply_, (result, x, norm.mean, norm.deviation, *behind))
     last.replace_all_uses_with(result)
     for node in (norm.relu, norm.addition, norm.y):
         if node is not None:

@@ -1,13 +1,15 @@
 """Batch normalisation, addition and ReLU in one go, without a change to the model.
 
 A model says ``relu(norm(conv(x)) + x)``, and PyTorch calls one operation after the other. Here a dispatch mode is
-active while it does. A normalisation that it sees is not carried out: its statistics are taken, its result is memory
-that nobody has written to yet, and a note says what belongs there. What happens next to that memory decides:
+active while it does. A normalisation that it sees is not carried out: its result is memory that nobody has written to
+yet, and a note says what belongs there. What happens next to that memory decides:
 
     norm                    note: y is norm(x)
     y += shortcut           note: y is norm(x) + shortcut
-    z = relu(y)             one kernel writes z = relu(norm(x) + shortcut); y is never written
-    anything else with y    one kernel writes y, then the other operation takes it
+    z = relu(y)             one kernel writes z = relu(norm(x) + shortcut) and the statistics; y is never written
+    anything else with y    one kernel writes y and the statistics, then the other operation takes it
+    anything with the       they are taken by a kernel of their own, then the other operation takes them
+      statistics before
 
 Backward it is the same with the ReLU, and with the sum of gradients that come to it from two sides: there are notes
 only, and where the normalisation's backward takes them, one operation does it all. If somebody else wants that gradient
@@ -30,7 +32,7 @@ import torch
 
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
-from manyhands.training.torch.fast.fused_norm_pending import Gradient, Norm, Note, Rectified, Sum
+from manyhands.training.torch.fast.fused_norm_pending import Gradient, Norm, Note, Rectified, Statistics, Sum
 from manyhands.training.torch.fast.storage import has_memory, is_view, memories_of, written_by
 
 _aten = torch.ops.aten
@@ -59,6 +61,7 @@ class FusedNorms(TorchDispatchMode):
         self._poison = poison
         self._wanted_before, self._wanted = self._wanted or self._wanted_before, set()
         self._notes: dict[int, Note] = {}
+        self._untaken: list[Statistics] = []
         self._rectified: dict[int, Rectified] = {}
         self._shapes: set[torch.Size] = set()  # of the results of these ReLUs
         self._gradients = 0
@@ -68,13 +71,14 @@ class FusedNorms(TorchDispatchMode):
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         if kind is None:
             self._write(list(self._notes))  # somebody may hold it, and read it later
-        self._notes = {}
+            self._take(self._untaken)
+        self._notes, self._untaken = {}, []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._notes = {number: note for number, note in self._notes.items() if not note.memory.expired()}
+        self._forget()
         own = _OWN.get(func)
         result = own(self, func, *args, **kwargs) if own is not None else NotImplemented
         if result is not NotImplemented:
@@ -89,12 +93,16 @@ class FusedNorms(TorchDispatchMode):
     def _norm(
         self, func: Any, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *how: float
     ) -> Any:
-        self._settle((x, weight, bias))
+        self._settle((x, weight, bias, mean, variance))
         if not training or not kernels.fits(x, weight, bias, mean, variance):
             return NotImplemented
-        middle, deviation = kernels.statistics(x, mean, variance, *how)
+        statistics = Statistics(x, (mean, variance), *how)
+        if self._poison:
+            statistics.mean.fill_(float("nan"))
+            statistics.deviation.fill_(float("nan"))
+        self._untaken.append(statistics)
         self.told["batch normalisations"] += 1
-        return self._noted(x, Norm(x, middle, deviation, weight, bias)), middle, deviation
+        return self._noted(x, Norm(x, statistics, weight, bias)), statistics.mean, statistics.deviation
 
     def _add(self, func: Any, one: Any, other: Any, *, alpha: Any = 1) -> Any:
         note, added = self._note(one), other
@@ -160,7 +168,7 @@ class FusedNorms(TorchDispatchMode):
         self, func: Any, gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, *rest: Any
     ) -> Any:
         own_mean, deviation, training, _, mask = rest
-        self._settle((x, weight))
+        self._settle((x, weight, own_mean, deviation))
         if not training or not kernels.fits(x, weight, own_mean, deviation) or not _alike(gradient, x):
             return NotImplemented
         note = self._note(gradient)
@@ -196,10 +204,25 @@ class FusedNorms(TorchDispatchMode):
         note = self._notes.get(memory_id(tensor)) if has_memory(tensor) else None
         return note if note is not None and note.is_of(tensor) else None
 
+    def _forget(self) -> None:
+        """Notes of memory that nobody holds any more. Running statistics move on all the same."""
+        self._notes = {number: note for number, note in self._notes.items() if not note.memory.expired()}
+        if self._untaken:
+            noted = [note.what.statistics for note in self._notes.values() if isinstance(note.what, Norm)]
+            self._take([statistics for statistics in self._untaken if statistics not in noted])
+
+    def _take(self, statistics: Iterable[Statistics]) -> None:
+        with torch.no_grad():
+            for each in statistics:
+                each.take()
+        self._untaken = [each for each in self._untaken if not each.taken]
+
     def _settle(self, values: Any) -> None:
         """Write what is only noted: somebody reads it now."""
         if self._notes:
-            self._write(memories_of(values))
+            memories = memories_of(values)
+            self._write(memories)
+            self._take([each for each in self._untaken if each.memories() & memories])
 
     def _settle_before_writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write what is made of memory that is about to change."""

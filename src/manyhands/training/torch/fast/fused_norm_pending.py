@@ -15,22 +15,49 @@ from manyhands.backends.torch.kernels import batch_norm as kernels
 _aten = torch.ops.aten
 
 
+class Statistics:
+    """Mean and deviation of what a normalisation was given; they are taken when its result is written, or is wanted."""
+
+    def __init__(self, x: torch.Tensor, running: tuple[Any, Any], momentum: float, epsilon: float) -> None:
+        self._x, self._running, self._how = x, running, (momentum, epsilon)
+        self.mean, self.deviation = kernels.per_channel(x, running[0]), kernels.per_channel(x, running[0])
+        self.taken = False
+
+    def take(self, y: torch.Tensor | None = None, *behind: Any) -> None:
+        """Take them; and write what is normalised by them, given what is behind it, in one go."""
+        if not self.taken:
+            self.taken = True
+            behind = behind or (None, None, None, False)
+            kernels.forward_(y, self.mean, self.deviation, self._x, *self._running, *self._how, *behind)
+
+    def memories(self) -> set[int]:
+        """What is written when they are taken."""
+        return {memory_id(one) for one in (self.mean, self.deviation, *self._running) if one is not None}
+
+
 @dataclass
 class Norm:
-    """A normalisation that was called: its input, what was learned of it, and what is added to it."""
+    """A normalisation that was called: its input, what is learned of it, and what is added to it."""
 
     x: torch.Tensor
-    mean: torch.Tensor
-    deviation: torch.Tensor
+    statistics: Statistics
     weight: torch.Tensor | None
     bias: torch.Tensor | None
     added: torch.Tensor | None = None
 
+    @property
+    def mean(self) -> torch.Tensor:
+        return self.statistics.mean
+
     def write(self, y: torch.Tensor, *, relu: bool = False) -> None:
-        kernels.apply_(y, self.x, self.mean, self.deviation, self.weight, self.bias, self.added, relu)
+        behind = (self.weight, self.bias, self.added, relu)
+        if self.statistics.taken:
+            kernels.apply_(y, self.x, self.mean, self.statistics.deviation, *behind)
+        else:
+            self.statistics.take(y, *behind)
 
     def read(self) -> list[torch.Tensor | None]:
-        return [self.x, self.mean, self.deviation, self.weight, self.bias, self.added]
+        return [self.x, self.mean, self.statistics.deviation, self.weight, self.bias, self.added]
 
 
 @dataclass
