@@ -49,28 +49,36 @@ _HOST = torch.device("cpu")
 
 @dataclass
 class Evaluation:
-    """A model on this rank's device, and how its numbers are held."""
+    """A model and data on this rank's device; an :class:`~manyhands.training.evaluation.evaluate.Evaluates`."""
 
     model: torch.nn.Module
     world: World
     numbers: Numbers
     batch_size: int
+    data: Source
+    objective: Objective
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    def from_first(self, data: bytes) -> bytes:
+        return self.world.bytes_from_first(data)
 
     @torch.no_grad()
-    def figures(
-        self, objective: Objective, data: Source, alive: Callable[[], None], take: Take | None = None
-    ) -> Figures:
-        """Loss and accuracy over all ranks; every sample counts once, and ``take`` gets what was answered."""
-        sums, device = Metrics(self.world.device), self.world.device
+    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
+        """Loss and accuracy over all ranks; every sample counts once, and ``take`` gets the outputs and targets."""
+        objective, device = self.objective, self.world.device
+        sums = Metrics(device)
         counts = sums.sums.new_zeros(())
         watched = objective.sums is not False
         answers = None if take is None else _Answers(self.model)
         outputs = _Outputs(self.world, take)
         whole = not objective.is_mean(self.model) or mixes_samples(self.model)
         if getattr(objective, "is_default", False) and not whole:  # of a dict it is the loss in the model's output
-            whole = _are_dicts(data)
+            whole = _are_dicts(self.data)
         with evaluating(self.model), answers or contextlib.nullcontext():
-            for number, batch in enumerate(self._batches(data, whole=whole, by_name=True)):
+            for number, batch in enumerate(self._batches(whole=whole, by_name=True)):
                 objective.batch_idx = number
                 if batch is None or not (size := rows(batch)):
                     outputs.add(None)
@@ -94,11 +102,11 @@ class Evaluation:
         return of_all.weighed(sum(float(part) for part in self.world.gather(counts)))
 
     @torch.no_grad()
-    def predict(self, data: Source, inputs: Inputs | None, alive: Callable[[], None], take: Take) -> None:
+    def predict(self, inputs: Inputs | None, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples; targets in the data are not used."""
         outputs = _Outputs(self.world, take)
         with evaluating(self.model):
-            for batch in self._batches(data):
+            for batch in self._batches():
                 if batch is None or not (size := rows(batch)):
                     outputs.add(None)
                     continue
@@ -108,11 +116,12 @@ class Evaluation:
                 alive()
         outputs.finish()
 
-    def _batches(self, data: Source, *, whole: bool = False, by_name: bool = False) -> Iterator[Batch | None]:
+    def _batches(self, *, whole: bool = False, by_name: bool = False) -> Iterator[Batch | None]:
         """This rank's shard of every batch, in the order of the data; or its turn of the ``whole`` batches.
 
         ``by_name``: dicts are not divided either, for the model may compute the loss of all that is in them.
         """
+        data = self.data
         if isinstance(data, Stream):
             batches = undivided(feed.stream_windows(data, Cursor()), whole or (is_by_name if by_name else False))
             shards = feed.stream_shards(batches, self.world)

@@ -386,9 +386,10 @@ class Rank:
         self._share_buffers()
         if self.test is None:
             return None
-        evaluation = Evaluation(self.model, self.world, self.numbers, self.settings.batch_size)
+        size = self.settings.batch_size
+        evaluation = Evaluation(self.model, self.world, self.numbers, size, self.test, self.objective)
         with sharding.gathered(self.model) if self.sharded else contextlib.nullcontext():
-            return evaluation.figures(self.objective, self.test, alive, take)
+            return evaluation.evaluate(alive, take)
 
     def why_no_numbers(self) -> str | None:
         """Why steps make no progress, where the loss scale says so."""

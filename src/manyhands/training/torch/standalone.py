@@ -10,19 +10,16 @@ import contextlib
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from manyhands.training.evaluation import evaluate
 from manyhands.training.learner import Say, Take
-from manyhands.training.running_sums import Figures
 from manyhands.training.torch.data import feed
-from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.evaluation import Evaluation
 from manyhands.training.torch.job import HALVES, Job
-from manyhands.training.torch.objective import Objective, placed
+from manyhands.training.torch.objective import placed
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.step.eager import Numbers
@@ -38,35 +35,16 @@ def computed(job: Job, here: World, take: Take | None, alive: Callable[[], None]
     model = job.model.to(here.device, numbers.dtype)
     here.broadcast_([*model.parameters(), *model.buffers()])
     randomness.seed_all(randomness.mixed_seed(job.settings.seed, here.rank))
-    evaluation = Evaluation(model, here, numbers, job.settings.batch_size)
     data = feed.resident(job.train, here.device)
+    evaluation = Evaluation(model, here, numbers, job.settings.batch_size, data, job.objective)
     if job.purpose == "predict":
         assert take is not None
-        evaluation.predict(data, job.inputs, alive, take)
+        evaluation.predict(job.inputs, alive, take)
         return None
-    objective = placed(job.objective, here.device, numbers.dtype)
-    figures, values = evaluate.figures_of(_Ranked(evaluation, objective, data), job.metrics, alive)
+    evaluation.objective = placed(job.objective, here.device, numbers.dtype)
+    figures, values = evaluate.figures_of(evaluation, job.metrics, alive)
     assert figures is not None
     return evaluate.as_dict(figures, values)
-
-
-@dataclass
-class _Ranked:
-    """An evaluation as :func:`evaluate.figures_of` asks for it."""
-
-    evaluation: Evaluation
-    objective: Objective
-    data: Source
-
-    @property
-    def rank(self) -> int:
-        return self.evaluation.world.rank
-
-    def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Figures:
-        return self.evaluation.figures(self.objective, self.data, alive, take)
-
-    def from_first(self, data: bytes) -> bytes:
-        return self.evaluation.world.bytes_from_first(data)
 
 
 def in_process(job: Job, here: World, take: Take | None) -> dict[str, Any] | None:

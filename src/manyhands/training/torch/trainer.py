@@ -22,7 +22,7 @@ import torch
 from manyhands.backends.torch import devices as backend
 from manyhands.backends.torch import virtual
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
-from manyhands.training import launcher, options, refusals
+from manyhands.training import launcher, options
 from manyhands.training.callbacks.dispatcher import Dispatcher
 from manyhands.training.checkpoints.run_folder import RunPlan
 from manyhands.training.evaluation import evaluate
@@ -115,7 +115,7 @@ class Trainer(BaseTrainer):
         run: RunPlan | None,
         resume: Path | None,
     ) -> Result:
-        _check_model(model)
+        checks.check_trainable(model)
         before = copy.deepcopy(model) if checks.is_lazy(model) else model
         job = self._job(model, settings, run, resume)
         job.callbacks = dispatcher.plan
@@ -214,7 +214,7 @@ class Trainer(BaseTrainer):
             world.leave(here)
 
     def _find_batch_size(self, model: torch.nn.Module, maximum: int | None, memory: int | None, *, micro: bool) -> int:
-        _check_model(model)
+        checks.check_trainable(model)
         if not isinstance(self.train_source, Arrays | Samples):
             raise BadSettings("find_batch_size: a loader has its own batches: give (X, y) or a Dataset instead")
         return Search(self, model, self.train_source, memory, micro).largest(maximum)
@@ -232,7 +232,7 @@ class Trainer(BaseTrainer):
         return figures
 
     def _inputs_of(self, model: Any, targets: bool | None) -> Inputs:
-        _check_is_module(model)
+        checks.check_is_module(model)
         return inputs_of(model.forward, type(model).__name__, targets)
 
     def _list_of_batches(self, batches: list[Any]) -> Any:
@@ -257,7 +257,7 @@ class Trainer(BaseTrainer):
     def _other_job(
         self, model: torch.nn.Module, source: Source, settings: Settings, purpose: Literal["evaluate", "predict"]
     ) -> Job:
-        _check_is_module(model)
+        checks.check_is_module(model)
         if checks.is_lazy(model):
             raise BadSettings("the model has layers without weights yet (lazy ones): call it on a few samples first")
         objective = objective_for(model, self._option("loss"))
@@ -350,14 +350,3 @@ def _diagnosed(diagnosis: Callable[[Exception], str | None]) -> Iterator[None]:
         if lesson is None:
             raise
         raise BadBatch(lesson) from error
-
-
-def _check_model(model: torch.nn.Module) -> None:
-    _check_is_module(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
-
-
-def _check_is_module(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise refusals.not_a_model(model, "a torch.nn.Module")

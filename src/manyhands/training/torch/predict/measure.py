@@ -19,12 +19,12 @@ from manyhands import machine
 from manyhands.errors import BadSettings, ManyhandsError, first_line
 from manyhands.predict.memory_lines import History, memory_lines
 from manyhands.predict.profile import Bucket, MemoryLine, Profile, StepTime
-from manyhands.training import refusals
 from manyhands.training.settings import Settings
 from manyhands.training.torch.data.batches import Batch, rows, tensors_in
 from manyhands.training.torch.predict import real_steps
 from manyhands.training.torch.predict.memory_count import MemoryCount
 from manyhands.training.torch.predict.subject import Subject, job_of, shard_of, subject_of
+from manyhands.training.torch.preflight import checks
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.step import host_heap
 
@@ -48,10 +48,7 @@ def profile(
 
     ``crowds``: with so many devices made of the CPU at once, too, to see how they slow each other down.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise refusals.not_a_model(model, "a torch.nn.Module")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
+    checks.check_trainable(model)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = settings or Settings()
     try:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from manyhands.errors import BadSettings
+from manyhands.training import refusals
 from manyhands.training.data.labels import OWN_STEP, why_no_classes
 from manyhands.training.torch.book.module import Module
 from manyhands.training.torch.data import dict_batches
@@ -28,6 +30,17 @@ from manyhands.training.torch.step.known_means import IGNORED, function_and_opti
 from manyhands.training.torch.step.several_optimizers import Several
 
 _FEW = 2  # normalisation over a batch wants more than one
+
+
+def check_is_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise refusals.not_a_model(model, "a torch.nn.Module")
+
+
+def check_trainable(model: Any) -> None:
+    check_is_module(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BadSettings(f"a {type(model).__name__} has no parameters that could be trained")
 
 
 def is_lazy(model: torch.nn.Module) -> bool:
