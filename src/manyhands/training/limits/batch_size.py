@@ -9,8 +9,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from manyhands import shares as _shares
 from manyhands.errors import BadSettings
+
+if TYPE_CHECKING:
+    from manyhands.training.trainer import BaseTrainer
 
 _FIRST = 8  # samples per device
 _NEAR = 8  # the answer is within this part of the largest that fits
@@ -36,3 +41,32 @@ def largest(fits: Callable[[int], bool], maximum: int, devices: int) -> int:
     if not good:
         raise BadSettings(f"not even a batch of {bad} fits: give more memory, or a smaller model")
     return good
+
+
+def find(
+    trainer: BaseTrainer,
+    data: Any,
+    devices: int,
+    maximum: int | None,
+    fits: Callable[[int, int | None], bool],
+    *,
+    micro: bool,
+) -> int:
+    """The largest batch of a trainer, or (``micro``) the largest micro-batch of its batch.
+
+    ``fits(batch, micro_batch)`` tries one; the micro-batch is None where batches are searched for.
+    """
+    if micro:
+        whole = trainer._settings_with(trainer._option("batch_size") or data.batch_size).batch_size
+        shard = max(shards(trainer, whole, devices))
+        return largest(lambda size: fits(whole, size), min(maximum or shard, shard), 1)
+    most = min(maximum or data.count, data.count)
+    if most < devices:
+        raise BadSettings(f"{most} samples are fewer than the devices, {devices}: give a larger maximum")
+    return largest(lambda size: fits(size, None), most, devices)
+
+
+def shards(trainer: BaseTrainer, batch: int, devices: int) -> list[int]:
+    """How many samples of a batch each device gets; measured shares begin as equal ones."""
+    shares = trainer._option("step").shares
+    return _shares.sizes(batch, devices, None if isinstance(shares, str) else shares)

@@ -12,7 +12,6 @@ import dataclasses
 import gc
 from typing import TYPE_CHECKING, Any
 
-from manyhands import shares as _shares
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training import launcher
 from manyhands.training.data.sources import Arrays
@@ -43,33 +42,17 @@ class Search:
                 f"find_batch_size(memory=...): {trainer.backend.name} cannot be kept below a bound on a GPU; leave it "
                 "out, for all of the GPU's memory"
             )
-        self._measured: tuple[int, int] | None = None  # samples at once, and the bytes that they took
+        self._trials = host_memory.Trials()
 
     def largest(self, maximum: int | None) -> int:
         count = len(self.devices)
-        if not self.micro:
-            most = min(maximum or self.data.count, self.data.count)
-            if most < count:
-                raise BadSettings(f"{most} samples are fewer than the devices, {count}: give a larger maximum")
-            return batch_size.largest(lambda size: self._fits(size, None), most, count)
-        settings = self.trainer._settings_with(self.trainer._option("batch_size") or self.data.batch_size)
-        whole = settings.batch_size
-        shard = max(_shares.sizes(whole, count, settings.fixed_shares))
-        return batch_size.largest(lambda size: self._fits(whole, size), min(maximum or shard, shard), 1)
+        return batch_size.find(self.trainer, self.data, count, maximum, self._fits, micro=self.micro)
 
     def _fits(self, batch: int, micro: int | None) -> bool:
         if not self.on_host:
             return self._tried(batch, micro)
         bound = host_memory.bound(1) if self.memory is None else self.memory * len(self.devices)
-        size = batch if micro is None else micro
-        if self._measured is None:
-            self._tried(batch, micro)  # once without measuring: libraries take memory of their own
-        elif self._measured[1] * size > bound * self._measured[0]:
-            return False
-        with host_memory.peak() as took:
-            fits = self._tried(batch, micro)
-        self._measured = size, took[0]
-        return fits and took[0] <= bound
+        return self._trials.fit(micro or batch, bound, lambda: self._tried(batch, micro))
 
     def _tried(self, batch: int, micro: int | None) -> bool:
         """Whether a few steps could be made."""

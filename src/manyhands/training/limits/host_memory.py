@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -29,6 +29,24 @@ def peak() -> Iterator[list[int]]:
         yield took
     finally:
         took[0] = max(0, _highest() - before)
+
+
+class Trials:
+    """Trials with larger and larger batches, each measured; one that is expected to exceed the bound is not made."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None  # samples at once, and the bytes that they took
+
+    def fit(self, size: int, bound: int, trial: Callable[[], bool]) -> bool:
+        """Whether the trial, with ``size`` samples at once, succeeds within the bound."""
+        if self._last is None:
+            trial()  # once without measuring: libraries take memory of their own
+        elif self._last[1] * size > bound * self._last[0]:
+            return False
+        with peak() as took:
+            succeeded = trial()
+        self._last = size, took[0]
+        return succeeded and took[0] <= bound
 
 
 def _highest() -> int:

@@ -1,9 +1,9 @@
 """``trainer.find_batch_size``: real steps on a copy of the model, with larger and larger batches.
 
-Each device makes the steps of its shard alone, so a device that runs out of memory keeps no other one waiting; the
-ranks of a launcher tell each other what came of it. A GPU says itself when its memory is full. A host does not: it
-begins to swap, or ends the process. So on a CPU the memory that steps take is measured, and a batch is only tried
-where the one before lets us expect that it stays within the bound.
+Each device makes the steps of its shard alone, so that a device without memory left keeps no other one waiting; the
+ranks of a launcher exchange the outcome. A GPU raises an error when its memory is full. A host does not: it swaps, or
+kills the process. So on a CPU the memory of steps is measured, and a batch is only tried where the one before suggests
+that it stays within the bound.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import contextlib
 import copy
 import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from manyhands import shares as _shares
-from manyhands.errors import BadSettings, LossIsNotANumber
+from manyhands.errors import LossIsNotANumber
 from manyhands.training import launcher
 from manyhands.training.callbacks.plan import NO_CALLBACKS
 from manyhands.training.limits import batch_size, host_memory
@@ -50,7 +49,7 @@ class Search:
     data: Arrays | Samples
     memory: int | None  # the bound of one device, in bytes
     micro: bool  # whether micro-batches are tried, of the trainer's batch
-    measured: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a device: samples, and bytes that they took
+    trials: dict[str, host_memory.Trials] = field(default_factory=dict)  # of each device without memory of its own
 
     def largest(self, maximum: int | None) -> int:
         if not launcher.is_there():
@@ -64,45 +63,22 @@ class Search:
 
             return self._search(devices, maximum, on_all)
 
-    def _search(self, devices: list[torch.device], maximum: int | None, on_all: Any) -> int:
-        shares = self.trainer._option("step").shares
-        fractions = None if shares is None or isinstance(shares, str) else shares
-        if self.micro:
-            whole = self.trainer._settings_with(self.trainer._option("batch_size") or self.data.batch_size).batch_size
-            shard = max(_shares.sizes(whole, len(devices), fractions))
-            most = min(maximum or shard, shard)
-            alone = dict.fromkeys(devices, shard)
-            return batch_size.largest(lambda size: on_all(self._fit_on(alone, size)), most, 1)
-        most = min(maximum or self.data.count, self.data.count)
-        if most < len(devices):
-            raise BadSettings(f"{most} samples are fewer than the devices, {len(devices)}: give a larger maximum")
+    def _search(self, devices: list[torch.device], maximum: int | None, on_all: Callable[[bool], bool]) -> int:
+        def fits(batch: int, micro: int | None) -> bool:
+            sizes = batch_size.shards(self.trainer, batch, len(devices))
+            shards = dict.fromkeys(devices, max(sizes) if micro is not None else 0)
+            for device, size in zip(devices, sizes, strict=True):
+                shards[device] = max(shards[device], size)
+            return on_all(all(self._fits(device, shard, micro) for device, shard in shards.items()))
 
-        def fits(size: int) -> bool:
-            sizes = _shares.sizes(size, len(devices), fractions)
-            largest = {
-                device: max(n for other, n in zip(devices, sizes, strict=True) if other == device) for device in devices
-            }
-            return bool(on_all(self._fit_on(largest, None)))
-
-        return batch_size.largest(fits, most, len(devices))
-
-    def _fit_on(self, shards: dict[torch.device, int], micro: int | None) -> bool:
-        return all(self._fits(device, shard, micro) for device, shard in shards.items())
+        return batch_size.find(self.trainer, self.data, len(devices), maximum, fits, micro=self.micro)
 
     def _fits(self, device: torch.device, shard: int, micro: int | None) -> bool:
         if device.type == "cuda":
             with self._bounded(device):
                 return self._tried(device, shard, micro)
-        bound, size = self._bound_of_host(), micro or shard
-        before = self.measured.get(str(device))
-        if before is None:
-            self._tried(device, shard, micro)  # once without measuring: libraries take memory of their own
-        elif before[1] * size > bound * before[0]:
-            return False
-        with host_memory.peak() as took:
-            fits = self._tried(device, shard, micro)
-        self.measured[str(device)] = size, took[0]
-        return fits and took[0] <= bound
+        trials = self.trials.setdefault(str(device), host_memory.Trials())
+        return trials.fit(micro or shard, self._bound_of_host(), lambda: self._tried(device, shard, micro))
 
     def _bound_of_host(self) -> int:
         if self.memory is not None:
